@@ -1,0 +1,29 @@
+"""What every test of the house shares: the sizes of the property tests, and which tests run where."""
+
+import importlib.util
+import os
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("default", deadline=None, max_examples=100)
+settings.register_profile("long", deadline=None, max_examples=2_000)
+settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True, database=None)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.getoption("-m")
+    for item in items:
+        if "long" in item.keywords and "long" not in chosen:
+            item.add_marker(pytest.mark.skip(reason="long: run with -m long"))
+        if "cuda" in item.keywords and not _cuda_is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _cuda_is_available() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
