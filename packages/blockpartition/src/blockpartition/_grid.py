@@ -1,0 +1,111 @@
+"""Numbers as integers: one grid on which every cost, and every sum of costs, is exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Rational, Real
+from typing import Any, TypeAlias
+
+Number: TypeAlias = int | float | Fraction
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`units[i] / scale` is the i-th number, exactly."""
+
+    units: list[int]
+    scale: int
+    kind: type
+
+    def value(self, units: int, divisor: int = 1) -> Number:
+        """`units / divisor` in the kind of number that was put in: see `number`."""
+        return number(units, self.scale * divisor, self.kind)
+
+
+def number(numerator: int, denominator: int, kind: type) -> Number:
+    """The quotient as a `kind`, exact for int and Fraction, correctly rounded for float.
+
+    A quotient that is no integer, or lies beyond the range of floats, is a Fraction instead.
+    """
+    if kind is float:
+        try:
+            return numerator / denominator
+        except OverflowError:
+            return Fraction(numerator, denominator)
+    if kind is int and numerator % denominator == 0:
+        return numerator // denominator
+    return Fraction(numerator, denominator)
+
+
+def read(values: Iterable[Any], name: str = "costs") -> Grid:
+    """Finite numbers ≥ 0 on their common grid; TypeError or ValueError names the first that is not one."""
+    numbers = values if isinstance(values, list) else list(values)
+    kinds = set(map(type, numbers))
+    if kinds <= {int}:
+        return _read_ints(numbers, name)
+    if kinds == {float} and all(map(math.isfinite, numbers)):
+        return _read_floats(numbers, name)
+    return _read_any(numbers, name)
+
+
+def _read_ints(numbers: list[int], name: str) -> Grid:
+    if numbers and min(numbers) < 0:
+        _refuse_negative(numbers, name)
+    return Grid(numbers, 1, int)
+
+
+def _read_floats(numbers: list[float], name: str) -> Grid:
+    if min(numbers) < 0:
+        _refuse_negative(numbers, name)
+    smallest = min(filter(None, numbers), default=1.0)
+    # A double is a multiple of the last bit of any smaller one, so the smallest sets the grid.
+    bits = max(0, 53 - math.frexp(smallest)[1])
+    if bits > 1000 or math.frexp(max(numbers))[1] + bits > 1000:
+        return _read_any(numbers, name)  # the product below would leave the range of floats
+    return Grid(list(map(int, map((2.0**bits).__mul__, numbers))), 2**bits, float)
+
+
+def _read_any(numbers: Sequence[Any], name: str) -> Grid:
+    ratios = [_ratio(x, f"{name}[{i}]") for i, x in enumerate(numbers)]
+    scale = math.lcm(*{denominator for _, denominator in ratios})
+    units = [numerator * (scale // denominator) for numerator, denominator in ratios]
+    return Grid(units, scale, kind_of(numbers))
+
+
+def kind_of(numbers: Iterable[Any]) -> type:
+    """The type of a sum of these numbers: float before Fraction before int."""
+    if not all(isinstance(x, Rational) for x in numbers):
+        return float
+    return int if all(x.denominator == 1 and not isinstance(x, Fraction) for x in numbers) else Fraction
+
+
+def ratio(x: Any, name: str) -> tuple[int, int]:
+    """One finite number ≥ 0 as numerator and denominator; TypeError or ValueError under this name."""
+    return _ratio(x, name)
+
+
+def _ratio(x: Any, name: str) -> tuple[int, int]:
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"{name} must be an int, a float or a Fraction, got {x!r} of type {type(x).__name__}")
+    numerator, denominator = _integer_ratio(x, name)
+    if numerator < 0:
+        raise ValueError(f"{name} must not be negative, got {x!r}")
+    return numerator, denominator
+
+
+def _integer_ratio(x: Any, name: str) -> tuple[int, int]:
+    if isinstance(x, Rational):
+        return int(x.numerator), int(x.denominator)
+    try:
+        numerator, denominator = x.as_integer_ratio()
+    except (ValueError, OverflowError):
+        raise ValueError(f"{name} must be finite, got {x!r}") from None
+    return int(numerator), int(denominator)
+
+
+def _refuse_negative(numbers: Sequence[Any], name: str) -> None:
+    i, x = next((i, x) for i, x in enumerate(numbers) if x < 0)
+    raise ValueError(f"{name}[{i}] must not be negative, got {x!r}")

@@ -1,0 +1,78 @@
+"""One bottleneck for all: plain blocks, whose order and number is all there is to them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, Literal, SupportsIndex, TypeVar
+
+from ._certificate import witness
+from ._even import most_even, near_even, prefix_sums, sizes_of
+from ._exact import least_bottleneck
+from ._grid import Grid, read
+from ._partition import Partition, cut
+
+T = TypeVar("T")
+
+_TIE_BREAKS = {"quantile": near_even, "exact": most_even}
+
+
+def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
+    """Contiguous, non-empty blocks in order whose largest sum is the least possible.
+
+    Exact for ints, floats and Fractions, and deterministic. O(n) to read, then about k log n a step of a bisection.
+
+    >>> solve([1, 2, 3, 4, 5, 6], 2)
+    [[1, 2, 3, 4], [5, 6]]
+    """
+    items = sequence if isinstance(sequence, list) else list(sequence)
+    grid = read(items, "sequence")
+    blocks = check_blocks(partitions, len(items))
+    prefix = prefix_sums(grid.units)
+    return cut(items, near_even(prefix, blocks, least_bottleneck(prefix, blocks, max(grid.units))))
+
+
+def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile", "exact"] = "quantile") -> Partition:
+    """The blocks of `solve` with their loads, bounds and proof.
+
+    Of all partitions with the least bottleneck, `even="quantile"` takes one with nearly even loads in no time,
+    `even="exact"` the one with the least sum of squared loads in O(k n log n).
+
+    >>> partition([1, 2, 3, 4, 5, 6], 3).sizes
+    (3, 2, 1)
+    """
+    if even not in _TIE_BREAKS:
+        raise ValueError(f"even must be one of {', '.join(map(repr, _TIE_BREAKS))}, got {even!r}")
+    grid = read(costs)
+    blocks = check_blocks(partitions, len(grid.units))
+    prefix = prefix_sums(grid.units)
+    bottleneck = least_bottleneck(prefix, blocks, max(grid.units))
+    ends = _TIE_BREAKS[even](prefix, blocks, bottleneck)
+    return _describe(grid, prefix, ends, bottleneck)
+
+
+def _describe(grid: Grid, prefix: list[int], ends: list[int], bottleneck: int) -> Partition:
+    blocks, total = len(ends) - 1, prefix[-1]
+    bound = max(Fraction(total, blocks), Fraction(max(grid.units)))
+    return Partition(
+        sizes=sizes_of(ends),
+        loads=tuple(grid.value(prefix[end] - prefix[start]) for start, end in pairwise(ends)),
+        bottleneck=grid.value(bottleneck),
+        lower_bound=grid.value(bound.numerator, bound.denominator),
+        imbalance=bottleneck * blocks / total if total else 1.0,
+        witness=witness(prefix, blocks, bottleneck),
+    )
+
+
+def check_blocks(blocks: Any, layers: int) -> int:
+    """The number of blocks, if that many can be filled."""
+    if isinstance(blocks, bool) or not isinstance(blocks, SupportsIndex):
+        raise TypeError(f"partitions must be an int, got {blocks!r} of type {type(blocks).__name__}")
+    count = operator.index(blocks)
+    if count < 1:
+        raise ValueError(f"partitions must be at least 1, got {count}")
+    if count > layers:
+        raise ValueError(f"{layers} layers cannot fill {count} stages; use at most {layers}")
+    return count
