@@ -1,0 +1,150 @@
+"""The house's chores, one session each.
+
+python -m pip install "nox[uv]"
+python -m nox -s demo        # train a real model through a pipeline
+python -m nox                # tests, lint, types
+python -m nox --list         # everything else
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "lint", "types"]
+
+# uv reads only variables of its own name: without this one it overlooks wheels that pip was told about.
+if "PIP_FIND_LINKS" in os.environ:
+    os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
+
+HOUSE = Path(__file__).parent
+PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
+SOURCES = [f"packages/{name}/src" for name in PACKAGES]
+SETTINGS = nox.project.load_toml(HOUSE / "pyproject.toml")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Profile, balance and train a residual network on two stages; arguments go to examples/digits.py."""
+    install_house(session, "demo")
+    session.run("python", "examples/digits.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Every test that needs no GPU and little time; arguments go to pytest."""
+    install_house(session, "house-test")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(name="tests-cuda")
+def tests_cuda(session: nox.Session) -> None:
+    """The tests that need a CUDA device; skipped where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        session.skip("no CUDA here: this machine has no NVIDIA driver (nvidia-smi is not on the path)")
+    install_house(session, "house-test")
+    if not sees_cuda(session):
+        session.skip("no CUDA here: torch.cuda.is_available() is False; is this a CPU build of torch?")
+    session.run("pytest", "-m", "cuda", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def standalone(session: nox.Session, package: str) -> None:
+    """One package's own tests against its wheel, with only what it declares installed, away from the sources."""
+    room = empty_folder(Path(session.create_tmp()) / "room")
+    wheels = [build_wheel(session, name, room / name) for name in with_siblings(package)]
+    install(session, *wheels, *group("test"))
+
+    # The same relative path as in the house, so that the tests cannot tell and the settings fit.
+    shutil.copytree(HOUSE / "packages" / package / "tests", room / "packages" / package / "tests")
+    for shared in ("conftest.py", "pyproject.toml"):
+        shutil.copy(HOUSE / shared, room)
+    session.chdir(room)
+    session.run("pytest", "-o", "pythonpath=", f"packages/{package}/tests", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format, style, and the direction of imports."""
+    install(session, *group("lint"))
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict types of all five packages."""
+    install_house(session, "types")
+    session.run("mypy", "--strict", *SOURCES)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """A source archive and a wheel of each package under dist/, fit for an index."""
+    install(session, *group("build"))
+    dist = empty_folder(HOUSE / "dist")
+    for name in PACKAGES:
+        session.run("uv", "build", "--build-constraints", "constraints.txt", "--out-dir", dist, f"packages/{name}")
+    session.run("twine", "check", "--strict", *(str(file) for file in sorted(dist.glob("gpipe_*"))))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation under docs/_build/html; warnings are errors."""
+    install_house(session, "docs")
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session
+def long(session: nox.Session) -> None:
+    """The tests too long for every day, then every property with twenty times as many examples."""
+    install_house(session, "house-test")
+    session.run("pytest", "-m", "long", "--timeout=1800", *session.posargs)
+    session.run("pytest", "--hypothesis-profile=long", "--timeout=1800", *session.posargs)
+
+
+def install(session: nox.Session, *what: str | Path) -> None:
+    session.install("-c", "constraints.txt", *map(str, what))
+
+
+def install_house(session: nox.Session, *groups: str) -> None:
+    """All five packages in one call, so that no sibling is ever looked up by name on an index."""
+    paths = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
+    install(session, *paths, *group(*groups))
+
+
+def group(*names: str) -> tuple[str, ...]:
+    return nox.project.dependency_groups(SETTINGS, *names)
+
+
+def with_siblings(package: str) -> list[str]:
+    """The package and the siblings it declares, which declare all that they need in turn."""
+    project = nox.project.load_toml(HOUSE / "packages" / package / "pyproject.toml")["project"]
+    declared = [need.removeprefix("gpipe-").split(">=")[0] for need in project["dependencies"]]
+    return [package, *(name for name in PACKAGES if name in declared)]
+
+
+def build_wheel(session: nox.Session, package: str, folder: Path) -> Path:
+    source = HOUSE / "packages" / package
+    session.run("uv", "build", "--wheel", "--build-constraints", "constraints.txt", "--out-dir", folder, source)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def empty_folder(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def sees_cuda(session: nox.Session) -> bool:
+    answer = session.run("python", "-c", "import torch; print(torch.cuda.is_available())", silent=True)
+    return "True" in str(answer)
