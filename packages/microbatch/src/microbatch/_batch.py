@@ -1,0 +1,121 @@
+"""One value with one way to get at its tensors."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from ._check import is_tensors
+
+Tensors = tuple[Tensor, ...]
+TensorOrTensors = Tensor | Tensors
+Function = Callable[[Any], Any]
+
+
+class Batch:
+    """A mini-batch or a micro-batch: a tensor (*atomic*), a tuple of tensors, or a tree of them.
+
+    The value stays what it is, a one-tuple a one-tuple and a dict a dict. Iteration, `len`, indexing and `.tensors` run
+    over the tensors in it, in tree order; what is no tensor is only in `.value`. Nothing is copied, nothing is checked.
+
+    >>> import torch
+    >>> Batch(torch.ones(2)).tensor
+    tensor([1., 1.])
+    >>> batch = Batch({'x': torch.ones(2), 'masks': (torch.zeros(3), None)})
+    >>> len(batch), batch[1]
+    (2, tensor([0., 0., 0.]))
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def atomic(self) -> bool:
+        """Whether the value is one bare tensor."""
+        return isinstance(self.value, Tensor)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor of an atomic batch; AttributeError for any other."""
+        if isinstance(self.value, Tensor):
+            return self.value
+        raise AttributeError(f"a batch of type {type(self.value).__name__} has no .tensor; use .tensors or .value")
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors of a batch that is not atomic; AttributeError for one that is."""
+        if isinstance(self.value, Tensor):
+            raise AttributeError("a batch of one bare tensor has no .tensors; use .tensor or .value")
+        return self._tensors()
+
+    @property
+    def tensor_or_tensors(self) -> TensorOrTensors:
+        """`.tensor` or `.tensors`, whichever there is."""
+        return self.value if isinstance(self.value, Tensor) else self._tensors()
+
+    def call(self, function: Function) -> "Batch":
+        """`function(value)` in a new batch: one argument, as nn.Sequential passes it."""
+        return Batch(function(self.value))
+
+    def _tensors(self) -> Tensors:
+        value = self.value
+        if isinstance(value, Tensor):
+            return (value,)
+        if is_tensors(value):
+            return value  # type: ignore[no-any-return]
+        return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+    def __len__(self) -> int:
+        return len(self._tensors())
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tensors())
+
+    def __getitem__(self, index: int) -> Tensor:
+        try:
+            return self._tensors()[index]
+        except IndexError:
+            raise self._out_of_range(index) from None
+
+    def __setitem__(self, index: int | slice, value: Tensor | Sequence[Tensor]) -> None:
+        """`batch[i] = t` replaces one tensor, `batch[:] = ts` all of them."""
+        if not isinstance(index, slice):
+            tensors = list(self._tensors())
+            try:
+                tensors[index] = _expect_tensor(value, f"batch[{index}]")
+            except IndexError:
+                raise self._out_of_range(index) from None
+        elif index == slice(None):
+            tensors = [_expect_tensor(each, f"batch[:][{i}]") for i, each in enumerate(value)]
+        else:
+            raise NotImplementedError(f"batch[{index}] = ... is not supported; use batch[i] = t or batch[:] = ts")
+        self._replace(tensors)
+
+    def _replace(self, tensors: list[Tensor]) -> None:
+        if is_tensors(self.value):
+            self.value = tuple(tensors)  # a plain tuple may change its length
+            return
+        if len(tensors) != len(self):
+            raise IndexError(f"this batch holds {len(self)} tensors, got {len(tensors)} to replace them; give as many")
+        if isinstance(self.value, Tensor):
+            (self.value,) = tensors
+            return
+        leaves, tree = pytree.tree_flatten(self.value)
+        fresh = iter(tensors)
+        leaves = [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.value = pytree.tree_unflatten(leaves, tree)
+
+    def _out_of_range(self, index: int) -> IndexError:
+        return IndexError(f"batch[{index}] is out of range; this batch holds {len(self)} tensors")
+
+    def __repr__(self) -> str:
+        return f"Batch({self.value!r})"
+
+
+def _expect_tensor(value: Any, path: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{path} is set to a {type(value).__name__}; expected a tensor")
+    return value

@@ -1,0 +1,78 @@
+"""How each leaf of a value is split."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from ._tree import children, leaf_path
+
+
+@dataclass(frozen=True)
+class Split:
+    """The leaf is a tensor, and is cut along `dim`. Without a spec every tensor is cut along dimension 0."""
+
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.dim) is not int:
+            raise TypeError(f"dim of Split is {self.dim!r}; expected an integer, as in Split(1)")
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """The leaf goes whole into every micro-batch. All of them share it, so nobody may change it in place."""
+
+
+Rule = Split | Replicate | None
+
+ROWS = Split(0)
+
+
+def rules(tree: Any, spec: Any, path: str) -> list[Rule]:
+    """One rule for each leaf of `tree`: None where a None passes by itself.
+
+    `spec` is a prefix of `tree`: a rule anywhere in it holds for everything below, and None means the default.
+    """
+    found = list(_broadcast(tree, spec, path))
+    leaves = pytree.tree_leaves(tree)
+    return [_settle(leaf, rule, tree, i, path) for i, (leaf, rule) in enumerate(zip(leaves, found, strict=True))]
+
+
+def _settle(leaf: Any, rule: Rule, tree: Any, i: int, path: str) -> Rule:
+    if isinstance(rule, Replicate):
+        return rule
+    if leaf is None:
+        return None
+    if isinstance(leaf, Tensor):
+        return rule or ROWS
+    raise TypeError(
+        f"{leaf_path(tree, i, path)} is of type {type(leaf).__name__}, which cannot be split; expected a tensor, "
+        "None or a tree of them; Replicate() in spec= hands it whole to every micro-batch"
+    )
+
+
+def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
+    if spec is None or isinstance(spec, Split | Replicate):
+        yield from [spec] * len(pytree.tree_leaves(tree))
+        return
+    wanted = children(spec)
+    if wanted is None:
+        raise TypeError(f"spec for {path} is {spec!r}; expected Split(dim), Replicate(), None or a tree of them")
+    found = children(tree)
+    by_label = dict(wanted)
+    if found is None or by_label.keys() != {label for label, _ in found}:
+        raise ValueError(
+            f"spec does not fit {path}: spec has {_describe(wanted)}, {path} has {_describe(found)}; "
+            "give one rule for all of it, or a rule for each branch"
+        )
+    for label, branch in found:
+        yield from _broadcast(branch, by_label[label], path + label)
+
+
+def _describe(branches: list[tuple[str, Any]] | None) -> str:
+    if branches is None:
+        return "no branches"
+    return "branches " + ", ".join(label for label, _ in branches) if branches else "zero branches"
