@@ -1,3 +1,46 @@
 """One vocabulary for CUDA streams and the CPU, and workers that see what their caller saw."""
 
+from ._context import Context as Context
+from ._record import record_stream as record_stream
+from ._spawn import spawn_workers as spawn_workers
+from ._stream import AbstractStream as AbstractStream
+from ._stream import CPUStream as CPUStream
+from ._stream import CPUStreamType as CPUStreamType
+from ._stream import as_cuda as as_cuda
+from ._stream import current_stream as current_stream
+from ._stream import default_stream as default_stream
+from ._stream import get_device as get_device
+from ._stream import is_cuda as is_cuda
+from ._stream import new_stream as new_stream
+from ._task import Task as Task
+from ._use import use_device as use_device
+from ._use import use_stream as use_stream
+from ._wait import wait_stream as wait_stream
+from ._worker import ExcInfo as ExcInfo
+from ._worker import InQueue as InQueue
+from ._worker import OutQueue as OutQueue
+from ._worker import worker as worker
+
+__all__ = [
+    "AbstractStream",
+    "CPUStream",
+    "CPUStreamType",
+    "Context",
+    "ExcInfo",
+    "InQueue",
+    "OutQueue",
+    "Task",
+    "as_cuda",
+    "current_stream",
+    "default_stream",
+    "get_device",
+    "is_cuda",
+    "new_stream",
+    "record_stream",
+    "spawn_workers",
+    "use_device",
+    "use_stream",
+    "wait_stream",
+    "worker",
+]
 __version__ = "0.1.0"

@@ -1,0 +1,67 @@
+"""The autocast state of a thread: which device types cast, to what, and whether weights' casts are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+DEVICE_TYPES: tuple[str, ...] = tuple(torch._C._autocast_supported_devices())
+_NONE_ENABLED = (False,) * len(DEVICE_TYPES)
+
+
+class Autocast(NamedTuple):
+    """The state, one entry of ``enabled`` and ``dtypes`` for each of ``DEVICE_TYPES``."""
+
+    enabled: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
+    cache: bool
+    nested: bool
+
+
+def read() -> Autocast:
+    """The state of this thread."""
+    # Dtypes count even where nothing is enabled: a later `torch.autocast(type)` without a dtype takes them.
+    return Autocast(_read_enabled(), tuple(map(torch.get_autocast_dtype, DEVICE_TYPES)), *_read_cache())
+
+
+def enter(state: Autocast) -> Callable[[], None] | None:
+    """Give this thread ``state``; the way back, or ``None`` if there was nothing to change."""
+    found = read()
+    if found == state:
+        return None
+    _write(found, state)
+    if state.nested:
+        torch.autocast_increment_nesting()
+
+    def undo() -> None:
+        # As the end of any autocast block: a kept cast must not outlive the last block, for the weight may change.
+        if state.nested and torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        _write(state, found)
+
+    return undo
+
+
+def _read_enabled() -> tuple[bool, ...]:
+    if not torch._C._is_any_autocast_enabled():
+        return _NONE_ENABLED
+    return tuple(map(torch.is_autocast_enabled, DEVICE_TYPES))
+
+
+def _read_cache() -> tuple[bool, bool]:
+    # There is no way to ask for the depth, only to change it and see.
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return torch.is_autocast_cache_enabled(), depth > 0
+
+
+def _write(found: Autocast, wanted: Autocast) -> None:
+    for kind, was, enabled in zip(DEVICE_TYPES, found.enabled, wanted.enabled, strict=True):
+        if was != enabled:
+            torch.set_autocast_enabled(kind, enabled)
+    for kind, old, dtype in zip(DEVICE_TYPES, found.dtypes, wanted.dtypes, strict=True):
+        if old != dtype:
+            torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(wanted.cache)

@@ -1,0 +1,48 @@
+"""What counts as a device, and when two devices are the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Protocol
+
+import torch
+
+
+class Device(Hashable, Protocol):
+    """Anything hashable with a ``type`` and an ``index``; :class:`torch.device` is one."""
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def index(self) -> int | None: ...
+
+
+def normalise(device: Device) -> Device:
+    """The one spelling of ``device``: ``cuda`` means the current GPU, and ``cpu:k`` is ``cpu``."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check(device: object, name: str = "device") -> None:
+    """Raise unless ``device`` looks like a device, and one that this machine has.
+
+    Raises:
+        TypeError: it has no ``type`` and ``index``, or cannot be hashed.
+        ValueError: it names a CUDA device that is not there.
+    """
+    if not hasattr(device, "type") or not hasattr(device, "index"):
+        raise TypeError(
+            f"{name} must have a .type and an .index, as torch.device('cuda', 0) does; "
+            f"got {device!r} ({type(device).__name__}); wrap names and numbers in torch.device(...)"
+        )
+    if type(device).__hash__ is None:
+        raise TypeError(f"{name} must be hashable, to find the worker of a device; got {device!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"{name} is {device}, but torch sees {torch.cuda.device_count()} CUDA devices; "
+            "choose one that exists, or torch.device('cpu')"
+        )

@@ -1,0 +1,110 @@
+"""Workers for the length of a block: as many as there are devices, all of them gone when it is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+from threading import Thread, current_thread
+from types import TracebackType
+from typing import NamedTuple
+
+from . import _exit
+from ._context import Context
+from ._device import Device, check, normalise
+from ._worker import InQueue, OutQueue, worker
+
+Queues = tuple[list[InQueue], list[OutQueue]]
+
+
+class _Worker(NamedTuple):
+    thread: Thread
+    in_queue: InQueue
+    out_queue: OutQueue
+
+
+def spawn_workers(
+    devices: Iterable[Device], shared: bool = True, *, context: Context | None = None
+) -> AbstractContextManager[Queues]:
+    """A block with a worker for each device; it yields ``(in_queues, out_queues)``, one pair for each of ``devices``.
+
+    The workers see what the thread that enters the block sees then (:class:`Context`). Leaving it lets them finish the
+    tasks that are queued, and returns when all of them have ended, however it is left. A KeyboardInterrupt that comes
+    while it waits is raised afterwards; a second one gives up waiting. The interpreter's exit waits for nobody.
+
+    Args:
+        devices: anything hashable with ``type`` and ``index``. Equal devices, where ``cuda`` is the current GPU and
+            ``cpu:k`` the CPU, get the same worker and the same queues.
+        shared: if false, each entry gets a worker of its own.
+        context: what the workers see, instead of what the caller does.
+
+    Raises:
+        TypeError, ValueError: something in ``devices`` is no device, or one that this machine does not have.
+    """
+    devices = list(devices)
+    for j, device in enumerate(devices):
+        check(device, f"devices[{j}]")
+    return _Workers([normalise(device) for device in devices], shared, context)
+
+
+class _Workers(AbstractContextManager[Queues]):
+    """The block. A class and not a generator, which the garbage collector could close, and so wait, on any thread."""
+
+    def __init__(self, devices: Sequence[Device], shared: bool, context: Context | None) -> None:
+        self._devices = devices
+        self._shared = shared
+        self._context = context
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> Queues:
+        context = self._context or Context.capture()
+        by_device: dict[Device, _Worker] = {}
+        pairs = []
+        try:
+            for device in self._devices:
+                if device not in by_device or not self._shared:
+                    by_device[device] = self._start(device, context)
+                pairs.append(by_device[device])
+        except BaseException:
+            self._end_all()
+            raise
+        return [each.in_queue for each in pairs], [each.out_queue for each in pairs]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._end_all()
+        except BaseException:
+            self._end_all()
+            raise
+
+    def __del__(self) -> None:
+        # Forgotten, not left: let the workers go, but wait for nothing, since this may run on any thread.
+        for each in self._workers:
+            each.in_queue.put(None)
+
+    def _start(self, device: Device, context: Context) -> _Worker:
+        in_queue: InQueue = SimpleQueue()
+        out_queue: OutQueue = SimpleQueue()
+        # A daemon, since the interpreter waits for other threads before it exits.
+        thread = Thread(
+            target=_work, args=(context, in_queue, out_queue, device), name=f"worker of {device}", daemon=True
+        )
+        each = _Worker(thread, in_queue, out_queue)
+        self._workers.append(each)
+        thread.start()
+        _exit.watch(thread, in_queue)
+        return each
+
+    def _end_all(self) -> None:
+        for each in self._workers:
+            each.in_queue.put(None)
+        for each in self._workers:
+            if each.thread.is_alive() and each.thread is not current_thread():
+                each.thread.join()
+
+
+def _work(context: Context, in_queue: InQueue, out_queue: OutQueue, device: Device) -> None:
+    with context.applied():
+        worker(in_queue, out_queue, device, context.grad_mode)

@@ -1,0 +1,52 @@
+"""A piece of work for a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from ._stream import AbstractStream, is_cuda
+from ._use import use_stream
+
+Result = TypeVar("Result")
+
+
+class Task(Generic[Result]):
+    """Work in two halves, both under ``stream``: ``compute`` on a worker, then ``finalize`` on the caller.
+
+    Args:
+        stream: current while either half runs.
+        compute: called by the worker without arguments; what it returns is the result.
+        finalize: called with that result by whoever took it out of the worker's queue, for what must happen there in
+            order. ``None``: nothing.
+    """
+
+    __slots__ = ("_compute", "_finalize", "stream")
+
+    def __init__(
+        self,
+        stream: AbstractStream,
+        *,
+        compute: Callable[[], Result],
+        finalize: Callable[[Result], object] | None = None,
+    ) -> None:
+        is_cuda(stream)  # raises, here and not on the worker, if it is no stream
+        if not callable(compute):
+            raise TypeError(f"compute must be callable without arguments; got {compute!r}")
+        if finalize is not None and not callable(finalize):
+            raise TypeError(f"finalize must take the result of compute, or be None; got {finalize!r}")
+        self.stream = stream
+        self._compute = compute
+        self._finalize = finalize
+
+    def compute(self) -> Result:
+        """Do the first half; its result."""
+        with use_stream(self.stream):
+            return self._compute()
+
+    def finalize(self, result: Result) -> None:
+        """Do the second half, given what :meth:`compute` returned."""
+        if self._finalize is None:
+            return
+        with use_stream(self.stream):
+            self._finalize(result)
