@@ -1,0 +1,92 @@
+"""Argument checks shared by every entry point: the error says what was expected, what arrived, what to do."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import microbatch
+
+if TYPE_CHECKING:
+    Device = torch.device | int | str
+
+
+def check_module(module: nn.Sequential) -> None:
+    """Refuses what cannot be walked layer by layer: no Sequential, an empty one, a lazy layer."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
+    if len(module) == 0:
+        raise ValueError("module: expected at least one layer, got an empty nn.Sequential")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        _check_not_lazy(name, tensor)
+
+
+def _check_not_lazy(name: str, tensor: torch.Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError(
+            f"module: {name!r} is lazy and has no size yet; run the module once on a sample, then try again"
+        )
+
+
+def check_no_gradient(module: nn.Module) -> None:
+    """Refuses a module with gradients: somebody is in the middle of a training step."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            raise ValueError(
+                f"module: some parameter already has gradient ({name!r}); "
+                "profile before training, or call module.zero_grad() first"
+            )
+
+
+def check_sample(sample: Any) -> None:
+    """Refuses a sample that is no tree of tensors, by the path of its first wrong leaf."""
+    microbatch.check(sample)
+
+
+def check_timeout(timeout: float) -> None:
+    if not (timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+
+
+def check_chunks(chunks: int) -> None:
+    if chunks < 1:
+        raise ValueError(f"chunks: expected at least 1 micro-batch, got {chunks!r}")
+
+
+def check_scale(param_scale: float) -> None:
+    if not (param_scale >= 0 and math.isfinite(param_scale)):
+        raise ValueError(f"param_scale: expected a number of copies >= 0, got {param_scale!r}")
+
+
+def running_device(device: Device | None) -> torch.device:
+    """The device to run on: the one asked for if this machine has it, else CUDA where there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    wanted = torch.device(device)
+    if wanted.type == "cuda":
+        return _cuda_device(wanted)
+    if wanted.type != "cpu":
+        raise ValueError(f"device: expected a CPU or CUDA device to run on, got {str(wanted)!r}")
+    return wanted
+
+
+def _cuda_device(wanted: torch.device) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise ValueError(f"device: got {str(wanted)!r} but this machine has no CUDA device; use device='cpu'")
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    if index >= count:
+        raise ValueError(f"device: got {str(wanted)!r} but this machine has only {count} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def sizing_device(module: nn.Module, device: Device | None) -> torch.device:
+    """As `running_device`, but ``meta`` is welcome, and is the default of a module that lives there."""
+    if device is None and any(parameter.is_meta for parameter in module.parameters()):
+        return torch.device("meta")
+    if device is not None and torch.device(device).type == "meta":
+        return torch.device("meta")
+    return running_device(device)

@@ -1,0 +1,79 @@
+"""Watches storages being born and dying while a layer runs."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._storages import storages
+
+
+class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, counts the bytes of storages that operations create, and the FLOPs they do.
+
+    It holds storages weakly: whoever keeps one alive, Python or the autograd graph, it is counted exactly as long.
+    What existed before (parameters, inputs, and all views and in-place results of them) is never born here.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self.flops = 0
+        self._now = 0
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, torch.dtype]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # A mode that looks into compiled code sends that code to eager for good, in the caller's module too.
+        return True
+
+    def alive(self) -> int:
+        """Bytes of the storages born so far and not dead yet."""
+        return sum(storage.nbytes() for ref, _, _ in self._alive.values() if (storage := ref()) is not None)
+
+    def holds_empty_workspace(self) -> bool:
+        """Whether a living storage is a workspace of unknown size, as fake oneDNN kernels make them: 0 bytes."""
+        return any(
+            dtype is torch.uint8 and storage.nbytes() == 0
+            for ref, _, dtype in self._alive.values()
+            if (storage := ref()) is not None
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Data written out in Python becomes a tensor unseen, and comes into sight as the input of this operation.
+        old = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
+        self._note(result, {storage._cdata for storage in storages(old)})
+        self.flops += _flops(func, args, kwargs, result)
+        return result
+
+    def _note(self, result: Any, old: set[int]) -> None:
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            for storage in storages(leaf):
+                if storage._cdata not in old and storage._cdata not in self._alive:
+                    self._born(storage, leaf.dtype)
+
+    def _born(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._alive[key] = (weakref.ref(storage, partial(self._died, key, size)), size, dtype)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+
+    def _died(self, key: int, size: int, ref: object) -> None:
+        # The address of a dead storage is handed out again: it must leave at once.
+        self._now -= size
+        del self._alive[key]
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -1,0 +1,44 @@
+"""Counts the bytes and FLOPs of one layer by running it once."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+
+from microbatch import Batch
+
+from ._births import Births
+from ._storages import tensor_bytes
+from ._walk import Visit
+
+
+class Count(NamedTuple):
+    latent: int
+    output: int
+    peak: int
+    flops: int
+    workspace: bool
+    """Whether some living storage is of unknown size, so that the layer has to be counted for real."""
+
+
+def count(
+    visit: Visit,
+    *,
+    backward: bool,
+    mode: AbstractContextManager[object] = nullcontext(),  # noqa: B008
+) -> tuple[Batch, Count]:
+    """Runs the forward under `mode`, and the backward too if wanted for the peak and the FLOPs.
+
+    Latent are the storages born in the forward and alive after it: the output, and what the graph saved.
+    """
+    births = Births()
+    with mode, births:
+        output, roots = visit.forward()
+    latent, workspace = births.alive(), births.holds_empty_workspace()
+    if backward and roots:
+        gradients = [torch.ones_like(y) for y in roots]
+        with mode, births:
+            torch.autograd.backward(roots, gradients)
+    return output, Count(latent, tensor_bytes(output.value), births.peak, births.flops, workspace)

@@ -1,0 +1,67 @@
+"""Layers and batches that have shapes but no data, to be counted without memory and without a device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from microbatch import Batch
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode under which operations compute shapes only."""
+    # The import takes a while, and few need it.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_layers(module: Iterable[nn.Module], mode: FakeTensorMode) -> Iterator[nn.Module]:
+    """Copies of the layers in training mode that occupy no memory, wherever the layers are."""
+    for layer in module:
+        fakes = {id(x): fake(x, mode) for child in layer.modules() for x in _tensors(child)}
+        yield copy.deepcopy(layer, fakes).train()
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    for owner in (module._parameters, module._buffers, vars(module)):
+        yield from (value for value in owner.values() if isinstance(value, torch.Tensor))
+
+
+def fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake of `x` on the CPU: fake CUDA tensors with gradients abort a build of torch without CUDA."""
+    with mode:
+        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+        if isinstance(x, nn.Parameter):
+            return nn.Parameter(y, requires_grad=x.requires_grad)
+        return y.requires_grad_(x.requires_grad)
+
+
+def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        return fake(x, mode)
+
+    def faked(value: Any) -> Any:
+        return tree_map_only(torch.Tensor, copied, value)
+
+    return batch.call(faked)
+
+
+def materialised(layer: nn.Module) -> nn.Module:
+    """A real copy of `layer` with memory on the CPU and nothing meaningful in it."""
+    return copy.deepcopy(layer).to_empty(device="cpu").train()
+
+
+def zeros_like(batch: Batch) -> Batch:
+    def zeros(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(x.shape, dtype=x.dtype, requires_grad=x.requires_grad)
+
+    return batch.call(lambda value: tree_map_only(torch.Tensor, zeros, value))

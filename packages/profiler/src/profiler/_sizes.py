@@ -1,0 +1,97 @@
+"""Counts how many bytes each layer takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from microbatch import Batch, scatter
+
+from ._arguments import check_chunks, check_module, check_sample, check_scale, sizing_device
+from ._count import Count, count
+from ._enter import copy_to, enter_batch
+from ._fake import fake_batch, fake_layers, fake_mode, materialised, zeros_like
+from ._isolation import isolated
+from ._sandbox import layerwise_sandbox
+from ._storages import tensor_bytes
+from ._walk import Visit, walk
+
+if TYPE_CHECKING:
+    from ._arguments import Device
+
+
+def profile_sizes(
+    module: nn.Sequential,
+    input: Any,  # noqa: A002
+    chunks: int,
+    param_scale: float,
+    device: Device | None,
+) -> list[int]:
+    """Bytes of each layer in training: latent bytes of a micro-batch plus parameter bytes × `param_scale`.
+
+    Latent is what the layer's forward creates and leaves alive, for the backward or as its output; parameters and
+    the input are not counted. It is measured on one row of `input` and multiplied by the rows of a micro-batch, or,
+    if a layer refuses a single row, measured on the first micro-batch.
+
+    On the device ``"meta"`` nothing is computed and no memory is taken: a model of any size is sized in seconds,
+    as on a CPU.
+    """
+    check_module(module)
+    check_sample(input)
+    check_chunks(chunks)
+    check_scale(param_scale)
+    device = sizing_device(module, device)
+    with isolated(device):
+        latents = _latents(module, input, chunks, device)
+    return [
+        int(latent + param_scale * tensor_bytes(list(layer.parameters())))
+        for latent, layer in zip(latents, module, strict=True)
+    ]
+
+
+def _latents(module: nn.Sequential, value: Any, chunks: int, device: torch.device) -> list[float]:
+    """Latent bytes of a micro-batch, from a single row where every layer takes one."""
+    rows = min(len(x) for x in Batch(value))
+    if rows > 1:
+        try:
+            row = scatter(value, rows)[0]
+            return [size.latent * rows / chunks for size in count_layers(module, row, device, backward=False)]
+        except Exception:
+            # Batch norm of a single row has no variance, for one. If it is anything else it comes again.
+            pass
+    microbatch = scatter(value, chunks)[0]
+    return [size.latent for size in count_layers(module, microbatch, device, backward=False)]
+
+
+def count_layers(module: nn.Sequential, batch: Batch, device: torch.device, *, backward: bool) -> list[Count]:
+    """Counts every layer on `batch`: for real, or by fake tensors if `device` is ``meta``."""
+    if device.type == "meta":
+        return _count_fakes(module, batch, backward)
+    counts: list[Count] = []
+
+    def step(visit: Visit) -> Batch:
+        output, counted = count(visit, backward=backward)
+        counts.append(counted)
+        return output
+
+    walk(module, layerwise_sandbox(module, device), copy_to(batch, device), step)
+    return counts
+
+
+def _count_fakes(module: nn.Sequential, batch: Batch, backward: bool) -> list[Count]:
+    mode = fake_mode()
+    counts: list[Count] = []
+
+    def step(visit: Visit) -> Batch:
+        output, counted = count(visit, backward=backward, mode=mode)
+        if counted.workspace:
+            real = replace(visit, layer=materialised(module[visit.index]), input=enter_batch(zeros_like(visit.input)))
+            _, counted = count(real, backward=backward)
+        counts.append(counted)
+        return output
+
+    walk(module, fake_layers(module, mode), fake_batch(batch, mode), step)
+    return counts

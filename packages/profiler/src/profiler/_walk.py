@@ -1,0 +1,73 @@
+"""Takes a batch through the layers one at a time, each cut off from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from microbatch import Batch
+
+from ._enter import enter_batch
+from ._sandbox import detach
+from ._skips import SkipStore, routed
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One layer, ready to run."""
+
+    index: int
+    layer: nn.Module
+    input: Batch
+    skips: SkipStore
+
+    def forward(self) -> tuple[Batch, list[torch.Tensor]]:
+        """The output, and the tensors among outputs and skips that a backward starts from."""
+        with routed(self.layer, self.skips):
+            output = self.input.call(self.layer)
+        return output, [y for y in (*output, *self.skips.stashed()) if y.requires_grad]
+
+
+Step = Callable[[Visit], Batch]
+"""What to do at a layer: runs its forward, perhaps its backward, and returns the output."""
+
+
+def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step: Step) -> None:
+    """Does `step` at every layer of `module`, with its copy out of `layers`; `batch` goes into the first.
+
+    Each layer gets the detached output of the one before. A failure keeps its type and says which layer it was and
+    what went in.
+    """
+    skips = SkipStore()
+    for index, (name, original) in enumerate(module._modules.items()):
+        with _blaming(name, original, batch):
+            layer = next(layers)
+            batch = step(Visit(index, layer, enter_batch(batch), skips))
+            detach(batch)
+            skips.detach()
+
+
+@contextmanager
+def _blaming(name: str, layer: nn.Module | None, batch: Batch) -> Iterator[None]:
+    """Lets errors through with a note: the layer's name, its type, the shapes of its input."""
+    shapes = ", ".join(_describe(x) for x in batch) or "without tensors"
+    try:
+        yield
+    except Exception as error:
+        _annotate(error, f"while profiling layer {name!r} ({type(layer).__name__}) on input {shapes}")
+        raise
+
+
+def _describe(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def _annotate(error: Exception, note: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):  # Python 3.10 has no notes
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])

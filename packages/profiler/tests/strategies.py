@@ -1,0 +1,76 @@
+"""Sequentials with a sample each, out of layers that are easy or hard to profile."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+WIDTH = 6
+
+
+class Twin(nn.Module):
+    """One output that requires a gradient and one that does not."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x.detach()
+
+
+class Join(nn.Module):
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return pair[0] + pair[1]
+
+
+class ToDict(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"value": x, "mask": x > 0}
+
+
+class FromDict(nn.Module):
+    def forward(self, tree: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.where(tree["mask"], tree["value"], tree["value"] * 0.1)
+
+
+class Detach(nn.Module):
+    """Needs no gradient and gives none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach() + 1
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False)
+
+
+# Each keeps (rows, WIDTH) floats; latent bytes are proportional to rows.
+PIECES = {
+    "linear": lambda: [nn.Linear(WIDTH, WIDTH)],
+    "frozen": lambda: [frozen(nn.Linear(WIDTH, WIDTH))],
+    "relu": lambda: [nn.ReLU()],
+    "in-place": lambda: [nn.ReLU(inplace=True)],
+    "dropout": lambda: [nn.Dropout(0.5)],
+    "gelu": lambda: [nn.GELU()],
+    "identity": lambda: [nn.Identity()],
+    "tuple": lambda: [Twin(), Join()],
+    "dict": lambda: [ToDict(), FromDict()],
+    "detach": lambda: [Detach()],
+    "nested": lambda: [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))],
+}
+# These have statistics of the batch, or a workspace of the kernel.
+FIXED_PIECES = {
+    "batch norm": lambda: [nn.BatchNorm1d(WIDTH)],
+    "layer norm": lambda: [nn.LayerNorm(WIDTH)],
+}
+
+
+def models(
+    pieces: dict[str, object] = {**PIECES, **FIXED_PIECES}, max_size: int = 5
+) -> st.SearchStrategy[nn.Sequential]:  # noqa: B006
+    names = st.lists(st.sampled_from(sorted(pieces)), min_size=1, max_size=max_size)
+    return names.map(lambda chosen: nn.Sequential(*(layer for name in chosen for layer in pieces[name]())))
+
+
+@st.composite
+def samples(draw: st.DrawFn, min_rows: int = 2, max_rows: int = 9) -> torch.Tensor:
+    rows = draw(st.integers(min_rows, max_rows))
+    return torch.rand(rows, WIDTH, requires_grad=draw(st.booleans()))

@@ -1,0 +1,60 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from profiler import profile_sizes
+
+from .strategies import PIECES, WIDTH, models, samples
+
+ROW = 4 * WIDTH
+
+
+@given(models(), samples(min_rows=8), st.integers(1, 4), st.sampled_from([0, 1, 2.0]))
+def test_fake_tensors_count_what_real_ones_do(model, sample, chunks, param_scale):
+    real = profile_sizes(model, sample, chunks, param_scale, "cpu")
+    assert profile_sizes(model, sample, chunks, param_scale, "meta") == real
+
+
+@given(models(PIECES), samples(min_rows=1), st.integers(1, 5))
+def test_latent_bytes_scale_with_the_batch(model, sample, times):
+    once = profile_sizes(model, sample, 1, 0, "cpu")
+    many = profile_sizes(model, sample.detach().repeat(times, 1).requires_grad_(sample.requires_grad), 1, 0, "cpu")
+    assert many == [times * size for size in once]
+
+
+@given(models(), models(), samples())
+def test_sizes_are_additive_over_concatenation(a, b, sample):
+    middle = a(sample.detach().clone().requires_grad_(sample.requires_grad) * 1)
+    middle = middle.detach().requires_grad_(middle.requires_grad)
+    assert profile_sizes(nn.Sequential(*a, *b), sample, 1, 2.0, "cpu") == (
+        profile_sizes(a, sample, 1, 2.0, "cpu") + profile_sizes(b, middle, 1, 2.0, "cpu")
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("layer", "latent"),
+    [
+        (nn.Linear(WIDTH, 10), 4 * 10),  # the output; input and weight are not its own
+        (nn.Identity(), 0),
+        (nn.Flatten(), 0),  # a view
+        (nn.ReLU(), ROW),  # saves its output, counted once
+        (nn.ReLU(inplace=True), 0),
+        (nn.Dropout(0.5), 2 * ROW),  # the output, and a mask: floats on the CPU, where CUDA takes bytes
+        (nn.Sequential(nn.Linear(WIDTH, 10), nn.Tanh()), 4 * 10),  # tanh needs what it gives, not what it got
+        (nn.Sequential(nn.Linear(WIDTH, 10), nn.GELU()), 2 * 4 * 10),  # gelu needs what it got
+    ],
+    ids=str,
+)
+def test_latent_bytes_counted_by_hand(layer, latent, device):
+    sample = torch.rand(8, WIDTH, requires_grad=True)
+    assert profile_sizes(nn.Sequential(layer), sample, 1, 0, device) == [8 * latent]
+
+
+def test_parameters_count_by_their_scale():
+    model = nn.Sequential(nn.Linear(3, 5))
+    latent, bytes_of_parameters = 4 * 5, 4 * (3 * 5 + 5)
+    assert profile_sizes(model, torch.rand(1, 3), 1, 0, "cpu") == [latent]
+    assert profile_sizes(model, torch.rand(1, 3), 1, 4, "cpu") == [latent + 4 * bytes_of_parameters]
