@@ -13,6 +13,7 @@ from ._stream import get_device as get_device
 from ._stream import is_cuda as is_cuda
 from ._stream import new_stream as new_stream
 from ._task import Task as Task
+from ._threads import limit_threads as limit_threads
 from ._use import use_device as use_device
 from ._use import use_stream as use_stream
 from ._wait import wait_stream as wait_stream
@@ -35,6 +36,7 @@ __all__ = [
     "default_stream",
     "get_device",
     "is_cuda",
+    "limit_threads",
     "new_stream",
     "record_stream",
     "spawn_workers",

@@ -22,8 +22,10 @@ class Autocast(NamedTuple):
 
 def read() -> Autocast:
     """The state of this thread."""
+    nested = _is_nested()
     # Dtypes count even where nothing is enabled: a later `torch.autocast(type)` without a dtype takes them.
-    return Autocast(_read_enabled(), tuple(map(torch.get_autocast_dtype, DEVICE_TYPES)), *_read_cache())
+    dtypes = tuple(map(torch.get_autocast_dtype, DEVICE_TYPES))
+    return Autocast(_read_enabled(nested), dtypes, torch.is_autocast_cache_enabled(), nested)
 
 
 def enter(state: Autocast) -> Callable[[], None] | None:
@@ -44,17 +46,18 @@ def enter(state: Autocast) -> Callable[[], None] | None:
     return undo
 
 
-def _read_enabled() -> tuple[bool, ...]:
-    if not torch._C._is_any_autocast_enabled():
+def _is_nested() -> bool:
+    # There is no way to ask for the depth, only to change it and see.
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1
+
+
+def _read_enabled(nested: bool) -> tuple[bool, ...]:
+    # The quick question alone will not do: it forgets some device types (mps, maia).
+    if not nested and not torch._C._is_any_autocast_enabled():
         return _NONE_ENABLED
     return tuple(map(torch.is_autocast_enabled, DEVICE_TYPES))
-
-
-def _read_cache() -> tuple[bool, bool]:
-    # There is no way to ask for the depth, only to change it and see.
-    depth = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return torch.is_autocast_cache_enabled(), depth > 0
 
 
 def _write(found: Autocast, wanted: Autocast) -> None:

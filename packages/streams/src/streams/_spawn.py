@@ -76,6 +76,7 @@ class _Workers(AbstractContextManager[Queues]):
         try:
             self._end_all()
         except BaseException:
+            # Interrupted: all over again, and only then let it pass.
             self._end_all()
             raise
 
@@ -103,6 +104,7 @@ class _Workers(AbstractContextManager[Queues]):
         for each in self._workers:
             if each.thread.is_alive() and each.thread is not current_thread():
                 each.thread.join()
+        self._workers.clear()
 
 
 def _work(context: Context, in_queue: InQueue, out_queue: OutQueue, device: Device) -> None:

@@ -21,7 +21,7 @@ class Task(Generic[Result]):
             order. ``None``: nothing.
     """
 
-    __slots__ = ("_compute", "_finalize", "stream")
+    __slots__ = ("__weakref__", "_compute", "_finalize", "stream")
 
     def __init__(
         self,

@@ -1,0 +1,58 @@
+"""A worker's share of the processor: with how many threads its operations run, without a word to anybody else."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import Thread
+
+import torch
+
+_LIBRARY = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
+
+
+def limit_threads(number: int) -> None:
+    """Let CPU operations of this thread, from now on, use ``number`` threads, itself included.
+
+    To be called by a worker about itself, at its start. Other threads, those that begin later and
+    ``torch.get_num_threads()`` elsewhere stay as they are, which ``torch.set_num_threads`` does not grant.
+    """
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"number of threads must be an int; got {number!r} ({type(number).__name__})")
+    if number < 1:
+        raise ValueError(f"number of threads must be at least 1, the calling thread itself; got {number}")
+    # Torch prepares a thread when that first computes, or asks; a number set before would be overwritten then.
+    before = torch.get_num_threads()
+    setters = _setters()
+    if setters:
+        for setter in setters:
+            setter(number)
+    else:
+        _limit_and_restore(number, before)
+
+
+def _limit_and_restore(number: int, before: int) -> None:
+    # This sets this thread's number and the process's; a thread that ends at once puts the latter back.
+    torch.set_num_threads(number)
+    thread = Thread(target=torch.set_num_threads, args=(before,))
+    thread.start()
+    thread.join()
+
+
+@cache
+def _setters() -> tuple[Callable[[int], object], ...]:
+    """What sets the number for one thread only: of OpenMP, and of MKL where torch is built with it.
+
+    Both are looked up through torch's own library, since a process may hold several OpenMP runtimes. Empty where
+    OpenMP cannot be reached that way.
+    """
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY))
+    except OSError:
+        return ()
+    names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
+    found = {name: getattr(library, name) for name in names if hasattr(library, name)}
+    return tuple(found.values()) if names[0] in found else ()
