@@ -6,8 +6,9 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-from ._tree import children, leaf_path
+from ._tree import Place, children, describe
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,18 @@ Rule = Split | Replicate | None
 ROWS = Split(0)
 
 
-def rules(tree: Any, spec: Any, path: str) -> list[Rule]:
+def rules(tree: Any, spec: Any, root: str) -> list[Rule]:
     """One rule for each leaf of `tree`: None where a None passes by itself.
 
-    `spec` is a prefix of `tree`: a rule anywhere in it holds for everything below, and None means the default.
+    `spec` is a prefix of `tree`: a rule anywhere in it holds for everything below, and None means the default. `root`
+    is what messages call the tree.
     """
-    found = list(_broadcast(tree, spec, path))
     leaves = pytree.tree_leaves(tree)
-    return [_settle(leaf, rule, tree, i, path) for i, (leaf, rule) in enumerate(zip(leaves, found, strict=True))]
+    asked = list(_broadcast(tree, spec, root))
+    return [_settle(leaf, rule, Place(tree, i, root)) for i, (leaf, rule) in enumerate(zip(leaves, asked, strict=True))]
 
 
-def _settle(leaf: Any, rule: Rule, tree: Any, i: int, path: str) -> Rule:
+def _settle(leaf: Any, rule: Rule, place: Place) -> Rule:
     if isinstance(rule, Replicate):
         return rule
     if leaf is None:
@@ -49,13 +51,15 @@ def _settle(leaf: Any, rule: Rule, tree: Any, i: int, path: str) -> Rule:
     if isinstance(leaf, Tensor):
         return rule or ROWS
     raise TypeError(
-        f"{leaf_path(tree, i, path)} is of type {type(leaf).__name__}, which cannot be split; expected a tensor, "
-        "None or a tree of them; Replicate() in spec= hands it whole to every micro-batch"
+        f"{place} is of type {type(leaf).__name__}, which cannot be split; expected a tensor, None or a tree of them; "
+        "Replicate() in spec= hands it whole to every micro-batch"
     )
 
 
 def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
     if spec is None or isinstance(spec, Split | Replicate):
+        if not isinstance(spec, Replicate):
+            _refuse_packed(tree, path)
         yield from [spec] * len(pytree.tree_leaves(tree))
         return
     wanted = children(spec)
@@ -65,14 +69,22 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
     by_label = dict(wanted)
     if found is None or by_label.keys() != {label for label, _ in found}:
         raise ValueError(
-            f"spec does not fit {path}: spec has {_describe(wanted)}, {path} has {_describe(found)}; "
+            f"spec does not fit {path}: spec has {describe(wanted)}, {path} has {describe(found)}; "
             "give one rule for all of it, or a rule for each branch"
         )
     for label, branch in found:
         yield from _broadcast(branch, by_label[label], path + label)
 
 
-def _describe(branches: list[tuple[str, Any]] | None) -> str:
-    if branches is None:
-        return "no branches"
-    return "branches " + ", ".join(label for label, _ in branches) if branches else "zero branches"
+def _refuse_packed(tree: Any, path: str) -> None:
+    """Each row of a PackedSequence belongs to another sample than the next: to cut it is to shuffle."""
+    for i, leaf in enumerate(pytree.tree_leaves(tree, is_leaf=_is_packed)):
+        if _is_packed(leaf):
+            raise TypeError(
+                f"{Place(tree, i, path)} belongs to a PackedSequence, whose rows are no samples; pad it, "
+                "or Replicate() it by spec="
+            )
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)

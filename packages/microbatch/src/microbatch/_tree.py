@@ -1,9 +1,34 @@
 """Pytrees, and the names of the places in them."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
+
+
+class Place(NamedTuple):
+    """Leaf number `leaf` of `tree`; its text is its path, found only when a message needs it.
+
+    >>> str(Place({'x': 1, 'y': (2, 3)}, 2, 'input'))
+    "input['y'][1]"
+    """
+
+    tree: Any
+    leaf: int
+    root: str
+
+    def __str__(self) -> str:
+        return list(leaf_paths(self.tree, self.root))[self.leaf]
+
+
+def leaf_paths(tree: Any, path: str) -> Iterator[str]:
+    """The path of each leaf, in tree order."""
+    branches = children(tree)
+    if branches is None:
+        yield path
+        return
+    for label, branch in branches:
+        yield from leaf_paths(branch, path + label)
 
 
 def children(tree: Any) -> list[tuple[str, Any]] | None:
@@ -19,30 +44,16 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
 
 
 def _labels(tree: Any, count: int) -> list[str]:
-    """Some types are registered without the names of their branches, Hugging Face's ModelOutput among them."""
     try:
         named, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    except ValueError:
-        if isinstance(tree, Mapping) and len(tree) == count:
-            return [f"[{key!r}]" for key in tree]
-        return [f"[{i}]" for i in range(count)]
+    except ValueError:  # a type may be registered without the names of its branches
+        names: list[Any] = list(tree) if isinstance(tree, Mapping) and len(tree) == count else list(range(count))
+        return [f"[{name!r}]" for name in names]
     return [pytree.keystr(path) for path, _ in named]
 
 
-def leaf_paths(tree: Any, path: str) -> Iterator[str]:
-    """The path of each leaf, in tree order."""
-    branches = children(tree)
+def describe(branches: list[tuple[str, Any]] | None) -> str:
+    """What a message says of the branches that `children` found."""
     if branches is None:
-        yield path
-        return
-    for label, branch in branches:
-        yield from leaf_paths(branch, path + label)
-
-
-def leaf_path(tree: Any, index: int, path: str) -> str:
-    """The path of one leaf: slow, and meant for messages.
-
-    >>> leaf_path({'x': 1, 'y': (2, 3)}, 2, 'input')
-    "input['y'][1]"
-    """
-    return list(leaf_paths(tree, path))[index]
+        return "no branches"
+    return f"branches {', '.join(label for label, _ in branches)}" if branches else "zero branches"

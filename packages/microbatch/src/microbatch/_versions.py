@@ -9,8 +9,8 @@ from torch.autograd.graph import increment_version
 class Versions:
     """Carries in-place changes between the source of a `scatter_views` and its micro-batches.
 
-    Autograd finds a changed tensor by its version counter. The chunks have counters of their own, so that a change of one
-    is none of its siblings; hence the chunks do not see a change of the source, nor it theirs, until `sync` says so.
+    Autograd finds a changed tensor by its version counter. The chunks have counters of their own, so that a change of
+    one is none of its siblings; hence the chunks do not see a change of the source, nor it theirs, until `sync`.
     Not thread-safe: call it while nobody works on the tensors.
     """
 
@@ -54,3 +54,11 @@ class _Tie:
             increment_version(self._source)
         if source_moved or chunks_moved:
             self._look()
+
+
+def counter(tensor: Tensor) -> Tensor:
+    """A tensor whose version is that of `tensor`, and which keeps neither its memory nor its graph."""
+    alias = tensor.detach()
+    if type(alias) is Tensor:  # subclasses refuse to be emptied
+        alias.data = alias.new_empty(0)
+    return alias
