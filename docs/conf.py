@@ -1,0 +1,49 @@
+"""How Sphinx builds these pages; it fetches nothing while it does."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from typing import Any
+
+import gpipe
+
+project = "gpipe"
+version = release = gpipe.__version__
+project_copyright = "BSD-3-Clause"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 3
+
+# Docstrings are written to be read in an editor: `name` there means code.
+default_role = "code"
+autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
+autodoc_typehints_format = "short"
+
+html_theme = "furo"
+html_title = f"gpipe {release}"
+
+EXPLAINED = re.compile(r"(\w+(?:, \w+)*): (.+)")
+CODE_IN_A_WORD = re.compile(r"(?<!`)(`[^`]+`)(?=\w)")  # as in `Stage`s, where the mark-up wants an end
+
+
+def explain_names(app: Any, what: str, name: str, thing: object, options: Any, lines: list[str]) -> None:
+    """Turns paragraphs of `name: explanation` lines, which Sphinx would run together, into definition lists."""
+    whole = [CODE_IN_A_WORD.sub(r"\1\\ ", line) for line in lines]
+    paragraphs = [list(group) for blank, group in groupby(whole, key=lambda line: not line.strip()) if not blank]
+    lines[:] = [line for paragraph in paragraphs for line in [*definitions(paragraph), ""]]
+
+
+def definitions(paragraph: list[str]) -> list[str]:
+    if not EXPLAINED.match(paragraph[0]) or not all(EXPLAINED.match(line) or line[0] == " " for line in paragraph):
+        return paragraph
+    defined: list[str] = []
+    for line in paragraph:
+        explained = EXPLAINED.match(line)
+        defined += [f"``{explained[1]}``", f"    {explained[2]}"] if explained else [f"    {line.strip()}"]
+    return defined
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", explain_names)

@@ -1,0 +1,223 @@
+"""Train a residual network on handwritten digits through a pipeline of stages.
+
+python examples/digits.py
+python examples/digits.py --devices cuda:0 cuda:1 --chunks 4 --checkpoint always
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+
+from gpipe import GPipe
+from gpipe.balance import balance_cost
+from profiler import profile_times
+
+Digits = tuple[Tensor, Tensor]  # images of 1 × 8 × 8, and what they show
+
+console = Console()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    torch.manual_seed(0)
+    train, test = load()
+    model = network(options.width)
+    plain = copy.deepcopy(model)
+
+    balance = choose_balance(model, train[0][: options.batch], options.devices)
+    pipe = GPipe(model, balance, devices=options.devices, chunks=options.chunks, checkpoint=options.checkpoint)
+
+    fit(pipe, train, options.epochs, options.batch)
+    console.print(f"Accuracy on {len(test[0])} digits never seen in training: [bold]{accuracy(pipe, test):.2%}[/]\n")
+    compare(plain, pipe, first(train, options.batch), options.rounds)
+    pipe.close()
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"], help="one per stage (default: cpu cpu)")
+    parser.add_argument("--chunks", type=int, default=8, help="micro-batches a mini-batch is cut into")
+    parser.add_argument("--checkpoint", choices=["always", "except_last", "never"], default="never")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=256, help="digits in a mini-batch")
+    parser.add_argument("--width", type=int, default=24, help="channels of the first half of the network")
+    parser.add_argument("--rounds", type=int, default=9, help="how often each step time is measured")
+    return parser.parse_args(argv)
+
+
+class Residual(nn.Module):
+    """Two convolutions, and a way around them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        # Group norm, because the statistics of batch norm would be those of a micro-batch.
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.GroupNorm(8, width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.GroupNorm(8, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.body(x))
+
+
+def network(width: int) -> nn.Sequential:
+    """Twelve layers: the same image size up to the fifth, then half of it with twice the channels."""
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        *(Residual(width) for _ in range(4)),
+        nn.Conv2d(width, 2 * width, 2, stride=2),
+        *(Residual(2 * width) for _ in range(4)),
+        nn.Flatten(),
+        nn.Linear(2 * width * 4 * 4, 10),
+    )
+
+
+def load() -> tuple[Digits, Digits]:
+    """The digits to train with, and a quarter held out to test with."""
+    images, labels = load_digits(return_X_y=True)
+    split = train_test_split(images, labels, test_size=0.25, random_state=0, stratify=labels)
+    train_images, test_images = (torch.tensor(x / 16, dtype=torch.float32).view(-1, 1, 8, 8) for x in split[:2])
+    train_labels, test_labels = (torch.tensor(y) for y in split[2:])
+    return (train_images, train_labels), (test_images, test_labels)
+
+
+def choose_balance(model: nn.Sequential, sample: Tensor, devices: Sequence[str]) -> list[int]:
+    """How many layers each device gets, so that the slowest of them has as little to do as possible."""
+    costs = profile_times(model, sample, timeout=1.0, device=torch.device(devices[0]))
+    balance = balance_cost(costs, len(devices))
+    show_balance(balance, costs, model, devices)
+    return balance
+
+
+def show_balance(balance: Sequence[int], costs: Sequence[float], model: nn.Sequential, devices: Sequence[str]) -> None:
+    table = Table(title="Balance")
+    for heading in ("stage", "device", "layers", "share of the time"):
+        table.add_column(heading, justify="right")
+    start = 0
+    for stage, (layers, device) in enumerate(zip(balance, devices, strict=True)):
+        cost = sum(costs[start : start + layers])
+        table.add_row(str(stage), device, str(layers), f"{cost / sum(costs):.1%}")
+        start += layers
+    console.print(table)
+
+
+def fit(pipe: GPipe, digits: Digits, epochs: int, batch: int) -> None:
+    """An ordinary training loop: the pipeline is used as the plain model would be."""
+    steps = epochs * (len(digits[0]) // batch)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=8e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=8e-3, total_steps=steps)
+    with progress() as bar:
+        task = bar.add_task("training", total=steps, loss=float("nan"))
+        for images, labels in mini_batches(digits, epochs, batch):
+            optimizer.zero_grad()
+            output = pipe(images.to(pipe.devices[0]))
+            loss = F.cross_entropy(output, labels.to(output.device), label_smoothing=0.1)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            bar.update(task, advance=1, loss=loss.item())
+
+
+def mini_batches(digits: Digits, epochs: int, batch: int) -> Iterator[Digits]:
+    images, labels = digits
+    for _ in range(epochs):
+        order = torch.randperm(len(images))
+        for start in range(0, len(images) - batch + 1, batch):
+            chosen = order[start : start + batch]
+            yield images[chosen], labels[chosen]
+
+
+def progress() -> Progress:
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
+@torch.no_grad()
+def accuracy(pipe: GPipe, digits: Digits) -> float:
+    images, labels = digits
+    pipe.eval()
+    guesses = pipe(images.to(pipe.devices[0])).argmax(dim=1).cpu()
+    pipe.train()
+    return (guesses == labels).float().mean().item()
+
+
+def compare(plain: nn.Sequential, pipe: GPipe, digits: Digits, rounds: int) -> None:
+    """Forward and backward of one mini-batch, three ways."""
+    images, labels = digits[0].to(pipe.devices[0]), digits[1]
+    plain.to(pipe.devices[0])
+
+    def step(model: nn.Module, images: Tensor, labels: Tensor) -> None:
+        output = model(images)
+        F.cross_entropy(output, labels.to(output.device)).backward()
+
+    def step_in_micro_batches() -> None:
+        for some_images, some_labels in zip(images.chunk(pipe.chunks), labels.chunk(pipe.chunks), strict=True):
+            step(plain, some_images, some_labels)
+
+    seconds = interleaved(
+        {
+            "plain model": lambda: step(plain, images, labels),
+            f"plain model, {pipe.chunks} micro-batches": step_in_micro_batches,
+            f"pipeline of {len(pipe.partitions)} stages": lambda: step(pipe, images, labels),
+        },
+        rounds,
+    )
+    show_step_times(seconds)
+
+
+def interleaved(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way, measured in turns so that whatever else the machine does disturbs all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            seconds[name].append(stopwatch(way))
+    return {name: times[1:] for name, times in seconds.items()}  # the first round only warms up
+
+
+def stopwatch(way: Callable[[], None]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    way()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+
+
+def show_step_times(seconds: dict[str, list[float]]) -> None:
+    table = Table(title="Forward and backward of one mini-batch")
+    for heading in ("", "median", "fastest – slowest", "speed-up"):
+        table.add_column(heading, justify="right")
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    base = medians["plain model"]
+    for name, times in seconds.items():
+        spread = f"{min(times) * 1e3:.1f} – {max(times) * 1e3:.1f} ms"
+        table.add_row(name, f"{medians[name] * 1e3:.1f} ms", spread, f"{base / medians[name]:.2f}×")
+    console.print(table)
+
+
+def first(digits: Digits, count: int) -> Digits:
+    return digits[0][:count], digits[1][:count]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""What holds the five packages together, whichever of them changes."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import importlib.metadata
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+HOUSE = Path(__file__).parents[1]
+PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
+DISTRIBUTIONS = {name: f"gpipe-{'torch' if name == 'gpipe' else name}" for name in PACKAGES}
+READMES = [HOUSE / "README.md", *(HOUSE / "packages" / name / "README.md" for name in PACKAGES)]
+
+each_package = pytest.mark.parametrize("package", PACKAGES)
+
+
+def sources(package: str) -> Path:
+    return HOUSE / "packages" / package / "src" / package
+
+
+def project(package: str) -> dict:
+    return tomllib.loads((HOUSE / "packages" / package / "pyproject.toml").read_text())["project"]
+
+
+def submodules(package: ModuleType) -> Iterator[str]:
+    for module in pkgutil.walk_packages(package.__path__, prefix=f"{package.__name__}."):
+        yield module.name
+
+
+def tracked_files() -> list[Path]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=HOUSE, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout: cannot tell which files belong to the house")
+    return [file for name in listing.stdout.split("\0") if name and (file := HOUSE / name).is_file()]
+
+
+def lines_matching(pattern: str) -> list[str]:
+    found = []
+    for file in tracked_files():
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), start=1):
+            if re.search(pattern, line):
+                found.append(f"{file.relative_to(HOUSE)}:{number}: {line.strip()}")
+    return found
+
+
+class TestFrontDoors:
+    @each_package
+    def test_nothing_leaks_beyond_the_table_of_contents(self, package: str) -> None:
+        module = importlib.import_module(package)
+        public = {name for name in vars(module) if not name.startswith("_")}
+        rooms = {room.name for room in pkgutil.iter_modules(module.__path__) if not room.name.startswith("_")}
+        assert public - set(module.__all__) - rooms == set()
+
+    @each_package
+    def test_everything_promised_is_there(self, package: str) -> None:
+        module = importlib.import_module(package)
+        assert [name for name in module.__all__ if not hasattr(module, name)] == []
+        assert len(module.__all__) == len(set(module.__all__))
+
+    @each_package
+    def test_everything_promised_is_explained(self, package: str) -> None:
+        module = importlib.import_module(package)
+        promised = {name: getattr(module, name) for name in module.__all__}
+        defined = {name: it for name, it in promised.items() if inspect.isclass(it) or inspect.isroutine(it)}
+        assert [name for name, it in defined.items() if not inspect.getdoc(it)] == []
+
+    @each_package
+    def test_types_are_shipped(self, package: str) -> None:
+        assert (sources(package) / "py.typed").is_file()
+
+
+class TestVersions:
+    @each_package
+    def test_the_installed_version_is_the_one_in_the_sources(self, package: str) -> None:
+        try:
+            installed = importlib.metadata.version(DISTRIBUTIONS[package])
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{DISTRIBUTIONS[package]} is not installed")
+        assert installed == importlib.import_module(package).__version__
+
+    @each_package
+    def test_the_changelog_speaks_of_it(self, package: str) -> None:
+        version = importlib.import_module(package).__version__
+        changelog = (HOUSE / "packages" / package / "CHANGELOG.md").read_text()
+        assert re.search(rf"^## .*\b{re.escape(version)}\b", changelog, re.MULTILINE)
+
+
+class TestDependencies:
+    @each_package
+    def test_the_distribution_has_its_own_name(self, package: str) -> None:
+        assert project(package)["name"] == DISTRIBUTIONS[package]
+
+    @each_package
+    def test_what_is_imported_is_exactly_what_is_declared(self, package: str) -> None:
+        imports = {DISTRIBUTIONS.get(name, name) for name in third_party_imports(package)}
+        declared = {re.split(r"[<>=!~ ]", need)[0] for need in project(package)["dependencies"]}
+        assert imports == declared
+
+    def test_imports_run_downwards_only(self) -> None:
+        pytest.importorskip("importlinter")
+        paths = os.pathsep.join(str(sources(package).parent) for package in PACKAGES)
+        command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"]
+        linter = subprocess.run(
+            command, cwd=HOUSE, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=60
+        )
+        assert linter.returncode == 0, linter.stdout + linter.stderr
+
+
+def third_party_imports(package: str) -> set[str]:
+    roots = set()
+    for file in sources(package).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                roots.add(str(node.module).split(".")[0])
+    return roots - set(sys.stdlib_module_names) - {package}
+
+
+class TestWords:
+    """What the documents say is run, and what they must not say is looked for."""
+
+    @pytest.mark.parametrize("readme", READMES, ids=lambda readme: str(readme.relative_to(HOUSE)))
+    def test_the_code_of_the_readmes_runs(self, readme: Path) -> None:
+        blocks = re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE)
+        assert blocks, f"{readme} shows no code"
+        names: dict[str, object] = {"__name__": "readme"}
+        for block in blocks:
+            run_block(block, names, readme)
+
+    @each_package
+    def test_the_examples_in_docstrings_run(self, package: str) -> None:
+        for name in [package, *submodules(importlib.import_module(package))]:
+            outcome = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+            assert outcome.failed == 0, f"{outcome.failed} examples of {name} fail: see the captured output"
+
+    def test_nobody_is_told_to_install_a_stranger(self) -> None:
+        assert lines_matching(r"\binstall\s+(?:-\S+\s+)*[\"']?(?:gpipe|profiler|streams|microbatch)(?![-\w/])") == []
+
+    def test_no_file_knows_a_machine_or_an_index(self) -> None:
+        machine = r"(?<![\w.~/-])/(?:work|tmp|root|home|opt|mnt)/\w"
+        index = r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.org"
+        assert lines_matching(f"{machine}|{index}") == []
+
+    @each_package
+    def test_the_licence_is_the_same_everywhere(self, package: str) -> None:
+        assert (HOUSE / "packages" / package / "LICENSE").read_bytes() == (HOUSE / "LICENSE").read_bytes()
+
+
+def run_block(block: str, names: dict[str, object], readme: Path) -> None:
+    if ">>>" not in block:
+        exec(compile(block, str(readme), "exec"), names)
+        return
+    test = doctest.DocTestParser().get_doctest(block, names, readme.name, str(readme), 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(test, clear_globs=False)
+    assert runner.failures == 0, f"an example of {readme} fails: see the captured output"
+    names.update(test.globs)
