@@ -1,10 +1,14 @@
 """Cut a sequence of costs into contiguous blocks whose largest sum is the least possible, with a proof."""
 
 from ._certificate import verify as verify
+from ._infeasible import Infeasible as Infeasible
 from ._partition import Partition as Partition
+from ._partition import Placement as Placement
+from ._place import place as place
 from ._solve import partition as partition
 from ._solve import solve as solve
+from ._stages import Stage as Stage
 
-__all__ = ["Partition", "partition", "solve", "verify"]
+__all__ = ["Infeasible", "Partition", "Placement", "Stage", "partition", "place", "solve", "verify"]
 
 __version__ = "0.1.0"

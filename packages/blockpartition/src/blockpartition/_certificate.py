@@ -6,10 +6,14 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
-from ._grid import Grid, read
-from ._partition import Partition
+from ._arguments import choice
+from ._grid import Grid, Number, read
+from ._model import read_model
+from ._partition import Partition, Placement
+from ._placement_certificate import check_placement
+from ._stages import Stage
 
 
 def witness(prefix: list[int], blocks: int, bottleneck: int) -> tuple[int, ...]:
@@ -25,11 +29,31 @@ def witness(prefix: list[int], blocks: int, bottleneck: int) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def verify(partition: Partition, costs: Iterable[Any]) -> None:
+def verify(
+    partition: Partition,
+    costs: Iterable[Any],
+    stages: int | Iterable[Stage] | None = None,
+    *,
+    objective: Literal["bottleneck", "makespan"] = "bottleneck",
+    gap: Number = 0,
+    **constraints: Any,
+) -> None:
     """Return if the partition is valid for these costs and provably optimal; raise ValueError with the reason if not.
 
     Optimality is read off the partition's witness, in O(k) once the prefix sums are there: the solver is not asked.
+    What `place` returned is checked with the arguments that `place` was given.
     """
+    choice(objective, "objective", ["bottleneck", "makespan"])
+    if isinstance(partition, Placement):
+        if stages is None:
+            raise TypeError("a placement is verified with the arguments it was made with: stages is missing")
+        return check_placement(partition, read_model(costs, stages, **constraints), objective, Fraction(gap))
+    if stages is not None or constraints:
+        raise TypeError("a plain partition knows no stages; only what `place` returns does")
+    return _check_partition(partition, costs)
+
+
+def _check_partition(partition: Partition, costs: Iterable[Any]) -> None:
     grid = read(costs)
     prefix = [0, *accumulate(grid.units)]
     _check_blocks(partition.sizes, len(grid.units))

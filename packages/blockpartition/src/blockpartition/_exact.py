@@ -9,22 +9,25 @@ from __future__ import annotations
 from bisect import bisect_right
 
 
-def least_bottleneck(prefix: list[int], blocks: int, heaviest: int) -> int:
+def least_bottleneck(prefix: list[int], blocks: int) -> int:
     """The smallest bound under which `blocks` blocks hold everything.
 
     Both ends of the search are sums that occur: a success lowers the upper end to the largest block it made, a failure
     raises the lower end to the smallest sum that would have changed it. So the search ends on the optimum, exactly.
     """
     total, n = prefix[-1], len(prefix) - 1
-    low, high = max(-(-total // blocks), heaviest), -(-total // blocks) + heaviest
+    low, high = -(-total // blocks), total
+    # Twice the mean always fits unless a layer is heavier than the mean; looking for one would cost a pass over all.
+    bound = min(2 * low, total)
     # The j-th end of a greedy pass only grows with the bound: earlier passes fence in the later ones.
     earliest, latest = [0] * blocks, [n] * blocks
     while low < high:
-        fits, bound, ends = _probe(prefix, (low + high) // 2, earliest, latest)
+        fits, occurring, ends = _probe(prefix, bound, earliest, latest)
         if fits:
-            high, latest = bound, ends
+            high, latest = occurring, ends
         else:
-            low, earliest = bound, ends
+            low, earliest = occurring, ends
+        bound = (low + high) // 2
     return high
 
 

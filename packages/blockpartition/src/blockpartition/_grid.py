@@ -109,3 +109,22 @@ def _integer_ratio(x: Any, name: str) -> tuple[int, int]:
 def _refuse_negative(numbers: Sequence[Any], name: str) -> None:
     i, x = next((i, x) for i, x in enumerate(numbers) if x < 0)
     raise ValueError(f"{name}[{i}] must not be negative, got {x!r}")
+
+
+def join(*grids: Grid) -> tuple[list[list[int]], int]:
+    """The units of all on one grid, and its scale."""
+    scale = math.lcm(*(grid.scale for grid in grids))
+    return [[unit * (scale // grid.scale) for unit in grid.units] for grid in grids], scale
+
+
+def joint_kind(*grids: Grid) -> type:
+    """The type of a sum of numbers of all grids."""
+    kinds = {grid.kind for grid in grids}
+    return next(kind for kind in (float, Fraction, int) if kind in kinds)
+
+
+def ceiling(value: Fraction, scale: int, kind: type) -> Number:
+    """`value / scale` as a `kind`, never less than it is."""
+    exact = value / scale
+    nearest = number(exact.numerator, exact.denominator, kind)
+    return nearest if nearest >= exact else math.nextafter(nearest, math.inf)

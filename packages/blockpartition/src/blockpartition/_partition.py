@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ._grid import Number
 
@@ -29,9 +29,9 @@ class Partition:
     loads: tuple[Number, ...]
     bottleneck: Number
     lower_bound: Number
-    imbalance: float
-    witness: tuple[int, ...]
-    gap: Number = 0
+    imbalance: Number
+    witness: tuple[Any, ...]
+    gap: float = 0.0
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -43,6 +43,25 @@ class Partition:
         if len(sequence) != sum(self.sizes):
             raise ValueError(f"the partition is of {sum(self.sizes)} layers, the sequence has {len(sequence)}")
         return cut(sequence, [0, *self.cuts, len(sequence)])
+
+
+@dataclass(frozen=True)
+class Placement(Partition):
+    """A partition whose blocks are on stages, so that a block has a time besides its load.
+
+    Here `bottleneck`, `lower_bound` and `imbalance` are about times: the slowest block, max(Σ/Σ speeds, heaviest layer
+    on the fastest stage), and the slowest block against Σ/Σ speeds.
+
+    order: which stage each block is on.
+    times: load / speed and what the cut after the block adds.
+    makespan: when the last micro-batch leaves; None if their number was not given.
+    witness: for the bottleneck, the ends that faster blocks could reach at most, as intervals for each set of stages;
+        for the makespan, the bounds between which no placement finishes earlier. See `verify`.
+    """
+
+    order: tuple[int, ...] = ()
+    times: tuple[Number, ...] = ()
+    makespan: Number | None = None
 
 
 def cut(sequence: Sequence[T], ends: Sequence[int]) -> list[list[T]]:

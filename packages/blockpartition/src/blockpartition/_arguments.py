@@ -1,0 +1,106 @@
+"""The arguments of `place`, each checked by itself."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, SupportsIndex, TypeAlias
+
+from ._grid import Grid, read
+from ._stages import Stage
+
+InFlight: TypeAlias = Literal["1f1b", "fill_drain"] | Sequence[int]
+
+
+def integer(value: Any, name: str, least: int) -> int:
+    """An int that is at least so large."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    count = operator.index(value)
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+    return count
+
+
+def block_count(value: Any, name: str, layers: int) -> int:
+    """A number of blocks that so many layers can fill."""
+    count = integer(value, name, 1)
+    if count > layers:
+        raise ValueError(f"{layers} layers cannot fill {count} stages; use at most {layers}")
+    return count
+
+
+def choice(value: Any, name: str, options: Iterable[str]) -> str:
+    """One of the known names."""
+    known = list(options)
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return str(value)
+
+
+def stage_list(stages: Any, layers: int) -> list[Stage]:
+    """Stages as given, or so many equal ones."""
+    if not isinstance(stages, Iterable):
+        return [Stage()] * block_count(stages, "stages", layers)
+    found = list(stages)
+    for j, stage in enumerate(found):
+        if not isinstance(stage, Stage):
+            raise TypeError(f"stages[{j}] must be a Stage, got {stage!r} of type {type(stage).__name__}")
+    block_count(len(found), "the number of stages", layers)
+    return found
+
+
+def speeds(stages: list[Stage]) -> Grid:
+    """The speeds on a grid of their own."""
+    grid = read([stage.speed for stage in stages], "speed of stage")
+    for j, speed in enumerate(grid.units):
+        if speed == 0:
+            raise ValueError(f"speed of stage[{j}] must be positive, got {stages[j].speed!r}")
+    return grid
+
+
+def vector(values: Iterable[Any] | None, name: str, layers: int) -> Grid:
+    """A number for each layer; zeros if there are none given."""
+    grid = read([0] * layers if values is None else values, name)
+    if len(grid.units) != layers:
+        raise ValueError(f"{name} has {len(grid.units)} entries for {layers} layers")
+    return grid
+
+
+def transfers(values: Iterable[Any] | None, layers: int) -> Grid:
+    """The cost of a cut after each layer; that after the last layer may be left out."""
+    given = None if values is None else list(values)
+    return vector([*given, 0] if given is not None and len(given) == layers - 1 else given, "transfer", layers)
+
+
+def cut_set(cuts: Iterable[Any], name: str, layers: int) -> frozenset[int]:
+    """Cuts, each named by the layer right after it."""
+    found = [integer(cut, f"{name}[{i}]", 1) for i, cut in enumerate(cuts)]
+    for i, cut in enumerate(found):
+        if cut >= layers:
+            raise ValueError(f"{name}[{i}] is {cut}; {layers} layers have cuts 1 … {layers - 1}")
+    return frozenset(found)
+
+
+def in_flight_factors(in_flight: InFlight | None, stages: int, microbatches: int | None) -> list[int]:
+    """How many micro-batches' activations each stage holds at once."""
+    if in_flight is None:
+        return [1] * stages
+    if isinstance(in_flight, str):
+        choice(in_flight, "in_flight", ["1f1b", "fill_drain"])
+        return _one_forward_one_backward(stages, microbatches) if in_flight == "1f1b" else _all(stages, microbatches)
+    factors = [integer(factor, f"in_flight[{j}]", 0) for j, factor in enumerate(in_flight)]
+    if len(factors) != stages:
+        raise ValueError(f"in_flight has {len(factors)} entries for {stages} stages")
+    return factors
+
+
+def _one_forward_one_backward(stages: int, microbatches: int | None) -> list[int]:
+    most = stages if microbatches is None else microbatches
+    return [min(most, stages - j) for j in range(stages)]
+
+
+def _all(stages: int, microbatches: int | None) -> list[int]:
+    if microbatches is None:
+        raise ValueError("in_flight='fill_drain' holds every micro-batch: say how many, microbatches=…")
+    return [microbatches] * stages

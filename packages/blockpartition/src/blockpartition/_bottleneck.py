@@ -1,0 +1,73 @@
+"""The placement whose slowest stage is as fast as possible: bisection over what stages can reach."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ._problem import Bound, Problem, Slot, Step
+from ._reach import Interval, Reach
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A block and the stage it is on."""
+
+    start: int
+    end: int
+    slot: Slot
+
+
+def least_slowest(problem: Problem) -> tuple[Fraction, list[Chosen]] | None:
+    """The least time of the slowest block, with blocks that need no more; None if nothing fits.
+
+    Exact for the same reason as the plain search: both ends of the bisection are times that occur.
+    """
+    reach = Reach(problem, problem.unbounded)
+    if not reach.complete:
+        return None
+    blocks = _trace(reach)
+    low, high = Fraction(0), slowest(problem, blocks)
+    while low < high:
+        reach = Reach(problem, Bound((low + high) / 2))
+        if reach.complete:
+            blocks = _trace(reach)
+            high = slowest(problem, blocks)
+        else:
+            assert reach.next_bound is not None, problem  # `high` is reached
+            low = reach.next_bound
+    return high, blocks
+
+
+def slowest(problem: Problem, blocks: list[Chosen]) -> Fraction:
+    """The time of the block that takes longest."""
+    return max(problem.time(block.start, block.end, block.slot) for block in blocks)
+
+
+def _trace(reach: Reach) -> list[Chosen]:
+    """Blocks that lead to the end, found from the end backwards, each cut near where the speeds would have it."""
+    problem, state, end = reach.problem, len(reach.ends) - 1, reach.problem.n
+    blocks = []
+    while state:
+        step, start = next(
+            (step, start) for step in problem.into[state] if (start := _start(reach, state, step, end)) is not None
+        )
+        blocks.append(Chosen(start, end, step.slot))
+        state, end = step.before, start
+    return blocks[::-1]
+
+
+def _start(reach: Reach, state: int, step: Step, end: int) -> int | None:
+    problem = reach.problem
+    first = problem.first_start(end, step.slot, reach.bound.limit(step.slot.speed))
+    share = step.slot.work.prefix[end] * problem.speeds[step.before] // max(1, problem.speeds[state])
+    target = bisect_left(step.slot.work.prefix, share)
+    return _closest(reach.ends[step.before], target, first, end - 1)
+
+
+def _closest(intervals: list[Interval], target: int, first: int, last: int) -> int | None:
+    """The position of the intervals in first … last that is closest to the target."""
+    clipped = [(max(a, first), min(b, last)) for a, b in intervals]
+    candidates = [max(a, min(target, b)) for a, b in clipped if a <= b]
+    return min(candidates, key=lambda position: abs(position - target), default=None)

@@ -1,0 +1,52 @@
+"""In which order stages may be used: the sets of used stages, and which stage leads from one to the next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import TypeAlias
+
+from ._problem import Slot, Step
+
+SlotAt: TypeAlias = Callable[[int, int], Slot]  # of a kind of stage, at a place of the pipeline
+MAX_SETS = 100_000
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Sets of used stages, each after all its subsets: the steps into each, and how many stages it has."""
+
+    into: list[list[Step]]
+    depth: list[int]
+
+
+def chain(stages: int, slot: SlotAt) -> Lattice:
+    """The one order 0, 1, 2, …"""
+    return Lattice([[], *([Step(j, slot(j, j))] for j in range(stages))], list(range(stages + 1)))
+
+
+def lattice(kinds: Sequence[int], slot: SlotAt) -> Lattice:
+    """Every order: stages of one kind are alike, so a set is known by how many it has of each kind."""
+    counts = Counter(kinds)
+    size = prod(count + 1 for count in counts.values())
+    if size > MAX_SETS:
+        raise ValueError(
+            f"a free order of {len(kinds)} stages of {len(counts)} kinds has {size} sets of stages to look at, "
+            f"more than {MAX_SETS}; use fewer kinds or order='fixed'"
+        )
+    shared = lru_cache(maxsize=None)(slot)
+    sets = list(product(*(range(count + 1) for count in counts.values())))
+    index = {used: i for i, used in enumerate(sets)}
+
+    def steps(used: tuple[int, ...]) -> list[Step]:
+        return [
+            Step(index[(*used[:t], used[t] - 1, *used[t + 1 :])], shared(kind, sum(used) - 1))
+            for t, kind in enumerate(counts)
+            if used[t]
+        ]
+
+    return Lattice([steps(used) for used in sets], [sum(used) for used in sets])

@@ -1,0 +1,113 @@
+"""The front door to placement: constraints in, a proven placement out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, Literal
+
+from ._arguments import InFlight, choice
+from ._bottleneck import Chosen, least_slowest, slowest
+from ._even import prefix_sums, sizes_of
+from ._explain import explain
+from ._grid import Number, number, ratio
+from ._makespan import least_makespan, makespan
+from ._model import Model, read_model
+from ._partition import Placement
+from ._problem import Bound
+from ._reach import Reach
+from ._stages import Stage
+
+
+def place(
+    costs: Iterable[Any],
+    stages: int | Iterable[Stage],
+    *,
+    memory: Iterable[Any] | None = None,
+    activations: Iterable[Any] | None = None,
+    in_flight: InFlight | None = None,
+    transfer: Iterable[Any] | None = None,
+    overlap: bool = False,
+    forbid: Iterable[int] = (),
+    pin: Iterable[int] = (),
+    order: Literal["fixed", "free"] = "fixed",
+    microbatches: int | None = None,
+    objective: Literal["bottleneck", "makespan"] = "bottleneck",
+    gap: float = 0,
+) -> Placement:
+    """One non-empty block for each stage, so that the slowest stage is as fast as possible, or the last micro-batch is.
+
+    stages: a number, or `Stage`s with a speed and a capacity.
+    memory, activations: what each layer needs once, and once for each micro-batch that its stage holds. A stage's sum
+        must not exceed its capacity. Without either, capacities limit the costs.
+    in_flight: how many micro-batches each stage holds: a list, "1f1b" (k - j on stage j, but no more than there are) or
+        "fill_drain" (all). One, if not given.
+    transfer: cost of a cut after each layer, in time. The stage before the cut pays it: its time is load/speed +
+        transfer, or the longer of the two with `overlap=True`.
+    forbid, pin: cuts that must not, must be. A cut is named by the layer right after it.
+    order: "free" also chooses which stage comes where. Fast while there are few kinds of stages.
+    objective: "makespan" minimises Σ (load/speed + transfer) + (microbatches - 1)·slowest, the time until the last
+        micro-batch leaves.
+    gap: for the makespan, how far above the least one is good enough, relative to it; the result says what is proven.
+
+    Exact like `solve`. Raises Infeasible, saying what would do, if nothing satisfies the constraints.
+
+    >>> place([4, 4, 4, 4, 4, 4], [Stage(speed=1), Stage(speed=2)]).sizes
+    (2, 4)
+    >>> place([4, 4, 4, 4, 4, 4], 2, pin=[1]).times
+    (4, 20)
+    """
+    choice(objective, "objective", ["bottleneck", "makespan"])
+    model = read_model(
+        costs, stages, memory=memory, activations=activations, in_flight=in_flight, transfer=transfer,
+        overlap=overlap, forbid=forbid, pin=pin, order=order, microbatches=microbatches,
+    )  # fmt: skip
+    slack = Fraction(*ratio(gap, "gap"))
+    return _by_makespan(model, slack) if objective == "makespan" else _by_bottleneck(model)
+
+
+def _by_bottleneck(model: Model) -> Placement:
+    found = least_slowest(model.problem)
+    if found is None:
+        raise explain(model)
+    value, blocks = found
+    below = Reach(model.problem, Bound(value, strict=True)).ends
+    at = model.positions
+    return _describe(model, blocks, tuple(tuple((at[a], at[b]) for a, b in ends) for ends in below), 0.0)
+
+
+def _by_makespan(model: Model, gap: Fraction) -> Placement:
+    if model.microbatches is None:
+        raise ValueError("objective='makespan' depends on how many micro-batches there are: say microbatches=…")
+    found = least_makespan(model.problem, model.microbatches, gap)
+    if found is None:
+        raise explain(model)
+    thresholds = tuple(threshold / model.scale for threshold in found.thresholds)
+    proven = found.value / found.floor - 1 if found.floor else Fraction(0)
+    # Rounded up, so that the float still promises no more than is proven.
+    return _describe(model, found.blocks, thresholds, math.nextafter(float(proven), math.inf) if proven else 0.0)
+
+
+def _describe(model: Model, blocks: list[Chosen], witness: tuple[Any, ...], gap: float) -> Placement:
+    problem, m = model.problem, model.microbatches
+    ends = [0, *(model.positions[block.end] for block in blocks)]
+    sums = prefix_sums(model.costs.units)
+    return Placement(
+        sizes=sizes_of(ends),
+        loads=tuple(model.costs.value(sums[end] - sums[start]) for start, end in pairwise(ends)),
+        bottleneck=model.time(slowest(problem, blocks)),
+        lower_bound=model.time(max(model.mean_time, model.heaviest_time)),
+        imbalance=_quotient(slowest(problem, blocks), model.mean_time),
+        witness=witness,
+        gap=gap,
+        order=model.stages_of(blocks),
+        times=tuple(model.time(problem.time(block.start, block.end, block.slot)) for block in blocks),
+        makespan=None if m is None else model.time(makespan(problem, blocks, m)),
+    )
+
+
+def _quotient(slow: Fraction, mean: Fraction) -> Number:
+    share = slow / mean if mean else Fraction(1)
+    return number(share.numerator, share.denominator, float)

@@ -1,0 +1,105 @@
+"""Which ends the first blocks can reach under a bound: a few intervals for each set of used stages.
+
+Greedy would keep only the furthest end. That is wrong here: a block must not be empty, and a layer that one stage
+cannot hold may have to wait for the next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from itertools import pairwise
+
+from ._problem import Bound, Problem, Slot
+
+Interval = tuple[int, int]
+
+
+class Reach:
+    """The reachable ends under a bound, and the least bound that would reach more."""
+
+    def __init__(self, problem: Problem, bound: Bound) -> None:
+        self.problem = problem
+        self.bound = bound
+        self.ends: list[list[Interval]] = [[(0, 0)]]
+        self._beyond: dict[int, int] = {}  # for each speed the least work that exceeds the bound
+        for state in range(1, len(problem.into)):
+            self.ends.append(self._into(state))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all stages together can reach the end."""
+        return bool(self.ends[-1]) and self.ends[-1][-1][1] == self.problem.n
+
+    @property
+    def next_bound(self) -> Fraction | None:
+        """No bound below this one reaches more; None where no bound does."""
+        return min((Fraction(work, speed) for speed, work in self._beyond.items() if speed), default=None)
+
+    def _into(self, state: int) -> list[Interval]:
+        ends: list[Interval] = []
+        for step in self.problem.into[state]:
+            advance = self._advance if self.problem.transfer is None else self._scan
+            ends += advance(self.ends[step.before], step.slot, self.bound.limit(step.slot.speed))
+        return _union(ends, self.problem.last_position(state))
+
+    def _advance(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
+        """Without transfer costs a block may always be shortened, so the starts of one run reach one interval."""
+        heavy = slot.work.heavier(limit)
+        if heavy:
+            self._note(slot, slot.work.of(heavy[0], heavy[0] + 1))
+        for first, last in _runs(starts, sorted({*heavy, *slot.misfits})):
+            end = slot.work.last_end(last, limit)
+            fence = min(slot.need.last_end(last, slot.room), self.problem.next_pin[last])
+            if end < fence:
+                self._note(slot, slot.work.of(last, end + 1))
+            yield first + 1, min(end, fence)
+
+    def _scan(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
+        """With transfer costs, one end may be out of reach where a later one is not: try each, from its nearest start.
+
+        The nearest is the best: it makes the smallest block, and the cost of the cut before it is not this stage's.
+        """
+        problem = self.problem
+        for start, end in _nearest(starts, problem.n):
+            if slot.need.of(start, end) > slot.room or problem.next_pin[start] < end:
+                continue
+            work = problem.occupied(start, end, slot)
+            if work <= limit:
+                yield end, end
+            else:
+                self._note(slot, work)
+
+    def _note(self, slot: Slot, work: int) -> None:
+        self._beyond[slot.speed] = min(work, self._beyond.get(slot.speed, work))
+
+
+def _runs(starts: Iterable[Interval], excluded: list[int]) -> Iterator[Interval]:
+    """The intervals without the excluded positions."""
+    for first, last in starts:
+        for hole in excluded[bisect_left(excluded, first) : bisect_right(excluded, last)]:
+            if first < hole:
+                yield first, hole - 1
+            first = hole + 1
+        if first <= last:
+            yield first, last
+
+
+def _nearest(starts: list[Interval], n: int) -> Iterator[tuple[int, int]]:
+    """Each position up to n that has a start before it, behind the nearest such start."""
+    for (first, last), (until, _) in pairwise([*starts, (n, n)]):
+        for end in range(first + 1, until + 1):
+            yield min(end - 1, last), end
+
+
+def _union(intervals: Iterable[Interval], limit: int) -> list[Interval]:
+    """Disjoint intervals, in order, of what lies in any and not beyond the limit."""
+    merged: list[Interval] = []
+    for first, last in sorted(intervals):
+        last = min(last, limit)
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
+        elif first <= last:
+            merged.append((first, last))
+    return merged
