@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import torch
 from hypothesis import strategies as st
 from torch import nn
@@ -63,9 +66,12 @@ FIXED_PIECES = {
 }
 
 
+ALL_PIECES = MappingProxyType({**PIECES, **FIXED_PIECES})
+
+
 def models(
-    pieces: dict[str, object] = {**PIECES, **FIXED_PIECES}, max_size: int = 5
-) -> st.SearchStrategy[nn.Sequential]:  # noqa: B006
+    pieces: Mapping[str, Callable[[], list[nn.Module]]] = ALL_PIECES, max_size: int = 5
+) -> st.SearchStrategy[nn.Sequential]:
     names = st.lists(st.sampled_from(sorted(pieces)), min_size=1, max_size=max_size)
     return names.map(lambda chosen: nn.Sequential(*(layer for name in chosen for layer in pieces[name]())))
 

@@ -1,8 +1,8 @@
 import torch
 from hypothesis import given
-from microbatch import Batch
 from torch import nn
 
+from microbatch import Batch
 from profiler import detach, layerwise_sandbox
 
 from .strategies import models

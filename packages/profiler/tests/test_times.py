@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from microbatch import Batch
 from torch import nn
 
+from microbatch import Batch
 from profiler import profile_times
 from profiler._times import measure
 from profiler._watch import HostWatch

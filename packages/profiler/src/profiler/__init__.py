@@ -1,10 +1,27 @@
 """Seconds and bytes of every layer of a sequential model."""
 
+from ._diff import LayerChange as LayerChange
+from ._diff import ProfileDiff as ProfileDiff
+from ._profile import profile as profile
+from ._record import LayerProfile as LayerProfile
+from ._record import Profile as Profile
 from ._sandbox import detach as detach
 from ._sandbox import layerwise_sandbox as layerwise_sandbox
 from ._sizes import profile_sizes as profile_sizes
+from ._skips import SkipStore as SkipStore
 from ._times import profile_times as profile_times
 
 __version__ = "0.1.0"
 
-__all__ = ["detach", "layerwise_sandbox", "profile_sizes", "profile_times"]
+__all__ = [
+    "LayerChange",
+    "LayerProfile",
+    "Profile",
+    "ProfileDiff",
+    "SkipStore",
+    "detach",
+    "layerwise_sandbox",
+    "profile",
+    "profile_sizes",
+    "profile_times",
+]

@@ -9,6 +9,7 @@ import torch
 
 from microbatch import Batch
 
+from ._allocator import Meter, NoMeter
 from ._births import Births
 from ._storages import tensor_bytes
 from ._walk import Visit
@@ -21,6 +22,8 @@ class Count(NamedTuple):
     flops: int
     workspace: bool
     """Whether some living storage is of unknown size, so that the layer has to be counted for real."""
+    allocated: int | None
+    allocated_peak: int | None
 
 
 def count(
@@ -28,6 +31,7 @@ def count(
     *,
     backward: bool,
     mode: AbstractContextManager[object] = nullcontext(),  # noqa: B008
+    meter: Meter = NoMeter(),  # noqa: B008
 ) -> tuple[Batch, Count]:
     """Runs the forward under `mode`, and the backward too if wanted for the peak and the FLOPs.
 
@@ -36,9 +40,11 @@ def count(
     births = Births()
     with mode, births:
         output, roots = visit.forward()
-    latent, workspace = births.alive(), births.holds_empty_workspace()
+    latent, workspace, allocated = births.alive(), births.holds_empty_workspace(), meter.read()
     if backward and roots:
-        gradients = [torch.ones_like(y) for y in roots]
+        with mode:
+            gradients = [torch.ones_like(y) for y in roots]
         with mode, births:
             torch.autograd.backward(roots, gradients)
-    return output, Count(latent, tensor_bytes(output.value), births.peak, births.flops, workspace)
+    peaks = births.peak, births.flops
+    return output, Count(latent, tensor_bytes(output.value), *peaks, workspace, allocated.now, meter.read().peak)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
 from microbatch import Batch
+
+from ._storages import tensor_bytes
+
+_SMALL = 256 * 2**20
 
 
 def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | int) -> Iterator[nn.Module]:
@@ -19,6 +23,24 @@ def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | 
     """
     for layer in module:
         yield copy.deepcopy(layer).to(device).train()
+
+
+def repeatable_sandbox(module: nn.Sequential, device: torch.device) -> Callable[[], Iterator[nn.Module]]:
+    """Gives `layerwise_sandbox` again and again; of a small module the copies are made only once.
+
+    Copying a small layer takes longer than running it, so this leaves time for many more rounds.
+    """
+    if tensor_bytes([*module.parameters(), *module.buffers()]) > _SMALL:
+        return lambda: layerwise_sandbox(module, device)
+    kept: dict[int, nn.Module] = {}
+
+    def copies() -> Iterator[nn.Module]:
+        for i, layer in enumerate(module):
+            if i not in kept:
+                (kept[i],) = layerwise_sandbox([layer], device)
+            yield kept[i]
+
+    return copies
 
 
 def detach(batch: Batch) -> None:

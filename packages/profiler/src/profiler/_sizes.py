@@ -10,6 +10,7 @@ from torch import nn
 
 from microbatch import Batch, scatter
 
+from ._allocator import meter_for
 from ._arguments import check_chunks, check_module, check_sample, check_scale, sizing_device
 from ._count import Count, count
 from ._enter import copy_to, enter_batch
@@ -73,7 +74,7 @@ def count_layers(module: nn.Sequential, batch: Batch, device: torch.device, *, b
     counts: list[Count] = []
 
     def step(visit: Visit) -> Batch:
-        output, counted = count(visit, backward=backward)
+        output, counted = count(visit, backward=backward, meter=meter_for(device))
         counts.append(counted)
         return output
 

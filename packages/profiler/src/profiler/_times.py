@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from microbatch import Batch
 from ._arguments import check_module, check_no_gradient, check_sample, check_timeout, running_device
 from ._enter import copy_to
 from ._isolation import isolated
-from ._sandbox import layerwise_sandbox
+from ._sandbox import repeatable_sandbox
 from ._walk import Visit, walk
 from ._watch import Watch, watch_for
 
@@ -64,24 +64,27 @@ def measure(
     All layers take turns, so that a slow spell of the machine falls on each of them alike.
     """
     watch = watch or watch_for(device)
+    copies = repeatable_sandbox(module, device)
     began = clock()
-    _one_round(module, batch, device, watch)
+    _one_round(module, copies(), copy_to(batch, device), watch)
     rounds: list[Round] = []
     while len(rounds) < least or clock() - began < timeout:
-        rounds.append(_one_round(module, batch, device, watch))
+        rounds.append(_one_round(module, copies(), copy_to(batch, device), watch))
         after_round(clock() - began)
     return rounds
 
 
-def _one_round(module: nn.Sequential, batch: Batch, device: torch.device, watch: Watch) -> Round:
+def _one_round(module: nn.Sequential, copies: Iterator[nn.Module], batch: Batch, watch: Watch) -> Round:
     seconds: Round = []
 
     def step(visit: Visit) -> Batch:
         output, spent = _timed(visit, watch)
         seconds.append(spent)
+        for parameter in visit.layer.parameters():
+            parameter.grad = None
         return output
 
-    walk(module, layerwise_sandbox(module, device), copy_to(batch, device), step)
+    walk(module, copies, batch, step)
     return seconds
 
 

@@ -54,10 +54,10 @@ def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step:
 @contextmanager
 def _blaming(name: str, layer: nn.Module | None, batch: Batch) -> Iterator[None]:
     """Lets errors through with a note: the layer's name, its type, the shapes of its input."""
-    shapes = ", ".join(_describe(x) for x in batch) or "without tensors"
     try:
         yield
     except Exception as error:
+        shapes = ", ".join(_describe(x) for x in batch) or "without tensors"
         _annotate(error, f"while profiling layer {name!r} ({type(layer).__name__}) on input {shapes}")
         raise
 

@@ -1,0 +1,111 @@
+"""Profiles as JSON, and back by a reader that accepts nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from typing import Any, NoReturn
+
+from ._record import LayerProfile, Profile
+
+SCHEMA = "gpipe-profiler/1"
+
+
+def dump(profile: Profile) -> str:
+    return json.dumps({"schema": SCHEMA, **asdict(profile)}, indent=1, allow_nan=False)
+
+
+def load(text: str) -> Profile:
+    """Raises ValueError with the path of the first thing that `dump` would not have written."""
+    document = _expect_object(_parse(text), "profile")
+    _expect_schema(document.pop("schema", None))
+    values = _read(document, _PROFILE, "profile")
+    layers = tuple(
+        LayerProfile(**_read(_expect_object(layer, where), _LAYER, where))
+        for where, layer in ((f"layers[{i}]", layer) for i, layer in enumerate(values.pop("layers")))
+    )
+    _expect_unique([layer.name for layer in layers])
+    return Profile(layers=layers, **values)
+
+
+def _parse(text: str) -> Any:
+    def constant(name: str) -> NoReturn:
+        raise ValueError(f"profile: {name} is not a number of JSON")
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        _expect_unique([key for key, _ in items])
+        return dict(items)
+
+    try:
+        return json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"profile: expected the text that Profile.to_json wrote, got no JSON: {error}") from None
+
+
+def _expect_object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object, got {type(value).__name__}")
+    return value
+
+
+def _expect_schema(schema: Any) -> None:
+    if schema != SCHEMA:
+        raise ValueError(f"schema: this version reads {SCHEMA!r}, got {schema!r}; profile again to compare")
+
+
+def _expect_unique(names: list[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"profile: {twice!r} occurs twice")
+
+
+def _read(document: dict[str, Any], expected: dict[str, Check], where: str) -> dict[str, Any]:
+    if missing := expected.keys() - document.keys():
+        raise ValueError(f"{where}: lacks {', '.join(sorted(missing))}")
+    if surplus := document.keys() - expected.keys():
+        raise ValueError(f"{where}: does not know {', '.join(sorted(surplus))}")
+    for key, check in expected.items():
+        if not check(document[key]):
+            raise ValueError(f"{where}.{key}: expected {check.__doc__}, got {document[key]!r}")
+    return document
+
+
+Check = Callable[[Any], bool]
+
+
+def _text(value: Any) -> bool:
+    """a string"""
+    return isinstance(value, str)
+
+
+def _count(value: Any) -> bool:
+    """an integer that is not negative"""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _count_or_none(value: Any) -> bool:
+    """an integer that is not negative, or null"""
+    return value is None or _count(value)
+
+
+def _seconds_or_none(value: Any) -> bool:
+    """seconds that are not negative, or null"""
+    return value is None or (type(value) in (int, float) and math.isfinite(value) and value >= 0)
+
+
+def _list(value: Any) -> bool:
+    """a list"""
+    return isinstance(value, list)
+
+
+_BY_ANNOTATION: dict[str, Check] = {
+    "str": _text,
+    "int": _count,
+    "int | None": _count_or_none,
+    "float | None": _seconds_or_none,
+    "tuple[LayerProfile, ...]": _list,
+}
+_PROFILE = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(Profile)}
+_LAYER = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(LayerProfile)}

@@ -1,0 +1,182 @@
+"""A profile as a bar chart in SVG."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+from xml.sax.saxutils import escape
+
+from ._units import format_cost
+
+if TYPE_CHECKING:
+    from ._record import LayerProfile, Profile
+
+_TOP, _LEFT, _RIGHT, _HEIGHT = 72.0, 78.0, 18.0, 240.0
+_DARK, _LIGHT, _INK, _GRID, _BAND, _CUT = "#2b6cb0", "#90cdf4", "#1a202c", "#e2e8f0", "#f7fafc", "#c53030"
+
+
+class _Chart(NamedTuple):
+    """Where things are: `pitch` pixels from bar to bar, `top` the cost at the upper edge."""
+
+    layers: int
+    pitch: float
+    top: float
+
+    def x(self, layer: float) -> float:
+        return _LEFT + layer * self.pitch
+
+    def y(self, cost: float) -> float:
+        return _TOP + _HEIGHT * (1 - cost / self.top)
+
+    @property
+    def width(self) -> float:
+        return self.x(self.layers) + _RIGHT
+
+
+def picture(profile: Profile, balance: list[int] | None, by: str) -> str:
+    """See `Profile.picture`."""
+    costs = profile.costs(by)
+    step = _step(max(costs, default=0), 1024 if by.endswith("bytes") else 10)
+    ticks = max(1, math.ceil(max(costs, default=0) / step))
+    chart = _Chart(len(profile), min(64.0, max(9.0, 660 / max(1, len(profile)))), ticks * step)
+    names = _names(profile, chart)
+    body = [
+        *_bands(chart, costs, _checked(balance, len(profile)), by),
+        *_axis(chart, [i * step for i in range(ticks + 1)], by),
+        *(mark for i, layer in enumerate(profile) for mark in _bar(chart, i, layer, by)),
+        *names,
+        *_heading(profile, by),
+    ]
+    height = _TOP + _HEIGHT + _room_below(profile)
+    return "\n".join([_open(max(chart.width, 420), height), *body, "</svg>", ""])
+
+
+def _checked(balance: list[int] | None, layers: int) -> list[int]:
+    if balance is None:
+        return []
+    if sum(balance) != layers or min(balance, default=1) < 1:
+        raise ValueError(f"balance: expected positive numbers that sum up to {layers} layers, got {list(balance)}")
+    return list(balance)
+
+
+def _step(most: float, base: int) -> float:
+    """A round distance between three to five grid lines."""
+    if most <= 0:
+        return 1.0
+    unit = float(base ** math.floor(math.log(most, base)))
+    power = 10.0 ** math.floor(math.log10(most / unit / 5))
+    return next(factor * power * unit for factor in (1, 2, 5, 10) if factor * power * unit * 5 >= most)
+
+
+def _open(width: float, height: float) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" font-family="sans-serif" font-size="11" fill="{_INK}">\n'
+        f'<rect width="100%" height="100%" fill="white"/>'
+    )
+
+
+def _heading(profile: Profile, by: str) -> list[str]:
+    title = f"{by.replace('_', ' ')} of {len(profile)} layers, micro-batch of {profile.rows} rows, {profile.device}"
+    legend = ((_DARK, "forward"), (_LIGHT, "backward")) if by == "seconds" else ()
+    marks = [_text(_LEFT, 20, title, size=13, anchor="start")]
+    for i, (color, label) in enumerate(legend):
+        x = _LEFT + 84 * i
+        marks += [_rect(x, 29, 10, 10, color), _text(x + 14, 38, label, anchor="start")]
+    return marks
+
+
+def _axis(chart: _Chart, ticks: list[float], by: str) -> list[str]:
+    right = chart.x(chart.layers)
+    return [
+        mark
+        for tick in ticks
+        for mark in (
+            _line(_LEFT, chart.y(tick), right, chart.y(tick), _GRID),
+            _text(_LEFT - 6, chart.y(tick) + 4, format_cost(tick, by), anchor="end"),
+        )
+    ]
+
+
+def _bands(chart: _Chart, costs: list[float], balance: list[int], by: str) -> list[str]:
+    """Alternate shades for the partitions, their loads above (the bottleneck in bold), lines where they are cut."""
+    ends = [0, *accumulate(balance)]
+    loads = [sum(costs[start:end]) for start, end in pairwise(ends)]
+    crowded = min(balance, default=0) * chart.pitch < 60
+    marks = []
+    for j, ((start, end), load) in enumerate(zip(pairwise(ends), loads, strict=True)):
+        if j % 2 == 0:
+            marks.append(_rect(chart.x(start), _TOP, chart.x(end) - chart.x(start), _HEIGHT, _BAND))
+        if j > 0:
+            marks.append(_line(chart.x(start), _TOP - 14, chart.x(start), _TOP + _HEIGHT + 4, _CUT, dash="5 3"))
+        middle = (chart.x(start) + chart.x(end)) / 2
+        lift = 14 if crowded and j % 2 else 0
+        marks.append(_text(middle, _TOP - 5 - lift, format_cost(load, by), color=_CUT, bold=load == max(loads)))
+    return marks
+
+
+def _bar(chart: _Chart, index: int, layer: LayerProfile, by: str) -> list[str]:
+    parts = _parts(layer, by)
+    x, width = chart.x(index) + 0.12 * chart.pitch, 0.76 * chart.pitch
+    marks, base = [], 0.0
+    for color, cost in parts:
+        title = f"{layer.name} ({layer.kind}): {format_cost(cost, by)}"
+        marks.append(_rect(x, chart.y(base + cost), width, chart.y(base) - chart.y(base + cost), color, title))
+        base += cost
+    return marks
+
+
+def _parts(layer: LayerProfile, by: str) -> list[tuple[str, float]]:
+    if by == "seconds":
+        return [(_DARK, layer.forward_seconds or 0.0), (_LIGHT, layer.backward_seconds or 0.0)]
+    return [(_DARK, getattr(layer, by))]
+
+
+def _labels(profile: Profile) -> list[str]:
+    """Names, with the class where there is room for both."""
+    return [layer.name if len(layer.name) > 12 else f"{layer.name} {layer.kind}"[:28] for layer in profile]
+
+
+def _room_below(profile: Profile) -> float:
+    return 26 + 4.4 * max((len(label) for label in _labels(profile)), default=0)
+
+
+def _names(profile: Profile, chart: _Chart) -> list[str]:
+    every = math.ceil(13 / chart.pitch)
+    y = _TOP + _HEIGHT + 14
+    return [
+        _text(chart.x(i + 0.5) + 3, y, label, anchor="end", turn=-45)
+        for i, label in enumerate(_labels(profile))
+        if i % every == 0
+    ]
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
+    inside = f"<title>{escape(title)}</title>" if title else ""
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}">{inside}</rect>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "none") -> str:
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" stroke-dasharray="{dash}"/>'
+    )
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "middle",
+    size: int = 11,
+    color: str = _INK,
+    bold: bool = False,
+    turn: int = 0,
+) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    rotate = f' transform="rotate({turn} {x:.1f} {y:.1f})"' if turn else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{color}"{weight}{rotate}>'
+        f"{escape(text)}</text>"
+    )

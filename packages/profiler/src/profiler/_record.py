@@ -1,0 +1,144 @@
+"""What a profile found, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._diff import ProfileDiff
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What one layer costs on one micro-batch.
+
+    name, kind: its name in the Sequential, and its class.
+    forward_seconds, backward_seconds: medians over the rounds; None if nothing was run.
+    trainable_bytes, frozen_bytes: of its parameters, by whether they require a gradient.
+    buffer_bytes: of its buffers.
+    latent_bytes: of the storages that its forward creates and leaves alive, its output among them.
+    output_bytes: of its output, which is what has to cross if a partition ends here.
+    peak_bytes: the most that storages created in its forward and backward take at any one time, gradients included.
+    flops: of forward and backward, by PyTorch's own formulas; 0 for operations without one.
+    allocated_bytes, allocated_peak_bytes: latent and peak as the CUDA allocator sees them, rounded up to its blocks;
+        None elsewhere.
+    """
+
+    name: str
+    kind: str
+    forward_seconds: float | None
+    backward_seconds: float | None
+    trainable_bytes: int
+    frozen_bytes: int
+    buffer_bytes: int
+    latent_bytes: int
+    output_bytes: int
+    peak_bytes: int
+    flops: int
+    allocated_bytes: int | None = None
+    allocated_peak_bytes: int | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Forward plus backward."""
+        if self.forward_seconds is None or self.backward_seconds is None:
+            return None
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Trainable and frozen."""
+        return self.trainable_bytes + self.frozen_bytes
+
+
+COSTS = ("seconds", "parameter_bytes", *(field.name for field in fields(LayerProfile)[2:]))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers of a Sequential in order, and under which conditions they were profiled.
+
+    `str()` is a table.  Indexing takes a position or a name.
+
+    device: where it ran, or ``meta`` where nothing ran.
+    torch: the version of PyTorch.
+    threads: of one operation on the CPU.
+    chunks: into how many micro-batches the sample was cut.
+    rows: of the one that was used.
+    rounds: how many times each layer was timed.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    device: str
+    torch: str
+    threads: int
+    chunks: int
+    rows: int
+    rounds: int
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerProfile]:
+        return iter(self.layers)
+
+    def __getitem__(self, layer: int | str) -> LayerProfile:
+        if isinstance(layer, int):
+            return self.layers[layer]
+        return self.layers[self._index(layer)]
+
+    def _index(self, name: str) -> int:
+        try:
+            return self.names.index(name)
+        except ValueError:
+            raise KeyError(f"no layer {name!r} in this profile; it has {', '.join(self.names)}") from None
+
+    @property
+    def names(self) -> list[str]:
+        return [layer.name for layer in self.layers]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Forward plus backward of each layer."""
+        return self.costs("seconds")
+
+    def costs(self, by: str) -> list[float]:
+        """One figure of every layer, to balance or to draw: ``"seconds"``, ``"latent_bytes"``, ``"flops"``, …"""
+        if by not in COSTS:
+            raise ValueError(f"by: expected one of {', '.join(COSTS)}, got {by!r}")
+        costs = [getattr(layer, by) for layer in self.layers]
+        if None in costs:
+            raise ValueError(f"by: this profile has no {by}, as it was made on device {self.device!r}")
+        return costs
+
+    def __str__(self) -> str:
+        from ._table import profile_table
+
+        return profile_table(self)
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back as an equal profile."""
+        from ._json import dump
+
+        return dump(self)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """The profile that `to_json` wrote; ValueError naming the place where `text` is anything else."""
+        from ._json import load
+
+        return load(text)
+
+    def diff(self, other: Profile) -> ProfileDiff:
+        """What changed from this profile to `other`, layer by layer; `str()` of it is a table."""
+        from ._diff import diff
+
+        return diff(self, other)
+
+    def picture(self, balance: list[int] | None = None, *, by: str = "seconds") -> str:
+        """An SVG with a bar for each layer; given a balance, also the cuts, and above each partition its load."""
+        from ._picture import picture
+
+        return picture(self, balance, by)

@@ -1,0 +1,102 @@
+"""Profiles as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ._units import format_bytes, format_cost, format_flops, format_seconds
+
+if TYPE_CHECKING:
+    from ._diff import LayerChange, ProfileDiff
+    from ._record import LayerProfile, Profile
+
+_COLUMNS = {
+    "forward": "forward_seconds",
+    "backward": "backward_seconds",
+    "parameters": "parameter_bytes",
+    "buffers": "buffer_bytes",
+    "latent": "latent_bytes",
+    "output": "output_bytes",
+    "peak": "peak_bytes",
+    "FLOPs": "flops",
+}
+
+
+def align(rows: Sequence[Sequence[str]], left: int) -> str:
+    """Columns two spaces apart, the first `left` of them flush left, the others flush right; a rule below the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
+    lines = ["  ".join(map(_justified, sides, row, widths)) for row in rows]
+    rule = "─" * len(lines[0])
+    return "\n".join(line.rstrip() for line in (lines[0], rule, *lines[1:]))
+
+
+def _justified(side: Callable[[str, int], str], cell: str, width: int) -> str:
+    return side(cell, width)
+
+
+def profile_table(profile: Profile) -> str:
+    """A line for each layer, one for the sum, the largest figure of each column marked."""
+    largest = {column: _largest(profile, column) for column in _COLUMNS.values()}
+    rows = [["layer", "type", *_COLUMNS], *(_row(layer, largest) for layer in profile), _total(profile)]
+    return f"{_heading(profile)}\n{align(rows, left=2)}\n* the largest of its column"
+
+
+def _heading(profile: Profile) -> str:
+    timed = f"median of {profile.rounds} rounds" if profile.rounds else "counted, not run"
+    rows = f"micro-batch of {profile.rows} rows (chunks={profile.chunks})"
+    return f"{len(profile)} layers on {profile.device}, {rows}, {timed}"
+
+
+def _largest(profile: Profile, column: str) -> float | None:
+    values = [getattr(layer, column) or 0 for layer in profile]
+    return max(values, default=0) or None
+
+
+def _row(layer: LayerProfile, largest: dict[str, float | None]) -> list[str]:
+    cells = [layer.name, layer.kind]
+    for column, most in largest.items():
+        value = getattr(layer, column)
+        mark = "*" if value == most and most is not None else ""
+        cells.append("–" if value is None else mark + format_cost(value, column))
+    return cells
+
+
+def _total(profile: Profile) -> list[str]:
+    cells = ["total", ""]
+    for column in _COLUMNS.values():
+        values = [getattr(layer, column) for layer in profile]
+        # Layers reach their peaks one after the other, and outputs are latent bytes already.
+        summable = None not in values and column not in ("peak_bytes", "output_bytes")
+        cells.append(format_cost(sum(values), column) if summable else "")
+    return cells
+
+
+def diff_table(diff: ProfileDiff) -> str:
+    """A line for each layer: seconds and latent and parameter bytes, before → after."""
+    head = ["layer", "type", "seconds", "", "latent", "", "parameters", "", "FLOPs", ""]
+    return align([head, *(_change_row(change) for change in diff)], left=2)
+
+
+def _change_row(change: LayerChange) -> list[str]:
+    kinds = [layer.kind for layer in (change.before, change.after) if layer is not None]
+    cells = [change.name, " → ".join(dict.fromkeys(kinds))]
+    formats: dict[str, Callable[[float], str]] = {
+        "seconds": format_seconds,
+        "latent_bytes": format_bytes,
+        "parameter_bytes": format_bytes,
+        "flops": format_flops,
+    }
+    for by, format_ in formats.items():
+        cells += _change_cells(change, by, format_)
+    return cells
+
+
+def _change_cells(change: LayerChange, by: str, format_: Callable[[float], str]) -> list[str]:
+    def shown(layer: LayerProfile | None) -> str:
+        value = None if layer is None else getattr(layer, by)
+        return "–" if value is None else format_(value)
+
+    ratio = change.ratio(by)
+    return [f"{shown(change.before)} → {shown(change.after)}", "" if ratio is None else f"×{ratio:.2f}"]

@@ -1,0 +1,82 @@
+"""Models whose layers a profiler could trip over, each with a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .strategies import Detach, FromDict, Join, ToDict, Twin
+
+
+class First(nn.Module):
+    def forward(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return values[0]
+
+
+class Skip(nn.Module):
+    """Stashes or pops one tensor, by default on a shelf that all models share."""
+
+    shelf: dict[str, torch.Tensor] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = self.shelf
+
+    @contextmanager
+    def route_skips(self, store: dict[str, torch.Tensor]) -> Iterator[None]:
+        self.store = store
+        yield
+        self.store = self.shelf
+
+
+class Stash(Skip):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.store["skip"] = y = x * 3
+        return x + y.mean()
+
+
+class Pop(Skip):
+    """Changes in place what it pops."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.store.pop("skip").mul_(2)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _rows(requires_grad: bool = False) -> torch.Tensor:
+    return torch.rand(4, 6, requires_grad=requires_grad)
+
+
+HARD = {
+    "in-place first": lambda: (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), _rows(requires_grad=True)),
+    "in-place on a view": lambda: (nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)), torch.rand(4, 2, 3)),
+    "several inputs": lambda: (nn.Sequential(Join(), nn.Linear(6, 6)), (_rows(), _rows(requires_grad=True))),
+    "same tensor twice": lambda: (nn.Sequential(Join()), (_rows(),) * 2),
+    "tuple with a constant": lambda: (nn.Sequential(nn.Linear(6, 6), Twin(), Join()), _rows()),
+    "dict": lambda: (nn.Sequential(FromDict(), nn.Linear(6, 6), ToDict()), {"value": _rows(), "mask": _rows() > 0.5}),
+    "dropout": lambda: (nn.Sequential(nn.Dropout(), nn.AlphaDropout()), _rows()),
+    "batch norm": lambda: (nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6)), _rows()),
+    "lstm": lambda: (nn.Sequential(nn.LSTM(6, 5, batch_first=True), First()), torch.rand(4, 3, 6)),
+    "embedding": lambda: (nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 2)), torch.randint(9, (4, 3))),
+    "sparse embedding": lambda: (nn.Sequential(nn.Embedding(9, 6, sparse=True)), torch.randint(9, (4, 3))),
+    "frozen": lambda: (nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.ReLU(), nn.Linear(6, 6)), _rows()),
+    "no gradient at all": lambda: (nn.Sequential(nn.Linear(6, 6), Detach(), nn.ReLU()), _rows()),
+    "skip": lambda: (nn.Sequential(Stash(), nn.Linear(6, 6), Pop(), nn.Linear(6, 6)), _rows()),
+    "skip without gradient": lambda: (nn.Sequential(Stash(), nn.ReLU(), Pop()), _rows()),
+    "checkpoint": lambda: (nn.Sequential(nn.Linear(6, 6), Checkpointed()), _rows()),
+    "attention": lambda: (nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)), torch.rand(4, 3, 6)),
+    "weight norm": lambda: (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))), _rows()),
+    "spectral norm": lambda: (nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))), _rows()),
+    "complex": lambda: (nn.Sequential(nn.Linear(6, 6, dtype=torch.cfloat)), torch.rand(4, 6, dtype=torch.cfloat)),
+}

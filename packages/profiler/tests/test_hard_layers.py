@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from profiler import profile, profile_sizes, profile_times
+
+from .hard_layers import HARD, Skip
+
+
+@pytest.fixture(params=HARD, ids=str)
+def hard(request):
+    return HARD[request.param]()
+
+
+def test_every_layer_gets_its_figures(hard):
+    model, sample = hard
+    found = profile(model, sample, device="cpu", timeout=1e-6)
+    assert found.names == [name for name, _ in model.named_children()]
+    assert all(layer.forward_seconds > 0 for layer in found)
+    assert len(profile_times(model, sample, 1e-6, "cpu")) == len(model)
+    assert len(profile_sizes(model, sample, 2, 2.0, "cpu")) == len(model)
+
+
+def test_fake_tensors_agree_with_real_ones(hard):
+    model, sample = hard
+    real = profile(model, sample, device="cpu", timeout=1e-6)
+    fake = profile(model, sample, device="meta")
+    for by in ("latent_bytes", "output_bytes", "parameter_bytes", "buffer_bytes", "flops"):
+        assert fake.costs(by) == real.costs(by), by
+
+
+def test_skips_leave_the_models_own_shelf_alone(hard):
+    profile(*hard, device="cpu", timeout=1e-6)
+    assert Skip.shelf == {}
+
+
+def test_a_backward_goes_through_the_skip_too():
+    model, sample = HARD["skip without gradient"]()
+    without = profile(model, sample, device="cpu", timeout=1e-6)
+    assert [layer.backward_seconds > 0 for layer in without] == [False, False, False]
+    found = profile(model, sample.requires_grad_(), device="cpu", timeout=1e-6)
+    assert all(layer.backward_seconds > 0 for layer in found)
+    rows = 4 * 6 * 4
+    # What is stashed is alive after the forward; what is popped was born elsewhere.
+    assert found["0"].latent_bytes == 2 * rows
+    assert found["2"].latent_bytes == rows
+
+
+def test_an_lstm_is_counted_for_real_where_fakes_know_no_better():
+    model, sample = HARD["lstm"]()
+    with torch.device("meta"):
+        ghost, _ = HARD["lstm"]()
+    assert profile_sizes(ghost, sample, 1, 0, None) == profile_sizes(model, sample, 1, 0, "cpu")

@@ -1,0 +1,147 @@
+"""Whatever is profiled, and however it ends, the caller finds everything as it was."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from profiler import profile, profile_sizes, profile_times
+
+from .hard_layers import HARD
+from .strategies import models, samples
+
+
+class Fails(nn.Module):
+    def __init__(self, error, backward):
+        super().__init__()
+        self.error, self.backward = error, backward
+
+    def forward(self, x):
+        torch.rand(1)
+        if not self.backward:
+            raise self.error
+        return FailsBackward.apply(x, self.error)
+
+    def __deepcopy__(self, memo):
+        return Fails(self.error, self.backward)
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ctx.error
+
+
+WAYS = {
+    "times": lambda model, sample: profile_times(model, sample, 1e-6, "cpu"),
+    "sizes": lambda model, sample: profile_sizes(model, sample, 1, 2.0, "cpu"),
+    "fake sizes": lambda model, sample: profile_sizes(model, sample, 1, 2.0, "meta"),
+    "profile": lambda model, sample: profile(model, sample, device="cpu", timeout=1e-6),
+    "fake profile": lambda model, sample: profile(model, sample, device="meta"),
+}
+ways = st.sampled_from(sorted(WAYS)).map(WAYS.__getitem__)
+
+
+def state(model, sample):
+    """All that could be told apart afterwards."""
+    tensors = [*model.named_parameters(), *model.named_buffers(), *enumerate(tree_leaves(sample))]
+    return {
+        "identities": [(name, id(x), x.data_ptr(), x._version, x.requires_grad, x.grad_fn) for name, x in tensors],
+        "values": [x.detach().clone() for _, x in tensors],
+        "grads": [None if x.grad is None else x.grad.clone() for _, x in tensors if x.is_leaf],
+        "flags": [(child.training, *map(id, child._modules.values())) for child in model.modules()],
+        "hooks": [
+            list(vars(child)[name].items())
+            for child in model.modules()
+            for name in vars(child)
+            if "hook" in name and hasattr(vars(child)[name], "items")
+        ],
+        "generator": torch.get_rng_state(),
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()),
+    }
+
+
+def assert_same(before, after):
+    for key, old in before.items():
+        for x, y in zip(tree_leaves(old), tree_leaves(after[key]), strict=True):
+            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, key
+
+
+@given(models(), samples(), ways, st.booleans(), st.booleans())
+def test_nothing_changes(model, sample, way, training, grad):
+    model.train(training)
+    calls = []
+    for layer in model:
+        for parameter in layer.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(calls.append)
+    before = state(model, sample)
+    with torch.set_grad_enabled(grad):
+        way(model, sample)
+    assert_same(before, state(model, sample))
+    assert calls == []
+
+
+@given(models(), samples(), ways, st.booleans(), st.data())
+def test_nothing_changes_when_a_layer_raises(model, sample, way, backward, data):
+    error = data.draw(st.sampled_from([ValueError("no"), KeyboardInterrupt(), SystemExit(3)]))
+    model = nn.Sequential(*model, nn.Linear(6, 6), Fails(error, backward))
+    before = state(model, sample)
+    if way in (WAYS["sizes"], WAYS["fake sizes"]) and backward:
+        way(model, sample)  # sizes need no backward
+    else:
+        with pytest.raises(type(error)) as caught:
+            way(model, sample)
+        assert caught.value is error
+    assert_same(before, state(model, sample))
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_changes_with_hard_layers(name, way):
+    model, sample = HARD[name]()
+    before = state(model, sample)
+    WAYS[way](model, sample)
+    assert_same(before, state(model, sample))
+
+
+@pytest.mark.parametrize("way", ["sizes", "fake sizes"])
+def test_sizes_do_not_mind_gradients_and_keep_them(way):
+    model, sample = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), torch.rand(4, 6)
+    model(sample).sum().backward()
+    before = state(model, sample)
+    WAYS[way](model, sample)
+    assert_same(before, state(model, sample))
+
+
+def test_works_in_inference_mode():
+    model = nn.Sequential(nn.Linear(6, 6))
+    with torch.inference_mode():
+        found = profile(model, torch.rand(4, 6), device="cpu", timeout=1e-6)
+        assert torch.is_inference_mode_enabled()
+    assert found["0"].backward_seconds > 0
+
+
+def test_counts_cast_weights_under_autocast_and_leaves_no_cache():
+    model, sample = nn.Sequential(nn.Linear(6, 6)), torch.rand(4, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = profile(model, sample, device="cpu", timeout=1e-6)
+        # The output, and the casts of the input, the weight and the bias.
+        assert found["0"].latent_bytes == 2 * (24 + 24 + 36 + 6)
+        again = copy.deepcopy(model)(sample)
+    assert again.dtype is torch.bfloat16
+
+
+def test_the_error_names_the_layer_and_its_input():
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(6, 6))
+    with pytest.raises(RuntimeError, match=r"layer '2' \(Linear\) on input \(4, 5\) float32 on cpu"):
+        profile(model, torch.rand(4, 6), device="cpu")
