@@ -1,3 +1,22 @@
 """Pipeline-parallel training of sequential PyTorch models in one process."""
 
+from ._checkpoint import is_checkpointing as is_checkpointing
+from ._checkpoint import is_recomputing as is_recomputing
+from ._gpipe import GPipe as GPipe
+from ._inline import inline as inline
+from ._split import BalanceError as BalanceError
+from ._split import recommend_auto_balance as recommend_auto_balance
+from ._split import split_module as split_module
+from ._split import verify_module as verify_module
+
+__all__ = [
+    "BalanceError",
+    "GPipe",
+    "inline",
+    "is_checkpointing",
+    "is_recomputing",
+    "recommend_auto_balance",
+    "split_module",
+    "verify_module",
+]
 __version__ = "0.1.0"

@@ -1,0 +1,117 @@
+"""How autograd sees a run: two nodes, whatever happens inside.
+
+::
+
+    input --> PipelineBackward --token--> Attach --> output
+               on the CPU          on the output's device
+
+Autograd runs a node on the thread of the device of its gradients. One that waited on a GPU's thread for workers, whose own
+backwards need that thread, would never return. So ``Attach`` only lays the gradients aside, and hands an empty CPU tensor
+to the node that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from microbatch import Batch
+from torch import Tensor
+
+from ._value import mapped
+
+
+def tied(value: Any, views: Sequence[Batch]) -> list[Batch]:
+    """``views``, which :func:`microbatch.scatter_views` made of ``value``, as results of it in the caller's graph."""
+    wholes = list(Batch(value))
+    columns = zip(*views, strict=True)
+    tied = [
+        Deal.apply(whole, *column) if whole.requires_grad else column  # type: ignore[no-untyped-call]
+        for whole, column in zip(wholes, columns, strict=True)
+    ]
+    return [_with(batch, row) for batch, row in zip(views, zip(*tied, strict=True), strict=True)]
+
+
+def _with(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
+    fresh = iter(tensors)
+    return mapped(batch, lambda _: next(fresh))
+
+
+class Deal(torch.autograd.Function):
+    """From a tensor to micro-batches that share its memory, each with its own version counter."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *views: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.views = [(view.shape, view.dtype, view.device) for view in views]
+        return tuple([view.detach() for view in views])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        parts = [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(gradients, ctx.views, strict=True)
+        ]
+        return torch.cat(parts), *([None] * len(parts))
+
+
+Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+"""From the gradients of the outputs to those of the inputs; None where nothing flows."""
+
+
+def attach(backward: Backward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """``outputs`` as results of ``inputs`` in the caller's graph, whose backward is ``backward``.
+
+    All ``outputs`` must require grad; they do even if none of the inputs does, because parameters inside may.
+    """
+    if not outputs:
+        return []
+    seeds: list[Tensor | None] = []
+    anchor = torch.empty(0, device="cpu", requires_grad=True)
+    token = PipelineBackward.apply(backward, seeds, anchor, *inputs)  # type: ignore[no-untyped-call]
+    return list(Attach.apply(seeds, token, *outputs))  # type: ignore[no-untyped-call]
+
+
+class Attach(torch.autograd.Function):
+    """The identity on the outputs; its backward lays their gradients aside."""
+
+    @staticmethod
+    def forward(ctx: Any, seeds: list[Tensor | None], token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.seeds = seeds
+        ctx.set_materialize_grads(False)
+        return tuple([output.detach() for output in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.seeds[:] = gradients
+        return None, torch.empty(0, device="cpu"), *([None] * len(gradients))
+
+
+class PipelineBackward(torch.autograd.Function):
+    """From the inputs to a token that stands for the run; its backward is the run's."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Backward, seeds: list[Tensor | None], *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.run = backward
+        ctx.seeds = seeds
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError("a pipeline cannot be differentiated twice; call backward() without create_graph=True")
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "the backward of a pipeline writes the gradients of its parameters to their .grad, so "
+                "torch.autograd.grad() and backward(inputs=...) cannot go through it; call backward() and read .grad"
+            )
+        if ctx.run is None:
+            raise RuntimeError(
+                "backward through the same run of a pipeline a second time; what it kept is gone after the first, also "
+                "with retain_graph=True; run the pipeline again"
+            )
+        run, ctx.run = ctx.run, None
+        seeds = ctx.seeds[:]
+        ctx.seeds.clear()
+        return None, None, None, *run(seeds)

@@ -1,0 +1,81 @@
+"""How tensors change devices without making computation wait.
+
+A copy runs on streams of its own, after what the source has queued so far; the target's computation waits for just this
+copy. Every tensor is recorded with each stream that reads it, so that the allocator hands nothing out again too early::
+
+    source computes   --y--x------------------->        x: copy waits for y
+    copy streams            \\--copy--x                  x: event
+    target computes  ------------------\\--reads-->
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from microbatch import Batch
+from streams import AbstractStream, as_cuda, is_cuda, record_stream, use_stream, wait_stream
+from torch import Tensor
+
+from ._value import mapped
+
+Payload = Batch | list[Tensor | None]
+Parcel = tuple[Payload, torch.cuda.Event]
+
+
+class Place(NamedTuple):
+    """Where a stage computes, and the stream of that device on which values come and go."""
+
+    device: torch.device
+    compute: AbstractStream
+    copy: AbstractStream
+
+
+def carrier(source: Place, target: Place) -> Carry | None:
+    """What takes tensors from ``source`` to ``target``; None if they are there already."""
+    return None if source.device == target.device else Carry(source, target)
+
+
+class Carry:
+    """Copies between two devices, at least one of them CUDA."""
+
+    def __init__(self, source: Place, target: Place) -> None:
+        self._source = source
+        self._target = target
+
+    def send(self, payload: Payload) -> Parcel:
+        """Queue the copy; called where the source computes."""
+        source, target = self._source, self._target
+        if is_cuda(source.copy):
+            wait_stream(source.copy, source.compute)
+        # torch orders a copy between two GPUs with the current stream of both, so both have to be copy streams.
+        with use_stream(target.copy), use_stream(source.copy):
+            copies = _each(payload, self._copy)
+        _each(payload, lambda tensor: _recorded(tensor, source.copy))
+        last = target.copy if is_cuda(target.copy) else source.copy
+        return copies, as_cuda(last).record_event()
+
+    def receive(self, parcel: Parcel) -> Payload:
+        """Let the target's computation wait for the copy; called there."""
+        payload, event = parcel
+        compute = self._target.compute
+        if is_cuda(compute):
+            compute.wait_event(event)
+            return _each(payload, lambda tensor: _recorded(tensor, compute))
+        event.synchronize()
+        return payload
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        copy = tensor.detach().to(self._target.device, non_blocking=True)
+        return copy.requires_grad_() if tensor.requires_grad else copy
+
+
+def _each(payload: Payload, function: object) -> Payload:
+    if isinstance(payload, Batch):
+        return mapped(payload, function)  # type: ignore[arg-type]
+    return [None if tensor is None else function(tensor) for tensor in payload]  # type: ignore[operator]
+
+
+def _recorded(tensor: Tensor, stream: AbstractStream) -> Tensor:
+    record_stream(tensor, stream)
+    return tensor

@@ -1,0 +1,39 @@
+"""Say where in the pipeline an error happened, without changing what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+
+class Poisoned(BaseException):
+    """Another stage failed; there is nothing left to wait for. Never reaches the caller."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """``error.add_note``, which Python 3.10 lacks; there the note is kept where newer tracebacks look for it."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+
+
+def shapes(value: object) -> str:
+    """The types and shapes of all tensors in ``value``, in its own structure.
+
+    >>> shapes((torch.zeros(2, 3), None))
+    '(float32[2, 3], None)'
+    """
+    return repr(_pytree.tree_map(_Shape, value))
+
+
+class _Shape:
+    def __init__(self, leaf: Any) -> None:
+        self._leaf = leaf
+
+    def __repr__(self) -> str:
+        if isinstance(self._leaf, torch.Tensor):
+            return f"{str(self._leaf.dtype).removeprefix('torch.')}{list(self._leaf.shape)}"
+        return repr(self._leaf)

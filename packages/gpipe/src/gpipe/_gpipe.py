@@ -1,0 +1,235 @@
+"""The module that people wrap their model in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from microbatch import Batch, check, gather, scatter_views
+from streams import new_stream
+from torch import nn
+
+from ._autograd import tied
+from ._split import BalanceError, Device, recommend_auto_balance, split_module
+from ._stage import Stage
+from ._value import mapped
+from ._workers import Workers
+from .pipeline import Pipeline
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+
+
+class GPipe(nn.Module):
+    """A sequential model that computes in a pipeline: a drop-in replacement for the model itself.
+
+    The layers are cut into partitions, one on each device, and every mini-batch into micro-batches, which stream through
+    them. Outputs and gradients are those of the model on the whole mini-batch, except where a layer looks at the batch
+    as a whole, as batch norm does.
+
+    Args:
+        module: the model. Its layers are moved to the devices, not copied.
+        balance: how many layers each partition gets; :mod:`gpipe.balance` finds it.
+        devices: one for each partition; may repeat, and more are dropped. By default all CUDA devices, or the CPU for
+            each partition where there are none.
+        chunks: how many micro-batches to cut a mini-batch into. As with ``torch.chunk``, a small mini-batch gives fewer.
+        checkpoint: which micro-batches keep only their inputs between forward and backward and compute the rest again:
+            ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. In evaluation nothing is checkpointed.
+
+    Attributes:
+        balance: layers of each partition, a list of int.
+        devices: the device of each partition, a list of ``torch.device``.
+        chunks: int.
+        checkpoint: str.
+        partitions: an ``nn.ModuleList`` of ``nn.Sequential``: the same layers under the same names, by partition.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Sequential``.
+        BalanceError: a ValueError; ``balance`` is missing or does not fit.
+        ValueError: ``chunks`` or ``checkpoint`` is not what it may be, a layer occurs twice, or partitions share parameters.
+        IndexError: there are fewer devices than partitions.
+
+    Source: GPipe (arXiv 1811.06965); torchgpipe (arXiv 2004.09910).
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> pipe = GPipe(model, balance=[2, 1], devices=["cpu", "cpu"], chunks=4)
+    >>> pipe(torch.zeros(8, 4)).shape
+    torch.Size([8, 2])
+    """
+
+    balance: list[int]
+    devices: list[torch.device]
+    chunks: int
+    checkpoint: str
+    partitions: nn.ModuleList
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+    ) -> None:
+        super().__init__()
+        if balance is None:
+            raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
+        balance = list(balance)
+        partitions, self.balance, self.devices = split_module(module, balance, _devices(devices, len(balance)))
+        self.chunks = _chunks(chunks)
+        self.checkpoint = _checkpoint(checkpoint)
+        self.training = module.training
+        # Registered are the layers themselves, so that every name is the wrapped module's, whatever the balance. In
+        # _modules a layer may have the name of an attribute.
+        self._modules.update(module._modules)
+        # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
+        self.__dict__["partitions"] = partitions
+        self._prepare()
+
+    def forward(self, input: Any) -> Any:  # noqa: A002
+        """Compute in a pipeline. Takes and gives what the wrapped module takes and gives.
+
+        Args:
+            input: a tensor, or a tree of tensors with rows that can be dealt out alike, on the first device (moved there
+                if it is not). The output is on the last.
+
+        Raises:
+            TypeError, ValueError: ``input`` or the output cannot be cut into micro-batches, and what they say is where.
+        """
+        check(input)
+        if not self.devices:
+            return input
+        first = self.devices[0]
+        value = mapped(Batch(input), lambda tensor: tensor.to(first)).value
+        views, versions = scatter_views(value, self.chunks)
+        batches = tied(value, views)
+        stop = self._checkpoint_stop(len(batches))
+        Pipeline(
+            batches, self._stages, self.devices, self._copy_streams, stop, versions=versions, workers=self._workers
+        ).run()
+        return gather(batches)
+
+    def close(self) -> None:
+        """End the threads of this pipe, which otherwise happens when it is garbage. Using it again starts new ones."""
+        self._workers.close()
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._whole())
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        return self._whole()[index]
+
+    def train(self, mode: bool = True) -> GPipe:
+        super().train(mode)
+        for container in (self.partitions, *self.partitions):
+            container.training = mode
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Change the dtype of parameters and buffers, as any module does; their device is the pipe's business."""
+        if torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
+            raise _moving_denied("to()")
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Device | None = None) -> GPipe:
+        raise _moving_denied("cuda()")
+
+    def cpu(self) -> GPipe:
+        raise _moving_denied("cpu()")
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> GPipe:
+        raise _moving_denied("to_empty()")
+
+    def extra_repr(self) -> str:
+        return f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+
+    def __repr__(self) -> str:
+        """The tree of partitions, each with its device."""
+        blocks = (
+            f"  ({j}) on {device}: {_indented(repr(partition))}"
+            for j, (device, partition) in enumerate(zip(self.devices, self.partitions, strict=True))
+        )
+        return "\n".join([f"GPipe({self.extra_repr()}", *blocks, ")"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the threads and streams, which belong to this process and are made anew."""
+        return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take keys as torchgpipe writes them too: ``partitions.j.name`` is ``name``."""
+        own = {prefix + name for name in self.state_dict()}
+        for key in [key for key in state_dict if key not in own]:
+            name = _PARTITION_KEY.sub("", key[len(prefix) :])
+            if key.startswith(prefix) and prefix + name in own:
+                state_dict[prefix + name] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _prepare(self) -> None:
+        """What a pipe needs in the process it runs in."""
+        stages = [Stage(j, p, d) for j, (p, d) in enumerate(zip(self.partitions, self.devices, strict=True))]
+        self.__dict__["_stages"] = stages
+        self.__dict__["_copy_streams"] = [[new_stream(device)] for device in self.devices]
+        self.__dict__["_workers"] = Workers.for_owner(self, self.devices)
+
+    def _whole(self) -> nn.Sequential:
+        whole = nn.Sequential()
+        whole._modules.update(self._modules)
+        return whole
+
+    def _checkpoint_stop(self, microbatches: int) -> int:
+        """The first micro-batch that is not checkpointed."""
+        if not self.training:
+            return 0
+        return {"always": microbatches, "except_last": microbatches - 1, "never": 0}[self.checkpoint]
+
+
+_OF_THIS_PROCESS = ("_stages", "_copy_streams", "_workers")
+_PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
+
+
+def _devices(devices: Iterable[Device] | None, partitions: int) -> list[Device]:
+    if devices is not None:
+        return [_device(device) for device in devices]
+    if torch.cuda.is_available():
+        return [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
+    return [torch.device("cpu")] * partitions
+
+
+def _device(device: Device) -> torch.device:
+    if isinstance(device, str) and device.split(":")[0] == "gpu":
+        raise ValueError(f"there is no device type 'gpu'; write {device.replace('gpu', 'cuda')!r} (got {device!r})")
+    return torch.device(device)
+
+
+def _chunks(chunks: int) -> int:
+    number = int(chunks)
+    if number <= 0:
+        raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
+    return number
+
+
+def _checkpoint(mode: str) -> str:
+    mode = str(mode)
+    if mode not in CHECKPOINT_MODES:
+        raise ValueError(f"checkpoint is not one of {', '.join(map(repr, CHECKPOINT_MODES))}: {mode!r}")
+    return mode
+
+
+def _moving_denied(method: str) -> TypeError:
+    return TypeError(
+        f"denied to move parameters and buffers by {method}, because GPipe manages device placement; "
+        "say devices=... when you make it"
+    )
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n  ")

@@ -1,0 +1,102 @@
+"""How a value crosses from one stage to another, and its gradient back."""
+
+from __future__ import annotations
+
+import logging
+import os
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+from microbatch import Batch
+from torch import Tensor
+
+from ._errors import Poisoned
+
+Payload = TypeVar("Payload")
+
+_POISON = -1
+_log = logging.getLogger("gpipe")
+
+
+class Carrier(Protocol):
+    """Moves payloads from device to device: ``send`` runs on the worker of the source, ``receive`` on the target's."""
+
+    def send(self, payload: Any) -> Any: ...
+
+    def receive(self, parcel: Any) -> Any: ...
+
+
+class Link(Generic[Payload]):
+    """A mailbox from one worker to another, one payload a micro-batch. Only its reader ever waits.
+
+    Args:
+        name: for reports, such as ``values from partition 0 to 1``.
+        carrier: how payloads change devices; None where source and target share their memory.
+        patience: seconds after which waiting is reported; None never reports.
+    """
+
+    __slots__ = ("_arrived", "_carrier", "_patience", "_queue", "name")
+
+    def __init__(self, name: str, carrier: Carrier | None = None, patience: float | None = None) -> None:
+        self.name = name
+        self._carrier = carrier
+        self._patience = patience
+        self._queue: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._arrived: dict[int, Any] = {}
+
+    def put(self, microbatch: int, payload: Payload) -> None:
+        """Send the payload of a micro-batch on its way; returns at once."""
+        self._queue.put((microbatch, payload if self._carrier is None else self._carrier.send(payload)))
+
+    def get(self, microbatch: int) -> Payload:
+        """Wait for the payload of a micro-batch. Raises :class:`Poisoned` if it will never come."""
+        arrived = self._arrived
+        while microbatch not in arrived:
+            i, parcel = self._next(microbatch)
+            if i == _POISON:
+                self.poison()  # for whoever asks next
+                raise Poisoned
+            arrived[i] = parcel
+        payload = arrived.pop(microbatch)
+        return payload if self._carrier is None else self._carrier.receive(payload)  # type: ignore[no-any-return]
+
+    def poison(self) -> None:
+        """Let nobody wait here any more."""
+        self._queue.put((_POISON, None))
+
+    def _next(self, microbatch: int) -> tuple[int, Any]:
+        while True:
+            try:
+                return self._queue.get(timeout=self._patience)
+            except Empty:
+                _log.warning("no %s for micro-batch %d in %g s; still waiting", self.name, microbatch, self._patience)
+
+
+class Channel:
+    """Everything between two neighbours in the walk of a micro-batch: its values go one way, their gradients back."""
+
+    __slots__ = ("gradients", "values")
+
+    def __init__(self, name: str, forth: Carrier | None = None, back: Carrier | None = None) -> None:
+        patience = stall_seconds()
+        self.values: Link[Batch] = Link(f"values {name}", forth, patience)
+        self.gradients: Link[list[Tensor | None]] = Link(f"gradients {name}", back, patience)
+
+    def poison(self) -> None:
+        """Let nobody wait at either end any more."""
+        self.values.poison()
+        self.gradients.poison()
+
+
+def stall_seconds() -> float | None:
+    """``GPIPE_STALL_SECONDS``: how long a worker waits before it says so; None if the variable is not set."""
+    text = os.environ.get("GPIPE_STALL_SECONDS")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ValueError(f"GPIPE_STALL_SECONDS must be a positive number of seconds; got {text!r}")
+    return seconds

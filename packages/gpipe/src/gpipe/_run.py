@@ -1,0 +1,151 @@
+"""One run: the lanes of all stages, the channels between them, and the workers that walk their programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from microbatch import Batch
+from streams import AbstractStream, Context, current_stream, wait_stream
+from torch import Tensor
+
+from ._carry import Place, carrier
+from ._errors import Poisoned
+from ._inline import is_inline
+from ._lane import Lane
+from ._link import Channel
+from ._stage import Stage
+from ._workers import Workers, placement
+from .schedule import Program, Step, fill_drain, halves, merge, start_ticks
+
+
+class Half(NamedTuple):
+    """What the stages do before the caller gets the outputs, or after it gave the gradients.
+
+    Attributes:
+        programs: for each stage, its actions in order.
+        walk: for each worker, the steps of its stages in order.
+    """
+
+    programs: tuple[Program, ...]
+    walk: tuple[tuple[Step, ...], ...]
+
+
+class Failure(NamedTuple):
+    """What went wrong, and at which step."""
+
+    step: Step
+    error: BaseException
+
+
+class Run:
+    """One mini-batch on its way through the stages and back.
+
+    Channel j leads into stage j, and the last one out of the pipeline. The owner of the run puts values into the first
+    and takes them out of the last; gradients go the other way.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        copy_streams: Sequence[AbstractStream],
+        workers: Workers,
+        microbatches: int,
+        checkpoint_stop: int,
+    ) -> None:
+        self._workers = workers
+        self._microbatches = microbatches
+        self._context = Context.capture()
+        self._devices = [stage.device for stage in stages]
+        self._streams = [current_stream(device) for device in self._devices]
+        self._inline = is_inline()
+        self._placement = (0,) * len(stages) if self._inline else placement(self._devices)
+        self._halves = _plan(microbatches, len(stages), checkpoint_stop, self._placement)
+        self._channels = _channels([Place(*e) for e in zip(self._devices, self._streams, copy_streams, strict=True)])
+        self._lanes = [
+            Lane(
+                stage,
+                *self._channels[j : j + 2],
+                checkpoint_stop=checkpoint_stop,
+                keep=torch.is_grad_enabled(),
+                context=self._context,
+            )
+            for j, stage in enumerate(stages)
+        ]
+
+    def forward(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The outputs of all micro-batches, as leaves; those that a backward can start from require grad."""
+        for i, batch in enumerate(batches):
+            self._channels[0].values.put(i, batch)
+        self._walk(self._halves[0], self._context)
+        return [self._channels[-1].values.get(i) for i in range(self._microbatches)]
+
+    def backward(self, gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
+        """Accumulate the gradients of all parameters; those of the inputs, by micro-batch and tensor."""
+        now = [current_stream(device) for device in self._devices]
+        _all_wait(self._streams, now)
+        for i, each in enumerate(gradients):
+            self._channels[-1].gradients.put(i, each)
+        self._walk(self._halves[1], Context.capture())
+        _all_wait(now, self._streams)
+        return [self._channels[0].gradients.get(i) for i in range(self._microbatches)]
+
+    def _walk(self, half: Half, context: Context) -> None:
+        """Let every worker walk its steps; raise the earliest failure if there is any."""
+        failures: list[Failure] = []
+        works = [partial(self._do, steps, context, failures) for steps in half.walk]
+        if self._inline:
+            works[0]()
+        else:
+            streams = [self._streams[self._placement.index(worker)] for worker in range(len(works))]
+            self._workers.run(list(zip(streams, works, strict=True)), self._poison)
+        try:
+            if failures:
+                raise _earliest(failures, half.programs)
+        finally:
+            del failures, works  # the error's traceback holds this frame, which would hold the error
+
+    def _do(self, steps: Sequence[Step], context: Context, failures: list[Failure]) -> None:
+        with context.applied(), torch.autograd.set_multithreading_enabled(False):
+            for step in steps:
+                lane = self._lanes[step.stage]
+                try:
+                    lane.do(step.action)
+                except Poisoned:
+                    return
+                except BaseException as error:
+                    lane.annotate(error, step.action, self._microbatches)
+                    failures.append(Failure(step, error))
+                    self._poison()
+                    return
+
+    def _poison(self) -> None:
+        for channel in self._channels:
+            channel.poison()
+
+
+@lru_cache(maxsize=64)
+def _plan(microbatches: int, stages: int, checkpoint_stop: int, placement: tuple[int, ...]) -> tuple[Half, Half]:
+    forwards, backwards = halves(fill_drain(microbatches, stages, checkpoint_stop))
+    return Half(forwards, merge(forwards, placement)), Half(backwards, merge(backwards, placement))
+
+
+def _channels(places: Sequence[Place]) -> list[Channel]:
+    between = [
+        Channel(f"between partitions {j} and {j + 1}", carrier(a, b), carrier(b, a))
+        for j, (a, b) in enumerate(pairwise(places))
+    ]
+    return [Channel("at the input"), *between, Channel("at the output")]
+
+
+def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStream]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        wait_stream(source, target)
+
+
+def _earliest(failures: Sequence[Failure], programs: Sequence[Program]) -> BaseException:
+    ticks = start_ticks(programs, range(len(programs)))
+    return min(failures, key=lambda failure: (ticks[failure.step], failure.step.stage)).error

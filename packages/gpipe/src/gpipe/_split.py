@@ -1,0 +1,155 @@
+"""Check a sequential module and cut it into partitions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+Device = torch.device | int | str
+
+
+class BalanceError(ValueError):
+    """A balance that does not fit the module."""
+
+
+def recommend_auto_balance(message: str) -> str:
+    """``message``, and how to get a balance that fits.
+
+    >>> print(recommend_auto_balance("no balance"))
+    no balance
+    <BLANKLINE>
+    A balance says how many layers each partition gets. To find a good one:
+    <BLANKLINE>
+        from gpipe import GPipe
+        from gpipe.balance import balance_by_time
+    <BLANKLINE>
+        partitions = torch.cuda.device_count()
+        sample = torch.rand(...)  # a mini-batch of your data
+        balance = balance_by_time(partitions, model, sample)
+        model = GPipe(model, balance, chunks=8)
+    <BLANKLINE>
+    """
+    return f"""{message}
+
+A balance says how many layers each partition gets. To find a good one:
+
+    from gpipe import GPipe
+    from gpipe.balance import balance_by_time
+
+    partitions = torch.cuda.device_count()
+    sample = torch.rand(...)  # a mini-batch of your data
+    balance = balance_by_time(partitions, model, sample)
+    model = GPipe(model, balance, chunks=8)
+"""
+
+
+def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -> None:
+    """Raise unless ``module`` can be cut into stages that share nothing.
+
+    Args:
+        module: the model.
+        balance: layers of each partition. If given, layers of one partition may share parameters.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Sequential``.
+        ValueError: a layer occurs twice, or a parameter in two layers or, given a balance, in two partitions.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be nn.Sequential to be partitioned; got {type(module).__name__}")
+    children = list(module._modules.items())
+    _refuse_duplicate_layers(children)
+    blocks = [[each] for each in children] if balance is None else list(_blocks(children, balance))
+    _refuse_shared_parameters(blocks, "distinct children" if balance is None else "distinct partitions")
+
+
+def split_module(
+    module: nn.Sequential, balance: Iterable[int], devices: Sequence[Device]
+) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
+    """Cut ``module`` into partitions and move each to its device.
+
+    Args:
+        module: the model; its layers are moved, not copied.
+        balance: layers of each partition.
+        devices: at least one for each partition; more are dropped.
+
+    Returns:
+        ``(partitions, balance, devices)``, of the same length. The layers in a partition keep their names.
+
+    Raises:
+        BalanceError: ``balance`` does not fit the number of layers, or is not made of positive integers.
+        IndexError: there are fewer devices than partitions.
+        TypeError, ValueError: as :func:`verify_module`.
+    """
+    if not isinstance(module, nn.Sequential):
+        verify_module(module)
+    balance = checked_balance(balance, len(module))
+    verify_module(module, balance)
+    if len(balance) > len(devices):
+        raise IndexError(
+            f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {len(balance)}); a device "
+            "may be given several times"
+        )
+    places = [torch.device(device) for device in devices[: len(balance)]]
+    partitions = nn.ModuleList()
+    for block, device in zip(_blocks(list(module._modules.items()), balance), places, strict=True):
+        partition = nn.Sequential()
+        partition._modules.update(block)
+        partition.training = module.training
+        partitions.append(partition.to(device))
+    return partitions, balance, places
+
+
+def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
+    """``balance`` as a list; :class:`BalanceError` unless it gives each of the ``layers`` to one partition."""
+    sizes = [operator.index(size) for size in balance]
+    if sum(sizes) != layers:
+        raise BalanceError(
+            recommend_auto_balance(
+                f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(sizes)}, "
+                f"balance: {sizes})"
+            )
+        )
+    if any(size <= 0 for size in sizes):
+        raise BalanceError(recommend_auto_balance(f"all balance numbers must be positive integer (balance: {sizes})"))
+    return sizes
+
+
+Named = tuple[str, nn.Module]
+
+
+def _blocks(children: Sequence[Named], balance: Sequence[int]) -> Iterator[Sequence[Named]]:
+    ends = list(accumulate(balance))
+    for size, end in zip(balance, ends, strict=True):
+        yield children[end - size : end]
+
+
+def _refuse_shared_parameters(blocks: Sequence[Sequence[Named]], where: str) -> None:
+    seen: dict[int, str] = {}
+    for block in blocks:
+        own = _parameters(block)
+        for key in seen.keys() & own.keys():
+            raise ValueError(
+                f"module with duplicate parameters in {where} is not supported: {own[key]} is {seen[key]}; "
+                "put the layers that share it into one partition"
+            )
+        seen |= own
+
+
+def _parameters(block: Sequence[Named]) -> dict[int, str]:
+    """The name of each parameter below ``block``, by identity."""
+    return {id(p): f"'{layer}.{name}'" for layer, module in block for name, p in module.named_parameters()}
+
+
+def _refuse_duplicate_layers(children: Sequence[Named]) -> None:
+    first: dict[int, str] = {}
+    for name, layer in children:
+        if id(layer) in first:
+            raise ValueError(
+                f"module with duplicate children is not supported: '{name}' is the same layer as '{first[id(layer)]}'; "
+                "use copy.deepcopy for a second one"
+            )
+        first[id(layer)] = name

@@ -1,0 +1,61 @@
+"""What travels between stages: tensors cut off from the graph they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from microbatch import Batch
+from torch import Tensor
+from torch.utils import _pytree
+
+
+def mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """The same structure with ``function`` applied to every tensor."""
+    if batch.atomic:
+        return Batch(function(batch.value))
+    return Batch(_pytree.tree_map_only(Tensor, function, batch.value))
+
+
+def cut(batch: Batch) -> Batch:
+    """The same tensors as leaves of a graph that begins here; those that require grad still do."""
+    return mapped(batch, _leaf)
+
+
+def cloned(batch: Batch) -> Batch:
+    """Like :func:`cut`, in memory of their own."""
+    return mapped(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+def entered(batch: Batch) -> Batch:
+    """The same tensors for layers that may work in place on them: torch lets nobody change a leaf that requires grad."""
+    return mapped(batch, _enter)
+
+
+def versions(batch: Batch) -> list[int]:
+    """How often each tensor has been changed in place, as far as torch counts."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in batch]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if tensor.requires_grad else leaf
+
+
+def _enter(tensor: Tensor) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    entered: Tensor = _Enter.apply(tensor)  # type: ignore[no-untyped-call]
+    return entered
+
+
+class _Enter(torch.autograd.Function):
+    """The identity. Its output is no leaf, and shares the version counter of its input, so that nobody misses a change."""
+
+    @staticmethod
+    def forward(ctx: object, tensor: Tensor) -> Tensor:  # type: ignore[override]
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
