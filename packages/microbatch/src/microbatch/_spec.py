@@ -1,7 +1,7 @@
 """How each leaf of a value is split."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -67,13 +67,18 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
         raise TypeError(f"spec for {path} is {spec!r}; expected Split(dim), Replicate(), None or a tree of them")
     found = children(tree)
     by_label = dict(wanted)
-    if found is None or by_label.keys() != {label for label, _ in found}:
+    if found is None or not (_is_same_dataclass(tree, spec) or by_label.keys() == {label for label, _ in found}):
         raise ValueError(
             f"spec does not fit {path}: spec has {describe(wanted)}, {path} has {describe(found)}; "
             "give one rule for all of it, or a rule for each branch"
         )
     for label, branch in found:
-        yield from _broadcast(branch, by_label[label], path + label)
+        yield from _broadcast(branch, by_label.get(label), path + label)
+
+
+def _is_same_dataclass(tree: Any, spec: Any) -> bool:
+    """Their branches may differ, since torch leaves fields that are None out of the tree."""
+    return is_dataclass(spec) and type(tree) is type(spec)
 
 
 def _refuse_packed(tree: Any, path: str) -> None:

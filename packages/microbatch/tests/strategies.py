@@ -1,0 +1,110 @@
+"""Values that scatter accepts, with their spec, in every kind of tree."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from hypothesis import strategies as st
+from torch import Tensor
+
+from microbatch import Replicate, Split
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Sample:
+    image: Any
+    label: Any
+
+
+pytree.register_dataclass(Sample)
+
+
+class Output(dict):  # type: ignore[type-arg]
+    """Registered without the names of its branches, as some libraries do."""
+
+
+pytree.register_pytree_node(Output, lambda o: (list(o.values()), list(o)), lambda v, k: Output(zip(k, v, strict=True)))
+
+
+class Problem(NamedTuple):
+    value: Any
+    chunks: int
+    spec: Any
+
+    @property
+    def leaves(self) -> list[Any]:
+        return pytree.tree_leaves(self.value)
+
+
+def count(rows: int, chunks: int) -> int:
+    """How many micro-batches these rows give: blocks of the size rounded up, until none is left."""
+    return -(-rows // -(-rows // chunks)) if rows else chunks
+
+
+@st.composite
+def tensors(draw: st.DrawFn, rows: int, dim: int = 0) -> Tensor:
+    shape = draw(st.lists(st.integers(1, 3), min_size=dim, max_size=dim + 1))
+    shape.insert(dim, rows)
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool]))
+    size = torch.Size(shape).numel()
+    tensor = (torch.arange(size) % 7).reshape(shape).to(dtype)
+    return tensor.requires_grad_(tensor.is_floating_point() and draw(st.booleans()))
+
+
+@st.composite
+def leaves(draw: st.DrawFn, rows: list[int]) -> tuple[Any, Any]:
+    """A leaf with its rule."""
+    kind = draw(st.sampled_from(["tensor", "tensor", "split", "none", "object", "whole"]))
+    if kind == "tensor":
+        return draw(tensors(draw(st.sampled_from(rows)))), None
+    if kind == "split":
+        dim = draw(st.integers(0, 2))
+        return draw(tensors(draw(st.sampled_from(rows)), dim)), Split(dim)
+    if kind == "none":
+        return None, None
+    if kind == "object":
+        return draw(st.sampled_from([3, 2.5, "causal", True])), Replicate()
+    return torch.ones(draw(st.sampled_from([(), (5,)]))), Replicate()
+
+
+def _trees(children: st.SearchStrategy[tuple[Any, Any]]) -> st.SearchStrategy[tuple[Any, Any]]:
+    some = st.lists(children, max_size=3)
+    two = st.tuples(children, children)
+    return st.one_of(
+        some.map(lambda pairs: (tuple(v for v, _ in pairs), tuple(s for _, s in pairs))),
+        some.map(lambda pairs: ([v for v, _ in pairs], [s for _, s in pairs])),
+        two.map(lambda p: ({"x": p[0][0], "mask": p[1][0]}, {"mask": p[1][1], "x": p[0][1]})),
+        two.map(lambda p: (Output(x=p[0][0], y=p[1][0]), Output(x=p[0][1], y=p[1][1]))),
+        two.map(lambda p: (Pair(p[0][0], p[1][0]), Pair(p[0][1], p[1][1]))),
+        two.map(lambda p: (Sample(p[0][0], p[1][0]), Sample(p[0][1], p[1][1]))),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """A value that splits into at most `chunks` micro-batches, with the spec that says how."""
+    chunks = draw(st.integers(1, 6))
+    first = draw(st.integers(0, 9))
+    rows = [n for n in range(10) if count(n, chunks) == count(first, chunks)]
+    value, spec = draw(st.recursive(leaves(rows), _trees, max_leaves=5))
+    # One tensor that is split, wherever the draw went: without any there are no rows.
+    anchor = draw(tensors(first))
+    return Problem((anchor, value), chunks, (None, spec))
+
+
+@st.composite
+def flat_problems(draw: st.DrawFn) -> Problem:
+    """A tensor, or a plain tuple of tensors: what needs neither tree nor spec."""
+    chunks = draw(st.integers(1, 6))
+    first = draw(st.integers(0, 9))
+    rows = [n for n in range(10) if count(n, chunks) == count(first, chunks)]
+    if draw(st.booleans()):
+        return Problem(draw(tensors(first)), chunks, None)
+    many = draw(st.lists(st.sampled_from(rows).flatmap(tensors), min_size=1, max_size=4))
+    return Problem(tuple(many), chunks, None)

@@ -1,0 +1,177 @@
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from microbatch import Batch
+
+from .same import assert_same
+from .strategies import Output, Pair, Problem, Sample, problems
+
+x, y, z = torch.tensor(42), torch.tensor(21), torch.tensor(7)
+
+TREES = [
+    ((), ()),
+    ((x,), (x,)),
+    ((x, None, y), (x, y)),
+    ([x, y], (x, y)),
+    ({"a": x, "b": (y, [z])}, (x, y, z)),
+    (Pair(x, (y, "text")), (x, y)),
+    (Sample(x, y), (x, y)),
+    (Output(a=x, b=y), (x, y)),
+    ((x, {"n": 3}), (x,)),
+    (42, ()),
+]
+
+
+def identical(mine: Any, theirs: Any) -> bool:
+    return all(a is b for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_tensor_is_atomic() -> None:
+    batch = Batch(x)
+    assert batch.atomic
+    assert batch.value is batch.tensor is batch.tensor_or_tensors is batch[0] is batch[-1] is x
+    assert len(batch) == 1
+    assert identical(batch, [x])
+
+
+@pytest.mark.parametrize(("value", "tensors"), TREES)
+def test_everything_else_runs_over_its_tensors_in_tree_order(value: Any, tensors: tuple[Tensor, ...]) -> None:
+    batch = Batch(value)
+    assert not batch.atomic
+    assert batch.value is value
+    assert isinstance(batch.tensors, tuple)
+    assert identical(batch.tensors, tensors)
+    assert identical(batch.tensor_or_tensors, tensors)
+    assert identical(batch, tensors)
+    assert len(batch) == len(tensors)
+    assert identical([batch[i] for i in range(len(batch))], tensors)
+
+
+def test_a_tuple_of_tensors_is_its_own_tensors() -> None:
+    value = (x, y)
+    assert Batch(value).tensors is value
+
+
+def test_the_wrong_one_of_tensor_and_tensors() -> None:
+    with pytest.raises(AttributeError, match=r"one bare tensor has no \.tensors; use \.tensor"):
+        _ = Batch(x).tensors
+    with pytest.raises(AttributeError, match=r"of type tuple has no \.tensor; use \.tensors"):
+        _ = Batch((x,)).tensor
+
+
+@pytest.mark.parametrize("value", [x, (x,), (), {"x": x}])
+def test_call_passes_the_value_as_one_argument(value: Any) -> None:
+    calls: list[Any] = []
+
+    def function(*args: Any) -> Any:
+        calls.append(args)
+        return args
+
+    assert Batch(value).call(function).value is calls[0]
+    assert len(calls) == 1
+    assert len(calls[0]) == 1
+    assert calls[0][0] is value
+
+
+def test_call_keeps_what_it_gets() -> None:
+    assert Batch(x).call(lambda v: v).atomic
+    assert not Batch((x,)).call(lambda v: v).atomic
+
+
+@pytest.mark.parametrize("value", [x, *(value for value, tensors in TREES if tensors)])
+def test_one_tensor_is_replaced_and_the_rest_stays(value: Any) -> None:
+    for i in range(len(Batch(value))):
+        batch, new = Batch(value), torch.tensor(0)
+        others = list(batch)
+        batch[i] = new
+        assert batch[i] is new
+        others[i] = new
+        assert identical(batch, others)
+        assert type(batch.value) is type(value)
+
+
+@given(problems())
+def test_replacing_all_by_all_changes_nothing_and_copies_nothing(problem: Problem) -> None:
+    batch = Batch(problem.value)
+    batch[:] = list(batch)
+    assert identical(batch, Batch(problem.value))
+    assert_same(batch.value, problem.value)
+
+
+def test_the_value_that_was_given_stays_as_it_was() -> None:
+    value = {"a": [x, y]}
+    batch = Batch(value)
+    batch[0] = z
+    assert value["a"][0] is x
+
+
+def test_a_plain_tuple_may_change_its_length() -> None:
+    batch = Batch((x, y))
+    batch[:] = (z,)
+    assert not batch.atomic
+    assert identical(batch.value, (z,))
+    batch[:] = ()
+    assert batch.value == ()
+
+
+@pytest.mark.parametrize("value", [x, [x], {"a": x}, (x, None)])
+def test_nothing_else_may(value: Any) -> None:
+    with pytest.raises(IndexError, match="holds 1 tensors, got 2 to replace them"):
+        Batch(value)[:] = (y, z)
+
+
+def test_an_atomic_batch_stays_atomic() -> None:
+    batch = Batch(x)
+    batch[:] = (y,)
+    assert batch.tensor is y
+
+
+@pytest.mark.parametrize("value", [x, (x,), {"a": x}])
+@pytest.mark.parametrize("index", [1, -2])
+def test_an_index_out_of_range(value: Any, index: int) -> None:
+    batch = Batch(value)
+    with pytest.raises(IndexError, match=rf"batch\[{index}\] is out of range; this batch holds 1 tensors"):
+        _ = batch[index]
+    with pytest.raises(IndexError, match="out of range"):
+        batch[index] = y
+    assert identical(batch, [x])
+
+
+def test_other_slices_are_not_supported() -> None:
+    with pytest.raises(NotImplementedError, match=r"use batch\[i\] = t or batch\[:\] = ts"):
+        Batch((x, y))[:1] = (z,)
+
+
+def test_only_tensors_replace_tensors() -> None:
+    with pytest.raises(TypeError, match=r"batch\[0\] is set to a int; expected a tensor"):
+        Batch(x)[0] = 3  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"batch\[:\]\[1\] is set to a NoneType; expected a tensor"):
+        Batch((x, y))[:] = (x, None)  # type: ignore[list-item]
+
+
+def test_the_tensors_may_come_from_a_generator() -> None:
+    def some() -> Iterator[Tensor]:
+        yield from (z, x)
+
+    batch = Batch([x, y])
+    batch[:] = some()  # type: ignore[assignment]
+    assert identical(batch.value, [z, x])
+
+
+@pytest.mark.parametrize("value", [x, (x, y), {"a": [x]}])
+def test_copy_and_pickle(value: Any) -> None:
+    batch = Batch(value)
+    assert copy.copy(batch).value is value
+    assert_same(copy.deepcopy(batch).value, value)
+    assert_same(pickle.loads(pickle.dumps(batch)).value, value)
+
+
+def test_repr() -> None:
+    assert repr(Batch((x,))) == "Batch((tensor(42),))"

@@ -1,0 +1,169 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from microbatch import Batch, Replicate, Split, gather, scatter
+
+from .strategies import Output, Pair
+
+one, two = torch.ones(1, 3), torch.ones(2, 3)
+
+
+def batches(*values: Any) -> list[Batch]:
+    return [Batch(value) for value in values]
+
+
+def test_tensors() -> None:
+    assert gather(batches(one, two)).shape == (3, 3)
+
+
+def test_tuples() -> None:
+    ab = gather(batches((one, two), (two, two)))
+    assert isinstance(ab, tuple)
+    assert [t.shape[0] for t in ab] == [3, 4]
+
+
+def test_any_iterable_of_batches_does() -> None:
+    assert gather(iter(batches(one, two))).shape == (3, 3)
+
+
+def test_the_empty_tuple_is_a_value() -> None:
+    assert gather(batches((), ())) == ()
+
+
+def test_each_micro_batch_gets_its_rows_of_the_gradient() -> None:
+    a, b = (torch.ones(n, requires_grad=True) for n in (1, 2))
+    gather(batches(a, b)).backward(torch.tensor([1.0, 2.0, 3.0]))
+    assert a.grad.tolist() == [1]
+    assert b.grad.tolist() == [2, 3]
+
+
+def test_some_micro_batches_may_need_no_gradient() -> None:
+    a, b = torch.ones(1, requires_grad=True), torch.ones(2)
+    gather(batches(a, b)).sum().backward()
+    assert a.grad.tolist() == [1]
+
+
+def test_another_dimension() -> None:
+    assert gather(batches({"x": one}, {"x": one}), Split(1))["x"].shape == (1, 6)
+    assert gather(batches({"x": one}, {"x": one}), {"x": Split(-1)})["x"].shape == (1, 6)
+
+
+def test_of_replicated_leaves_the_first_is_returned() -> None:
+    loss = torch.tensor(1.0, requires_grad=True)
+    result = gather(batches((one, loss, 3), (two, torch.tensor(1.0), 3)), (None, Replicate(), Replicate()))
+    assert result[1] is loss
+    assert result[2] == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (torch.zeros(2), torch.ones(2)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), 0),
+        (3, 4),
+        (1, True),
+        ("a", None),
+    ],
+)
+def test_replicated_leaves_must_agree(first: Any, other: Any) -> None:
+    with pytest.raises(ValueError, match=r"output\['n'\]\[0\] is not the same in micro-batch 1 as in micro-batch 0"):
+        gather(batches({"x": one, "n": [first]}, {"x": one, "n": [other]}), {"x": None, "n": Replicate()})
+
+
+def test_a_not_a_number_agrees_with_itself() -> None:
+    nan = float("nan")
+    assert gather(scatter((one, nan), 2, (None, Replicate())), (None, Replicate()))[1] is nan
+
+
+def test_none_is_none_everywhere() -> None:
+    assert gather(batches((one, None), (one, None)))[1] is None
+    with pytest.raises(ValueError, match=r"output\[1\] is not the same in micro-batch 1"):
+        gather(batches((one, None), (one, one)))
+    with pytest.raises(
+        TypeError, match=r"output\[1\] is a tensor in micro-batch 0 but of type NoneType in micro-batch 1"
+    ):
+        gather(batches((one, one), (one, None)))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("value", "path"), [(torch.tensor(1.0), "output"), ({"x": one, "loss": torch.tensor(1.0)}, r"output\['loss'\]")]
+)
+def test_a_tensor_without_dimensions(value: Any, path: str, count: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{path} has shape \(\) and no dimension 0 to concatenate along; .*Replicate"
+    ):
+        gather(batches(*[value] * count))
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (torch.ones(1, 4), r"\(1, 4\) torch.float32 on cpu"),
+        (torch.ones(3), r"\(3,\) torch.float32 on cpu"),
+        (torch.ones(0), r"\(0,\) torch.float32 on cpu"),
+        (torch.ones(1, 3, dtype=torch.float64), r"\(1, 3\) torch.float64 on cpu"),
+        (torch.ones(1, 3, device="meta"), r"\(1, 3\) torch.float32 on meta"),
+    ],
+)
+def test_unlike_tensors(other: Tensor, kind: str) -> None:
+    message = rf"is \(1, 3\) torch.float32 on cpu in micro-batch 0 but {kind} in micro-batch 1; they may differ in rows"
+    with pytest.raises(ValueError, match="^output " + message):
+        gather(batches(one, other))
+    with pytest.raises(ValueError, match=r"^output\[1\] " + message):
+        gather(batches((one, one), (one, other)))
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "message"),
+    [
+        ((one,), (one, one), r"output is a tuple with branches \[0\], \[1\] instead of a tuple with branches \[0\]"),
+        ({"a": one}, {"b": one}, r"output is a dict with branches \['b'\] instead of a dict with branches \['a'\]"),
+        ({"a": [one]}, {"a": one}, r"output\['a'\] is a Tensor with no branches instead of a list with branches \[0\]"),
+        ({"a": [one]}, {"a": (one,)}, r"output\['a'\] is a tuple instead of a list"),
+        (Output(a=one), {"a": one}, "output is a dict instead of a Output"),
+        ((one, [Pair(one, one)]), (one, [one]), r"output\[1\]\[0\] is a Tensor with no branches instead of a Pair"),
+        ((), (one,), r"output is a tuple with branches \[0\] instead of a tuple with zero branches"),
+    ],
+)
+def test_unlike_trees(first: Any, other: Any, message: str) -> None:
+    with pytest.raises(ValueError, match="^micro-batch 2 is unlike micro-batch 0: " + message):
+        gather(batches(first, first, other))
+
+
+def test_a_tensor_among_tuples_and_a_tuple_among_tensors() -> None:
+    with pytest.raises(ValueError, match="micro-batch 1 is unlike micro-batch 0: output is a Tensor"):
+        gather(batches((one,), one))
+    with pytest.raises(TypeError, match="output is a tensor in micro-batch 0 but of type tuple in micro-batch 1"):
+        gather(batches(one, (one,)))
+
+
+def test_nothing() -> None:
+    with pytest.raises(ValueError, match="gather got no micro-batches"):
+        gather([])
+
+
+def test_other_things_than_batches() -> None:
+    with pytest.raises(TypeError, match="micro-batch 1 is of type Tensor; expected a Batch"):
+        gather([Batch(one), one])  # type: ignore[list-item]
+
+
+def test_other_leaves_need_a_spec() -> None:
+    with pytest.raises(TypeError, match=r"output\['n'\] is of type int, .*Replicate\(\)"):
+        gather(batches({"x": one, "n": 3}))
+    with pytest.raises(TypeError, match="output is of type int"):
+        gather(batches(3, 3))
+
+
+def test_a_spec_that_does_not_fit() -> None:
+    with pytest.raises(
+        ValueError, match=r"^spec does not fit output: spec has branches \[0\], output has branches \[0\], \[1\]"
+    ):
+        gather(batches((one, two)), (None,))
+    with pytest.raises(ValueError, match=r"output\[0\] has shape \(1, 3\) and no dimension 2"):
+        gather(batches((one,), (one,)), (Split(2),))

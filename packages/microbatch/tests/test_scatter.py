@@ -1,0 +1,338 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from microbatch import Batch, Replicate, Split, gather, scatter, scatter_views
+
+from .same import assert_same
+from .strategies import Problem, Sample, count, flat_problems, problems
+
+anything = st.one_of(problems(), flat_problems())
+seven_in_four = Problem(torch.arange(7), 4, None)
+
+
+def floats(problem: Problem) -> list[Tensor]:
+    return [leaf for leaf in problem.leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+@given(anything)
+@example(seven_in_four)
+@example(Problem((torch.ones(3, 1),), 2, None))
+@example(Problem({"x": torch.ones(0, 2)}, 3, None))
+def test_gather_undoes_scatter(problem: Problem) -> None:
+    value, chunks, spec = problem
+    result = gather(scatter(value, chunks, spec), spec)
+    assert_same(result, value)
+    for mine, theirs in zip(Batch(result), Batch(value), strict=True):
+        assert mine.requires_grad == theirs.requires_grad
+
+
+@given(anything)
+def test_gather_undoes_scatter_views(problem: Problem) -> None:
+    value, chunks, spec = problem
+    batches, _ = scatter_views(value, chunks, spec)
+    assert_same(gather(batches, spec), value)
+
+
+@given(anything)
+def test_the_round_trip_is_the_identity_for_gradients(problem: Problem) -> None:
+    value, chunks, spec = problem
+    sources = floats(problem)
+    weights = [torch.arange(1.0, leaf.numel() + 1, dtype=leaf.dtype).view(leaf.shape) for leaf in sources]
+    result = [leaf for leaf in Batch(gather(scatter(value, chunks, spec), spec)) if leaf.requires_grad]
+    if result:
+        torch.autograd.backward([leaf * weight for leaf, weight in zip(result, weights, strict=True)], weights)
+    for source, weight in zip(sources, weights, strict=True):
+        torch.testing.assert_close(source.grad, weight * weight)
+
+
+@given(anything)
+def test_nobody_gets_more_micro_batches_than_asked_and_all_tensors_equally_many(problem: Problem) -> None:
+    value, chunks, spec = problem
+    batches = scatter(value, chunks, spec)
+    assert 1 <= len(batches) <= chunks
+    assert {len(batch) for batch in batches} == {len(Batch(value))}
+
+
+@given(st.integers(0, 40), st.integers(1, 12))
+@example(7, 4)
+@example(2, 8)
+def test_rows_are_dealt_as_torch_chunk_deals_them(rows: int, chunks: int) -> None:
+    x = torch.arange(rows)
+    expected = [chunk.tolist() for chunk in x.chunk(chunks)]
+    assert [batch.tensor.tolist() for batch in scatter(x, chunks)] == expected
+    assert [batch.tensor.tolist() for batch in scatter_views(x, chunks)[0]] == expected
+    assert len(expected) == count(rows, chunks)
+
+
+@given(anything)
+def test_the_caller_keeps_its_value(problem: Problem) -> None:
+    before = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in problem.leaves]
+    versions = [tensor._version for tensor in Batch(problem.value)]
+    scatter(*problem)
+    scatter_views(*problem)
+    assert_same(problem.leaves, before)
+    assert versions == [tensor._version for tensor in Batch(problem.value)]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@given(rows=st.integers(2, 9), chunks=st.integers(2, 5))
+def test_a_change_of_one_micro_batch_is_none_of_another(grad: bool, rows: int, chunks: int) -> None:
+    x = torch.ones(rows, requires_grad=grad)
+    w = torch.ones(rows, requires_grad=True)
+    first, *rest = scatter(x, chunks)
+    saved = [batch.tensor * part.tensor for batch, part in zip(rest, scatter(w, chunks)[1:], strict=True)]
+    first.tensor.mul_(3)
+    torch.cat(saved).sum().backward()
+    assert x.detach().eq(1).all()
+    assert w.grad is not None
+    assert w.grad.sum() == rows - len(first.tensor)
+
+
+def test_an_in_place_layer_works_on_every_micro_batch_of_what_a_layer_saved() -> None:
+    x = torch.randn(6, 3, requires_grad=True)
+    linear = nn.Linear(3, 2)
+    model = nn.Sequential(nn.Threshold(1.0, 0.0, inplace=True), linear)
+    plain = torch.autograd.grad(linear(F.threshold(x.exp(), 1.0, 0.0)).square().sum(), x)
+    gather([batch.call(model) for batch in scatter(x.exp(), 3)]).square().sum().backward()
+    torch.testing.assert_close(x.grad, plain[0])
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_a_source_that_requires_grad_must_stay_as_it_is_until_backward(leaf: bool) -> None:
+    x = torch.ones(4, requires_grad=True)
+    source = x if leaf else x * 1
+    batches = scatter(source, 2)
+    with torch.no_grad():
+        source.add_(1)
+    with pytest.raises(
+        RuntimeError, match="source of scatter has been changed in place: it is at version 1, expected 0"
+    ):
+        gather(batches).sum().backward()
+
+
+def test_a_source_without_gradient_may_change_at_once() -> None:
+    x, w = torch.ones(4), torch.ones(2, requires_grad=True)
+    products = [batch.tensor * w for batch in scatter(x, 2)]
+    x.zero_()
+    gather(list(map(Batch, products))).sum().backward()
+    torch.testing.assert_close(w.grad, torch.full((2,), 2.0))
+
+
+def test_scatter_keeps_no_memory_of_the_source_alive() -> None:
+    source = torch.ones(4, requires_grad=True) * 1
+    pointer = source.untyped_storage()._weak_ref()
+    batches = scatter(source, 2)
+    del source
+    assert torch.UntypedStorage._expired(pointer)
+    gather(batches).sum().backward()
+
+
+def test_saved_tensor_hooks_do_not_see_scatter() -> None:
+    seen: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        gather(scatter(torch.ones(4, requires_grad=True) * torch.ones(()), 2))
+    assert [tuple(t.shape) for t in seen] == [()]  # what the product saved
+
+
+def test_gradients_of_gradients() -> None:
+    x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradgradcheck(lambda t: gather([Batch(b.tensor**3) for b in scatter(t, 2)]), x)
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), (torch.ones(3), torch.ones(3, 2)), {"x": torch.ones(3)}])
+def test_a_single_micro_batch_is_not_copied(value: Any) -> None:
+    (batch,) = scatter(value, 1)
+    assert all(mine is theirs for mine, theirs in zip(batch, Batch(value), strict=True))
+    result = gather([batch])
+    assert all(mine is theirs for mine, theirs in zip(Batch(result), Batch(value), strict=True))
+
+
+def test_one_row_is_one_micro_batch_that_is_not_copied() -> None:
+    x = torch.ones(1, 3)
+    (batch,) = scatter(x, 4)
+    assert batch.tensor is x
+
+
+def test_a_one_tuple_stays_a_tuple() -> None:
+    batches = scatter((torch.ones(4),), 2)
+    assert all(type(batch.value) is tuple for batch in batches)
+    assert type(gather(batches)) is tuple
+
+
+def test_tensors_may_differ_in_rows() -> None:
+    a, b = scatter((torch.ones(2, 1), torch.ones(4, 2), torch.ones(6)), 2)
+    assert [len(t) for t in a] == [1, 2, 3]
+    assert [len(t) for t in b] == [1, 2, 3]
+
+
+def test_no_rows_are_as_many_micro_batches_as_asked_as_with_torch_chunk() -> None:
+    assert [tuple(b.tensor.shape) for b in scatter(torch.ones(0, 2), 3)] == [(0, 2)] * 3
+
+
+def test_chunks_may_be_any_integer() -> None:
+    assert len(scatter(torch.ones(4), torch.tensor(2))) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_the_memory_format_survives(layout: torch.memory_format) -> None:
+    x = torch.randn(4, 3, 5, 5).to(memory_format=layout)
+    batches = scatter(x, 2)
+    assert all(batch.tensor.is_contiguous(memory_format=layout) for batch in batches)
+    assert gather(batches).is_contiguous(memory_format=layout)
+
+
+def test_a_parameter_gets_its_gradient() -> None:
+    p = nn.Parameter(torch.ones(4))
+    gather([Batch(b.tensor * 2) for b in scatter(p, 4)]).sum().backward()
+    torch.testing.assert_close(p.grad, torch.full((4,), 2.0))
+
+
+def test_a_replicated_tensor_gets_the_sum_of_its_gradients() -> None:
+    x, w = torch.arange(4.0), torch.ones(1, requires_grad=True)
+    batches = scatter((x, w), 2, (None, Replicate()))
+    sum((b[0] * b[1]).sum() for b in batches).backward()
+    assert w.grad.item() == 6
+
+
+@pytest.mark.parametrize("spec", [Split(1), Split(-1), {"x": Split(1)}])
+def test_another_dimension(spec: Any) -> None:
+    a, b = scatter({"x": torch.arange(6).view(2, 3)}, 2, spec)
+    assert a[0].tolist() == [[0, 1], [3, 4]]
+    assert b[0].tolist() == [[2], [5]]
+
+
+class Tagged(Tensor):
+    pass
+
+
+def test_subclasses_pass() -> None:
+    x = torch.ones(4).as_subclass(Tagged)
+    batches = scatter(x, 2)
+    assert type(batches[0].tensor) is Tagged
+    assert type(gather(batches)) is Tagged
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantised_tensors_pass_per_tensor_and_are_refused_per_channel() -> None:
+    x = torch.randn(4, 2)
+    q = torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+    assert torch.equal(gather(scatter(q, 2)).int_repr(), q.int_repr())
+    q = torch.quantize_per_channel(x, torch.full((4,), 0.1), torch.zeros(4, dtype=torch.long), 0, torch.qint8)
+    with pytest.raises(TypeError, match=r"output is \(2, 2\) torch.qint8 on cpu, which torch cannot concatenate"):
+        gather(scatter(q, 2))
+
+
+class Opaque(Tensor):
+    """Knows no operator at all."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> "Opaque":
+        return Tensor._make_wrapper_subclass(cls, shape)  # type: ignore[attr-defined,no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+def test_a_subclass_without_the_operators_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"input\['x'\] is of type Opaque, which torch cannot cut"):
+        scatter({"x": Opaque((4,))}, 2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("cut", [scatter, scatter_views])
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.eye(4).to_sparse(), "of layout torch.sparse_coo"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+    ],
+)
+def test_sparse_and_nested_tensors_are_refused(cut: Any, tensor: Tensor, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"input\['mask'\]\[1\] is {kind}, which cannot be cut; make it dense"):
+        cut({"x": torch.ones(4), "mask": (torch.ones(4), tensor)}, 2)
+
+
+def test_packed_sequences_are_refused() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    with pytest.raises(TypeError, match=r"input\[1\]\.data belongs to a PackedSequence, .*; pad it"):
+        scatter((torch.ones(2), packed), 2)
+    assert scatter((torch.ones(2), packed), 2, (None, Replicate()))[1].value[1] is not None
+
+
+@pytest.mark.parametrize("value", [(), [], {}, None, (None,), {"x": []}])
+def test_nothing_to_split(value: Any) -> None:
+    with pytest.raises(ValueError, match="input has no tensor to split"):
+        scatter(value, 2)
+
+
+def test_all_replicated_is_nothing_to_split() -> None:
+    with pytest.raises(ValueError, match="input has no tensor to split"):
+        scatter(torch.ones(4), 2, Replicate())
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (torch.tensor(1), "input"),
+        ((torch.ones(2), torch.tensor(1)), r"input\[1\]"),
+        ({"mask": [torch.ones(2), torch.tensor(1)]}, r"input\['mask'\]\[1\]"),
+        (Sample(torch.ones(2), torch.tensor(1)), r"input\.label"),
+    ],
+)
+def test_a_tensor_without_dimensions(value: Any, path: str) -> None:
+    with pytest.raises(ValueError, match=rf"{path} has shape \(\) and no dimension 0 to split"):
+        scatter(value, 2)
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dimension_that_is_not_there(dim: int) -> None:
+    with pytest.raises(ValueError, match=rf"input has shape \(4, 2\) and no dimension {dim} to split"):
+        scatter(torch.ones(4, 2), 2, Split(dim))
+
+
+@pytest.mark.parametrize("cut", [scatter, scatter_views])
+def test_different_numbers_of_micro_batches(cut: Any) -> None:
+    message = (
+        r"chunks=4 makes 2 micro-batches of input\['x'\] with shape \(2, 3\) "
+        r"but 4 micro-batches of input\['mask'\]\[1\] with shape \(7,\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        cut({"x": torch.ones(2, 3), "mask": (None, torch.ones(7))}, 4)
+    with pytest.raises(ValueError, match=r"input\[0\] .* input\[1\]"):
+        cut((torch.ones(2), torch.ones(7)), 4)
+
+
+@pytest.mark.parametrize("chunks", [0, -1])
+def test_too_few_chunks(chunks: int) -> None:
+    with pytest.raises(ValueError, match=f"chunks is {chunks}; expected at least 1"):
+        scatter(torch.ones(2), chunks)
+
+
+@pytest.mark.parametrize("chunks", [None, 2.0, "2"])
+def test_chunks_of_another_type(chunks: Any) -> None:
+    with pytest.raises(TypeError, match="expected an integer of at least 1"):
+        scatter(torch.ones(2), chunks)
+
+
+@pytest.mark.parametrize("value", [42, "text", object()])
+def test_other_leaves_need_a_spec(value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"input\['n'\] is of type {type(value).__name__}, .*Replicate\(\)"):
+        scatter({"x": torch.ones(2), "n": value}, 2)
+    batches = scatter({"x": torch.ones(2), "n": value}, 2, {"x": None, "n": Replicate()})
+    assert all(batch.value["n"] is value for batch in batches)
+
+
+@pytest.mark.cuda
+def test_cuda_round_trip() -> None:
+    x = torch.randn(7, 3, device="cuda", requires_grad=True)
+    result = gather(scatter(x, 4))
+    result.sum().backward()
+    assert torch.equal(result, x)
+    assert torch.equal(x.grad, torch.ones_like(x))

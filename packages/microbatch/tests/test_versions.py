@@ -1,0 +1,118 @@
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from microbatch import Batch, gather, scatter_views
+
+from .strategies import Problem, flat_problems
+
+
+@given(flat_problems())
+def test_views_share_memory_and_are_outside_of_autograd(problem: Problem) -> None:
+    batches, _ = scatter_views(*problem)
+    for i, source in enumerate(Batch(problem.value)):
+        for batch in batches:
+            assert not batch[i].requires_grad
+            assert batch[i].untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+
+@given(st.lists(st.one_of(st.integers(0, 3), st.sampled_from(["source", "sync"])), max_size=12))
+def test_after_sync_a_counter_has_moved_where_something_happened_and_nowhere_else(steps: list[Any]) -> None:
+    x = torch.ones(4)
+    batches, versions = scatter_views(x, 4)
+    chunks = [batch.tensor for batch in batches]
+    source, own = False, [False] * 4
+    seen = [t._version for t in (x, *chunks)]
+    for step in [*steps, "sync"]:
+        if step == "source":
+            x.add_(1)
+            source = True
+        elif step != "sync":
+            chunks[step].add_(1)
+            own[step] = True
+        else:
+            versions.sync()
+            now = [t._version for t in (x, *chunks)]
+            moved = [a != b for a, b in zip(seen, now, strict=True)]
+            assert moved == [source or any(own), *(source or each for each in own)]
+            seen, source, own = now, False, [False] * 4
+
+
+def saved_by_a_layer(chunk: Tensor) -> Tensor:
+    return chunk * torch.ones(2, requires_grad=True)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_changed_source_is_noticed_where_autograd_saved_it(chunks: int) -> None:
+    x = torch.ones(2 * chunks)
+    batches, versions = scatter_views(x, chunks)
+    output = gather([batch.call(saved_by_a_layer) for batch in batches])
+    x.add_(1)
+    versions.sync()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_changed_source_that_nobody_saved_is_no_matter() -> None:
+    x, w = torch.ones(4), torch.ones(2, requires_grad=True)
+    batches, versions = scatter_views(x, 2)
+    output = gather([Batch(batch.tensor + w) for batch in batches])
+    x.add_(1)
+    versions.sync()
+    output.sum().backward()
+    torch.testing.assert_close(w.grad, torch.full((2,), 2.0))
+
+
+def test_a_source_changed_through_another_view_is_noticed() -> None:
+    whole = torch.ones(4)
+    batches, versions = scatter_views(whole[:], 2)
+    output = gather([batch.call(saved_by_a_layer) for batch in batches])
+    whole[0] = 5
+    versions.sync()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_an_in_place_layer_on_each_micro_batch_works() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
+    x = torch.randn(6, 3)
+    y = x.clone()
+    batches, versions = scatter_views(x, 3)
+    output = gather([batch.call(model) for batch in batches])
+    versions.sync()
+    grads = torch.autograd.grad(output.square().sum(), list(model.parameters()))
+    plain = torch.autograd.grad(model(y).square().sum(), list(model.parameters()))
+    torch.testing.assert_close(grads, plain)
+    torch.testing.assert_close(x, y)
+
+
+def test_whoever_saved_the_source_hears_of_an_in_place_layer_on_a_micro_batch() -> None:
+    x = torch.ones(4)
+    elsewhere = x * torch.ones(4, requires_grad=True)
+    batches, versions = scatter_views(x, 2)
+    batches[0].tensor.mul_(2)
+    versions.sync()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        elsewhere.sum().backward()
+
+
+def test_a_source_with_a_graph_is_not_kept_alive() -> None:
+    source = torch.ones(4, requires_grad=True) * 2
+    batches, versions = scatter_views(source, 2)
+    assert all(batch.tensor.grad_fn is None for batch in batches)
+    batches[0].tensor.add_(1)
+    versions.sync()
+    assert source._version == 1
+
+
+def test_tensors_of_inference_mode_count_nothing() -> None:
+    with torch.inference_mode():
+        x = torch.ones(4)
+        batches, versions = scatter_views(x, 2)
+        batches[0].tensor.add_(1)
+        versions.sync()
+    assert x.tolist() == [2, 2, 1, 1]
