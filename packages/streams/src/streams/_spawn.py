@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from threading import Thread, current_thread
+from threading import Event, Thread, current_thread
 from types import TracebackType
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ class _Worker(NamedTuple):
     thread: Thread
     in_queue: InQueue
     out_queue: OutQueue
+    ended: Event
 
 
 def spawn_workers(
@@ -88,11 +89,11 @@ class _Workers(AbstractContextManager[Queues]):
     def _start(self, device: Device, context: Context) -> _Worker:
         in_queue: InQueue = SimpleQueue()
         out_queue: OutQueue = SimpleQueue()
+        ended = Event()
         # A daemon, since the interpreter waits for other threads before it exits.
-        thread = Thread(
-            target=_work, args=(context, in_queue, out_queue, device), name=f"worker of {device}", daemon=True
-        )
-        each = _Worker(thread, in_queue, out_queue)
+        arguments = (context, in_queue, out_queue, device, ended)
+        thread = Thread(target=_work, args=arguments, name=f"worker of {device}", daemon=True)
+        each = _Worker(thread, in_queue, out_queue, ended)
         self._workers.append(each)
         thread.start()
         _exit.watch(thread, in_queue)
@@ -102,11 +103,16 @@ class _Workers(AbstractContextManager[Queues]):
         for each in self._workers:
             each.in_queue.put(None)
         for each in self._workers:
-            if each.thread.is_alive() and each.thread is not current_thread():
+            if each.thread.ident is not None and each.thread is not current_thread():
+                # Before Python 3.13 an interrupted join takes a thread that still runs for one that has ended.
+                each.ended.wait()
                 each.thread.join()
         self._workers.clear()
 
 
-def _work(context: Context, in_queue: InQueue, out_queue: OutQueue, device: Device) -> None:
-    with context.applied():
-        worker(in_queue, out_queue, device, context.grad_mode)
+def _work(context: Context, in_queue: InQueue, out_queue: OutQueue, device: Device, ended: Event) -> None:
+    try:
+        with context.applied():
+            worker(in_queue, out_queue, device, context.grad_mode)
+    finally:
+        ended.set()

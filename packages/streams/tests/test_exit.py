@@ -1,0 +1,40 @@
+import os
+import subprocess
+import sys
+from textwrap import dedent
+
+# Three workers that nobody ends: one idle, one computing for ever, one waiting for ever.
+SCRIPT = dedent("""
+    import queue, sys, threading, torch
+    from streams import CPUStream, Task, spawn_workers
+
+    def compute():
+        x = torch.ones(200, 200, requires_grad=True)
+        while True:
+            (x @ x).sum().backward()
+            busy.set()
+
+    def stuck():
+        waiting.set()
+        queue.SimpleQueue().get()
+
+    busy, waiting = threading.Event(), threading.Event()
+    block = spawn_workers([torch.device("cpu")] * 3, shared=False)
+    (_, *ins), _ = block.__enter__()
+    for in_queue, work in zip(ins, (compute, stuck), strict=True):
+        in_queue.put(Task(CPUStream, compute=work))
+        in_queue.put(Task(CPUStream, compute=lambda: print("this was queued behind", flush=True)))
+    busy.wait(), waiting.wait()
+    sys.exit(7)
+""")
+
+
+def test_workers_neither_hold_up_the_interpreters_exit_nor_change_its_status():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")

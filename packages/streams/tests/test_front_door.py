@@ -1,0 +1,27 @@
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import streams
+
+
+def test_the_front_door_shows_what_it_says_and_nothing_else():
+    shown = {name for name, value in vars(streams).items() if name[0] != "_" and not isinstance(value, ModuleType)}
+    assert shown == set(streams.__all__)
+
+
+def test_importing_it_imports_nothing_that_torch_does_not():
+    script = (
+        "import torch, sys; before = set(sys.modules); import streams;"
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert set(found.stdout.split()) <= {"streams", "queue", "_queue"}

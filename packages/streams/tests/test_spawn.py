@@ -1,0 +1,356 @@
+import os
+import signal
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from queue import Empty
+from threading import Event, Thread
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from streams import CPUStream, Task, _spawn, spawn_workers
+
+from .cuda import DEVICE
+from .fakes import PATIENCE, FakeDevice, take, wait
+
+CPU = torch.device("cpu")
+FAILURES = [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit, BaseException]
+
+
+def task(compute):
+    return Task(CPUStream, compute=compute)
+
+
+def raiser(failure):
+    def fail():
+        raise failure
+
+    return fail
+
+
+class Workers(RuleBasedStateMachine):
+    """Random lives of 1 to 8 workers, against a list of what each of them still has to say."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = ExitStack()
+        self.gates = []
+        self.threads_before = set(threading.enumerate())
+
+    @initialize(homes=st.lists(st.integers(0, 3), min_size=1, max_size=8), shared=st.booleans())
+    def open(self, homes, shared):
+        devices = [FakeDevice() for _ in range(4)]
+        self.ins, self.outs = self.stack.enter_context(spawn_workers([devices[home] for home in homes], shared))
+        self.threads = set(threading.enumerate()) - self.threads_before
+        # Entries with one device have one worker, unless each has its own.
+        self.worker = homes if shared else list(range(len(homes)))
+        self.due = {worker: [] for worker in self.worker}
+        self.closed = set()
+        assert len(self.threads) == len(self.due)
+
+    def entry(self, data):
+        return data.draw(st.integers(0, len(self.ins) - 1), label="entry")
+
+    def put(self, entry, each, expected):
+        if self.worker[entry] not in self.closed:
+            self.ins[entry].put(each)
+            self.due[self.worker[entry]].append(expected)
+
+    @rule(data=st.data(), result=st.integers())
+    def succeed(self, data, result):
+        each = task(lambda: result)
+        self.put(self.entry(data), each, (True, each, result))
+
+    @rule(data=st.data(), kind=st.sampled_from(FAILURES))
+    def fail(self, data, kind):
+        failure = kind("boom")
+        each = task(raiser(failure))
+        self.put(self.entry(data), each, (False, each, failure))
+
+    @rule(data=st.data())
+    def block(self, data):
+        gate = Event()
+        self.gates.append(gate)
+        each = task(lambda: wait(gate))
+        self.put(self.entry(data), each, (True, each, None))
+
+    @precondition(lambda self: self.gates)
+    @rule()
+    def unblock(self):
+        self.gates.pop(0).set()
+
+    @rule(data=st.data())
+    def close(self, data):
+        entry = self.entry(data)
+        self.put(entry, None, None)
+        self.closed.add(self.worker[entry])
+
+    @precondition(lambda self: not self.gates)
+    @rule(data=st.data())
+    def answer(self, data):
+        self.check_next(self.entry(data))
+
+    def check_next(self, entry):
+        if not self.due[self.worker[entry]]:
+            return
+        expected, answer = self.due[self.worker[entry]].pop(0), take(self.outs[entry])
+        if expected is None:
+            assert answer == (False, None)
+        elif expected[0]:
+            assert answer == (True, expected[1:])
+        else:
+            ok, (kind, error, traceback) = answer
+            assert not ok
+            assert error is expected[2]
+            assert kind is type(error)
+            assert error.__traceback__ is traceback
+
+    @rule(data=st.data(), failure=st.sampled_from([None, *FAILURES]))
+    def leave(self, data, failure):
+        self.finish(failure)
+        self.stack = ExitStack()
+        self.open(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=8)), data.draw(st.booleans()))
+
+    def finish(self, failure):
+        """Leave the block, raising ``failure`` in it; everything that was queued is answered then."""
+        for gate in self.gates:
+            gate.set()
+        self.gates.clear()
+        if failure is None:
+            self.stack.close()
+        else:
+            with pytest.raises(failure), self.stack:
+                raise failure
+        assert not self.threads & set(threading.enumerate())
+        for entry, worker in enumerate(self.worker):
+            if worker not in self.closed:
+                self.closed.add(worker)
+                self.due[worker].append(None)
+            while self.due[worker]:
+                self.check_next(entry)
+            with pytest.raises(Empty):
+                self.outs[entry].get_nowait()
+
+    def teardown(self):
+        if hasattr(self, "ins"):
+            self.finish(None)
+
+
+TestWorkers = Workers.TestCase
+TestWorkers.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=30)
+
+
+def test_no_devices_no_workers():
+    with spawn_workers([]) as queues:
+        assert queues == ([], [])
+
+
+def test_equal_devices_share_a_worker():
+    one, other = FakeDevice(), FakeDevice()
+    with spawn_workers([CPU, CPU, torch.device("cpu", 0), one, other]) as (ins, outs):
+        for queues in (ins, outs):
+            assert queues[0] is queues[1] is queues[2]
+            assert len({id(queue) for queue in queues}) == 3
+
+
+def test_unless_each_shall_have_its_own():
+    with spawn_workers([CPU, CPU], shared=False) as (ins, outs):
+        for queue in ins:
+            queue.put(task(threading.get_ident))
+        assert len({take(queue)[1][1] for queue in outs}) == 2
+
+
+def test_workers_run_at_the_same_time():
+    meet = threading.Barrier(3)
+    with spawn_workers([CPU] * 3, shared=False) as (ins, outs):
+        for queue in ins:
+            queue.put(task(lambda: meet.wait(PATIENCE)))
+        assert all(take(queue)[0] for queue in outs)
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_workers_have_the_grad_mode_in_which_the_block_was_entered(grad_mode):
+    block = spawn_workers([CPU])
+    on, off = (torch.enable_grad, torch.no_grad) if grad_mode else (torch.no_grad, torch.enable_grad)
+    with on(), block as ([in_queue], [out_queue]), off():
+        in_queue.put(task(torch.is_grad_enabled))
+        assert take(out_queue)[1][1] is grad_mode
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind", "message"),
+    [
+        (["cpu"], TypeError, r"devices\[0\] must have a \.type"),
+        ([CPU, 0], TypeError, r"devices\[1\] must have a \.type"),
+        ([CPU, CPU, None], TypeError, r"devices\[2\] must have a \.type"),
+        ([torch.device("cuda", 99)], ValueError, r"devices\[0\] is cuda:99, but torch sees \d+ CUDA devices"),
+    ],
+)
+def test_what_is_no_device_here_is_named_and_starts_nothing(devices, kind, message):
+    before = threading.enumerate()
+    with pytest.raises(kind, match=message):
+        spawn_workers(devices)
+    assert threading.enumerate() == before
+
+
+def test_a_device_that_cannot_be_hashed_is_named():
+    class Unhashable(FakeDevice):
+        __hash__ = None
+
+    with pytest.raises(TypeError, match=r"devices\[0\] must be hashable"):
+        spawn_workers([Unhashable()])
+
+
+class Watched(Event):
+    """The end of a worker, which says when somebody begins to wait for it."""
+
+    waits = ()
+
+    def wait(self, timeout=None):
+        next(self.waits).set()
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def joins(monkeypatch):
+    """Three events: somebody waits for the worker's end for the first, second, third time."""
+    events = [Event() for _ in range(3)]
+    monkeypatch.setattr(Watched, "waits", iter(events))
+    monkeypatch.setattr(_spawn, "Event", Watched)
+    return events
+
+
+def interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+needs_signals = pytest.mark.skipif(os.name == "nt", reason="one thread cannot send a signal to another here")
+
+
+@needs_signals
+def test_an_interrupt_while_waiting_passes_only_after_the_last_has_ended(joins):
+    finished = []
+
+    def work():
+        wait(joins[0])
+        interrupt()
+        wait(joins[1])
+        finished.append(True)
+
+    before = set(threading.enumerate())
+    tasks = [task(work), task(lambda: finished.append(True))]
+    with pytest.raises(KeyboardInterrupt), spawn_workers([CPU]) as ([in_queue], _):
+        list(map(in_queue.put, tasks))
+    assert finished == [True, True]
+    assert set(threading.enumerate()) == before
+
+
+@needs_signals
+def test_a_second_interrupt_gives_up(joins):
+    release = Event()
+
+    def work():
+        for joined in joins[:2]:
+            wait(joined)
+            interrupt()
+        wait(release)
+
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt), spawn_workers([CPU]) as ([in_queue], _):
+        in_queue.put(task(work))
+    (left,) = set(threading.enumerate()) - before
+    assert left.daemon
+    release.set()
+    left.join(PATIENCE)
+    assert not left.is_alive()
+
+
+def test_workers_that_did_start_end_when_another_cannot(monkeypatch):
+    def start(self):
+        if threading.active_count() > before + 1:
+            raise RuntimeError("can't start new thread")
+        Thread.start(self)
+
+    before = threading.active_count()
+    monkeypatch.setattr(_spawn, "Thread", type("Reluctant", (Thread,), {"start": start}))
+    with pytest.raises(RuntimeError, match="start new thread"), spawn_workers([CPU] * 4, shared=False):
+        pytest.fail("there is no third worker")
+    assert threading.active_count() == before
+
+
+def test_a_forgotten_block_lets_its_workers_go():
+    block = spawn_workers([CPU])
+    [in_queue], [out_queue] = block.__enter__()
+    in_queue.put(task(lambda: 42))
+    del block
+    assert take(out_queue)[1][1] == 42
+    assert take(out_queue) == (False, None)
+
+
+def test_a_worker_may_leave_the_block_it_belongs_to():
+    block = spawn_workers([CPU])
+    [in_queue], [out_queue] = block.__enter__()
+    in_queue.put(task(lambda: block.__exit__(None, None, None)))
+    assert take(out_queue)[0]
+    assert take(out_queue) == (False, None)
+
+
+def test_blocks_nest_and_may_be_left_in_any_order():
+    with ExitStack() as first, ExitStack() as second:
+        [one], [said_one] = first.enter_context(spawn_workers([CPU]))
+        [two], [said_two] = second.enter_context(spawn_workers([CPU]))
+        first.close()
+        two.put(task(lambda: 2))
+        assert take(said_one) == (False, None)
+        assert take(said_two)[1][1] == 2
+        assert one is not two
+
+
+def cycles(number):
+    for _ in range(number):
+        with spawn_workers([FakeDevice() for _ in range(4)]) as (ins, outs):
+            for queue in ins:
+                queue.put(task(lambda: torch.ones(100)))
+            for queue in outs:
+                take(queue)
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to see the memory")
+
+
+def leak(number):
+    """Threads and bytes that ``number`` cycles leave behind."""
+    cycles(100)
+    threads, memory = threading.active_count(), resident()
+    cycles(number)
+    return threading.active_count() - threads, resident() - memory
+
+
+@needs_proc
+def test_opening_and_closing_leaves_nothing_behind():
+    threads, memory = leak(300)
+    assert threads == 0
+    assert memory < 2**22
+
+
+@needs_proc
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_opening_and_closing_ten_thousand_times_leaves_nothing_behind():
+    threads, memory = leak(10_000)
+    assert threads == 0
+    assert memory < 2**23
+
+
+@pytest.mark.cuda
+def test_cuda_without_an_index_is_the_current_gpu():
+    with spawn_workers([torch.device("cuda"), DEVICE]) as (ins, _):
+        assert ins[0] is ins[1]
