@@ -5,9 +5,9 @@
     input --> PipelineBackward --token--> Attach --> output
                on the CPU          on the output's device
 
-Autograd runs a node on the thread of the device of its gradients. One that waited on a GPU's thread for workers, whose own
-backwards need that thread, would never return. So ``Attach`` only lays the gradients aside, and hands an empty CPU tensor
-to the node that waits.
+Autograd runs a node on the thread of the device of its gradients. One that waited on a GPU's thread for workers, whose
+own backwards need that thread, would never return. So ``Attach`` only lays the gradients aside, and hands an empty CPU
+tensor to the node that waits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from microbatch import Batch
 from torch import Tensor
+
+from microbatch import Batch
 
 from ._value import mapped
 
@@ -42,7 +43,7 @@ class Deal(torch.autograd.Function):
     """From a tensor to micro-batches that share its memory, each with its own version counter."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, *views: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, whole: Tensor, *views: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.views = [(view.shape, view.dtype, view.device) for view in views]
         return tuple([view.detach() for view in views])
@@ -77,7 +78,7 @@ class Attach(torch.autograd.Function):
     """The identity on the outputs; its backward lays their gradients aside."""
 
     @staticmethod
-    def forward(ctx: Any, seeds: list[Tensor | None], token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, seeds: list[Tensor | None], token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.seeds = seeds
         ctx.set_materialize_grads(False)
         return tuple([output.detach() for output in outputs])
@@ -92,16 +93,16 @@ class PipelineBackward(torch.autograd.Function):
     """From the inputs to a token that stands for the run; its backward is the run's."""
 
     @staticmethod
-    def forward(ctx: Any, backward: Backward, seeds: list[Tensor | None], *inputs: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, backward: Backward, seeds: list[Tensor | None], *inputs: Tensor) -> Tensor:
         ctx.run = backward
         ctx.seeds = seeds
         return torch.empty(0, device="cpu")
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("a pipeline cannot be differentiated twice; call backward() without create_graph=True")
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "the backward of a pipeline writes the gradients of its parameters to their .grad, so "
                 "torch.autograd.grad() and backward(inputs=...) cannot go through it; call backward() and read .grad"

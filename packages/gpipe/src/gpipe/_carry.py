@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from microbatch import Batch
 from streams import AbstractStream, as_cuda, is_cuda, record_stream, use_stream, wait_stream
-from torch import Tensor
 
 from ._value import mapped
 

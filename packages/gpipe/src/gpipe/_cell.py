@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from microbatch import Batch
 from streams import Context
-from torch import Tensor
 
 from ._checkpoint import Witness, checkpointing, recomputing, training_flags
 from ._stage import Stage

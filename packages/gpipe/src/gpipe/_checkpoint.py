@@ -1,8 +1,8 @@
 """What a recomputation needs to repeat a forward exactly: the same buffers, parameters and training flags.
 
-The first forward of a checkpointed cell runs like any other and then lets its graph go. It does not run under ``no_grad``:
-torch chooses other kernels there, some of which draw other random numbers, and the recomputation would build the graph
-of a computation that never happened.
+The first forward of a checkpointed cell runs like any other and then lets its graph go. It does not run under
+``no_grad``: torch chooses other kernels there, some of which draw other random numbers, and the recomputation would
+build the graph of a computation that never happened.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Buffers:
     """The buffers of a module, and which of them its forward changes, such as the running statistics of batch norm.
 
     A recomputation works on copies of those as they were before the forward: so it sees what the forward saw, and
-    changes nothing twice. Which ones change is found out at the first forward in each training mode, by comparing values:
-    version counters do not tell, because the kernel of batch norm does not advance them.
+    changes nothing twice. Which ones change is found out at the first forward in each training mode, by comparing
+    values: version counters do not tell, because the kernel of batch norm does not advance them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -121,8 +121,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 class Witness:
     """Remembers what a module was at a forward, and refuses a recomputation that would not see the same.
 
-    After an ``optimizer.step()``, a change of a buffer, or ``train()`` or ``eval()`` in between, the recomputed graph would
-    belong to another function, and its gradients be wrong without a word.
+    After an ``optimizer.step()``, a change of a buffer, or ``train()`` or ``eval()`` in between, the recomputed graph
+    would belong to another function, and its gradients be wrong without a word.
     """
 
     def __init__(self, module: nn.Module, training: Training, buffers: Sequence[Tensor]) -> None:

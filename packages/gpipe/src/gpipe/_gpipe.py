@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from microbatch import Batch, check, gather, scatter_views
-from streams import new_stream
 from torch import nn
+
+from microbatch import Batch, check, gather, scatter_views
+from streams import AbstractStream, new_stream
 
 from ._autograd import tied
 from ._split import BalanceError, Device, recommend_auto_balance, split_module
@@ -24,18 +26,18 @@ CHECKPOINT_MODES = ("always", "except_last", "never")
 class GPipe(nn.Module):
     """A sequential model that computes in a pipeline: a drop-in replacement for the model itself.
 
-    The layers are cut into partitions, one on each device, and every mini-batch into micro-batches, which stream through
-    them. Outputs and gradients are those of the model on the whole mini-batch, except where a layer looks at the batch
-    as a whole, as batch norm does.
+    The layers are cut into partitions, one on each device, and every mini-batch into micro-batches, which stream
+    through them. Outputs and gradients are those of the model on the whole mini-batch, except where a layer looks at
+    the batch as a whole, as batch norm does.
 
     Args:
         module: the model. Its layers are moved to the devices, not copied.
         balance: how many layers each partition gets; :mod:`gpipe.balance` finds it.
         devices: one for each partition; may repeat, and more are dropped. By default all CUDA devices, or the CPU for
             each partition where there are none.
-        chunks: how many micro-batches to cut a mini-batch into. As with ``torch.chunk``, a small mini-batch gives fewer.
+        chunks: how many micro-batches to cut a mini-batch into. As with ``torch.chunk``, a small one gives fewer.
         checkpoint: which micro-batches keep only their inputs between forward and backward and compute the rest again:
-            ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. In evaluation nothing is checkpointed.
+            ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. Evaluation checkpoints nothing.
 
     Attributes:
         balance: layers of each partition, a list of int.
@@ -47,7 +49,8 @@ class GPipe(nn.Module):
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``.
         BalanceError: a ValueError; ``balance`` is missing or does not fit.
-        ValueError: ``chunks`` or ``checkpoint`` is not what it may be, a layer occurs twice, or partitions share parameters.
+        ValueError: ``chunks`` or ``checkpoint`` is not what it may be, a layer occurs twice, or partitions share
+            parameters.
         IndexError: there are fewer devices than partitions.
 
     Source: GPipe (arXiv 1811.06965); torchgpipe (arXiv 2004.09910).
@@ -63,6 +66,9 @@ class GPipe(nn.Module):
     chunks: int
     checkpoint: str
     partitions: nn.ModuleList
+    _stages: list[Stage]
+    _copy_streams: list[list[AbstractStream]]
+    _workers: Workers
 
     def __init__(
         self,
@@ -92,11 +98,11 @@ class GPipe(nn.Module):
         """Compute in a pipeline. Takes and gives what the wrapped module takes and gives.
 
         Args:
-            input: a tensor, or a tree of tensors with rows that can be dealt out alike, on the first device (moved there
-                if it is not). The output is on the last.
+            input: a tensor, or a tree of tensors with rows that can be dealt out alike, on the first device (moved
+                there if it is not). The output is on the last.
 
         Raises:
-            TypeError, ValueError: ``input`` or the output cannot be cut into micro-batches, and what they say is where.
+            TypeError, ValueError: ``input`` cannot be cut into micro-batches, or the output not be put together.
         """
         check(input)
         if not self.devices:
@@ -161,7 +167,7 @@ class GPipe(nn.Module):
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -181,9 +187,7 @@ class GPipe(nn.Module):
         self.__dict__["_workers"] = Workers.for_owner(self, self.devices)
 
     def _whole(self) -> nn.Sequential:
-        whole = nn.Sequential()
-        whole._modules.update(self._modules)
-        return whole
+        return nn.Sequential(OrderedDict(self.named_children()))
 
     def _checkpoint_stop(self, microbatches: int) -> int:
         """The first micro-batch that is not checkpointed."""

@@ -7,8 +7,9 @@ import os
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from microbatch import Batch
 from torch import Tensor
+
+from microbatch import Batch
 
 from ._errors import Poisoned
 

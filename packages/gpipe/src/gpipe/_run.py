@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from microbatch import Batch
 from streams import AbstractStream, Context, current_stream, wait_stream
-from torch import Tensor
 
 from ._carry import Place, carrier
 from ._errors import Poisoned

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
-from microbatch import Batch
 from torch import nn
+
+from microbatch import Batch
 
 from ._checkpoint import Buffers
 from ._value import entered, versions
@@ -33,7 +34,7 @@ class Stage:
 
     @property
     def may_change_input(self) -> bool:
-        """Whether the layers work in place on what they are given, in this training mode; true until somebody looked."""
+        """Whether the layers work in place on what they get, in this training mode; true until somebody looked."""
         return self._changes_input.get(self.module.training, True)
 
     @cached_property

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from microbatch import Batch
 from torch import Tensor
 from torch.utils import _pytree
+
+from microbatch import Batch
 
 
 def mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -28,7 +29,7 @@ def cloned(batch: Batch) -> Batch:
 
 
 def entered(batch: Batch) -> Batch:
-    """The same tensors for layers that may work in place on them: torch lets nobody change a leaf that requires grad."""
+    """The same tensors for layers that work in place on them: torch lets nobody change a leaf that requires grad."""
     return mapped(batch, _enter)
 
 
@@ -50,12 +51,12 @@ def _enter(tensor: Tensor) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """The identity. Its output is no leaf, and shares the version counter of its input, so that nobody misses a change."""
+    """The identity. Its output is no leaf, and has the version counter of its input, so that no change is missed."""
 
     @staticmethod
-    def forward(ctx: object, tensor: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
         return gradient

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+
 from streams import AbstractStream, Context, CPUStream, InQueue, OutQueue, Task, limit_threads, spawn_workers
 
 Result = TypeVar("Result")
@@ -45,7 +46,7 @@ class Workers:
 
     @classmethod
     def for_owner(cls, owner: object, devices: Sequence[torch.device]) -> Workers:
-        """Workers for stages on ``devices``, which close when ``owner`` is garbage. The interpreter's exit does not wait."""
+        """Workers for stages on ``devices``, which close when ``owner`` is garbage; the interpreter exits without."""
         workers = placement(devices)
         opened = cls([devices[workers.index(worker)] for worker in range(len(set(workers)))])
         weakref.finalize(owner, opened.close).atexit = False
@@ -54,8 +55,8 @@ class Workers:
     def run(self, works: Sequence[Work[Result]], stop: Callable[[], None]) -> list[Result]:
         """Do each work on its worker, under its stream; what they return, once all have.
 
-        A work must not raise. If the caller is interrupted while it waits, ``stop`` is called, which must make every work
-        return soon, and the workers are closed before the interrupt goes on.
+        A work must not raise. If the caller is interrupted while it waits, ``stop`` is called, which must make every
+        work return soon, and the workers are closed before the interrupt goes on.
         """
         with self._lock:
             in_queues, out_queues = self._open()

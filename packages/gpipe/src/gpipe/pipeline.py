@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
+
 from microbatch import Batch, Versions
 from streams import AbstractStream, new_stream
-from torch import Tensor, nn
 
 from ._autograd import attach
 from ._run import Run
@@ -55,8 +56,8 @@ class Pipeline:
     def run(self) -> None:
         """Put each micro-batch through all partitions.
 
-        What a layer raises reaches the caller as it is, with a note that says where; of several failures, the earliest in
-        the schedule. Then ``batches`` are as before.
+        What a layer raises reaches the caller as it is, with a note that says where; of several failures, the earliest
+        in the schedule. Then ``batches`` are as before.
         """
         inputs = list(self.batches)
         run = Run(self._stages, self._copy_streams, self._workers, len(inputs), self._checkpoint_stop)

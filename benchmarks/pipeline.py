@@ -1,0 +1,153 @@
+"""How close the pipeline comes to its own limit, and to its peers: ratios of interleaved runs.
+
+    python benchmarks/pipeline.py --width 1024 256 64
+
+Workload W: 8 × (Linear(D, D) + GELU) on a batch of D rows that requires grad, two partitions on two CPU stages, forward
+and backward, one intra-op thread a worker. Four programs take turns: the plain loop over the micro-batches, GPipe,
+torchgpipe 0.0.7 where it is installed, and two unlinked plain loops in two threads, which tell how much of two cores the
+machine gives at the time.
+
+The speed-up of a pipeline of n stages on m micro-batches is at most m·n/(m+n−1). Efficiency is the measured speed-up
+over that limit, over half of the machine's own two-thread scaling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import threading
+import time
+from collections.abc import Callable
+from statistics import median, quantiles
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+
+from gpipe import GPipe
+
+try:
+    import torchgpipe
+except ImportError:
+    torchgpipe = None
+
+STAGES = 2
+CHECKPOINTS = ("never", "except_last", "always")
+
+
+def main() -> None:
+    options = _arguments()
+    torch.set_num_threads(1)
+    table = Table(
+        title=f"W on two CPU stages, m={options.chunks}, {options.rounds} rounds; medians, in brackets the quartiles"
+    )
+    for column in (
+        "D=B",
+        "checkpoint",
+        "loop, ms",
+        "speed-up / loop",
+        "two threads",
+        "efficiency",
+        "time / torchgpipe's",
+    ):
+        table.add_column(column, justify="right")
+    for width in options.width:
+        for checkpoint in options.checkpoint:
+            table.add_row(str(width), checkpoint, *_row(width, options.chunks, checkpoint, options.rounds))
+    console = Console(width=120)
+    console.print(table)
+    console.print(f"{_processor()}, torch {torch.__version__}, Python {platform.python_version()}")
+
+
+def _row(width: int, chunks: int, checkpoint: str, rounds: int) -> list[str]:
+    programs = _programs(width, chunks, checkpoint)
+    times = _interleaved(programs, rounds)
+    speedup = [a / b for a, b in zip(times["loop"], times["gpipe"], strict=True)]
+    scaling = [2 * a / b for a, b in zip(times["loop"], times["two threads"], strict=True)]
+    limit = chunks * STAGES / (chunks + STAGES - 1)
+    efficiency = median(speedup) / limit / (median(scaling) / 2)
+    peer = [a / b for a, b in zip(times["gpipe"], times["torchgpipe"], strict=True)] if "torchgpipe" in times else None
+    return [
+        f"{median(times['loop']) * 1e3:.2f}",
+        _spread(speedup),
+        _spread(scaling),
+        f"{efficiency:.2f}",
+        _spread(peer) if peer else "not installed",
+    ]
+
+
+def _programs(width: int, chunks: int, checkpoint: str) -> dict[str, Callable[[], None]]:
+    batch = torch.randn(width, width)
+    plain = _model(width)
+    twin = _model(width)
+    pipe = GPipe(_model(width), [8, 8], devices=["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
+    programs = {
+        "loop": lambda: _loop(plain, batch, chunks),
+        "gpipe": lambda: _step(pipe, batch),
+        "two threads": lambda: _together(lambda: _loop(plain, batch, chunks), lambda: _loop(twin, batch, chunks)),
+    }
+    if torchgpipe is not None:
+        peer = torchgpipe.GPipe(_model(width), [8, 8], devices=["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
+        programs["torchgpipe"] = lambda: _step(peer, batch)
+    return programs
+
+
+def _model(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())])
+
+
+def _step(model: nn.Module, batch: torch.Tensor) -> None:
+    model.zero_grad()
+    model(batch.detach().requires_grad_()).sum().backward()
+
+
+def _loop(model: nn.Module, batch: torch.Tensor, chunks: int) -> None:
+    model.zero_grad()
+    for chunk in batch.detach().requires_grad_().chunk(chunks):
+        model(chunk).sum().backward()
+
+
+def _together(*works: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _interleaved(programs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    for program in programs.values():
+        program()
+        program()
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in track(range(rounds), transient=True):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            program()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def _spread(values: list[float]) -> str:
+    low, _, high = quantiles(values, n=4)
+    return f"{median(values):.2f} [{low:.2f}–{high:.2f}]"
+
+
+def _processor() -> str:
+    return platform.processor() or platform.machine()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, nargs="+", default=[1024, 256, 64])
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--checkpoint", nargs="+", choices=CHECKPOINTS, default=["never", "always"])
+    parser.add_argument("--rounds", type=int, default=20)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
