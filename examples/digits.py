@@ -11,6 +11,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 from gpipe.balance import balance_cost
-from profiler import profile_times
+from profiler import Profile, profile
 
 Digits = tuple[Tensor, Tensor]  # images of 1 × 8 × 8, and what they show
 
@@ -37,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = network(options.width)
     plain = copy.deepcopy(model)
 
-    balance = choose_balance(model, train[0][: options.batch], options.devices)
+    balance = choose_balance(model, train[0][: options.batch], options.devices, options.chunks)
     pipe = GPipe(model, balance, devices=options.devices, chunks=options.chunks, checkpoint=options.checkpoint)
 
     fit(pipe, train, options.epochs, options.batch)
     console.print(f"Accuracy on {len(test[0])} digits never seen in training: [bold]{accuracy(pipe, test):.2%}[/]\n")
-    compare(plain, pipe, first(train, options.batch), options.rounds)
+    compare(plain, pipe, first(train, options.batch), options.seconds)
     pipe.close()
 
 
@@ -53,8 +54,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", choices=["always", "except_last", "never"], default="never")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=256, help="digits in a mini-batch")
-    parser.add_argument("--width", type=int, default=24, help="channels of the first half of the network")
-    parser.add_argument("--rounds", type=int, default=9, help="how often each step time is measured")
+    parser.add_argument("--width", type=int, default=16, help="channels of the first half of the network")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long the step times are measured")
     return parser.parse_args(argv)
 
 
@@ -97,24 +98,30 @@ def load() -> tuple[Digits, Digits]:
     return (train_images, train_labels), (test_images, test_labels)
 
 
-def choose_balance(model: nn.Sequential, sample: Tensor, devices: Sequence[str]) -> list[int]:
+def choose_balance(model: nn.Sequential, sample: Tensor, devices: Sequence[str], chunks: int) -> list[int]:
     """How many layers each device gets, so that the slowest of them has as little to do as possible."""
-    costs = profile_times(model, sample, timeout=1.0, device=torch.device(devices[0]))
-    balance = balance_cost(costs, len(devices))
-    show_balance(balance, costs, model, devices)
+    measured = profile(model, sample, device=devices[0], chunks=chunks)
+    balance = balance_cost([layer.seconds for layer in measured.layers], len(devices))
+    show_balance(balance, measured, devices)
     return balance
 
 
-def show_balance(balance: Sequence[int], costs: Sequence[float], model: nn.Sequential, devices: Sequence[str]) -> None:
-    table = Table(title="Balance")
-    for heading in ("stage", "device", "layers", "share of the time"):
+def show_balance(balance: Sequence[int], measured: Profile, devices: Sequence[str]) -> None:
+    table = Table(title=f"Balance of {len(measured.layers)} layers, for a micro-batch of {measured.rows} digits")
+    for heading in ("stage", "device", "layers", "forward", "backward", "share"):
         table.add_column(heading, justify="right")
-    start = 0
-    for stage, (layers, device) in enumerate(zip(balance, devices, strict=True)):
-        cost = sum(costs[start : start + layers])
-        table.add_row(str(stage), device, str(layers), f"{cost / sum(costs):.1%}")
-        start += layers
+    total = sum(layer.seconds for layer in measured.layers)
+    layers = iter(measured.layers)
+    for stage, (count, device) in enumerate(zip(balance, devices, strict=True)):
+        mine = list(islice(layers, count))
+        forward, backward = sum(x.forward_seconds for x in mine), sum(x.backward_seconds for x in mine)
+        share = f"{(forward + backward) / total:.1%}"
+        table.add_row(str(stage), device, str(count), milliseconds(forward), milliseconds(backward), share)
     console.print(table)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
 
 
 def fit(pipe: GPipe, digits: Digits, epochs: int, batch: int) -> None:
@@ -157,7 +164,7 @@ def accuracy(pipe: GPipe, digits: Digits) -> float:
     return (guesses == labels).float().mean().item()
 
 
-def compare(plain: nn.Sequential, pipe: GPipe, digits: Digits, rounds: int) -> None:
+def compare(plain: nn.Sequential, pipe: GPipe, digits: Digits, patience: float) -> None:
     """Forward and backward of one mini-batch, three ways."""
     images, labels = digits[0].to(pipe.devices[0]), digits[1]
     plain.to(pipe.devices[0])
@@ -176,18 +183,20 @@ def compare(plain: nn.Sequential, pipe: GPipe, digits: Digits, rounds: int) -> N
             f"plain model, {pipe.chunks} micro-batches": step_in_micro_batches,
             f"pipeline of {len(pipe.partitions)} stages": lambda: step(pipe, images, labels),
         },
-        rounds,
+        patience,
     )
     show_step_times(seconds)
 
 
-def interleaved(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def interleaved(ways: dict[str, Callable[[], None]], patience: float) -> dict[str, list[float]]:
     """Seconds of each way, measured in turns so that whatever else the machine does disturbs all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, way in ways.items():
-            seconds[name].append(stopwatch(way))
-    return {name: times[1:] for name, times in seconds.items()}  # the first round only warms up
+    for way in ways.values():
+        way()  # the first time is slower: memory, threads, the choice of algorithms
+    rounds: list[dict[str, float]] = []
+    deadline = time.perf_counter() + patience
+    while len(rounds) < 3 or time.perf_counter() < deadline:
+        rounds.append({name: stopwatch(way) for name, way in ways.items()})
+    return {name: [seconds[name] for seconds in rounds] for name in ways}
 
 
 def stopwatch(way: Callable[[], None]) -> float:
@@ -210,8 +219,8 @@ def show_step_times(seconds: dict[str, list[float]]) -> None:
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     base = medians["plain model"]
     for name, times in seconds.items():
-        spread = f"{min(times) * 1e3:.1f} – {max(times) * 1e3:.1f} ms"
-        table.add_row(name, f"{medians[name] * 1e3:.1f} ms", spread, f"{base / medians[name]:.2f}×")
+        spread = f"{milliseconds(min(times))} – {milliseconds(max(times))}"
+        table.add_row(name, milliseconds(medians[name]), spread, f"{base / medians[name]:.2f}×")
     console.print(table)
 
 

@@ -32,7 +32,7 @@ digits = example("digits")
 
 class TestDigits:
     def test_it_trains_through_a_pipeline_and_tells_what_came_of_it(self, capsys: pytest.CaptureFixture[str]) -> None:
-        tiny = ["--width", "8", "--batch", "128", "--epochs", "2", "--chunks", "3", "--rounds", "1"]
+        tiny = ["--width", "8", "--batch", "128", "--epochs", "2", "--chunks", "3", "--seconds", "0"]
         digits.main([*tiny, "--devices", "cpu", "cpu", "cpu", "--checkpoint", "always"])
         told = capsys.readouterr().out
         assert "Balance" in told
