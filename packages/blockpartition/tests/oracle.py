@@ -1,8 +1,11 @@
-"""Every partition there is, in rational arithmetic: slow, obvious, right."""
+"""Every partition and placement there is, in rational arithmetic: slow, obvious, right."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
+
+from blockpartition import Stage
 
 
 def all_ends(n: int, k: int) -> Iterator[tuple[int, ...]]:
@@ -10,8 +13,12 @@ def all_ends(n: int, k: int) -> Iterator[tuple[int, ...]]:
     return ((0, *cuts, n) for cuts in combinations(range(1, n), k - 1))
 
 
+def total(numbers: list) -> Fraction:
+    return sum(map(Fraction, numbers), Fraction(0))
+
+
 def loads(costs: list, ends: tuple[int, ...]) -> list[Fraction]:
-    return [sum(map(Fraction, costs[start:end]), Fraction(0)) for start, end in pairwise(ends)]
+    return [total(costs[start:end]) for start, end in pairwise(ends)]
 
 
 def least_bottleneck(costs: list, k: int) -> Fraction:
@@ -23,3 +30,64 @@ def least_squares(costs: list, k: int) -> Fraction:
     choices = [loads(costs, ends) for ends in all_ends(len(costs), k)]
     bottleneck = min(map(max, choices))
     return min(sum((load**2 for load in choice), Fraction(0)) for choice in choices if max(choice) == bottleneck)
+
+
+@dataclass
+class Outcome:
+    """What a placement comes to."""
+
+    times: list[Fraction]
+    latency: Fraction
+
+    @property
+    def slowest(self) -> Fraction:
+        return max(self.times)
+
+    def makespan(self, microbatches: int) -> Fraction:
+        return self.latency + (microbatches - 1) * self.slowest
+
+
+def outcomes(
+    costs: list,
+    stages: list[Stage],
+    *,
+    memory=None,
+    activations=None,
+    in_flight=None,
+    transfer=None,
+    overlap=False,
+    forbid=(),
+    pin=(),
+    order="fixed",
+    microbatches=None,
+) -> Iterator[Outcome]:
+    """Every placement that keeps the constraints."""
+    n, k = len(costs), len(stages)
+    held = costs if memory is None and activations is None else memory or [0] * n
+    orders = [tuple(range(k))] if order == "fixed" else permutations(range(k))
+    factors = {
+        None: [1] * k,
+        "1f1b": [min(k - j, microbatches or k) for j in range(k)],
+        "fill_drain": [microbatches] * k,
+    }.get(in_flight if not isinstance(in_flight, list) else "", in_flight)
+    for devices in orders:
+        for ends in all_ends(n, k):
+            if set(ends) & set(forbid) or set(pin) - set(ends):
+                continue
+            outcome = Outcome([], Fraction(0))
+            for device, factor, (start, end) in zip(devices, factors, pairwise(ends), strict=True):
+                need = total(held[start:end]) + factor * total((activations or [0] * n)[start:end])
+                capacity = stages[device].capacity
+                if capacity is not None and need > Fraction(capacity):
+                    break
+                compute = total(costs[start:end]) / Fraction(stages[device].speed)
+                sent = Fraction(transfer[end - 1]) if transfer and end < n else Fraction(0)
+                outcome.times.append(max(compute, sent) if overlap else compute + sent)
+                outcome.latency += compute + sent
+            else:
+                yield outcome
+
+
+def agrees(value, exact: Fraction) -> bool:
+    """Whether the value is this number: exactly, or as a float, correctly rounded."""
+    return value == exact or (isinstance(value, float) and value == float(exact))

@@ -1,8 +1,12 @@
-"""Valid problems: the small ones an oracle can answer, with the numbers that break solvers."""
+"""Valid problems: the small ones an oracle can answer, made of the numbers that break solvers."""
 
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from hypothesis import strategies as st
+
+from blockpartition import Stage
 
 MAX_LAYERS = 9
 
@@ -18,6 +22,7 @@ FLOATS = st.one_of(
     st.floats(0, allow_nan=False, allow_infinity=False),
 )
 FRACTIONS = st.fractions(0, 10, max_denominator=12)
+SMALL = st.one_of(st.integers(0, 3), st.integers(0, 30), FRACTIONS)
 
 
 def costs(min_size: int = 1, max_size: int = MAX_LAYERS) -> st.SearchStrategy[list]:
@@ -33,5 +38,58 @@ def problems(draw: st.DrawFn, min_size: int = 1, max_size: int = MAX_LAYERS) -> 
     return layers, draw(st.integers(1, len(layers)))
 
 
-def exact(numbers: list) -> list[Fraction]:
-    return [Fraction(x) for x in numbers]
+@st.composite
+def large_problems(draw: st.DrawFn) -> tuple[list, int]:
+    """Hundreds of layers, where no oracle can go."""
+    kind = draw(st.sampled_from([INTS, FLOATS, FRACTIONS]))
+    few = draw(st.lists(kind, min_size=1, max_size=40))
+    layers = few * draw(st.integers(1, 10))
+    return layers, draw(st.integers(1, len(layers)))
+
+
+@dataclass
+class Placing:
+    """The arguments of a call of `place`."""
+
+    costs: list
+    stages: list[Stage]
+    constraints: dict[str, Any]
+
+    @property
+    def all(self) -> tuple[list, list[Stage]]:
+        return self.costs, self.stages
+
+
+@st.composite
+def placings(draw: st.DrawFn, max_layers: int = 7, max_stages: int = 4, **fixed: Any) -> Placing:
+    """Placements of every variety, often infeasible; `fixed` constraints are taken as they are."""
+    n = draw(st.integers(1, max_layers))
+    k = draw(st.integers(1, min(n, max_stages)))
+    layers = draw(st.lists(draw(st.sampled_from([SMALL, SMALL, FLOATS])), min_size=n, max_size=n))
+    forbid = draw(st.sets(st.integers(1, n - 1), max_size=2)) if n > 1 else set()
+    microbatches = draw(st.integers(1, 6))
+    constraints = {
+        "memory": draw(st.none() | _vector(n)),
+        "activations": draw(st.none() | _vector(n)),
+        "in_flight": draw(
+            st.sampled_from([None, "1f1b", "fill_drain"]) | st.lists(st.integers(0, 3), min_size=k, max_size=k)
+        ),
+        "transfer": draw(st.none() | _vector(n) | _vector(n - 1)),
+        "overlap": draw(st.booleans()),
+        "forbid": sorted(forbid),
+        "pin": sorted(draw(st.sets(st.integers(1, n - 1), max_size=2)) - forbid) if n > 1 else [],
+        "order": draw(st.sampled_from(["fixed", "free"])),
+        "microbatches": microbatches,
+        **fixed,
+    }
+    return Placing(layers, draw(st.lists(_stages(), min_size=k, max_size=k)), constraints)
+
+
+def _vector(size: int) -> st.SearchStrategy[list]:
+    return st.lists(SMALL, min_size=size, max_size=size)
+
+
+def _stages() -> st.SearchStrategy[Stage]:
+    speeds = st.sampled_from([1, 1, 2, Fraction(1, 3), 0.5, 1.5])
+    capacities = st.none() | st.integers(0, 40) | st.sampled_from([0, 0.5, Fraction(20, 3), 100])
+    return st.builds(Stage, speeds, capacities)

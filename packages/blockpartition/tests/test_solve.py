@@ -1,76 +1,194 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from blockpartition import partition, solve, verify
 
 from . import oracle
-from .strategies import problems
+from .strategies import FLOATS, FRACTIONS, INTS, costs, large_problems, problems
 
 
-def bottleneck(blocks):
-    return max(sum(map(Fraction, block)) for block in blocks)
+def bottleneck(items, k):
+    return max(oracle.total(block) for block in solve(items, k))
+
+
+def check_against_every_partition(problem):
+    items, k = problem
+    assert bottleneck(items, k) == oracle.least_bottleneck(items, k)
 
 
 @given(problems())
 def test_no_partition_is_better(problem):
-    costs, k = problem
-    blocks = solve(costs, k)
-    assert bottleneck(blocks) == oracle.least_bottleneck(costs, k)
+    check_against_every_partition(problem)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@settings(max_examples=25_000)
 @given(problems())
+def test_no_partition_is_better_in_many_cases(problem):
+    check_against_every_partition(problem)
+
+
+@given(problems() | large_problems())
 def test_blocks_are_the_sequence_cut_into_non_empty_pieces(problem):
-    costs, k = problem
-    blocks = solve(costs, k)
+    items, k = problem
+    blocks = solve(items, k)
     assert len(blocks) == k
     assert all(blocks)
-    assert [x for block in blocks for x in block] == costs
+    assert [x for block in blocks for x in block] == items
 
 
 @given(problems())
+def test_the_same_call_gives_the_same_blocks_whatever_holds_the_items(problem):
+    items, k = problem
+    assert solve(tuple(items), k) == solve(iter(items), k) == solve(items, k) == solve(list(items), k)
+
+
+@given(problems() | large_problems())
 def test_partition_agrees_with_solve_and_proves_itself(problem):
-    costs, k = problem
-    found = partition(costs, k)
-    assert found.apply(costs) == solve(costs, k)
-    verify(found, costs)
+    items, k = problem
+    found = partition(items, k)
+    assert found.apply(items) == solve(items, k)
+    verify(found, items)
 
 
-@given(problems())
-@example(([0, 0, 0, 603, 3], 4))
-def test_exact_is_the_least_sum_of_squares_among_the_optima(problem):
-    costs, k = problem
-    found = partition(costs, k, even="exact")
-    verify(found, costs)
-    assert sum(load**2 for load in oracle.loads(costs, (0, *found.cuts, len(costs)))) == oracle.least_squares(costs, k)
+@given(problems() | large_problems())
+def test_bottleneck_does_not_know_left_from_right(problem):
+    items, k = problem
+    assert bottleneck(items[::-1], k) == bottleneck(items, k)
+
+
+@given(st.lists(INTS | FRACTIONS, min_size=1, max_size=30), st.data(), st.integers(0, 10**30))
+def test_scaling_rationals_scales_the_answer(items, data, factor):
+    k = data.draw(st.integers(1, len(items)))
+    assert bottleneck([factor * x for x in items], k) == factor * bottleneck(items, k)
+
+
+@given(st.lists(st.floats(0, 1e100).filter(lambda x: not 0 < x < 1e-100), min_size=1, max_size=30), st.data())
+def test_scaling_floats_by_powers_of_two_changes_no_cut(items, data):
+    k, exponent = data.draw(st.integers(1, len(items))), data.draw(st.integers(-600, 600))
+    assert partition([x * 2.0**exponent for x in items], k).sizes == partition(items, k).sizes
+
+
+@given(costs(max_size=30))
+def test_one_block_is_the_sum_and_single_layers_leave_the_maximum(items):
+    assert bottleneck(items, 1) == oracle.total(items)
+    assert bottleneck(items, len(items)) == max(map(Fraction, items))
+
+
+@given(costs(min_size=2, max_size=30), st.data())
+def test_one_more_block_helps_and_at_most_halves(items, data):
+    k = data.draw(st.integers(1, len(items) - 1))
+    assert bottleneck(items, k + 1) <= bottleneck(items, k) <= 2 * bottleneck(items, k + 1)
+
+
+@given(problems() | large_problems(), st.data())
+def test_a_layer_of_zero_changes_nothing(problem, data):
+    items, k = problem
+    at = data.draw(st.integers(0, len(items)))
+    assert bottleneck([*items[:at], 0, *items[at:]], k) == bottleneck(items, k)
+
+
+@given(st.lists(INTS | FRACTIONS, min_size=2, max_size=30), st.data())
+def test_merging_neighbours_never_helps(items, data):
+    k, at = data.draw(st.integers(1, len(items) - 1)), data.draw(st.integers(0, len(items) - 2))
+    merged = [*items[:at], items[at] + items[at + 1], *items[at + 2 :]]
+    assert bottleneck(merged, k) >= bottleneck(items, k)
+
+
+@given(st.lists(INTS | FLOATS | FRACTIONS, min_size=2, max_size=30), st.data())
+def test_a_cheaper_layer_never_hurts(items, data):
+    k, at = data.draw(st.integers(1, len(items))), data.draw(st.integers(0, len(items) - 1))
+    cheaper = [*items[:at], Fraction(items[at]) / 2, *items[at + 1 :]]
+    assert bottleneck(cheaper, k) <= bottleneck(items, k)
 
 
 def test_examples():
     assert solve([1, 2, 3, 4, 5, 6], 2) == [[1, 2, 3, 4], [5, 6]]
     assert solve([1, 2, 3, 4, 5, 6], 3) == [[1, 2, 3], [4, 5], [6]]
     assert solve([5, 5, 5]) == [[5, 5, 5]]
+    assert partition([4, 8, 15, 16, 23, 42], 3).sizes == (3, 2, 1)
+
+
+TRAPS = [
+    ([9, 9, 15, 8, 9, 6, 5], 2),
+    ([3, 3, 3, 3, 7, 7], 5),
+    ([5, 5, 5, 9, 9], 4),
+    ([2, 2, 3, 3], 3),
+    ([100] * 23, 8),
+    ([100] * 127, 64),
+    ([2] * 32 + [1] * 4000, 16),
+    ([0, 0, 0, 603, 3], 4),
+    ([12, 12, 350] * 3, 6),
+    ([350, 12, 12] * 8, 16),
+    ([4198400, 0, 0] * 8, 16),
+]
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("even", ["quantile", "exact"])
+@pytest.mark.parametrize(("items", "k"), TRAPS, ids=lambda value: str(value)[:24])
+def test_known_traps_of_heuristics(items, k, even):
+    found = partition(items, k, even=even)
+    verify(found, items)
+    assert len(found.sizes) == k
+
+
+@pytest.mark.timeout(10)
+def test_numbers_from_all_over_the_range_of_floats_end_the_search():
+    items = [5e-324, 1.7976931348623157e308] * 100
+    for k in (1, 7, 100, 200):
+        verify(partition(items, k), items)
+
+
+@pytest.mark.parametrize("even", ["fair", None, 1])
+def test_unknown_tie_breaks_are_named(even):
+    with pytest.raises(ValueError, match=r"even must be one of 'quantile', 'exact', got"):
+        partition([1], 1, even=even)
 
 
 @pytest.mark.parametrize(
-    ("costs", "k"),
+    ("k", "error", "message"),
     [
-        ([9, 9, 15, 8, 9, 6, 5], 2),
-        ([3, 3, 3, 3, 7, 7], 5),
-        ([5, 5, 5, 9, 9], 4),
-        ([2, 2, 3, 3], 3),
-        ([100] * 23, 8),
-        ([100] * 127, 64),
-        ([2] * 32 + [1] * 4000, 16),
-        ([0, 0, 0, 603, 3], 4),
-        ([12, 12, 350] * 3, 6),
-        ([350, 12, 12] * 8, 16),
-        ([4198400, 0, 0] * 8, 16),
+        (0, ValueError, "^partitions must be at least 1, got 0$"),
+        (-2, ValueError, "^partitions must be at least 1, got -2$"),
+        (4, ValueError, "^3 layers cannot fill 4 stages; use at most 3$"),
+        (True, TypeError, "^partitions must be an int, got True of type bool$"),
+        (2.0, TypeError, "^partitions must be an int, got 2.0 of type float$"),
+        ("2", TypeError, "^partitions must be an int, got '2' of type str$"),
     ],
 )
-@pytest.mark.timeout(5)
-@pytest.mark.parametrize("even", ["quantile", "exact"])
-def test_known_traps_of_heuristics(costs, k, even):
-    found = partition(costs, k, even=even)
-    verify(found, costs)
-    assert len(found.sizes) == k
+@pytest.mark.parametrize("call", [solve, partition])
+def test_impossible_numbers_of_blocks(call, k, error, message):
+    with pytest.raises(error, match=message):
+        call([1, 2, 3], k)
+
+
+@pytest.mark.parametrize("call", [lambda items: solve(items, 1), lambda items: partition(items, 1)])
+def test_no_layers_make_no_block(call):
+    with pytest.raises(ValueError, match=r"^0 layers cannot fill 1 stages"):
+        call([])
+
+
+@given(st.integers(1, 9))
+def test_all_zero_costs_are_shared_out(k):
+    found = partition([0] * 9, k)
+    verify(found, [0] * 9)
+    assert (found.bottleneck, found.imbalance) == (0, 1.0)
+
+
+@given(problems())
+@example(([0, 0, 0, 603, 3], 4))
+def test_result_describes_itself(problem):
+    items, k = problem
+    found = partition(items, k)
+    loads = oracle.loads(items, (0, *found.cuts, len(items)))
+    assert all(map(oracle.agrees, found.loads, loads))
+    assert oracle.agrees(found.bottleneck, max(loads))
+    assert oracle.agrees(found.lower_bound, max(oracle.total(items) / k, *map(Fraction, items)))
+    mean = oracle.total(items) / k
+    assert found.imbalance == (float(max(loads) / mean) if mean else 1.0)
+    assert found.gap == 0

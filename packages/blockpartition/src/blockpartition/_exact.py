@@ -16,31 +16,29 @@ def least_bottleneck(prefix: list[int], blocks: int) -> int:
     raises the lower end to the smallest sum that would have changed it. So the search ends on the optimum, exactly.
     """
     total, n = prefix[-1], len(prefix) - 1
-    low, high = -(-total // blocks), total
-    # Twice the mean always fits unless a layer is heavier than the mean; looking for one would cost a pass over all.
-    bound = min(2 * low, total)
+    low, high, step = -(-total // blocks), total, -(-total // n)
     # The j-th end of a greedy pass only grows with the bound: earlier passes fence in the later ones.
     earliest, latest = [0] * blocks, [n] * blocks
     while low < high:
-        fits, occurring, ends = _probe(prefix, bound, earliest, latest)
-        if fits:
-            high, latest = occurring, ends
+        # The optimum mostly lies a few layers above the mean: look there first, in strides that double.
+        ends = _greedy_ends(prefix, min(low + step, (low + high) // 2), earliest, latest)
+        if ends[-1] == n:
+            latest, high = ends, max(_block_sums(prefix, ends, 0))
         else:
-            low, earliest = occurring, ends
-        bound = (low + high) // 2
+            earliest, low, step = ends, min(_block_sums(prefix, ends, 1)), 2 * step
     return high
 
 
-def _probe(prefix: list[int], bound: int, earliest: list[int], latest: list[int]) -> tuple[bool, int, list[int]]:
-    """Fill blocks up to `bound` from the left: whether that reaches the end, the next bound to look at, the ends."""
-    end, n = 0, len(prefix) - 1
-    largest, next_larger = 0, prefix[-1]
-    ends = []
+def _greedy_ends(prefix: list[int], bound: int, earliest: list[int], latest: list[int]) -> list[int]:
+    """Fill blocks up to the bound from the left; this is where the time goes."""
+    end, ends = 0, []
     for first, last in zip(earliest, latest, strict=True):
-        base = prefix[end]
-        end = bisect_right(prefix, base + bound, first, last + 1) - 1
+        end = bisect_right(prefix, prefix[end] + bound, first, last + 1) - 1
         ends.append(end)
-        largest = max(largest, prefix[end] - base)
-        if end < n:
-            next_larger = min(next_larger, prefix[end + 1] - base)
-    return (True, largest, ends) if end == n else (False, next_larger, ends)
+    return ends
+
+
+def _block_sums(prefix: list[int], ends: list[int], more: int) -> list[int]:
+    """The sums of the blocks, each with so many more layers."""
+    starts = [0, *ends[:-1]]
+    return [prefix[end + more] - prefix[start] for start, end in zip(starts, ends, strict=True)]

@@ -42,7 +42,7 @@ class Partition:
         """The blocks of any sequence as long as the costs."""
         if len(sequence) != sum(self.sizes):
             raise ValueError(f"the partition is of {sum(self.sizes)} layers, the sequence has {len(sequence)}")
-        return cut(sequence, [0, *self.cuts, len(sequence)])
+        return [list(sequence[start:end]) for start, end in pairwise([0, *self.cuts, len(sequence)])]
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,3 @@ class Placement(Partition):
     order: tuple[int, ...] = ()
     times: tuple[Number, ...] = ()
     makespan: Number | None = None
-
-
-def cut(sequence: Sequence[T], ends: Sequence[int]) -> list[list[T]]:
-    """The blocks between consecutive ends."""
-    return [list(sequence[start:end]) for start, end in pairwise(ends)]

@@ -12,7 +12,7 @@ from ._certificate import witness
 from ._even import most_even, near_even, prefix_sums, sizes_of
 from ._exact import least_bottleneck
 from ._grid import Grid, read
-from ._partition import Partition, cut
+from ._partition import Partition
 
 T = TypeVar("T")
 
@@ -31,7 +31,8 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     grid = read(items, "sequence")
     blocks = check_blocks(partitions, len(items))
     prefix = prefix_sums(grid.units)
-    return cut(items, near_even(prefix, blocks, least_bottleneck(prefix, blocks)))
+    ends = near_even(prefix, blocks, least_bottleneck(prefix, blocks))
+    return [items[start:end] for start, end in pairwise(ends)]
 
 
 def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile", "exact"] = "quantile") -> Partition:

@@ -1,0 +1,93 @@
+"""The command: `python -m blockpartition 3 --costs 4 8 15 16 23 42`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from typing import Any
+
+from ._draw import ASCII, BLOCKS, draw
+from ._grid import Number
+from ._partition import Partition
+from ._solve import partition
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read costs, print their partition."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        costs = _costs(sys.stdin.read() if options.costs is None else " ".join(options.costs))
+        found = partition(costs, options.partitions, even=options.even)
+    except ValueError as error:
+        parser.error(str(error))
+    print(_as_json(found, costs) if options.json else _as_bars(found, costs))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m blockpartition",
+        description="Cut costs into contiguous blocks whose largest sum is the least possible.",
+    )
+    parser.add_argument("partitions", type=int, help="number of blocks")
+    costs = "numbers such as 4, 1.5 or 2/3; read from standard input if not given"
+    parser.add_argument("--costs", nargs="+", metavar="COST", help=costs)
+    parser.add_argument("--even", choices=["quantile", "exact"], default="quantile", help="choice among the optima")
+    parser.add_argument("--json", action="store_true", help="print everything that is known about the partition")
+    return parser
+
+
+def _costs(text: str) -> list[Number]:
+    """Numbers between spaces, commas, brackets or line ends, so a JSON list will do."""
+    return [_number(word) for word in re.split(r"[\s,\[\]]+", text) if word]
+
+
+def _number(word: str) -> Number:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    return _fraction(word)
+
+
+def _fraction(word: str) -> Fraction:
+    try:
+        return Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"expected a number such as 4, 1.5 or 2/3, got {word!r}") from None
+
+
+def _as_json(found: Partition, costs: Sequence[Number]) -> str:
+    record = {**asdict(found), "cuts": found.cuts, "blocks": found.apply(costs)}
+    return json.dumps(record, default=_plain)
+
+
+def _plain(value: Any) -> str:
+    """JSON has no fractions."""
+    if isinstance(value, Fraction):
+        return str(value)
+    raise TypeError(f"no JSON for {value!r}")
+
+
+def _as_bars(found: Partition, costs: Sequence[Number]) -> str:
+    width = shutil.get_terminal_size().columns
+    return draw(found, costs, width, BLOCKS if _can_print(BLOCKS) else ASCII)
+
+
+def _can_print(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+from fractions import Fraction
+from itertools import accumulate
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from blockpartition import partition, verify
+from blockpartition._even import taut_string
+
+from . import oracle
+from .strategies import large_problems, problems
+
+
+def squares(costs, found):
+    return sum(load**2 for load in oracle.loads(costs, (0, *found.cuts, len(costs))))
+
+
+@given(problems())
+@example(([0, 0, 0, 603, 3], 4))
+def test_exact_is_the_least_sum_of_squares_among_the_optima(problem):
+    costs, k = problem
+    found = partition(costs, k, even="exact")
+    verify(found, costs)
+    assert squares(costs, found) == oracle.least_squares(costs, k)
+
+
+@given(large_problems())
+def test_exact_is_never_less_even_than_quantile(problem):
+    costs, k = problem
+    exact, quantile = partition(costs, k, even="exact"), partition(costs, k)
+    verify(exact, costs)
+    assert squares(costs, exact) <= squares(costs, quantile)
+
+
+@given(st.integers(1, 50), st.integers(0, 150))
+def test_equal_layers_are_shared_out_evenly(k, more):
+    n = k + more
+    for even in ("quantile", "exact"):
+        sizes = partition([7] * n, k, even=even).sizes
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_heavy_layer_does_not_bend_the_other_blocks():
+    assert partition([100, 1, 1, 1, 1, 1, 1], 3).loads == (100, 3, 3)
+    assert partition([1, 1, 1, 1, 1, 1, 100], 3).loads == (3, 3, 100)
+    assert partition([1, 1, 1, 1, 100, 1, 1, 1, 1], 5, even="exact").loads == (2, 2, 100, 2, 2)
+
+
+@st.composite
+def gate_lists(draw):
+    """Rising gates such as the search makes: closed at both ends."""
+    steps = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
+    low = list(accumulate((rise for rise, _ in steps), initial=0))
+    high = list(accumulate((rise for _, rise in steps), initial=0))
+    gates = [(min(pair), max(pair)) for pair in zip(low, high, strict=True)]
+    return [*gates[:-1], (gates[-1][1], gates[-1][1])]
+
+
+@given(gate_lists())
+def test_the_string_is_taut(gates):
+    """It passes the gates, and no single point of it could move without making its two steps less even."""
+    heights = [Fraction(*height) for height in taut_string(gates)]
+    assert len(heights) == len(gates)
+    assert all(low <= height <= high for height, (low, high) in zip(heights, gates, strict=True))
+    for i, (low, high) in enumerate(gates[1:-1], 1):
+        assert heights[i] == min(max((heights[i - 1] + heights[i + 1]) / 2, low), high)
