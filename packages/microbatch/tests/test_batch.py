@@ -125,6 +125,8 @@ def test_a_plain_tuple_may_change_its_length() -> None:
 def test_nothing_else_may(value: Any) -> None:
     with pytest.raises(IndexError, match="holds 1 tensors, got 2 to replace them"):
         Batch(value)[:] = (y, z)
+    with pytest.raises(IndexError, match="holds 1 tensors, got 0 to replace them"):
+        Batch(value)[:] = ()
 
 
 def test_an_atomic_batch_stays_atomic() -> None:

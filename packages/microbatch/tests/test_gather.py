@@ -64,6 +64,7 @@ def test_of_replicated_leaves_the_first_is_returned() -> None:
         (torch.zeros(2), torch.ones(2)),
         (torch.zeros(2), torch.zeros(2, dtype=torch.int64)),
         (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), torch.zeros(2, device="meta")),
         (torch.zeros(2), 0),
         (3, 4),
         (1, True),

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,6 +141,23 @@ def test_saved_tensor_hooks_do_not_see_scatter() -> None:
     assert [tuple(t.shape) for t in seen] == [()]  # what the product saved
 
 
+def test_without_grad_mode_there_is_no_graph() -> None:
+    x = torch.ones(4, requires_grad=True)
+    with torch.no_grad():
+        batches = scatter(x, 2)
+    assert not any(batch.tensor.requires_grad for batch in batches)
+    with torch.inference_mode():
+        assert gather(scatter(x, 2)).is_inference()
+
+
+def test_accumulated_gradients_are_those_of_the_whole_mini_batch() -> None:
+    x, y, w = torch.randn(7, 3), torch.randn(7), torch.randn(3, requires_grad=True)
+    (plain,) = torch.autograd.grad(F.mse_loss(x @ w, y), w)
+    for batch in scatter((x, y), 4):
+        (F.mse_loss(batch[0] @ w, batch[1], reduction="sum") / 7).backward()
+    torch.testing.assert_close(w.grad, plain)
+
+
 def test_gradients_of_gradients() -> None:
     x = torch.ones(4, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradgradcheck(lambda t: gather([Batch(b.tensor**3) for b in scatter(t, 2)]), x)
@@ -248,15 +266,16 @@ def test_a_subclass_without_the_operators_is_refused_by_name() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("cut", [scatter, scatter_views])
 @pytest.mark.parametrize(
-    ("tensor", "kind"),
+    ("make", "kind"),
     [
-        (torch.eye(4).to_sparse(), "of layout torch.sparse_coo"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+        (lambda: torch.eye(4).to_sparse(), "of layout torch.sparse_coo"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided), "nested"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
     ],
 )
-def test_sparse_and_nested_tensors_are_refused(cut: Any, tensor: Tensor, kind: str) -> None:
+def test_sparse_and_nested_tensors_are_refused(cut: Any, make: Callable[[], Tensor], kind: str) -> None:
     with pytest.raises(TypeError, match=rf"input\['mask'\]\[1\] is {kind}, which cannot be cut; make it dense"):
-        cut({"x": torch.ones(4), "mask": (torch.ones(4), tensor)}, 2)
+        cut({"x": torch.ones(4), "mask": (torch.ones(4), make())}, 2)
 
 
 def test_packed_sequences_are_refused() -> None:

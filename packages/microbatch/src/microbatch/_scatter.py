@@ -107,7 +107,7 @@ def _column(tensor: Tensor, chunks: int, dim: int, cut: Cut, place: Place) -> Se
 def _copy(tensor: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
     if _is_one(tensor, chunks, dim):
         return (tensor,)
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if tensor.requires_grad:
         return cast(Sequence[Tensor], _Copy.apply(tensor, chunks, dim))  # type: ignore[no-untyped-call]
     return _own_versions(tensor.clone(), chunks, dim)
 
