@@ -42,8 +42,9 @@ def check_no_gradient(module: nn.Module) -> None:
 
 
 def check_sample(sample: Any) -> None:
-    """Refuses a sample that is no tree of tensors, by the path of its first wrong leaf."""
+    """Refuses a sample that is no tree of tensors with rows, by the path of its first wrong leaf."""
     microbatch.check(sample)
+    microbatch.scatter(sample, 1)
 
 
 def check_timeout(timeout: float) -> None:

@@ -34,6 +34,10 @@ class _Chart(NamedTuple):
         return self.x(self.layers) + _RIGHT
 
 
+# Costs below can only be zeros that went astray; dividing by them would overflow.
+_NOTHING = 1e-15
+
+
 def picture(profile: Profile, balance: list[int] | None, by: str) -> str:
     """See `Profile.picture`."""
     costs = profile.costs(by)
@@ -62,7 +66,7 @@ def _checked(balance: list[int] | None, layers: int) -> list[int]:
 
 def _step(most: float, base: int) -> float:
     """A round distance between three to five grid lines."""
-    if most <= 0:
+    if most < _NOTHING:
         return 1.0
     unit = float(base ** math.floor(math.log(most, base)))
     power = 10.0 ** math.floor(math.log10(most / unit / 5))
@@ -152,8 +156,13 @@ def _names(profile: Profile, chart: _Chart) -> list[str]:
     ]
 
 
+def _escaped(text: str) -> str:
+    """XML knows no control characters, not even escaped ones."""
+    return escape("".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text))
+
+
 def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
-    inside = f"<title>{escape(title)}</title>" if title else ""
+    inside = f"<title>{_escaped(title)}</title>" if title else ""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}">{inside}</rect>'
 
 
@@ -178,5 +187,5 @@ def _text(
     rotate = f' transform="rotate({turn} {x:.1f} {y:.1f})"' if turn else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{color}"{weight}{rotate}>'
-        f"{escape(text)}</text>"
+        f"{_escaped(text)}</text>"
     )

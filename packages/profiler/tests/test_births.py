@@ -1,0 +1,92 @@
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from profiler._births import Births
+
+
+def test_counts_what_python_or_the_graph_keeps_alive():
+    x = torch.rand(10, requires_grad=True)
+    births = Births()
+    with births:
+        kept_by_the_graph = x.exp().sum()  # exp keeps its result
+        kept_by_python = torch.zeros(3)
+        torch.ones(1000)
+    assert births.alive() == 4 * (10 + 1 + 3)
+    assert births.peak == 4 * (10 + 1 + 3 + 1000)
+    kept_by_the_graph.backward()
+    del kept_by_python
+    assert births.alive() == 4
+
+
+def test_views_in_place_results_and_inputs_are_nothing_new():
+    x = torch.rand(4, 3)
+    births = Births()
+    with births:
+        outputs = x.t(), x[1:], x.add_(1), x.detach(), x.unflatten(1, (1, 3)), torch.relu_(x)
+    assert len(outputs) == 6
+    assert births.alive() == 0
+    assert births.peak == 0
+
+
+def test_data_written_out_in_python_is_born():
+    births = Births()
+    with births:
+        kept = torch.tensor([1.0, 2.0])
+    assert births.alive() == 4 * len(kept)
+
+
+def test_a_reused_address_is_a_new_storage():
+    births = Births()
+    with births:
+        for _ in range(50):
+            x = torch.empty(1000)
+            del x
+        y = torch.empty(1000)
+    assert births.alive() == 4 * len(y)
+    assert births.peak == 4 * len(y)
+
+
+def test_a_grown_storage_counts_as_it_is_now():
+    births = Births()
+    with births:
+        x = torch.empty(2).resize_(100)
+    assert births.alive() == 4 * len(x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # a notice that the layout is in beta
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_have_storages_too(layout):
+    dense = torch.eye(5)
+    births = Births()
+    with births:
+        kept = dense.to_sparse(layout=layout)
+    gc.collect()
+    parts = {
+        torch.sparse_coo: lambda: [kept.indices(), kept.values()],
+        torch.sparse_csr: lambda: [kept.crow_indices(), kept.col_indices(), kept.values()],
+        torch.sparse_csc: lambda: [kept.ccol_indices(), kept.row_indices(), kept.values()],
+    }[layout]()
+    assert births.alive() >= sum(part.untyped_storage().nbytes() for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Linear(6, 5), (4, 6)), (nn.Conv2d(3, 8, 3), (2, 3, 9, 9)), (nn.TransformerEncoderLayer(8, 2, 16), (5, 4, 8))],
+    ids=["linear", "conv", "attention"],
+)
+def test_flops_are_those_of_the_counter_of_torch(layer, shape):
+    x = torch.rand(shape, requires_grad=True)
+    births, theirs = Births(), FlopCounterMode(display=False)
+    with births:
+        layer(x).sum().backward()
+    with theirs:
+        layer(x).sum().backward()
+    assert births.flops == theirs.get_total_flops() > 0
+
+
+def test_leaves_compiled_code_compiled():
+    assert Births.ignore_compile_internals()

@@ -1,0 +1,26 @@
+import os
+import subprocess
+import sys
+
+import profiler
+
+
+def test_the_front_door_shows_what_it_promises():
+    public = {name for name in vars(profiler) if not name.startswith("_")}
+    assert public == set(profiler.__all__)
+
+
+def test_importing_is_cheap():
+    """Nothing slow comes along that `import torch` has not already brought."""
+    code = (
+        "import sys, torch, microbatch, streams; before = set(sys.modules); import profiler;"
+        "print(*sorted(name for name in set(sys.modules) - before if not name.startswith('profiler')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment(), timeout=100)
+    assert done.returncode == 0, done.stderr
+    extra = done.stdout.split()
+    assert {name.split(".")[0] for name in extra} <= {"statistics", "fractions", "_statistics", "decimal", "_decimal"}
+
+
+def _environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

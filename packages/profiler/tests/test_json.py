@@ -1,0 +1,72 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiler import Profile
+
+from .records import profiles
+
+
+@given(profiles())
+def test_what_is_written_is_read(profile):
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@given(profiles(), st.data())
+def test_a_missing_or_unknown_key_is_refused_by_name(profile, data):
+    document = json.loads(profile.to_json())
+    part = data.draw(st.sampled_from([document, document["layers"][0]]))
+    key = data.draw(st.sampled_from(sorted(part)))
+    value = part.pop(key)
+    with pytest.raises(ValueError, match=key):
+        Profile.from_json(json.dumps(document))
+    part[key], part["more"] = value, 1
+    with pytest.raises(ValueError, match="does not know more"):
+        Profile.from_json(json.dumps(document))
+
+
+WRONG = {
+    "device": 1,
+    "rows": -1,
+    "rounds": True,
+    "chunks": 1.5,
+    "layers": {},
+    "name": None,
+    "latent_bytes": "12",
+    "forward_seconds": "1",
+    "backward_seconds": -0.5,
+    "flops": None,
+    "allocated_bytes": [],
+    "schema": "gpipe-profiler/0",
+}
+
+
+@given(profiles(), st.sampled_from(sorted(WRONG)))
+def test_a_wrong_value_is_refused_by_name(profile, key):
+    document = json.loads(profile.to_json())
+    part = document if key in document else document["layers"][0]
+    part[key] = WRONG[key]
+    with pytest.raises(ValueError, match=key):
+        Profile.from_json(json.dumps(document))
+
+
+@given(st.text() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
+def test_anything_else_is_refused(text):
+    with pytest.raises(ValueError, match="profile: expected"):
+        Profile.from_json(text)
+
+
+@given(profiles(timed=st.just(True)))
+def test_there_is_no_infinity(profile):
+    document = json.loads(profile.to_json())
+    document["layers"][0]["forward_seconds"] = float("inf")
+    with pytest.raises(ValueError, match="Infinity is not a number of JSON"):
+        Profile.from_json(json.dumps(document))
+
+
+@given(profiles())
+def test_no_key_twice(profile):
+    with pytest.raises(ValueError, match="'rows' occurs twice"):
+        Profile.from_json('{"rows": 1, ' + profile.to_json().lstrip()[1:])

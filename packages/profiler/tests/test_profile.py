@@ -1,0 +1,71 @@
+from dataclasses import replace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from profiler import profile
+from profiler._profile import _medians
+from profiler._times import Seconds
+
+from .strategies import WIDTH, models, samples
+
+
+@given(models(), samples(min_rows=8), st.integers(1, 4))
+def test_the_figures_fit_together(model, sample, chunks):
+    found = profile(model, sample, device="cpu", chunks=chunks, timeout=1e-6)
+    assert (found.rows, found.rounds, found.device) == (-(-len(sample) // chunks), 3, "cpu")
+    for layer, original in zip(found, model, strict=True):
+        assert layer.kind == type(original).__name__
+        assert layer.seconds == layer.forward_seconds + layer.backward_seconds > 0
+        assert layer.parameter_bytes == sum(p.numel() * p.itemsize for p in original.parameters())
+        assert layer.peak_bytes >= layer.latent_bytes
+
+
+@given(models(), samples(min_rows=8), st.integers(1, 4))
+def test_without_a_device_there_is_everything_but_seconds(model, sample, chunks):
+    real = profile(model, sample, device="cpu", chunks=chunks, timeout=1e-6)
+    fake = profile(model, sample, device="meta", chunks=chunks)
+    for ghost, layer in zip(fake, real, strict=True):
+        # A real kernel may spare itself a gradient that nobody needs.
+        assert ghost.peak_bytes >= layer.peak_bytes
+        timeless = replace(layer, forward_seconds=None, backward_seconds=None, peak_bytes=ghost.peak_bytes)
+        assert ghost == timeless
+
+
+def test_forward_and_backward_have_medians_of_their_own():
+    rounds = [[Seconds(1, 9)], [Seconds(5, 2)], [Seconds(3, 4)]]
+    assert _medians(rounds) == [(3, 4)]
+
+
+def test_counted_by_hand():
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4).requires_grad_(False), nn.Flatten())
+    linear, norm, flatten = profile(model, torch.rand(10, WIDTH), device="cpu", timeout=1e-6, chunks=2)
+    assert (linear.trainable_bytes, linear.frozen_bytes, linear.buffer_bytes) == (4 * (WIDTH * 4 + 4), 0, 0)
+    assert (linear.latent_bytes, linear.output_bytes) == (4 * 5 * 4, 4 * 5 * 4)
+    # A product for each weight and row, forward and for the weight's gradient; the input needs none.
+    assert linear.flops == 2 * 2 * 5 * WIDTH * 4
+    assert (norm.trainable_bytes, norm.frozen_bytes, norm.buffer_bytes) == (0, 4 * 8, 4 * 8 + 8)
+    assert norm.latent_bytes == 4 * (5 * 4 + 2 * 4)  # the output, and mean and deviation of the batch
+    assert (flatten.latent_bytes, flatten.output_bytes) == (0, 4 * 5 * 4)
+
+
+def test_the_default_is_no_device_for_a_module_without_data():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3))
+    assert profile(model, torch.rand(2, 3)).device == "meta"
+
+
+def test_a_model_far_larger_than_memory_is_sized():
+    width = 2**20
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+    found = profile(model, torch.rand(1, 1).expand(2, width), device="meta")
+    assert found.costs("trainable_bytes") == [4 * (width**2 + width)] * 3
+    assert found.costs("latent_bytes") == [4 * 2 * width] * 3
+
+
+def test_a_silent_bar_changes_nothing(capsys):
+    profile(nn.Sequential(nn.ReLU()), torch.rand(1), device="cpu", timeout=1e-6, progress=True)
+    assert capsys.readouterr() == ("", "")
