@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,10 +61,14 @@ def _read_enabled(nested: bool) -> tuple[bool, ...]:
 
 
 def _write(found: Autocast, wanted: Autocast) -> None:
-    for kind, was, enabled in zip(DEVICE_TYPES, found.enabled, wanted.enabled, strict=True):
-        if was != enabled:
-            torch.set_autocast_enabled(kind, enabled)
-    for kind, old, dtype in zip(DEVICE_TYPES, found.dtypes, wanted.dtypes, strict=True):
-        if old != dtype:
-            torch.set_autocast_dtype(kind, dtype)
+    for i in _differences(found.enabled, wanted.enabled):
+        torch.set_autocast_enabled(DEVICE_TYPES[i], wanted.enabled[i])
+    for i in _differences(found.dtypes, wanted.dtypes):
+        torch.set_autocast_dtype(DEVICE_TYPES[i], wanted.dtypes[i])
     torch.set_autocast_cache_enabled(wanted.cache)
+
+
+def _differences(found: Sequence[object], wanted: Sequence[object]) -> list[int]:
+    if found == wanted:
+        return []
+    return [i for i, (old, new) in enumerate(zip(found, wanted, strict=True)) if old != new]
