@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ._arguments import choice
 from ._grid import Grid, Number, read
 from ._model import read_model
-from ._partition import Partition, Placement
+from ._partition import Partition, Placement, check_sizes
 from ._placement_certificate import check_placement
 from ._stages import Stage
 
@@ -56,17 +56,9 @@ def verify(
 def _check_partition(partition: Partition, costs: Iterable[Any]) -> None:
     grid = read(costs)
     prefix = [0, *accumulate(grid.units)]
-    _check_blocks(partition.sizes, len(grid.units))
+    check_sizes(partition.sizes, len(grid.units))
     _check_loads(partition, grid, prefix)
     _check_witness(partition, prefix)
-
-
-def _check_blocks(sizes: tuple[int, ...], n: int) -> None:
-    for j, size in enumerate(sizes):
-        if size < 1:
-            raise ValueError(f"sizes[{j}] is {size}; every block needs at least one layer")
-    if sum(sizes) != n:
-        raise ValueError(f"the sizes add up to {sum(sizes)} layers, there are {n} costs")
 
 
 def _check_loads(partition: Partition, grid: Grid, prefix: list[int]) -> None:

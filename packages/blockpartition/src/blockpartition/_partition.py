@@ -62,3 +62,12 @@ class Placement(Partition):
     order: tuple[int, ...] = ()
     times: tuple[Number, ...] = ()
     makespan: Number | None = None
+
+
+def check_sizes(sizes: tuple[int, ...], n: int) -> None:
+    """ValueError unless these are the sizes of non-empty blocks of n layers."""
+    for j, size in enumerate(sizes):
+        if size < 1:
+            raise ValueError(f"sizes[{j}] is {size}; every block needs at least one layer")
+    if sum(sizes) != n:
+        raise ValueError(f"the sizes add up to {sum(sizes)} layers, there are {n} costs")

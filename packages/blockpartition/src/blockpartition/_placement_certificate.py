@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from ._model import Model
-from ._partition import Placement
+from ._partition import Placement, check_sizes
 from ._problem import Bound, Problem, Slot
 
 Block: TypeAlias = tuple[int, int, Slot]
@@ -37,12 +37,9 @@ def _blocks(placement: Placement, model: Model) -> list[Block]:
     """The blocks at the positions of the problem, on its slots."""
     k = len(model.stages)
     if sorted(placement.order) != list(range(k)) or len(placement.sizes) != k:
-        raise ValueError(
-            f"{len(placement.sizes)} blocks on stages {placement.order}; each of {k} stages needs one block"
-        )
+        raise ValueError(f"{len(placement.sizes)} blocks on stages {placement.order}; each of {k} stages needs one")
+    check_sizes(placement.sizes, len(model.costs.units))
     layers = [0, *accumulate(placement.sizes)]
-    if layers[-1] != model.positions[-1]:
-        raise ValueError(f"the sizes add up to {layers[-1]} layers, there are {model.positions[-1]} costs")
     position = {layer: p for p, layer in enumerate(model.positions)}
     for cut in layers:
         if cut not in position:
@@ -65,8 +62,6 @@ def _follow(model: Model, state: int, stage: int) -> tuple[int, Slot]:
 
 def _check_room(block: Block, model: Model) -> None:
     start, end, slot = block
-    if start >= end:
-        raise ValueError(f"the block at layer {model.positions[start]} is empty")
     if slot.need.prefix[end] - slot.need.prefix[start] > slot.room:
         raise ValueError(f"layers {model.positions[start]} to {model.positions[end] - 1} do not fit on their stage")
     for pin in model.problem.pins:
@@ -99,11 +94,11 @@ def _makespan(model: Model, blocks: list[Block]) -> Fraction:
 
 
 def _latency(problem: Problem, blocks: list[Block]) -> Fraction:
-    work = sum(
-        (Fraction(slot.work.prefix[end] - slot.work.prefix[start], slot.speed) for start, end, slot in blocks),
-        Fraction(0),
-    )
-    return work + sum(problem.transfer[end] for _, end, _ in blocks if problem.transfer)
+    total = Fraction(0)
+    for start, end, slot in blocks:
+        total += Fraction(slot.work.prefix[end] - slot.work.prefix[start], slot.speed)
+        total += problem.transfer[end] if problem.transfer else 0
+    return total
 
 
 def _check_reach(placement: Placement, model: Model, slowest: Fraction) -> None:
@@ -121,9 +116,7 @@ def _check_reach(placement: Placement, model: Model, slowest: Fraction) -> None:
             ends = set(_ends(problem, allowed[step.before], step.slot, below.limit(step.slot.speed)))
             denied = {end for end in ends - allowed[state] if end <= problem.last_position(state)}
             if denied:
-                raise ValueError(
-                    f"a faster block can end before layer {model.positions[min(denied)]}; the witness denies it"
-                )
+                raise ValueError(f"the witness denies that a faster block can end at {model.positions[min(denied)]}")
 
 
 def _positions_in(intervals: Iterable[tuple[int, int]], positions: list[int]) -> set[int]:

@@ -1,0 +1,86 @@
+import pytest
+
+from blockpartition import Stage, place
+
+VALUE_ERRORS = [
+    ({"stages": 0}, r"^stages must be at least 1, got 0$"),
+    ({"stages": 5}, r"^4 layers cannot fill 5 stages; use at most 4$"),
+    ({"stages": []}, r"^the number of stages must be at least 1, got 0$"),
+    ({"stages": [Stage()] * 5}, r"^4 layers cannot fill 5 stages; use at most 4$"),
+    ({"stages": [Stage(), Stage(0)]}, r"^speed of stage\[1\] must be positive, got 0$"),
+    ({"stages": [Stage(), Stage(-1)]}, r"^speed of stage\[1\] must not be negative, got -1$"),
+    ({"stages": [Stage(float("inf")), Stage()]}, r"^speed of stage\[0\] must be finite, got inf$"),
+    ({"stages": [Stage(), Stage(1, -2)]}, r"^capacity of stage\[1\] must not be negative, got -2$"),
+    ({"memory": [1, 2, 3]}, r"^memory has 3 entries for 4 layers$"),
+    ({"activations": [1] * 5}, r"^activations has 5 entries for 4 layers$"),
+    ({"transfer": [1] * 2}, r"^transfer has 2 entries for 4 layers$"),
+    ({"transfer": [1] * 5}, r"^transfer has 5 entries for 4 layers$"),
+    ({"memory": [1, 2, -3, 4]}, r"^memory\[2\] must not be negative, got -3$"),
+    ({"activations": [1, float("nan"), 3, 4]}, r"^activations\[1\] must be finite, got nan$"),
+    ({"transfer": [1, 2, -3]}, r"^transfer\[2\] must not be negative, got -3$"),
+    ({"in_flight": [1]}, r"^in_flight has 1 entries for 2 stages$"),
+    ({"in_flight": [1, -1]}, r"^in_flight\[1\] must be at least 0, got -1$"),
+    ({"in_flight": "gpipe"}, r"^in_flight must be one of '1f1b', 'fill_drain', got 'gpipe'$"),
+    ({"in_flight": "fill_drain"}, r"^in_flight='fill_drain' holds every micro-batch: say how many, microbatches=…$"),
+    ({"microbatches": 0}, r"^microbatches must be at least 1, got 0$"),
+    ({"forbid": [0]}, r"^forbid\[0\] must be at least 1, got 0$"),
+    ({"pin": [1, 4]}, r"^pin\[1\] is 4; 4 layers have cuts 1 … 3$"),
+    ({"forbid": [3, 1, 2], "pin": [3, 1]}, r"^cuts \[1, 3\] are both pinned and forbidden$"),
+    ({"order": "any"}, r"^order must be one of 'fixed', 'free', got 'any'$"),
+    ({"objective": "speed"}, r"^objective must be one of 'bottleneck', 'makespan', got 'speed'$"),
+    ({"costs": [1, 2, 3, -4]}, r"^costs\[3\] must not be negative, got -4$"),
+]
+TYPE_ERRORS = [
+    ({"stages": 2.0}, r"^stages must be an int, got 2.0 of type float$"),
+    ({"stages": True}, r"^stages must be an int, got True of type bool$"),
+    ({"stages": [Stage(), 2]}, r"^stages\[1\] must be a Stage, got 2 of type int$"),
+    ({"stages": [Stage("fast"), Stage()]}, r"^speed of stage\[0\] must be an int, a float or a Fraction, got 'fast'"),
+    ({"stages": [Stage(1, True), Stage()]}, r"^capacity of stage\[0\] must be an int, a float or a Fraction, got True"),
+    ({"memory": [1, 2, 3, True]}, r"^memory\[3\] must be an int, a float or a Fraction, got True of type bool$"),
+    ({"in_flight": [1, 1.5]}, r"^in_flight\[1\] must be an int, got 1.5 of type float$"),
+    ({"pin": [1.0]}, r"^pin\[0\] must be an int, got 1.0 of type float$"),
+    ({"forbid": ["1"]}, r"^forbid\[0\] must be an int, got '1' of type str$"),
+    ({"microbatches": 2.5}, r"^microbatches must be an int, got 2.5 of type float$"),
+]
+
+
+def call(arguments):
+    return place(**{"costs": [1, 2, 3, 4], "stages": 2, **arguments})
+
+
+@pytest.mark.parametrize(("arguments", "message"), VALUE_ERRORS, ids=str)
+def test_impossible_values_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        call(arguments)
+
+
+@pytest.mark.parametrize(("arguments", "message"), TYPE_ERRORS, ids=str)
+def test_wrong_types_are_named(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        call(arguments)
+
+
+def test_too_many_kinds_for_a_free_order_are_refused_at_once():
+    stages = [Stage(speed) for speed in range(1, 65)]
+    with pytest.raises(
+        ValueError, match=rf"^a free order of 64 stages of 64 kinds has {2**64} sets .* more than 100000"
+    ):
+        place([1] * 64, stages, order="free")
+
+
+def test_many_stages_of_few_kinds_may_be_free():
+    stages = [Stage(1), Stage(2)] * 8
+    assert place([3] * 24, stages, order="free").bottleneck == 3
+
+
+@pytest.mark.parametrize("transfer", [[5, 1, 5], [5, 1, 5, 99]])
+def test_what_follows_the_last_layer_is_no_cut(transfer):
+    assert place([1, 1, 1, 1], 2, transfer=transfer).times == (3, 2)
+
+
+def test_generators_are_read_once():
+    found = place(
+        iter([1, 2, 3, 4]), iter([Stage(1, 9), Stage(1, 9)]), memory=iter([3, 3, 3, 3]), activations=iter([0] * 4),
+        transfer=iter([0] * 3), forbid=iter([1]), pin=iter([2]), in_flight=iter([1, 1]),
+    )  # fmt: skip
+    assert found.sizes == (2, 2)

@@ -1,0 +1,133 @@
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+
+from blockpartition import Infeasible, Stage, place
+
+from .strategies import Placing, placings
+
+
+def refusal(costs, stages, **constraints) -> Infeasible | None:
+    try:
+        place(costs, stages, **constraints)
+    except Infeasible as error:
+        return error
+    return None
+
+
+def scaled(problem: Placing, factor: Fraction) -> list[Stage]:
+    return [
+        replace(stage, capacity=None if stage.capacity is None else Fraction(stage.capacity) * factor)
+        for stage in problem.stages
+    ]
+
+
+@given(placings())
+def test_the_smallest_factor_would_do_and_no_smaller_one(problem):
+    error = refusal(problem.costs, problem.stages, **problem.constraints)
+    if error is None or error.scale is None:
+        return
+    assert error.scale > 1
+    assert refusal(problem.costs, scaled(problem, error.scale), **problem.constraints) is None
+    less = scaled(problem, error.scale * Fraction(10**9 - 1, 10**9))
+    assert refusal(problem.costs, less, **problem.constraints) is not None
+
+
+@given(placings(order="fixed"))
+def test_the_smallest_common_capacity_would_do(problem):
+    stages = [replace(stage, capacity=0.25) for stage in problem.stages]
+    error = refusal(problem.costs, stages, **problem.constraints)
+    if error is None or error.scale is None:
+        return
+    enough = [replace(stage, capacity=error.capacity) for stage in stages]
+    assert refusal(problem.costs, enough, **problem.constraints) is None
+    assert f"a capacity of {error.capacity} on each stage is the least that would do" in str(error)
+
+
+@given(placings())
+def test_where_no_factor_helps_endless_room_does(problem):
+    error = refusal(problem.costs, problem.stages, **problem.constraints)
+    if error is None or error.scale is not None:
+        return
+    if "capacit" in str(error):
+        assert any(stage.capacity == 0 for stage in problem.stages)
+    endless = [replace(stage, capacity=None) for stage in problem.stages]
+    assert (refusal(problem.costs, endless, **problem.constraints) is None) == ("capacit" in str(error))
+
+
+@given(placings(max_layers=5))
+def test_the_layer_named_fits_on_no_stage_at_all(problem):
+    error = refusal(problem.costs, problem.stages, **problem.constraints)
+    if error is None or error.layer is None:
+        return
+    assert all(stage.capacity is not None for stage in problem.stages)
+    i, n = error.layer, len(problem.costs)
+    if i + 1 < n and i + 1 not in problem.constraints["forbid"]:
+        assert f"layer {i} needs" in str(error)
+
+
+def test_a_layer_that_fits_nowhere():
+    error = refusal([1, 9, 1], [Stage(1, 4), Stage(1, 5)])
+    assert (error.layer, error.scale, error.capacity) == (1, 2, None)
+    assert str(error) == (
+        "layer 1 needs 9 at least and fits on no stage; capacities 2.0 times as large are the least that would do"
+    )
+
+
+def test_layers_that_no_cut_may_part():
+    error = refusal([1, 4, 4, 1], [Stage(1, 5), Stage(1, 5)], forbid=[2])
+    assert (error.layer, error.scale, error.capacity) == (1, Fraction(9, 5), 9)
+    assert str(error) == (
+        "layers 1 to 2, which no cut may part, need 8 at least and fit on no stage; "
+        "a capacity of 9 on each stage is the least that would do"
+    )
+
+
+def test_layers_that_fit_one_by_one_but_not_together():
+    error = refusal([3, 3, 3], [Stage(1, 4), Stage(1, 4)])
+    assert (error.layer, error.scale, error.capacity) == (None, Fraction(3, 2), 6)
+    assert str(error) == ("no placement fits the capacities; a capacity of 6 on each stage is the least that would do")
+
+
+def test_a_stage_without_any_room():
+    error = refusal([3, 3], [Stage(1, 0), Stage(1, 4)])
+    assert (error.layer, error.scale, error.capacity) == (None, None, None)
+    assert str(error) == (
+        "no placement fits the capacities; no factor on the capacities would do: a stage with capacity 0 is in the way"
+    )
+
+
+def test_a_layer_that_needs_most_where_most_is_in_flight():
+    error = refusal([1, 1], [Stage(1, 5)] * 2, activations=[6, 1], memory=[1, 1], in_flight=[2, 1])
+    assert (error.layer, error.capacity) == (0, 13)
+    assert str(error).startswith("layer 0 needs 7 at least and fits on no stage; ")
+
+
+def test_a_capacity_is_never_rounded_below_what_would_do():
+    costs = [0.1, 0.2, 0.3]
+    error = refusal(costs, [Stage(1, 0.1)])
+    assert isinstance(error.capacity, float)
+    assert refusal(costs, [Stage(1, error.capacity)]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pin": [1, 2], "stages": 2}, "2 pinned cuts make 3 blocks, and there are 2 stages"),
+        ({"forbid": [1, 3], "stages": 3}, "the forbidden cuts leave 2 blocks, which cannot fill 3 stages"),
+    ],
+)
+def test_too_many_cuts_or_too_few(arguments, message):
+    error = refusal([1, 1, 1, 1], **arguments)
+    assert (str(error), error.layer, error.scale, error.capacity) == (message, None, None, None)
+
+
+def test_makespan_and_bottleneck_explain_alike():
+    call = {"costs": [3, 3, 3], "stages": [Stage(1, 4), Stage(1, 4)], "microbatches": 2}
+    assert str(refusal(**call, objective="makespan")) == str(refusal(**call))
+
+
+def test_infeasible_is_a_value_error():
+    assert issubclass(Infeasible, ValueError)

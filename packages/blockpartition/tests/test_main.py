@@ -1,0 +1,129 @@
+import io
+import json
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockpartition import partition
+from blockpartition.__main__ import main
+from blockpartition._draw import draw
+
+from .strategies import problems
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    def call(*arguments, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        main(arguments)
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_json_tells_everything(run):
+    assert json.loads(run("3", "--costs", "4", "8", "15", "16", "23", "42", "--json")) == {
+        "sizes": [3, 2, 1],
+        "cuts": [3, 5],
+        "loads": [27, 39, 42],
+        "bottleneck": 42,
+        "lower_bound": 42,
+        "imbalance": 42 * 3 / 108,
+        "witness": [3, 5, 5],
+        "gap": 0.0,
+        "blocks": [[4, 8, 15], [16, 23], [42]],
+    }
+
+
+@pytest.mark.parametrize(
+    "stdin", ["4 8 15 16 23 42", "4\n8\n15\n16\n23\n42\n", "4, 8, 15,16, 23,42", "[4,8,15,16,23,42]"]
+)
+def test_costs_come_from_standard_input(run, stdin):
+    assert run("3", stdin=stdin) == run("3", "--costs", "4", "8", "15", "16", "23", "42")
+
+
+def test_numbers_keep_their_kind(run):
+    assert json.loads(run("1", "--costs", "2/3", "4/3", "1", "--json"))["loads"] == ["3"]
+    assert json.loads(run("2", "--costs", "1e3", "0.5", "--json"))["loads"] == [1000.0, 0.5]
+
+
+def test_even_is_passed_on(run):
+    costs = [1, 1, 1, 1, 100, 1, 1, 1, 1]
+    found = json.loads(run("5", "--even", "exact", "--json", "--costs", *map(str, costs)))
+    assert tuple(found["sizes"]) == partition(costs, 5, even="exact").sizes != partition(costs, 5).sizes
+
+
+def test_bars(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "38")
+    drawing = draw(partition([4, 8, 15, 16], 3), [4, 8, 15, 16], 38)
+    assert run("3", "--costs", "4", "8", "15", "16") == f"{drawing}\n"
+    assert "█" in drawing
+
+
+def test_a_drawing():
+    assert draw(partition([4, 8, 15, 16, 23, 42], 3), [4, 8, 15, 16, 23, 42], 30, "#=").splitlines() == [
+        "0-2  27  ##====########",
+        "3-4  39  ########============",
+        "  5  42  #####################",
+        "bottleneck 42, at least 42 for anyone; 1.16667 times the mean",
+    ]
+
+
+@given(problems(), st.integers(20, 120))
+def test_bars_are_as_long_as_the_loads(problem, width):
+    costs, k = problem
+    found = partition(costs, k)
+    lines = draw(found, costs, width, "##").splitlines()[:-1]
+    assert len(lines) == k
+    assert all(len(line) <= max(width, len(line.rstrip("#")) + 1) for line in lines)
+    bars = [line.count("#") for line in lines]
+    largest = max(map(Fraction, found.loads))
+    if largest:
+        assert all(
+            abs(bar - max(bars) * Fraction(load) / largest) <= 1 for bar, load in zip(bars, found.loads, strict=True)
+        )
+
+
+def test_terminals_without_blocks_get_plain_bars(run, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    main(["2", "--costs", "1", "1"])
+    out.seek(0)
+    assert "#" in out.read()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["2", "--costs", "1", "x"], "expected a number such as 4, 1.5 or 2/3, got 'x'"),
+        (["2", "--costs", "1/0"], "expected a number such as 4, 1.5 or 2/3, got '1/0'"),
+        (["4", "--costs", "1", "2", "3"], "3 layers cannot fill 4 stages; use at most 3"),
+        (["1", "--costs", "nan"], "costs[0] must be finite, got nan"),
+        (["1", "--costs", "-1"], "costs[0] must not be negative, got -1"),
+        (["two", "--costs", "1"], "argument partitions: invalid int value: 'two'"),
+        (["1", "--even", "fair", "--costs", "1"], "argument --even: invalid choice: 'fair'"),
+    ],
+)
+def test_mistakes_are_told_and_fail(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_as_a_program():
+    command = [sys.executable, "-m", "blockpartition", "2", "--json"]
+    done = subprocess.run(
+        command, input="1 2 3", capture_output=True, text=True, timeout=60, check=True, env=_environment()
+    )
+    assert json.loads(done.stdout)["sizes"] == [2, 1]
+
+
+def _environment():
+    import os
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

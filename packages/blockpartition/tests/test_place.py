@@ -1,0 +1,248 @@
+"""Placement against every placement there is, and what must hold where nobody can try all."""
+
+from dataclasses import replace
+from fractions import Fraction
+from random import Random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from blockpartition import Infeasible, Stage, partition, place, verify
+
+from . import oracle
+from .strategies import SMALL, Placing, placings
+
+
+def placed(problem: Placing, **more):
+    """The placement, or None where there is none."""
+    try:
+        return place(problem.costs, problem.stages, **problem.constraints, **more)
+    except Infeasible:
+        return None
+
+
+def check_bottleneck(problem: Placing) -> None:
+    outcomes = list(oracle.outcomes(problem.costs, problem.stages, **problem.constraints))
+    found = placed(problem)
+    assert (found is None) == (not outcomes)
+    if found is not None:
+        assert oracle.agrees(found.bottleneck, min(outcome.slowest for outcome in outcomes))
+        verify(found, problem.costs, problem.stages, **problem.constraints)
+
+
+def check_makespan(problem: Placing, gap=0) -> None:
+    outcomes = list(oracle.outcomes(problem.costs, problem.stages, **problem.constraints))
+    found = placed(problem, objective="makespan", gap=gap)
+    assert (found is None) == (not outcomes)
+    if found is None:
+        return
+    least = min(outcome.makespan(problem.constraints["microbatches"]) for outcome in outcomes)
+    assert any(oracle.agrees(found.makespan, o.makespan(problem.constraints["microbatches"])) for o in outcomes)
+    assert found.gap <= gap
+    assert found.makespan <= least * (1 + Fraction(found.gap)) or oracle.agrees(found.makespan, least)
+    verify(found, problem.costs, problem.stages, objective="makespan", gap=gap, **problem.constraints)
+
+
+# The second layer is too heavy for the second stage, so the first must not stop before it: greedy would.
+@given(placings())
+@example(Placing([1, 5, 1], [Stage(1, 5), Stage(1, 2)], {}))
+@example(Placing([3, 1, 3], [Stage(1, 9), Stage(1, 2), Stage(1, 9)], {}))
+def test_no_placement_is_faster(problem):
+    check_bottleneck(problem)
+
+
+@given(placings())
+def test_no_placement_finishes_earlier(problem):
+    check_makespan(problem)
+
+
+@given(placings(), st.sampled_from([0.01, Fraction(1, 10), 1, 5]))
+def test_a_gap_is_kept_and_stated(problem, gap):
+    check_makespan(problem, gap)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@settings(max_examples=20_000)
+@given(placings(max_layers=9, max_stages=5))
+def test_no_placement_is_faster_in_many_cases(problem):
+    check_bottleneck(problem)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@settings(max_examples=10_000)
+@given(placings(max_layers=8), st.sampled_from([0, 0, 0.05, 1]))
+def test_no_placement_finishes_earlier_in_many_cases(problem, gap):
+    check_makespan(problem, gap)
+
+
+@given(st.lists(SMALL, min_size=1, max_size=40), st.data())
+def test_without_constraints_the_bottleneck_is_that_of_partition(costs, data):
+    k = data.draw(st.integers(1, len(costs)))
+    found, plain = place(costs, k), partition(costs, k)
+    assert (found.bottleneck, found.lower_bound) == (plain.bottleneck, plain.lower_bound)
+    assert found.imbalance == plain.imbalance
+    assert found.times == found.loads
+    assert place(costs, [Stage()] * k) == found
+
+
+@given(placings(in_flight=None, order="fixed", transfer=None))
+def test_mirrored_problems_have_the_same_bottleneck(problem):
+    n = len(problem.costs)
+    constraints = {**problem.constraints}
+    for name in ("memory", "activations"):
+        constraints[name] = constraints[name] and constraints[name][::-1]
+    for name in ("forbid", "pin"):
+        constraints[name] = [n - cut for cut in constraints[name]]
+    mirrored = placed(Placing(problem.costs[::-1], problem.stages[::-1], constraints))
+    found = placed(problem)
+    assert (found and found.bottleneck) == (mirrored and mirrored.bottleneck)
+
+
+@given(placings(), st.data())
+def test_a_better_stage_never_hurts(problem, data):
+    j = data.draw(st.integers(0, len(problem.stages) - 1))
+    stage = problem.stages[j]
+    better = data.draw(
+        st.sampled_from(
+            [
+                replace(stage, speed=stage.speed * 2),
+                replace(stage, capacity=None if stage.capacity is None else stage.capacity + 3),
+                replace(stage, capacity=None),
+            ]
+        )
+    )
+    before = placed(problem)
+    if before is not None:
+        stages = [*problem.stages[:j], better, *problem.stages[j + 1 :]]
+        assert placed(Placing(problem.costs, stages, problem.constraints)).bottleneck <= before.bottleneck
+
+
+@given(placings(forbid=[]), st.data())
+def test_constraints_never_help(problem, data):
+    free = place(problem.costs, [replace(stage, capacity=None) for stage in problem.stages])
+    found = placed(Placing(problem.costs, problem.stages, {**problem.constraints, "order": "fixed"}))
+    assert found is None or found.bottleneck >= free.bottleneck
+
+
+@given(placings())
+def test_a_free_order_is_never_worse(problem):
+    fixed = placed(replace(problem, constraints={**problem.constraints, "order": "fixed"}))
+    free = placed(replace(problem, constraints={**problem.constraints, "order": "free"}))
+    if fixed is not None:
+        assert free.bottleneck <= fixed.bottleneck
+
+
+@given(placings(transfer=None))
+def test_overlap_needs_transfers_to_matter(problem):
+    other = {**problem.constraints, "overlap": not problem.constraints["overlap"]}
+    assert placed(problem) == placed(replace(problem, constraints=other))
+
+
+@given(placings(), st.sampled_from(["bottleneck", "makespan"]))
+def test_the_result_describes_itself(problem, objective):
+    found = placed(problem, objective=objective)
+    if found is None:
+        return
+    costs, stages, constraints = problem.costs, problem.stages, problem.constraints
+    n, ends = len(costs), [0, *found.cuts, len(costs)]
+    loads = oracle.loads(costs, ends)
+    assert sorted(found.order) == list(range(len(stages)))
+    assert constraints["order"] == "free" or found.order == tuple(range(len(stages)))
+    assert not set(constraints["forbid"]) & set(found.cuts)
+    assert set(constraints["pin"]) <= set(found.cuts)
+    assert all(map(oracle.agrees, found.loads, loads))
+    transfer = [*(constraints["transfer"] or [0] * n), 0][:n]
+    times = []
+    for load, stage, end in zip(loads, found.order, ends[1:], strict=True):
+        compute = load / Fraction(stages[stage].speed)
+        sent = Fraction(transfer[end - 1]) if end < n else Fraction(0)
+        times.append(max(compute, sent) if constraints["overlap"] else compute + sent)
+    assert all(map(oracle.agrees, found.times, times))
+    assert found.bottleneck == max(found.times)
+    speed = sum(Fraction(stage.speed) for stage in stages)
+    mean = oracle.total(costs) / speed
+    if not constraints["forbid"]:
+        fastest = max(Fraction(stage.speed) for stage in stages)
+        assert oracle.agrees(found.lower_bound, max(mean, max(map(Fraction, costs)) / fastest))
+    assert found.lower_bound <= found.bottleneck
+    assert oracle.agrees(found.imbalance, max(times) / mean if mean else 1)
+
+
+def test_examples():
+    assert place([4, 4, 4, 4, 4, 4], [Stage(speed=1), Stage(speed=2)]).sizes == (2, 4)
+    found = place([4, 4, 4, 4, 4, 4], 2, pin=[1])
+    assert (found.sizes, found.times, found.makespan) == ((1, 5), (4, 20), None)
+    assert place([4, 4, 4, 4, 4, 4], 2, forbid=[3, 4]).sizes == (2, 4)
+    assert place([4, 4, 4, 4, 4, 4], 2, transfer=[20, 20, 20, 20, 0]).sizes == (5, 1)
+    assert place([4, 4, 4, 4, 4, 4], 2, transfer=[20, 9, 20, 20, 20]).times == (17, 16)
+    assert place([4, 4, 4, 4, 4, 4], 2, transfer=[20, 9, 20, 20, 20], overlap=True).times == (9, 16)
+
+
+def test_cuts_follow_the_speeds_where_the_optimum_leaves_a_choice():
+    assert place([1] * 8 + [6], [Stage(1)] * 3).sizes == (4, 4, 1)
+    assert place([1] * 9 + [100], [Stage(1), Stage(2), Stage(1)]).sizes == (3, 6, 1)
+
+
+def test_capacities_without_memory_limit_the_costs():
+    assert place([1, 1, 1, 1], [Stage(1, 1), Stage(1, 3)]).sizes == (1, 3)
+
+
+def test_memory_and_activations_add_up_for_each_microbatch_in_flight():
+    stages = [Stage(1, 10), Stage(1, 10)]
+    calls = {
+        None: (2, 2),  # 2·(2+3) = 10
+        "1f1b": (1, 3),  # the first stage holds two: 2+2·3 = 8; the second one: 3·(2+1·1)
+    }
+    memory, activations = [2, 2, 2, 2], [3, 1, 1, 1]
+    assert place([1] * 4, stages, memory=memory, activations=[3, 3, 3, 3]).sizes == calls[None]
+    found = place([1] * 4, stages, memory=memory, activations=activations, in_flight="1f1b")
+    assert found.sizes == calls["1f1b"]
+
+
+def test_no_more_microbatches_are_in_flight_than_there_are():
+    stages, activations = [Stage(1, 3), Stage(1, 3)], [1] * 6
+    assert place([1] * 6, stages, activations=activations, in_flight="1f1b", microbatches=1).sizes == (3, 3)
+    with pytest.raises(Infeasible):
+        place([1] * 6, stages, activations=activations, in_flight="1f1b")
+
+
+def test_equal_stages_of_a_free_order_keep_their_order():
+    found = place([2, 1, 1], [Stage(1), Stage(2), Stage(1)], order="free")
+    assert (found.order, found.times) == ((1, 0, 2), (1, 1, 1))
+
+
+def test_makespan_may_prefer_a_slower_slowest_stage():
+    call = {"costs": [4, 2, 2, 4], "stages": 2, "transfer": [1, 8, 1]}
+    assert place(**call, microbatches=2).sizes in {(1, 3), (3, 1)}
+    few = place([5, 5, 1], [Stage(2), Stage(1)], objective="makespan", microbatches=1)
+    many = place([5, 5, 1], [Stage(2), Stage(1)], objective="makespan", microbatches=50)
+    assert (few.makespan, many.makespan) == (6, 6 + 49 * 5)
+
+
+@pytest.mark.parametrize("n", [60, 200])
+def test_large_placements_prove_themselves(n):
+    random = Random(n)
+    costs, memory, transfer = ([random.randrange(1000) for _ in range(n)] for _ in range(3))
+    k, room = n // 12, sum(memory) * 16 // n
+    fast, slow = Stage(2, room + 1500), Stage(1, room + 1000)
+    fixed = [random.choice([fast, slow]) for _ in range(k)]
+    for stages, constraints in [
+        (fixed, {"memory": memory}),
+        (fixed, {"memory": memory, "transfer": transfer}),
+        (fixed, {"memory": memory, "transfer": transfer, "overlap": True}),
+        (sorted(fixed, key=str), {"memory": memory, "order": "free", "forbid": [7, 9], "pin": [n // 2]}),
+    ]:
+        verify(place(costs, stages, **constraints), costs, stages, **constraints)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("n", [1_000, 10_000, 100_000, 1_000_000])
+def test_very_large_placements_prove_themselves(n):
+    random = Random(n)
+    costs, memory = ([random.randrange(1000) for _ in range(n)] for _ in range(2))
+    stages = [Stage(random.choice([1, 2, Fraction(3, 2)]), sum(memory) // 4) for _ in range(8)]
+    verify(place(costs, stages, memory=memory), costs, stages, memory=memory)

@@ -1,0 +1,116 @@
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockpartition import Infeasible, Placement, Stage, place, verify
+
+from . import oracle
+from .strategies import placings
+
+
+def accepted(found, problem, objective) -> bool:
+    try:
+        verify(found, problem.costs, problem.stages, objective=objective, **problem.constraints)
+    except ValueError:
+        return False
+    return True
+
+
+@given(placings(max_layers=6), st.sampled_from(["bottleneck", "makespan"]), st.data())
+def test_an_accepted_placement_is_optimal(problem, objective, data):
+    """Parts of other placements, each right in itself, do not add up to a proof."""
+    try:
+        found = place(problem.costs, problem.stages, **problem.constraints, objective=objective)
+    except Infeasible:
+        return
+    n, k = len(problem.costs), len(problem.stages)
+    ends = data.draw(st.sampled_from(list(oracle.all_ends(n, k))))
+    free = replace(problem, constraints={**problem.constraints, "pin": list(ends[1:-1]), "forbid": []})
+    try:
+        other = place(problem.costs, problem.stages, **free.constraints, objective=objective)
+    except Infeasible:
+        return
+    witness = data.draw(st.sampled_from([found.witness, other.witness]))
+    if accepted(replace(other, witness=witness), problem, objective):
+        outcomes = list(oracle.outcomes(problem.costs, problem.stages, **problem.constraints))
+        m = problem.constraints["microbatches"]
+        if objective == "bottleneck":
+            assert oracle.agrees(other.bottleneck, min(outcome.slowest for outcome in outcomes))
+        else:
+            assert oracle.agrees(other.makespan, min(outcome.makespan(m) for outcome in outcomes))
+
+
+COSTS = [3, 1, 2, 4, 2]
+STAGES = [Stage(1, 10), Stage(2, 8)]
+CONSTRAINTS = {"pin": [], "forbid": [4], "transfer": [1, 1, 2, 1], "microbatches": 3}
+GOOD = place(COSTS, STAGES, **CONSTRAINTS)
+FAST = place(COSTS, STAGES, **CONSTRAINTS, objective="makespan")
+
+
+def test_the_good_ones_are_good():
+    assert (GOOD.sizes, GOOD.times, GOOD.makespan) == ((2, 3), (5, 4), 19)
+    verify(GOOD, COSTS, STAGES, **CONSTRAINTS)
+    verify(FAST, COSTS, STAGES, **CONSTRAINTS, objective="makespan")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": (2, 2, 1)}, r"^3 blocks on stages \(0, 1\); each of 2 stages needs one$"),
+        ({"order": (0, 0)}, r"^2 blocks on stages \(0, 0\); each of 2 stages needs one$"),
+        ({"order": (1, 0)}, r"^stage 1 is out of order$"),
+        ({"sizes": (2, 2)}, r"^the sizes add up to 4 layers, there are 5 costs$"),
+        ({"sizes": (4, 1)}, r"^cut 4 is forbidden$"),
+        ({"sizes": (5, 0)}, r"^sizes\[1\] is 0; every block needs at least one layer$"),
+        ({"sizes": (0, 5)}, r"^sizes\[0\] is 0; every block needs at least one layer$"),
+        ({"sizes": (1, 4)}, r"^layers 1 to 4 do not fit on their stage$"),
+        ({"loads": (4, 9)}, r"^loads should be \(4, 8\), the placement says \(4, 9\)$"),
+        ({"times": (5, 5)}, r"^times should be \(5, 4\), the placement says \(5, 5\)$"),
+        ({"bottleneck": 4}, r"^bottleneck should be 5, the placement says 4$"),
+        ({"lower_bound": 5}, r"^lower_bound should be 4, the placement says 5$"),
+        ({"makespan": 17}, r"^makespan should be 19, the placement says 17$"),
+        ({"gap": 0.5}, r"^gap is 0.5, more than 0$"),
+        ({"witness": GOOD.witness[:2]}, r"^the witness is about 2 sets of stages, there are 3$"),
+        ({"witness": ((), *GOOD.witness[1:])}, r"^the witness does not start at layer 0$"),
+        ({"witness": (*GOOD.witness[:2], ((0, 5),))}, r"^the witness reaches the end: it proves nothing$"),
+        ({"witness": (((0, 0),), (), ())}, r"^the witness denies that a faster block can end at 1$"),
+    ],
+)
+def test_each_field_is_checked(change, message):
+    with pytest.raises(ValueError, match=message):
+        verify(replace(GOOD, **change), COSTS, STAGES, **CONSTRAINTS)
+
+
+def test_a_pinned_cut_is_missed():
+    with pytest.raises(ValueError, match=r"^cut 1 is pinned, and a block goes across$"):
+        verify(GOOD, COSTS, STAGES, **{**CONSTRAINTS, "pin": [1]})
+
+
+def test_a_makespan_needs_the_bounds_that_prove_it():
+    with pytest.raises(ValueError, match=r"^the witness does not exclude a slowest block of 0 or a little more$"):
+        verify(replace(FAST, witness=()), COSTS, STAGES, **CONSTRAINTS, objective="makespan")
+    with pytest.raises(ValueError, match=r"^a makespan depends on how many micro-batches there are"):
+        verify(FAST, COSTS, STAGES, objective="makespan", transfer=CONSTRAINTS["transfer"], forbid=[4])
+
+
+def test_a_gap_is_accepted_only_as_far_as_it_was_asked_for():
+    costs = [(7 * i * i) % 23 + 1 for i in range(20)]
+    transfer = [(13 * i * i) % 19 for i in range(20)]
+    call = {"stages": [Stage(1), Stage(2), Stage(1), Stage(3)], "transfer": transfer, "microbatches": 4}
+    found = place(costs, **call, objective="makespan", gap=0.2)
+    assert 0 < found.gap <= 0.2
+    verify(found, costs, **call, objective="makespan", gap=0.2)
+    with pytest.raises(ValueError, match=r"^gap is .*, more than 0$"):
+        verify(found, costs, **call, objective="makespan")
+    with pytest.raises(ValueError, match=r"^the witness does not exclude"):
+        verify(replace(found, gap=0.0), costs, **call, objective="makespan")
+
+
+def test_witness_is_in_layers_and_thresholds_in_the_callers_unit():
+    assert isinstance(GOOD, Placement)
+    assert GOOD.witness == (((0, 0),), ((1, 1),), ((2, 3),))
+    assert all(isinstance(threshold, Fraction) for threshold in FAST.witness)
+    assert list(FAST.witness) == sorted(FAST.witness)
