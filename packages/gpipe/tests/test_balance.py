@@ -1,18 +1,110 @@
+import inspect
+import re
+from itertools import pairwise
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from gpipe.balance import balance_by_size, balance_by_time, balance_cost
+from gpipe import balance as module_under_test
+from gpipe.balance import (
+    balance_by_flops,
+    balance_by_parameters,
+    balance_by_size,
+    balance_by_time,
+    balance_cost,
+    uniform,
+)
 
 
-def test_the_most_expensive_block_is_as_cheap_as_possible():
-    assert balance_cost([1, 2, 3, 4, 5, 6], 2) == [4, 2]
-    assert balance_cost([6, 5, 4, 3, 2, 1], 2) == [2, 4]
-    assert balance_cost([0.5, 0.25, 0.25], 2) == [1, 2]
+@st.composite
+def problems(draw):
+    cost = draw(st.lists(st.integers(0, 20) | st.floats(0, 20), min_size=1, max_size=7))
+    return cost, draw(st.integers(1, len(cost)))
+
+
+def bottleneck(cost, balance):
+    ends = [sum(balance[:j]) for j in range(len(balance) + 1)]
+    return max(sum(cost[a:b]) for a, b in pairwise(ends))
+
+
+def every_balance(layers, partitions):
+    if partitions == 1:
+        return [[layers]]
+    return [
+        [first, *rest]
+        for first in range(1, layers - partitions + 2)
+        for rest in every_balance(layers - first, partitions - 1)
+    ]
+
+
+def cuts(balance):
+    return {sum(balance[:j]) for j in range(1, len(balance))}
+
+
+@given(problems())
+def test_no_balance_is_better(problem):
+    cost, partitions = problem
+    best = min(bottleneck(cost, balance) for balance in every_balance(len(cost), partitions))
+    assert bottleneck(cost, balance_cost(cost, partitions)) == pytest.approx(best, rel=1e-12)
+
+
+@given(problems(), st.data())
+def test_pinned_and_forbidden_layers_are_heeded(problem, data):
+    cost, partitions = problem
+    wanted = data.draw(st.sampled_from(every_balance(len(cost), partitions)))  # so that there is an answer
+    layers = range(1, len(cost))
+    pin = data.draw(st.sets(st.sampled_from(sorted(cuts(wanted))))) if partitions > 1 else set()
+    forbid = data.draw(st.sets(st.sampled_from(layers))) - cuts(wanted) if layers else set()
+    found = balance_cost(cost, partitions, pin=pin, forbid=forbid)
+    legal = [b for b in every_balance(len(cost), partitions) if pin <= cuts(b) and not forbid & cuts(b)]
+    assert found in legal
+    assert bottleneck(cost, found) == pytest.approx(min(bottleneck(cost, b) for b in legal), rel=1e-12)
+
+
+def named():
+    model = nn.Sequential()
+    for name in ["embed", "block1", "relu1", "block2", "relu2", "head"]:
+        model.add_module(name, nn.ReLU() if name.startswith("relu") else nn.Linear(6, 6))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("constraints", "balance"),
+    [
+        ({}, [3, 3]),
+        ({"pin": "embed"}, [3, 3]),  # the first layer begins a partition anyhow
+        ({"pin": "block1"}, [1, 5]),
+        ({"pin": 4}, [4, 2]),
+        ({"pin": re.compile("re.*2")}, [4, 2]),
+        ({"forbid": "block2"}, [4, 2]),
+        ({"forbid": ["block.*", "relu.*"]}, [5, 1]),
+        ({"pin": "head", "forbid": r"relu\d"}, [5, 1]),
+    ],
+)
+def test_layers_are_called_by_name(constraints, balance):
+    assert uniform(2, named(), **constraints) == balance
+
+
+@pytest.mark.parametrize("layer", ["block", "block3", 6, -1, "blo.?"])
+@pytest.mark.parametrize("argument", ["pin", "forbid"])
+def test_an_unknown_layer_is_refused_with_the_known_ones(layer, argument):
+    with pytest.raises(ValueError, match=rf"{argument}: {re.escape(repr(layer))} is no layer; there are embed, block1"):
+        uniform(2, named(), **{argument: layer})
+
+
+def test_what_cannot_be_had_is_refused():
+    with pytest.raises(ValueError, match=r"."):
+        uniform(2, named(), pin="head", forbid="head")
+    with pytest.raises(ValueError, match="use at most 6"):
+        uniform(7, named())
 
 
 @pytest.mark.parametrize(("widths", "balance"), [(range(1, 7), [4, 2]), (range(6, 0, -1), [2, 4])])
-def test_by_size_counts_what_stays_alive(widths, balance):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_by_size_counts_what_stays_alive(widths, balance, device):
     class Expand(nn.Module):
         def __init__(self, times):
             super().__init__()
@@ -24,7 +116,20 @@ def test_by_size_counts_what_stays_alive(widths, balance):
             return x
 
     model = nn.Sequential(*(Expand(times) for times in widths))
-    assert balance_by_size(2, model, torch.rand(10, 10, 10), device="cpu") == balance
+    assert balance_by_size(2, model, torch.rand(10, 10, 10), device=device) == balance
+
+
+def test_by_size_counts_parameters():
+    model = nn.Sequential(*(nn.Linear(i + 1, i + 2) for i in range(6)))
+    assert balance_by_size(2, model, torch.rand(7, 1), param_scale=100, device="cpu") == [4, 2]
+    assert balance_by_parameters(2, model) == [4, 2]
+    assert balance_by_size(2, model, torch.rand(7, 1), param_scale=100, device="cpu", pin="3") == [3, 3]
+
+
+def test_by_flops_needs_no_data():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 800), nn.ReLU(), nn.Linear(800, 8), nn.Linear(8, 800), nn.Linear(800, 8))
+    assert balance_by_flops(2, model, torch.rand(3, 8)) == [3, 2]
 
 
 def test_by_time_gives_each_partition_a_layer():
@@ -33,3 +138,33 @@ def test_by_time_gives_each_partition_a_layer():
     assert len(balance) == 3
     assert sum(balance) == 5
     assert min(balance) >= 1
+
+
+def test_by_time_balances_the_seconds_of_the_profile(monkeypatch):
+    """Forward and backward, and not rounded to microseconds."""
+
+    class Found:
+        seconds = (3e-7, 1e-7, 1e-7, 1e-7)
+
+    monkeypatch.setattr(module_under_test, "profile", lambda *args, **options: Found())
+    model = nn.Sequential(*(nn.ReLU() for _ in range(4)))
+    assert balance_by_time(2, model, torch.rand(1)) == [1, 3]
+
+
+def table():
+    rows = re.findall(r"^ {4}(\w+)(?:\((.*)\))? +(\d)$", inspect.getdoc(balance_by_size).replace("\n", "\n    "), re.M)
+    return [(name, eval(f"dict({options})"), int(scale)) for name, options, scale in rows]
+
+
+@pytest.mark.parametrize(("name", "options", "scale"), table())
+def test_the_table_of_optimizers_is_right(name, options, scale):
+    parameter = nn.Parameter(torch.rand(1000))
+    optimizer = getattr(torch.optim, name)([parameter], **options)
+    parameter.grad = torch.rand(1000)
+    optimizer.step()
+    state = sum(x.numel() for x in optimizer.state[parameter].values() if isinstance(x, torch.Tensor) and x.numel() > 1)
+    assert 2 + state / 1000 == scale
+
+
+def test_the_table_is_read():
+    assert len(table()) == 13

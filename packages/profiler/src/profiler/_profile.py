@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +81,8 @@ def _rounds(module: nn.Sequential, batch: Batch, device: torch.device, timeout: 
 
 
 def _medians(rounds: list[Round]) -> list[Seconds]:
+    from statistics import median  # takes as long to import as all the rest of this package
+
     return [
         Seconds(median(s.forward for s in samples), median(s.backward for s in samples))
         for samples in zip(*rounds, strict=True)
