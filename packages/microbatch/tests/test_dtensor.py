@@ -1,0 +1,39 @@
+"""A subclass that does know how to be cut: a tensor spread over a mesh, here of one process."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from microbatch import Batch, gather, scatter, scatter_views
+
+dist = pytest.importorskip("torch.distributed")
+dtensor = pytest.importorskip("torch.distributed.tensor")
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dtensor.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_round_trip_with_gradients(mesh: Any) -> None:
+    x = dtensor.distribute_tensor(torch.arange(6.0).view(3, 2).requires_grad_(), mesh, [dtensor.Replicate()])
+    batches = scatter(x, 2)
+    assert [tuple(batch.tensor.shape) for batch in batches] == [(2, 2), (1, 2)]
+    result = gather([Batch(batch.tensor * 2) for batch in batches])
+    assert type(result) is type(x)
+    assert result.full_tensor().equal(2 * x.full_tensor())
+    result.sum().backward()
+    assert x.grad.full_tensor().eq(2).all()
+
+
+def test_views(mesh: Any) -> None:
+    x = dtensor.distribute_tensor(torch.arange(4.0), mesh, [dtensor.Replicate()])
+    batches, versions = scatter_views(x, 2)
+    versions.sync()
+    assert gather(batches).full_tensor().equal(x.full_tensor())
