@@ -24,7 +24,7 @@ autodoc_typehints_format = "short"
 html_theme = "furo"
 html_title = f"gpipe {release}"
 
-EXPLAINED = re.compile(r"(\w+(?:, \w+)*): (.+)")
+EXPLAINED = re.compile(r"([a-z]\w*(?:, \w+)*): (.+)")
 CODE_IN_A_WORD = re.compile(r"(?<!`)(`[^`]+`)(?=\w)")  # as in `Stage`s, where the mark-up wants an end
 
 

@@ -39,6 +39,11 @@ def project(package: str) -> dict:
     return tomllib.loads((HOUSE / "packages" / package / "pyproject.toml").read_text())["project"]
 
 
+def rooms(package: ModuleType) -> list[str]:
+    """Submodules that anybody may enter."""
+    return [room.name for room in pkgutil.iter_modules(package.__path__) if not room.name.startswith("_")]
+
+
 def submodules(package: ModuleType) -> Iterator[str]:
     for module in pkgutil.walk_packages(package.__path__, prefix=f"{package.__name__}."):
         yield module.name
@@ -65,8 +70,7 @@ class TestFrontDoors:
     def test_nothing_leaks_beyond_the_table_of_contents(self, package: str) -> None:
         module = importlib.import_module(package)
         public = {name for name in vars(module) if not name.startswith("_")}
-        rooms = {room.name for room in pkgutil.iter_modules(module.__path__) if not room.name.startswith("_")}
-        assert public - set(module.__all__) - rooms == set()
+        assert public - set(module.__all__) - set(rooms(module)) == set()
 
     @each_package
     def test_everything_promised_is_there(self, package: str) -> None:
@@ -80,6 +84,12 @@ class TestFrontDoors:
         promised = {name: getattr(module, name) for name in module.__all__}
         defined = {name: it for name, it in promised.items() if inspect.isclass(it) or inspect.isroutine(it)}
         assert [name for name, it in defined.items() if not inspect.getdoc(it)] == []
+
+    @each_package
+    def test_the_reference_has_every_room(self, package: str) -> None:
+        page = (HOUSE / "docs" / "api" / f"{package}.md").read_text()
+        modules = [package, *(f"{package}.{room}" for room in rooms(importlib.import_module(package)))]
+        assert [name for name in modules if f".. automodule:: {name}\n" not in page] == []
 
     @each_package
     def test_types_are_shipped(self, package: str) -> None:
