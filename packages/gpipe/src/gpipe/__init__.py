@@ -1,5 +1,6 @@
 """Pipeline-parallel training of sequential PyTorch models in one process."""
 
+from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm
 from ._checkpoint import is_checkpointing as is_checkpointing
 from ._checkpoint import is_recomputing as is_recomputing
 from ._gpipe import GPipe as GPipe
@@ -11,6 +12,7 @@ from ._split import verify_module as verify_module
 
 __all__ = [
     "BalanceError",
+    "DeferredBatchNorm",
     "GPipe",
     "inline",
     "is_checkpointing",

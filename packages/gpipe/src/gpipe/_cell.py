@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -11,8 +12,11 @@ from microbatch import Batch
 from streams import Context
 
 from ._checkpoint import Witness, checkpointing, recomputing, training_flags
+from ._random import CellRandom, Refusal, RunRandom
 from ._stage import Stage
 from ._value import cloned, cut, versions
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 # What torch.autograd.backward calls after checks of its own, which take longer than the backward of a small cell. The
 # gradients here come from other cells and have the right shapes.
@@ -26,15 +30,16 @@ class Cell:
     is a small one of its own, and the gradients of the leaves are what the stage before waits for.
     """
 
-    __slots__ = ("_outputs", "_stage", "inputs")
+    __slots__ = ("_outputs", "_random", "_stage", "inputs")
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, random: CellRandom | None = None) -> None:
         self._stage = stage
+        self._random = random
 
     def forward(self, inputs: Batch) -> Batch:
         """Run the layers; the outputs, cut off."""
         self.inputs = inputs
-        self._outputs = self._stage.compute(inputs)
+        self._outputs = self._compute(inputs)
         return cut(self._outputs)
 
     def recompute(self) -> None:
@@ -52,17 +57,27 @@ class Cell:
         ]
         if flowing:
             outputs, seeds = zip(*flowing, strict=True)
-            _run_backward(outputs, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            with _NOTHING if self._random is None else self._random.backward():
+                _run_backward(outputs, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return [leaf.grad for leaf in self.inputs]
+
+    def _compute(self, inputs: Batch) -> Batch:
+        if self._random is None:
+            return self._stage.compute(inputs)
+        with self._random.drawn_from():
+            outputs = self._stage.compute(inputs)
+        self._stage.saw_draw(self._random.drew)
+        return outputs
 
 
 class CheckpointedCell(Cell):
     """A cell that lets its graph go after the forward, and builds it again just before the backward."""
 
-    __slots__ = ("_buffers", "_context", "_training", "_versions", "_witness")
+    __slots__ = ("_buffers", "_context", "_run", "_training", "_versions", "_witness")
 
-    def __init__(self, stage: Stage, context: Context) -> None:
-        super().__init__(stage)
+    def __init__(self, stage: Stage, random: CellRandom | None, run: RunRandom, context: Context) -> None:
+        super().__init__(stage, random)
+        self._run = run
         self._context = context
 
     def forward(self, inputs: Batch) -> Batch:
@@ -72,7 +87,7 @@ class CheckpointedCell(Cell):
         before = versions(inputs)
         self._training = training_flags(stage.module)
         with checkpointing(), stage.buffers.watched(self._training) as self._buffers:
-            outputs = cut(stage.compute(inputs))
+            outputs = cut(self._compute(inputs))
         self._witness = Witness(stage.module, self._training, stage.buffers.steady(self._training))
         if versions(inputs) != before:
             self.inputs = _expect_spare(spare)
@@ -84,8 +99,13 @@ class CheckpointedCell(Cell):
         self._check_inputs()
         self._witness.check()
         restored = self._stage.buffers.restored(self._training, self._buffers)
-        with self._context.applied(), recomputing(), restored:
+        with self._context.applied(), recomputing(), restored, self._repeated():
             self._outputs = self._stage.compute(self.inputs)
+
+    def _repeated(self) -> AbstractContextManager[None]:
+        if self._random is None and self._run.unexpected:
+            self._random = Refusal(self._run, 0, self._stage.device)
+        return _NOTHING if self._random is None else self._random.repeated()
 
     def _check_inputs(self) -> None:
         if versions(self.inputs) != self._versions:

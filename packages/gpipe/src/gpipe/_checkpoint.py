@@ -65,11 +65,17 @@ class Buffers:
     A recomputation works on copies of those as they were before the forward: so it sees what the forward saw, and
     changes nothing twice. Which ones change is found out at the first forward in each training mode, by comparing
     values: version counters do not tell, because the kernel of batch norm does not advance them.
+
+    A layer with a true attribute ``recomputes_without_buffers`` neither reads nor changes its own in a recomputation.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._slots = [
-            (owner, name) for owner in module.modules() for name, b in owner._buffers.items() if b is not None
+            (owner, name)
+            for owner in module.modules()
+            if not getattr(owner, "recomputes_without_buffers", False)
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
         ]
         self._changing: dict[Training, list[Slot]] = {}
 

@@ -14,11 +14,13 @@ from microbatch import Batch, check, gather, scatter_views
 from streams import AbstractStream, new_stream
 
 from ._autograd import tied
+from ._batchnorm import DeferredBatchNorm
 from ._split import BalanceError, Device, recommend_auto_balance, split_module
 from ._stage import Stage
-from ._value import mapped
+from ._value import Arguments, mapped
 from ._workers import Workers
 from .pipeline import Pipeline
+from .skip import SkipLayout, inspect_skip_layout, verify_skippables
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
@@ -38,6 +40,8 @@ class GPipe(nn.Module):
         chunks: how many micro-batches to cut a mini-batch into. As with ``torch.chunk``, a small one gives fewer.
         checkpoint: which micro-batches keep only their inputs between forward and backward and compute the rest again:
             ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. Evaluation checkpoints nothing.
+        deferred_batch_norm: let batch norm update its running statistics once a mini-batch, to those of the whole of it
+            (:class:`DeferredBatchNorm`).
 
     Attributes:
         balance: layers of each partition, a list of int.
@@ -66,6 +70,7 @@ class GPipe(nn.Module):
     chunks: int
     checkpoint: str
     partitions: nn.ModuleList
+    _layout: SkipLayout
     _stages: list[Stage]
     _copy_streams: list[list[AbstractStream]]
     _workers: Workers
@@ -78,42 +83,55 @@ class GPipe(nn.Module):
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
         checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
+        self.chunks = _chunks(chunks)
+        self.checkpoint = _checkpoint(checkpoint)
         if balance is None:
             raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
         balance = list(balance)
         partitions, self.balance, self.devices = split_module(module, balance, _devices(devices, len(balance)))
-        self.chunks = _chunks(chunks)
-        self.checkpoint = _checkpoint(checkpoint)
+        verify_skippables(module)
+        if deferred_batch_norm:
+            DeferredBatchNorm.convert_deferred_batch_norm(partitions, self.chunks)
         self.training = module.training
         # Registered are the layers themselves, so that every name is the wrapped module's, whatever the balance. In
         # _modules a layer may have the name of an attribute.
-        self._modules.update(module._modules)
+        for partition in partitions:
+            self._modules.update(partition._modules)
         # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
         self.__dict__["partitions"] = partitions
         self._prepare()
 
-    def forward(self, input: Any) -> Any:  # noqa: A002
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute in a pipeline. Takes and gives what the wrapped module takes and gives.
 
         Args:
-            input: a tensor, or a tree of tensors with rows that can be dealt out alike, on the first device (moved
-                there if it is not). The output is on the last.
+            args, kwargs: for the first layer. Tensors, or trees of tensors, with rows that can be dealt out alike; on
+                the first device (moved there if they are not). The output is on the last.
 
         Raises:
             TypeError, ValueError: ``input`` cannot be cut into micro-batches, or the output not be put together.
         """
-        check(input)
+        inputs = args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+        check(inputs)
         if not self.devices:
-            return input
+            return inputs
         first = self.devices[0]
-        value = mapped(Batch(input), lambda tensor: tensor.to(first)).value
+        value = mapped(Batch(inputs), lambda tensor: tensor.to(first)).value
         views, versions = scatter_views(value, self.chunks)
         batches = tied(value, views)
         stop = self._checkpoint_stop(len(batches))
         Pipeline(
-            batches, self._stages, self.devices, self._copy_streams, stop, versions=versions, workers=self._workers
+            batches,
+            self._stages,
+            self.devices,
+            self._copy_streams,
+            self._layout,
+            stop,
+            versions=versions,
+            workers=self._workers,
         ).run()
         return gather(batches)
 
@@ -181,8 +199,12 @@ class GPipe(nn.Module):
 
     def _prepare(self) -> None:
         """What a pipe needs in the process it runs in."""
-        stages = [Stage(j, p, d) for j, (p, d) in enumerate(zip(self.partitions, self.devices, strict=True))]
-        self.__dict__["_stages"] = stages
+        layout = inspect_skip_layout(list(self.partitions))
+        self.__dict__["_layout"] = layout
+        self.__dict__["_stages"] = [
+            Stage(j, partition, device, layout)
+            for j, (partition, device) in enumerate(zip(self.partitions, self.devices, strict=True))
+        ]
         self.__dict__["_copy_streams"] = [[new_stream(device)] for device in self.devices]
         self.__dict__["_workers"] = Workers.for_owner(self, self.devices)
 
@@ -196,7 +218,7 @@ class GPipe(nn.Module):
         return {"always": microbatches, "except_last": microbatches - 1, "never": 0}[self.checkpoint]
 
 
-_OF_THIS_PROCESS = ("_stages", "_copy_streams", "_workers")
+_OF_THIS_PROCESS = ("_layout", "_stages", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 

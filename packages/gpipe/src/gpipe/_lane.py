@@ -6,29 +6,46 @@ from streams import Context
 
 from ._cell import Cell, CheckpointedCell
 from ._errors import add_note, shapes
-from ._link import Channel
+from ._hooks import HeldHooks
+from ._place import at
+from ._ports import Ports
+from ._random import CellRandom, RunRandom
 from ._stage import Stage
 from .schedule import Action
 
 
 class Lane:
-    """The cells of one stage in one run, and the channels to the stages before and after.
+    """The cells of one stage in one run, and the ports to the stages before and after.
 
     Args:
+        microbatches: how many there are.
         checkpoint_stop: micro-batches below it are checkpointed.
         keep: whether a backward will come; if not, no cell is kept.
         context: what the caller of the forward saw, for recomputations.
+        random: where the random numbers of the run come from.
     """
 
     def __init__(
-        self, stage: Stage, arrival: Channel, departure: Channel, *, checkpoint_stop: int, keep: bool, context: Context
+        self,
+        stage: Stage,
+        arrival: Ports,
+        departure: Ports,
+        *,
+        microbatches: int,
+        checkpoint_stop: int,
+        keep: bool,
+        context: Context,
+        random: RunRandom,
     ) -> None:
         self.stage = stage
         self._arrival = arrival
         self._departure = departure
+        self._microbatches = self._awaited = microbatches
+        self._hooks: HeldHooks | None = None
         self._checkpoint_stop = checkpoint_stop if keep else 0
         self._keep = keep
         self._context = context
+        self._random = random
         self._cells: dict[int, Cell] = {}
 
     def do(self, action: Action) -> None:
@@ -36,30 +53,46 @@ class Lane:
         getattr(self, action.kind)(action.microbatch)
 
     def forward(self, i: int) -> None:
-        inputs = self._arrival.values.get(i)
+        inputs = self._arrival.get_values(i)
         cell = self._cells[i] = self._cell(i)
-        output = cell.forward(inputs)
+        with at(i, self._microbatches):
+            outputs = cell.forward(inputs)
         if not self._keep:
             del self._cells[i]
-        self._departure.values.put(i, output)
+        self._departure.put_values(i, outputs)
 
     def recompute(self, i: int) -> None:
-        self._cells[i].recompute()
+        with at(i, self._microbatches):
+            self._cells[i].recompute()
 
     def backward(self, i: int) -> None:
-        gradients = self._cells[i].backward(self._departure.gradients.get(i))
+        if self._hooks is None:
+            self._hooks = HeldHooks(self.stage.module.parameters())
+        gradients = self._cells[i].backward(self._departure.get_gradients(i))
         del self._cells[i]
-        self._arrival.gradients.put(i, gradients)
+        self._arrival.put_gradients(i, gradients)
+        self._awaited -= 1
+        if not self._awaited:
+            self._hooks.fire()
 
-    def annotate(self, error: BaseException, action: Action, microbatches: int) -> None:
+    def end(self) -> None:
+        """Leave the layers as they were, also if the run has failed."""
+        if self._hooks is not None:
+            self._hooks.drop()
+
+    def annotate(self, error: BaseException, action: Action) -> None:
         """Say in a note on ``error`` which cell it comes from."""
         cell = self._cells.get(action.microbatch)
         stage = self.stage
         add_note(
             error,
             f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
-            f"{microbatches}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
+            f"{self._microbatches}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
         )
 
     def _cell(self, i: int) -> Cell:
-        return CheckpointedCell(self.stage, self._context) if i < self._checkpoint_stop else Cell(self.stage)
+        stage = self.stage
+        random = CellRandom(self._random, i << 12 | stage.index, stage.device) if stage.may_draw else None
+        if i < self._checkpoint_stop:
+            return CheckpointedCell(stage, random, self._random, self._context)
+        return Cell(stage, random)

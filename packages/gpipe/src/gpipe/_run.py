@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,9 +18,13 @@ from ._errors import Poisoned
 from ._inline import is_inline
 from ._lane import Lane
 from ._link import Channel
+from ._ports import Ports
+from ._random import RunRandom
 from ._stage import Stage
 from ._workers import Workers, placement
 from .schedule import Program, Step, fill_drain, halves, merge, start_ticks
+from .skip import SkipLayout
+from .skip._layout import Route
 
 
 class Half(NamedTuple):
@@ -56,6 +60,7 @@ class Run:
         workers: Workers,
         microbatches: int,
         checkpoint_stop: int,
+        layout: SkipLayout,
     ) -> None:
         self._workers = workers
         self._microbatches = microbatches
@@ -65,16 +70,22 @@ class Run:
         self._inline = is_inline()
         self._placement = (0,) * len(stages) if self._inline else placement(self._devices)
         self._halves = _plan(microbatches, len(stages), checkpoint_stop, self._placement)
-        self._channels = _channels([Place(*e) for e in zip(self._devices, self._streams, copy_streams, strict=True)])
+        places = [Place(*each) for each in zip(self._devices, self._streams, copy_streams, strict=True)]
+        self._channels = _channels(places)
+        skips = [(route, _channel(f"of skip {route.key[1]!r}", places, *route[1:])) for route in layout.routes]
+        self._skips = [channel for _, channel in skips]
+        self._random = RunRandom()
         self._lanes = [
             Lane(
                 stage,
-                *self._channels[j : j + 2],
+                *ports,
+                microbatches=microbatches,
                 checkpoint_stop=checkpoint_stop,
                 keep=torch.is_grad_enabled(),
                 context=self._context,
+                random=self._random,
             )
-            for j, stage in enumerate(stages)
+            for stage, ports in zip(stages, _ports(self._channels, skips), strict=True)
         ]
 
     def forward(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -82,6 +93,7 @@ class Run:
         for i, batch in enumerate(batches):
             self._channels[0].values.put(i, batch)
         self._walk(self._halves[0], self._context)
+        self._look_for_draws()
         return [self._channels[-1].values.get(i) for i in range(self._microbatches)]
 
     def backward(self, gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
@@ -105,6 +117,8 @@ class Run:
             self._workers.run(list(zip(streams, works, strict=True)), self._poison)
         try:
             if failures:
+                for lane in self._lanes:
+                    lane.end()
                 raise _earliest(failures, half.programs)
         finally:
             del failures, works  # the error's traceback holds this frame, which would hold the error
@@ -118,13 +132,19 @@ class Run:
                 except Poisoned:
                     return
                 except BaseException as error:
-                    lane.annotate(error, step.action, self._microbatches)
+                    lane.annotate(error, step.action)
                     failures.append(Failure(step, error))
                     self._poison()
                     return
 
+    def _look_for_draws(self) -> None:
+        self._random.look()
+        if self._random.unexpected:
+            for lane in self._lanes:
+                lane.stage.forget_draws()
+
     def _poison(self) -> None:
-        for channel in self._channels:
+        for channel in (*self._channels, *self._skips):
             channel.poison()
 
 
@@ -135,11 +155,21 @@ def _plan(microbatches: int, stages: int, checkpoint_stop: int, placement: tuple
 
 
 def _channels(places: Sequence[Place]) -> list[Channel]:
-    between = [
-        Channel(f"between partitions {j} and {j + 1}", carrier(a, b), carrier(b, a))
-        for j, (a, b) in enumerate(pairwise(places))
-    ]
+    between = [_channel("", places, j, j + 1) for j in range(len(places) - 1)]
     return [Channel("at the input"), *between, Channel("at the output")]
+
+
+def _channel(what: str, places: Sequence[Place], a: int, b: int) -> Channel:
+    name = f"{what} between partitions {a} and {b}".strip()
+    return Channel(name, carrier(places[a], places[b]), carrier(places[b], places[a]))
+
+
+def _ports(channels: Sequence[Channel], skips: Sequence[tuple[Route, Channel]]) -> Iterator[tuple[Ports, Ports]]:
+    """What arrives at each stage and what departs from it."""
+    for j, (arrival, departure) in enumerate(pairwise(channels)):
+        popped = [channel for route, channel in skips if route.target == j]
+        stashed = [channel for route, channel in skips if route.source == j]
+        yield Ports(arrival, popped), Ports(departure, stashed)
 
 
 def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStream]) -> None:

@@ -5,11 +5,23 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
 
 Device = torch.device | int | str
+
+
+class Partition(nn.Sequential):
+    """The layers of one stage under their own names. The first may take several arguments, as a model may."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *others = self._modules.values()
+        value = first(*args, **kwargs)
+        for layer in others:
+            value = layer(value)
+        return value
 
 
 class BalanceError(ValueError):
@@ -96,7 +108,7 @@ def split_module(
     places = [torch.device(device) for device in devices[: len(balance)]]
     partitions = nn.ModuleList()
     for block, device in zip(_blocks(list(module._modules.items()), balance), places, strict=True):
-        partition = nn.Sequential()
+        partition = Partition()
         partition._modules.update(block)
         partition.training = module.training
         partitions.append(partition.to(device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,32 +11,68 @@ from torch import nn
 from microbatch import Batch
 
 from ._checkpoint import Buffers
-from ._value import entered, versions
+from ._value import Arguments, entered, versions
+from .skip import SkipLayout
+from .skip._store import Key, routed
 
 
 class Stage:
     """One partition on its device. It lives as long as its pipe, and so does what is learned about its layers."""
 
-    def __init__(self, index: int, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, index: int, module: nn.Module, device: torch.device, layout: SkipLayout) -> None:
         self.index = index
         self.module = module
         self.device = device
+        self._pops = [route.key for route in layout.routes if route.target == index]
+        self._stashes = [route.key for route in layout.routes if route.source == index]
         self._changes_input: dict[bool, bool] = {}
+        self._draws: dict[bool, bool] = {}
 
     def compute(self, inputs: Batch) -> Batch:
         """What the layers make of ``inputs``; they may work in place on them, although these are leaves."""
         if not self.may_change_input:
-            return Batch(self.module(inputs.value))
+            return Batch(self._call(inputs.value))
         before = versions(inputs)
-        output = Batch(self.module(entered(inputs).value))
+        output = Batch(self._call(entered(inputs).value))
         training = self.module.training
         self._changes_input[training] = self._changes_input.get(training, False) or versions(inputs) != before
         return output
+
+    def _call(self, value: Any) -> Any:
+        """Hand skips from other stages to the layers, and those for other stages on, beside the main value."""
+        if not self._pops and not self._stashes:
+            return self._layers(value)
+        store: dict[Key, Any] = {}
+        if self._pops:
+            value, *skips = value
+            store.update(zip(self._pops, skips, strict=True))
+        with routed(store):
+            output = self._layers(value)
+        return (output, *[store.pop(key) for key in self._stashes]) if self._stashes else output
+
+    def _layers(self, value: Any) -> Any:
+        if isinstance(value, Arguments):
+            return self.module(*value.args, **value.kwargs)
+        return self.module(value)
 
     @property
     def may_change_input(self) -> bool:
         """Whether the layers work in place on what they get, in this training mode; true until somebody looked."""
         return self._changes_input.get(self.module.training, True)
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether the layers draw random numbers, in this training mode; true until somebody looked."""
+        return self._draws.get(self.module.training, True)
+
+    def saw_draw(self, drew: bool) -> None:
+        """Learn from a forward whether the layers draw. Those that did once may do it again."""
+        training = self.module.training
+        self._draws[training] = drew or self._draws.get(training, False)
+
+    def forget_draws(self) -> None:
+        """Look again, at the next forward."""
+        self._draws.clear()
 
     @cached_property
     def buffers(self) -> Buffers:

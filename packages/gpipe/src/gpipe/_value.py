@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from microbatch import Batch
+
+
+class Arguments(NamedTuple):
+    """What the first layer is called with, where that is not one positional argument."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:

@@ -15,6 +15,7 @@ from ._run import Run
 from ._stage import Stage
 from ._value import cut, mapped
 from ._workers import Workers
+from .skip import SkipLayout, inspect_skip_layout
 
 
 class Pipeline:
@@ -26,6 +27,7 @@ class Pipeline:
         devices: one for each partition; the CPU if not given.
         copy_streams: ``copy_streams[j][0]`` is the stream on which values come to and go from the device of partition
             j; new ones if not given.
+        skip_layout: which skips go from where to where; found out if not given.
         checkpoint_stop: micro-batches below it are checkpointed: recomputed when their backward comes.
         versions: how in-place changes of the micro-batches and of what they were cut from reach each other.
         workers: the threads to run on; if not given, some that live as long as this object.
@@ -37,6 +39,7 @@ class Pipeline:
         partitions: Sequence[nn.Module | Stage],
         devices: Sequence[torch.device] | None = None,
         copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
+        skip_layout: SkipLayout | None = None,
         checkpoint_stop: int = 0,
         *,
         versions: Versions | None = None,
@@ -44,8 +47,11 @@ class Pipeline:
     ) -> None:
         self.batches = batches
         devices = [torch.device("cpu")] * len(partitions) if devices is None else list(devices)
+        self._layout = (
+            inspect_skip_layout([_module(each) for each in partitions]) if skip_layout is None else skip_layout
+        )
         self._stages = [
-            each if isinstance(each, Stage) else Stage(j, each, device)
+            each if isinstance(each, Stage) else Stage(j, each, device, self._layout)
             for j, (each, device) in enumerate(zip(partitions, devices, strict=True))
         ]
         self._copy_streams = [new_stream(d) for d in devices] if copy_streams is None else [s[0] for s in copy_streams]
@@ -60,12 +66,16 @@ class Pipeline:
         in the schedule. Then ``batches`` are as before.
         """
         inputs = list(self.batches)
-        run = Run(self._stages, self._copy_streams, self._workers, len(inputs), self._checkpoint_stop)
+        run = Run(self._stages, self._copy_streams, self._workers, len(inputs), self._checkpoint_stop, self._layout)
         outputs = run.forward([cut(batch) for batch in inputs])
         self._versions.sync()
         if torch.is_grad_enabled():
             outputs = _attached(run, self._versions, inputs, outputs)
         self.batches[:] = outputs
+
+
+def _module(partition: nn.Module | Stage) -> nn.Module:
+    return partition.module if isinstance(partition, Stage) else partition
 
 
 def _attached(run: Run, versions: Versions, inputs: Sequence[Batch], outputs: Sequence[Batch]) -> list[Batch]:

@@ -1,0 +1,221 @@
+"""Random numbers that depend on the seed alone, although stages draw side by side and forwards are repeated.
+
+The CPU has one generator for the whole process. Stages drawing from it would get numbers that depend on which came
+first, and a recomputation could not get the same again without taking it away from everybody else. So every cell draws
+from a generator of its own. All are seeded by one number, which a run takes from the process's generator when the first
+of its layers draws.
+
+A CUDA device has a generator of its own, and one worker: there it is enough to put its state back.
+
+Layers that do not draw pay nothing: who draws is found out at the first forward in each training mode.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+
+class RunRandom:
+    """The random numbers of one run.
+
+    Attributes:
+        unexpected: whether something that was not expected to draw took numbers from the process's generator. Cells
+            then refuse to draw in a recomputation what they did not keep track of in the forward.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seed: int | None = None
+        self._state = _PROCESS.get_state()
+        self.unexpected = False
+
+    @property
+    def seed(self) -> int:
+        """The one number that the run takes."""
+        with self._lock:
+            if self._seed is None:
+                self._seed = int(torch.randint(2**32, (), device="cpu", generator=_PROCESS))
+                self._state = _PROCESS.get_state()
+            return self._seed
+
+    def look(self) -> None:
+        """Find out whether somebody has drawn past the cells."""
+        self.unexpected = not torch.equal(self._state, _PROCESS.get_state())
+
+
+class CellRandom:
+    """The random numbers of one cell, from the beginning in every forward of it.
+
+    Attributes:
+        drew: whether anything was drawn on the CPU or on a CUDA device.
+        asked: whether somebody asked for the state of the generator in order to put it back later, as
+            ``torch.utils.checkpoint`` does; the backward then draws too.
+    """
+
+    __slots__ = ("_cuda", "_generator", "_number", "_run", "asked", "drew")
+
+    def __init__(self, run: RunRandom, number: int, device: torch.device) -> None:
+        self._run = run
+        self._number = number
+        self._generator: torch.Generator | None = None
+        self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
+        self.asked = False
+        self.drew = False
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The cell's own generator for the CPU, which uses 32 bits of a seed. No two cells of a run share one."""
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed((self._run.seed + self._number) % 2**32)
+        return self._generator
+
+    def draw(self) -> torch.Generator:
+        """What an operation that draws on the CPU shall draw from."""
+        self.drew = True
+        return self.generator
+
+    @contextmanager
+    def drawn_from(self) -> Iterator[None]:
+        """Inside, what this thread draws on the CPU comes from here."""
+        before, _active.cell = getattr(_active, "cell", None), self
+        _stand_in()
+        # Not `with mode`, which flips a switch of the process that sticks when threads leave in another order.
+        _push_mode(_Draws(self))
+        try:
+            yield
+        finally:
+            _pop_mode()
+            _active.cell = before
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Inside, this thread draws again what it drew in the forward, on every device."""
+        self._generator = None
+        with self._cuda_rewound(), self.drawn_from():
+            yield
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the backward."""
+        return self.drawn_from() if self.asked else nullcontext()
+
+    @contextmanager
+    def _cuda_rewound(self) -> Iterator[None]:
+        if self._cuda is None:
+            yield
+            return
+        device, state = self._cuda
+        now = torch.cuda.get_rng_state(device)
+        torch.cuda.set_rng_state(state, device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_rng_state(now, device)
+
+
+class Refusal(CellRandom):
+    """For the recomputation of a cell whose forward nobody watched: it must not draw."""
+
+    def draw(self) -> torch.Generator:
+        raise RuntimeError(
+            "this layer drew random numbers, for the first time in this training mode, and its recomputation cannot "
+            "repeat them; run this mini-batch again: from now on the pipeline keeps track of what the layer draws"
+        )
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands the cell's generator to every operation that draws."""
+
+    def __init__(self, cell: CellRandom) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cell = cell
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Otherwise a compiled layer that is called once under this mode runs eagerly for ever.
+        return True
+
+    def __torch_dispatch__(
+        self, operation: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _draws(operation) or kwargs.get("generator") is not None:
+            return operation(*args, **kwargs)
+        if _device(args, kwargs) != "cpu":
+            self._cell.drew = True
+            return operation(*args, **kwargs)
+        with_generator = _with_generator(operation)
+        if with_generator is not None:
+            return with_generator(*args, **{**kwargs, "generator": self._cell.draw()})
+        return _swapped(self._cell.draw(), operation, args, kwargs)
+
+
+def _swapped(generator: torch.Generator, operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """For the few that take no generator: lend the cell's numbers to the process while ``operation`` runs."""
+    with _swapping:
+        process = _PROCESS.get_state()
+        _PROCESS.set_state(generator.get_state())
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            generator.set_state(_PROCESS.get_state())
+            _PROCESS.set_state(process)
+
+
+@cache
+def _draws(operation: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
+@cache
+def _with_generator(operation: OpOverload) -> OpOverload | None:
+    """The overload that takes the same arguments and a generator: ``operation`` itself if it does."""
+    wanted = _arguments(operation) | {"generator"}
+    packet = operation.overloadpacket
+    overloads: list[OpOverload] = [operation, *(getattr(packet, name) for name in packet.overloads())]
+    return next((o for o in overloads if _takes_generator(o) and _arguments(o) | {"generator"} == wanted), None)
+
+
+def _arguments(operation: OpOverload) -> frozenset[object]:
+    arguments = operation._schema.arguments
+    return frozenset("generator" if a.name == "generator" else (a.name, str(a.type)) for a in arguments)
+
+
+def _takes_generator(operation: OpOverload) -> bool:
+    return "generator" in _arguments(operation)
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    tensors = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    device = kwargs.get("device") or next(tensors, "cpu")
+    return torch.device(device).type
+
+
+class _StandIn:
+    """In the place of ``torch.random.default_generator``: the cell's generator on a thread that has one."""
+
+    def __getattr__(self, name: str) -> Any:
+        cell: CellRandom | None = getattr(_active, "cell", None)
+        if cell is None:
+            return getattr(_PROCESS, name)
+        cell.asked = True
+        return getattr(cell.generator, name)
+
+
+def _stand_in() -> None:
+    """Let ``torch.get_rng_state`` and ``set_rng_state`` inside a layer speak of what the layer draws from."""
+    torch.random.__dict__["default_generator"] = _STAND_IN
+
+
+_PROCESS = torch.default_generator
+_STAND_IN = _StandIn()
+_active = threading.local()
+_swapping = threading.Lock()

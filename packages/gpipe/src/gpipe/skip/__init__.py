@@ -1,0 +1,40 @@
+"""Tensors that skip layers: a layer stashes one, and a later layer pops it, on whatever stage that is.
+
+The tensor travels straight from the stage of the one to the stage of the other, past those between them. The same
+layers work in a plain ``nn.Sequential``.
+
+>>> import torch
+>>> from torch import nn
+>>> @skippable(stash=["input"])
+... class Keep(nn.Module):
+...     def forward(self, x):
+...         yield stash("input", x)
+...         return x * 2
+>>> @skippable(pop=["input"])
+... class Add(nn.Module):
+...     def forward(self, x):
+...         skip = yield pop("input")
+...         return x + skip
+>>> nn.Sequential(Keep(), nn.Identity(), Add())(torch.ones(1))
+tensor([3.])
+"""
+
+from ._layout import SkipLayout as SkipLayout
+from ._layout import inspect_skip_layout as inspect_skip_layout
+from ._namespace import Namespace as Namespace
+from ._skippable import Skippable as Skippable
+from ._skippable import pop as pop
+from ._skippable import skippable as skippable
+from ._skippable import stash as stash
+from ._verify import verify_skippables as verify_skippables
+
+__all__ = [
+    "Namespace",
+    "SkipLayout",
+    "Skippable",
+    "inspect_skip_layout",
+    "pop",
+    "skippable",
+    "stash",
+    "verify_skippables",
+]

@@ -1,0 +1,51 @@
+"""From which partition to which each skip goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from ._namespace import Namespace
+from ._skippable import Skippable
+from ._store import Key
+
+
+class Route(NamedTuple):
+    """A skip from the partition that stashes it to the one that pops it."""
+
+    key: Key
+    source: int
+    target: int
+
+
+class SkipLayout:
+    """The skips between partitions; those inside one are its own business."""
+
+    def __init__(self, routes: Iterable[Route] = ()) -> None:
+        self.routes = [route for route in routes if route.source != route.target]
+
+    def requires_copy(self, ns: Namespace | None, name: str) -> bool:
+        """Whether the skip goes from one partition to another."""
+        return any(route.key == (ns, name) for route in self.routes)
+
+    def copy_policy(self, target: int) -> Iterator[tuple[int, Namespace | None, str]]:
+        """The skips that partition ``target`` pops: where they come from, namespace and name."""
+        return ((route.source, *route.key) for route in self.routes if route.target == target)
+
+
+def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
+    """The skips between ``partitions``, in the order in which they are stashed."""
+    sources: dict[Key, int] = {}
+    targets: dict[Key, int] = {}
+    for j, partition in enumerate(partitions):
+        for layer in skippables(partition):
+            sources.update(dict.fromkeys(layer.stashable(), j))
+            targets.update(dict.fromkeys(layer.poppable(), j))
+    return SkipLayout(Route(key, source, targets[key]) for key, source in sources.items() if key in targets)
+
+
+def skippables(module: nn.Module) -> Iterator[Skippable]:
+    """All skippable layers below ``module``, in order."""
+    return (layer for layer in module.modules() if isinstance(layer, Skippable))

@@ -1,0 +1,153 @@
+"""Layers that stash and pop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from ._namespace import Namespace
+from ._store import Key, Store, current_store, routed
+
+Layer = TypeVar("Layer", bound=type[nn.Module])
+
+
+class stash:  # noqa: N801 — reads as a command after `yield`
+    """``yield stash(name, tensor)`` hands ``tensor``, which may be None, to the layer that pops ``name``."""
+
+    __slots__ = ("name", "tensor")
+
+    def __init__(self, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"stash({name!r}, ...) takes a tensor or None; got {type(tensor).__name__}")
+        self.name = name
+        self.tensor = tensor
+
+
+class pop:  # noqa: N801
+    """``tensor = yield pop(name)`` takes what an earlier layer stashed as ``name``."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Skippable(nn.Module):
+    """What :func:`skippable` makes of a layer's class: a subclass of both."""
+
+    stashable_names: ClassVar[frozenset[str]] = frozenset()
+    poppable_names: ClassVar[frozenset[str]] = frozenset()
+    _commands: ClassVar[Callable[..., Any]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own ``forward`` and carry out what it yields."""
+        commands = type(self)._commands(self, *args, **kwargs)
+        if not isinstance(commands, Generator):
+            self._expect_all(set())
+            return commands
+        done: set[str] = set()
+        answer: Tensor | None = None
+        while True:
+            try:
+                command = commands.send(answer)
+            except StopIteration as stop:
+                self._expect_all(done)
+                return stop.value
+            answer = self._carry_out(command)
+            done.add(command.name)
+
+    def isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> Any:
+        """Put the skips of this layer, or ``only`` those named, into a namespace; the layer itself.
+
+        Raises:
+            TypeError: ``ns`` is no :class:`Namespace`, or ``only`` is a str instead of a list of names.
+            ValueError: the layer does not declare a name in ``only``.
+        """
+        if not isinstance(ns, Namespace):
+            raise TypeError(f"ns must be a Namespace; got {type(ns).__name__}")
+        declared = self.stashable_names | self.poppable_names
+        names = declared if only is None else _names("only", only)
+        if names - declared:
+            raise ValueError(f"only names {sorted(names - declared)}, but this layer declares {sorted(declared)}")
+        self.__dict__["_namespaces"] = {**self._by_name(), **dict.fromkeys(names, ns)}
+        return self
+
+    def key(self, name: str) -> Key:
+        """The skip that ``name`` means in this layer."""
+        return self._by_name().get(name), name
+
+    def stashable(self) -> list[Key]:
+        """The skips that this layer stashes."""
+        return [self.key(name) for name in sorted(self.stashable_names)]
+
+    def poppable(self) -> list[Key]:
+        """The skips that this layer pops."""
+        return [self.key(name) for name in sorted(self.poppable_names)]
+
+    def route_skips(self, store: Store) -> AbstractContextManager[None]:
+        """Inside, this layer stashes to ``store`` and pops from it, as profilers need that run it alone."""
+        return routed(store)
+
+    def _by_name(self) -> dict[str, Namespace]:
+        by_name: dict[str, Namespace] = self.__dict__.get("_namespaces", {})
+        return by_name
+
+    def _carry_out(self, command: object) -> Tensor | None:
+        if isinstance(command, stash):
+            self._expect_declared(command.name, self.stashable_names, "stashable")
+            current_store()[self.key(command.name)] = command.tensor
+            return None
+        if isinstance(command, pop):
+            self._expect_declared(command.name, self.poppable_names, "poppable")
+            try:
+                return current_store().pop(self.key(command.name))
+            except KeyError:
+                raise RuntimeError(f"{command.name!r} is popped, but no layer before has stashed it") from None
+        raise TypeError(f"{command!r} is not a command of a skippable layer; yield stash(name, tensor) or pop(name)")
+
+    def _expect_declared(self, name: str, names: frozenset[str], what: str) -> None:
+        if name not in names:
+            raise RuntimeError(f"{name!r} has not been declared as {what}; this layer declares {sorted(names)}")
+
+    def _expect_all(self, done: set[str]) -> None:
+        for names, participle in ((self.stashable_names, "stashed"), (self.poppable_names, "popped")):
+            if names - done:
+                raise RuntimeError(f"{', '.join(map(repr, sorted(names - done)))} must be {participle} but have not")
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
+    """Let a layer's ``forward`` stash and pop by ``yield``; for its class, as a decorator.
+
+    Args:
+        stash: the names it stashes, each exactly once in a forward.
+        pop: the names it pops, likewise.
+
+    Raises TypeError if a str is given where a list of names is meant.
+    """
+    stashes, pops = _names("stash", stash), _names("pop", pop)
+
+    def decorate(layer: type[nn.Module]) -> type[Skippable]:
+        members = {
+            "stashable_names": stashes,
+            "poppable_names": pops,
+            "_commands": layer.forward,
+            "__module__": layer.__module__,
+            "__qualname__": layer.__qualname__,
+            "__doc__": layer.__doc__,
+        }
+        return type(layer.__name__, (Skippable, layer), members)
+
+    return decorate
+
+
+def _names(argument: str, names: Iterable[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        raise TypeError(f"{argument} must be a list of names, not a str; write {argument}=[{names!r}]")
+    names = frozenset(names)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} must be a list of names; {name!r} is of type {type(name).__name__}")
+    return names
