@@ -13,8 +13,9 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_programs_in_the_readme_run():
     programs = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert len(programs) == 2
+    names = {"__name__": "readme"}
     for program in programs:
-        exec(compile(program, str(README), "exec"), {"__name__": "readme"})
+        exec(compile(program, str(README), "exec"), names)
 
 
 @pytest.mark.parametrize("module", [_context, _stream])

@@ -205,68 +205,72 @@ def test_a_device_that_cannot_be_hashed_is_named():
         spawn_workers([Unhashable()])
 
 
-class Watched(Event):
-    """The end of a worker, which says when somebody begins to wait for it."""
+class Interrupted(Event):
+    """The end of a worker; the first waits for it are interrupted."""
 
-    waits = ()
+    interrupts = 0
 
     def wait(self, timeout=None):
-        next(self.waits).set()
+        if Interrupted.interrupts > 0:
+            Interrupted.interrupts -= 1
+            raise KeyboardInterrupt
         return super().wait(timeout)
 
 
 @pytest.fixture
-def joins(monkeypatch):
-    """Three events: somebody waits for the worker's end for the first, second, third time."""
-    events = [Event() for _ in range(3)]
-    monkeypatch.setattr(Watched, "waits", iter(events))
-    monkeypatch.setattr(_spawn, "Event", Watched)
-    return events
+def ends(monkeypatch):
+    monkeypatch.setattr(_spawn, "Event", Interrupted)
+    return lambda interrupts: monkeypatch.setattr(Interrupted, "interrupts", interrupts)
 
 
-def interrupt():
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-
-needs_signals = pytest.mark.skipif(os.name == "nt", reason="one thread cannot send a signal to another here")
-
-
-@needs_signals
-def test_an_interrupt_while_waiting_passes_only_after_the_last_has_ended(joins):
-    finished = []
-
-    def work():
-        wait(joins[0])
-        interrupt()
-        wait(joins[1])
-        finished.append(True)
-
-    before = set(threading.enumerate())
-    tasks = [task(work), task(lambda: finished.append(True))]
-    with pytest.raises(KeyboardInterrupt), spawn_workers([CPU]) as ([in_queue], _):
-        list(map(in_queue.put, tasks))
-    assert finished == [True, True]
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_interrupt_while_waiting_passes_only_after_the_last_has_ended(ends, workers):
+    ends(interrupts=1)
+    before, finished = set(threading.enumerate()), []
+    tasks = [task(lambda i=i: finished.append(i)) for i in range(5)]
+    with pytest.raises(KeyboardInterrupt), spawn_workers([CPU] * workers, shared=False) as (in_queues, _):
+        [queue.put(each) for queue in in_queues for each in tasks]
+    assert sorted(finished) == sorted(list(range(5)) * workers)
     assert set(threading.enumerate()) == before
 
 
-@needs_signals
-def test_a_second_interrupt_gives_up(joins):
+def test_a_second_interrupt_gives_up(ends):
+    ends(interrupts=2)
     release = Event()
-
-    def work():
-        for joined in joins[:2]:
-            wait(joined)
-            interrupt()
-        wait(release)
-
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt), spawn_workers([CPU]) as ([in_queue], _):
-        in_queue.put(task(work))
+        in_queue.put(task(lambda: wait(release)))
     (left,) = set(threading.enumerate()) - before
     assert left.daemon
     release.set()
     left.join(PATIENCE)
     assert not left.is_alive()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="one thread cannot send a signal to another here")
+def test_a_real_interrupt_passes_only_after_the_last_has_ended(monkeypatch):
+    waiting, again, finished = Event(), Event(), []
+
+    class Watched(Event):
+        says = iter([waiting, again])
+
+        def wait(self, timeout=None):
+            next(self.says).set()
+            return super().wait(timeout)
+
+    def work():
+        wait(waiting)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        # A signal just before the main thread blocks is noticed only when it wakes up: then this waits in vain.
+        again.wait(1)
+        finished.append(True)
+
+    monkeypatch.setattr(_spawn, "Event", Watched)
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt), spawn_workers([CPU]) as ([in_queue], _):
+        [in_queue.put(each) for each in (task(work), task(lambda: finished.append(True)))]
+    assert finished == [True, True]
+    assert set(threading.enumerate()) == before
 
 
 def test_workers_that_did_start_end_when_another_cannot(monkeypatch):
