@@ -1,0 +1,141 @@
+"""How repeatable are balances by time, and how long does sizing without a device take?
+
+    python benchmarks/profiling.py [--repeats 10] [--timeout 1.0] [--threads 1] [--large]
+
+Two profilers measure the same model by turns: ours (median of rounds) and, where it is installed, torchgpipe's (sum of
+rounds). The same exact partitioner cuts both, so that only the measurements differ. Every balance is judged by one
+reference, a long profile taken half before and half after. `spread` is how far the worst balance's bottleneck lies
+above the best one's, `loss` how far the median lies above the optimum of the reference, `noise` the median over the
+layers of the standard deviation of a layer's share of the sum, relative to that share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+
+from blockpartition import partition
+from profiler import profile, profile_sizes
+
+Costs = Sequence[float]
+Model = tuple[nn.Sequential, torch.Tensor]
+Profiler = Callable[[nn.Sequential, torch.Tensor, float], Costs]
+
+
+def convolutions() -> Model:
+    """Images shrink while channels grow; no layer in place, which torchgpipe's profiler refuses."""
+    layers: list[nn.Module] = []
+    for inside, outside in pairwise([3, 16, 32, 48, 64, 96]):
+        layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if outside in (32, 64) else []
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10)), torch.rand(8, 3, 32, 32)
+
+
+def transformer() -> Model:
+    """A cheap embedding, equal blocks, and an expensive head."""
+    blocks = [nn.TransformerEncoderLayer(96, 4, 384, batch_first=True) for _ in range(10)]
+    return nn.Sequential(nn.Embedding(2000, 96), *blocks, nn.Linear(96, 2000)), torch.randint(2000, (4, 64))
+
+
+def small() -> Model:
+    """Layers of some microseconds, where the clock and Python weigh most."""
+    widths = [64, 128, 32, 256, 64, 192, 64, 128, 96]
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers), torch.rand(32, 64, requires_grad=True)
+
+
+def ours(model: nn.Sequential, sample: torch.Tensor, timeout: float) -> Costs:
+    return profile(model, sample, device="cpu", timeout=timeout).seconds
+
+
+@functools.cache
+def profilers() -> dict[str, Profiler]:
+    found: dict[str, Profiler] = {"gpipe-profiler": ours}
+    try:
+        from torchgpipe.balance.profile import profile_times as theirs
+    except ImportError:
+        print("torchgpipe is not installed: measuring ours alone")
+        return found
+    found["torchgpipe 0.0.7"] = lambda model, sample, timeout: theirs(model, sample, timeout, torch.device("cpu"))
+    return found
+
+
+def bottleneck(costs: Costs, sizes: Sequence[int]) -> float:
+    return max(sum(costs[start:end]) for start, end in pairwise([0, *accumulate(sizes)]))
+
+
+def shares(costs: Costs) -> list[float]:
+    return [cost / sum(costs) for cost in costs]
+
+
+def noise(runs: list[Costs]) -> float:
+    columns = zip(*map(shares, runs), strict=True)
+    return statistics.median(statistics.pstdev(column) / statistics.mean(column) for column in columns)
+
+
+def measured(model: nn.Sequential, sample: torch.Tensor, repeats: int, timeout: float) -> dict[str, list[Costs]]:
+    runs: dict[str, list[Costs]] = {name: [] for name in profilers()}
+    for _ in range(repeats):
+        for name, measure in profilers().items():
+            runs[name].append(measure(model, sample, timeout))
+    return runs
+
+
+def compare(make: Callable[[], Model], partitions: int, repeats: int, timeout: float) -> None:
+    model, sample = make()
+    before = ours(model, sample, 5 * timeout)
+    runs = measured(model, sample, repeats, timeout)
+    after = ours(model, sample, 5 * timeout)
+    truth = [statistics.mean(pair) for pair in zip(before, after, strict=True)]
+    best = float(partition(truth, partitions).bottleneck)
+    drift = bottleneck(after, partition(before, partitions).sizes) / float(partition(after, partitions).bottleneck)
+    print(f"\n{make.__name__}: {len(model)} layers, {partitions} partitions, {sum(truth) * 1e3:.1f} ms a round")
+    print(f"  the first half of the reference loses {drift - 1:.1%} by the second")
+    for name, costs in runs.items():
+        balances = [partition(cost, partitions).sizes for cost in costs]
+        found = [bottleneck(truth, balance) for balance in balances]
+        spread, loss = max(found) / min(found) - 1, statistics.median(found) / best - 1
+        print(f"  {name:<17} spread {spread:6.1%}  loss {loss:6.1%}  noise {noise(costs):6.1%}  ", end="")
+        print(f"{len(set(balances))} different balances")
+
+
+def large() -> None:
+    """A 70-billion-parameter Sequential that nobody could hold here."""
+    with torch.device("meta"):
+        block = [nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True) for _ in range(95)]
+        model = nn.Sequential(nn.Embedding(32000, 8192), *block, nn.Linear(8192, 32000))
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = torch.zeros(8, 4096, dtype=torch.long)
+    began = time.perf_counter()
+    sizes = profile_sizes(model, tokens, 8, 4.0, None)
+    spent = time.perf_counter() - began
+    print(f"\n{parameters / 1e9:.1f}e9 parameters, {len(model)} layers, 8×4096 tokens in 8 chunks, Adam: ", end="")
+    print(f"{sum(sizes) / 2**40:.2f} TiB, counted in {spent:.1f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--timeout", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--large", action="store_true", help="size 70 billion parameters too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, {options}")
+    for make, partitions in ((convolutions, 3), (transformer, 4), (small, 4)):
+        compare(make, partitions, options.repeats, options.timeout)
+    if options.large:
+        large()
+
+
+if __name__ == "__main__":
+    main()
