@@ -101,7 +101,7 @@ def load() -> tuple[Digits, Digits]:
 def choose_balance(model: nn.Sequential, sample: Tensor, devices: Sequence[str], chunks: int) -> list[int]:
     """How many layers each device gets, so that the slowest of them has as little to do as possible."""
     measured = profile(model, sample, device=devices[0], chunks=chunks)
-    balance = balance_cost([layer.seconds for layer in measured.layers], len(devices))
+    balance = balance_cost(measured.seconds, len(devices))
     show_balance(balance, measured, devices)
     return balance
 
@@ -110,7 +110,7 @@ def show_balance(balance: Sequence[int], measured: Profile, devices: Sequence[st
     table = Table(title=f"Balance of {len(measured.layers)} layers, for a micro-batch of {measured.rows} digits")
     for heading in ("stage", "device", "layers", "forward", "backward", "share"):
         table.add_column(heading, justify="right")
-    total = sum(layer.seconds for layer in measured.layers)
+    total = sum(measured.seconds)
     layers = iter(measured.layers)
     for stage, (count, device) in enumerate(zip(balance, devices, strict=True)):
         mine = list(islice(layers, count))
