@@ -67,7 +67,8 @@ def standalone(session: nox.Session, package: str) -> None:
     for shared in ("conftest.py", "pyproject.toml"):
         shutil.copy(HOUSE / shared, room)
     session.chdir(room)
-    session.run("pytest", "-o", "pythonpath=", f"packages/{package}/tests", *session.posargs)
+    nowhere_else = {"PYTHONPATH": ""}
+    session.run("pytest", "-o", "pythonpath=", f"packages/{package}/tests", *session.posargs, env=nowhere_else)
 
 
 @nox.session
@@ -100,7 +101,7 @@ def build(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The documentation under docs/_build/html; warnings are errors."""
     install_house(session, "docs")
-    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+    session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
 
 
 @nox.session
