@@ -1,0 +1,119 @@
+"""Small layers, models and measures that several tests use."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe import GPipe
+
+DOUBLE = torch.float64
+
+
+class Call(nn.Module):
+    """A layer that is a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
+class Raise(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise ctx.error
+
+
+class OnBackward(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, function: Callable[[], object]) -> Tensor:
+        ctx.function = function
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.function()
+        return gradient, None
+
+
+def linears(layers: int = 3, width: int = 3) -> nn.Sequential:
+    """Linear layers in double precision, the same in every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(width, width, dtype=DOUBLE) for _ in range(layers)))
+
+
+def rows(count: int = 6, width: int = 3, **options: Any) -> Tensor:
+    """Some input, the same in every call."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, width, dtype=DOUBLE, generator=generator).requires_grad_(options.pop("grad", False))
+
+
+def numbered(count: int) -> Tensor:
+    """One row for each micro-batch, which tells its number."""
+    return torch.arange(float(count), dtype=DOUBLE)[:, None]
+
+
+def piped(model: nn.Sequential, balance: list[int], **options: Any) -> GPipe:
+    """A pipe of a copy of ``model``, all on the CPU."""
+    return GPipe(copy.deepcopy(model), balance, devices=["cpu"] * len(balance), **options)
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def assert_same(left: nn.Module, right: nn.Module) -> None:
+    """Equal gradients of all parameters, by name."""
+    tolerance = 1e-10 if next(left.parameters()).dtype is DOUBLE else 1e-4
+    torch.testing.assert_close(gradients(left), gradients(right), rtol=tolerance, atol=tolerance)
+
+
+def assert_trains_like(pipe: GPipe, model: nn.Module, x: Tensor | None = None) -> None:
+    """``pipe`` computes what ``model`` does, forwards and backwards, whatever happened to it before."""
+    x = rows() if x is None else x
+    pipe.zero_grad()
+    model.zero_grad()
+    output, expected = pipe(x), model(x)
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    assert_same(pipe, model)
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What ``function`` returns or raises, on a thread; TimeoutError if it does neither in time."""
+    answers: list[tuple[bool, Any]] = []
+
+    def work() -> None:
+        try:
+            answers.append((True, function()))
+        except BaseException as error:
+            answers.append((False, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answers:
+        raise TimeoutError(f"no end within {seconds} s")
+    succeeded, answer = answers[0]
+    if succeeded:
+        return answer
+    raise answer

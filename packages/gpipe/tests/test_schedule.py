@@ -1,0 +1,255 @@
+"""The programs: complete, in order, free of deadlocks wherever the stages are, and as short as can be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain, pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gpipe.schedule import Action, Program, Step, clock_cycles, fill_drain, halves, merge, requirement, start_ticks
+
+pytestmark = pytest.mark.timeout(60)
+
+counts = st.integers(1, 7)
+sizes = st.tuples(counts, counts)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Micro-batches, stages, and how many of the micro-batches are checkpointed."""
+    m, n = draw(sizes)
+    return m, n, draw(st.integers(0, m))
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[tuple[Program, ...], list[int]]:
+    """Programs, whole or a half of them, and a worker for each stage."""
+    programs = fill_drain(*draw(runs()))
+    chosen = draw(st.sampled_from([programs, *halves(programs)]))
+    return chosen, draw(st.lists(st.integers(0, 3), min_size=len(chosen), max_size=len(chosen)))
+
+
+@st.composite
+def shuffled(draw: st.DrawFn) -> list[Program]:
+    """Programs in which every stage has its actions in an order of its own, sense or nonsense."""
+    m, n, stop = draw(runs())
+    return [tuple(draw(st.permutations(program))) for program in fill_drain(min(m, 3), min(n, 4), min(stop, 3))]
+
+
+def steps_of(programs: tuple[Program, ...] | list[Program]) -> list[Step]:
+    return [Step(j, action) for j, program in enumerate(programs) for action in program]
+
+
+def executed(walks: list[list[Step]] | tuple[tuple[Step, ...], ...]) -> list[Step]:
+    """What workers get done that walk these steps and wait for what they need: a model of the links, without time."""
+    present = set(chain.from_iterable(walks))
+    queues = [list(walk) for walk in walks]
+    done: list[Step] = []
+    progress = True
+    while progress:
+        progress = False
+        for queue in queues:
+            while queue and (requirement(queue[0]) not in present or requirement(queue[0]) in done):
+                done.append(queue.pop(0))
+                progress = True
+    return done
+
+
+class TestClockCycles:
+    @given(sizes)
+    def test_each_cell_runs_once(self, size: tuple[int, int]) -> None:
+        m, n = size
+        cells = Counter(chain.from_iterable(clock_cycles(m, n)))
+        assert cells == Counter((i, j) for i in range(m) for j in range(n))
+
+    @given(sizes)
+    def test_a_tick_is_a_diagonal(self, size: tuple[int, int]) -> None:
+        assert all(i + j == tick for tick, cells in enumerate(clock_cycles(*size)) for i, j in cells)
+
+    @given(sizes)
+    def test_there_are_as_many_ticks_as_the_longest_way_has_cells(self, size: tuple[int, int]) -> None:
+        assert len(list(clock_cycles(*size))) == sum(size) - 1
+
+    @given(sizes)
+    def test_stages_ascend_within_a_tick(self, size: tuple[int, int]) -> None:
+        assert all([j for _, j in cells] == sorted({j for _, j in cells}) for cells in clock_cycles(*size))
+
+    @pytest.mark.parametrize("size", [(0, 0), (0, 3), (3, 0)])
+    def test_nothing_takes_no_time(self, size: tuple[int, int]) -> None:
+        assert list(clock_cycles(*size)) == []
+
+
+class TestFillDrain:
+    @given(runs())
+    def test_each_cell_runs_once_each_way_and_checkpointed_ones_again(self, run: tuple[int, int, int]) -> None:
+        m, n, stop = run
+        expected = Counter(
+            [Action("forward", i) for i in range(m)]
+            + [Action("recompute", i) for i in range(stop)]
+            + [Action("backward", i) for i in range(m)]
+        )
+        programs = fill_drain(m, n, stop)
+        assert len(programs) == n
+        assert all(Counter(program) == expected for program in programs)
+
+    @given(runs())
+    def test_forward_comes_before_recompute_before_backward(self, run: tuple[int, int, int]) -> None:
+        for program in fill_drain(*run):
+            for i in range(run[0]):
+                kinds = [kind for kind, microbatch in program if microbatch == i]
+                assert kinds == ["forward", *["recompute"] * (i < run[2]), "backward"]
+
+    @given(runs())
+    def test_a_graph_is_rebuilt_no_earlier_than_it_must(self, run: tuple[int, int, int]) -> None:
+        for program in fill_drain(*run):
+            for here, following in pairwise(program):
+                assert here.kind != "recompute" or following == Action("backward", here.microbatch)
+
+    @given(runs())
+    def test_no_more_than_all_micro_batches_are_in_flight(self, run: tuple[int, int, int]) -> None:
+        for program in fill_drain(*run):
+            flying = peak = 0
+            for kind, _ in program:
+                flying += {"forward": 1, "recompute": 0, "backward": -1}[kind]
+                peak = max(peak, flying)
+            assert (peak, flying) == (run[0], 0)
+
+    @given(sizes)
+    def test_forwards_run_as_in_the_clock_cycles(self, size: tuple[int, int]) -> None:
+        forwards, _ = halves(fill_drain(*size))
+        ticks = start_ticks(forwards, range(size[1]))
+        by_tick = [[(i, j) for (j, (_, i)), t in ticks.items() if t == tick] for tick in range(sum(size) - 1)]
+        assert by_tick == list(clock_cycles(*size))
+
+    @given(sizes)
+    def test_both_ways_take_the_shortest_time(self, size: tuple[int, int]) -> None:
+        for half in halves(fill_drain(*size)):
+            assert max(start_ticks(half, range(size[1])).values()) + 1 == sum(size) - 1
+
+    @given(sizes)
+    def test_recomputations_hide_behind_the_backwards_of_other_stages(self, size: tuple[int, int]) -> None:
+        m, n = size
+        _, backwards = halves(fill_drain(m, n, checkpoint_stop=m))
+        assert max(start_ticks(backwards, range(n)).values()) + 1 == 2 * m + n - 1
+
+    def test_nothing_is_a_program_too(self) -> None:
+        assert fill_drain(0, 2) == ((), ())
+        assert fill_drain(2, 0) == ()
+
+
+class TestHalves:
+    @given(runs())
+    def test_together_they_are_the_whole(self, run: tuple[int, int, int]) -> None:
+        programs = fill_drain(*run)
+        assert tuple(a + b for a, b in zip(*halves(programs), strict=True)) == programs
+
+    @given(runs())
+    def test_the_first_has_the_forwards_and_nothing_else(self, run: tuple[int, int, int]) -> None:
+        forwards, rest = halves(fill_drain(*run))
+        assert all(kind == "forward" for program in forwards for kind, _ in program)
+        assert all(kind != "forward" for program in rest for kind, _ in program)
+
+
+class TestStartTicks:
+    @given(placed())
+    def test_every_step_starts(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        assert Counter(start_ticks(programs, placement).keys()) == Counter(steps_of(programs))
+
+    @given(placed())
+    def test_what_is_needed_has_ended(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        ticks = start_ticks(*problem)
+        assert all(ticks[needed] < ticks[step] for step in ticks if (needed := requirement(step)) in ticks)
+
+    @given(placed())
+    def test_a_worker_does_one_thing_at_a_time(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        ticks = start_ticks(programs, placement)
+        assert max(Counter((placement[step.stage], tick) for step, tick in ticks.items()).values(), default=1) == 1
+
+    @given(placed())
+    def test_a_stage_keeps_to_its_program(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        ticks = start_ticks(programs, placement)
+        for j, program in enumerate(programs):
+            own = [ticks[Step(j, action)] for action in program]
+            assert own == sorted(set(own))
+
+    @given(placed())
+    def test_they_come_in_order_of_time_and_ties_by_stage(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        order = [(tick, step.stage) for step, tick in start_ticks(*problem).items()]
+        assert order == sorted(order)
+
+    @given(placed())
+    def test_nobody_idles_who_could_work(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        ticks = start_ticks(programs, placement)
+        busy = {(placement[step.stage], tick) for step, tick in ticks.items()}
+        for j, program in enumerate(programs):
+            ready = 0
+            for step in (Step(j, action) for action in program):
+                needed = requirement(step)
+                ready = max(ready, ticks[needed] + 1 if needed in ticks else 0)
+                assert all((placement[j], tick) in busy for tick in range(ready, ticks[step]))
+                ready = ticks[step] + 1
+
+    @given(shuffled())
+    @example([(Action("backward", 0), Action("forward", 0)), (Action("forward", 0), Action("backward", 0))])
+    def test_a_deadlock_is_found_exactly_where_workers_would_stand_still(self, programs: list[Program]) -> None:
+        walks = [[Step(j, action) for action in program] for j, program in enumerate(programs)]
+        done = set(executed(walks))
+        stuck = [queue for queue in ([step for step in walk if step not in done] for walk in walks) if queue]
+        if not stuck:
+            assert set(start_ticks(programs, range(len(programs)))) == done
+            return
+        with pytest.raises(ValueError, match="wait for each other for ever") as caught:
+            start_ticks(programs, range(len(programs)))
+        named = str(caught.value).split(": ", 1)[1].split("; ")
+        assert named == sorted(f"stage {j}: {kind} of micro-batch {i}" for (j, (kind, i)), *_ in stuck)
+
+
+class TestMerge:
+    @given(placed())
+    def test_every_step_is_on_the_worker_of_its_stage(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        for worker, walk in enumerate(merge(programs, placement)):
+            assert {placement[step.stage] for step in walk} <= {worker}
+
+    @given(placed())
+    def test_each_stage_keeps_to_its_program(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        walks = merge(programs, placement)
+        for j, program in enumerate(programs):
+            assert tuple(action for stage, action in walks[placement[j]] if stage == j) == program
+
+    @given(placed())
+    def test_workers_that_wait_for_what_they_need_get_everything_done(
+        self, problem: tuple[tuple[Program, ...], list[int]]
+    ) -> None:
+        programs, placement = problem
+        assert Counter(executed(merge(programs, placement))) == Counter(steps_of(programs))
+
+    @given(runs())
+    def test_a_single_worker_never_waits(self, run: tuple[int, int, int]) -> None:
+        for half in halves(fill_drain(*run)):
+            (walk,) = merge(half, (0,) * len(half))
+            place = {step: k for k, step in enumerate(walk)}
+            assert all(place[needed] < k for step, k in place.items() if (needed := requirement(step)) in place)
+
+    def test_no_stages_need_no_workers(self) -> None:
+        assert merge((), ()) == ()
+
+
+@given(runs())
+def test_only_the_gradient_and_the_value_cross_stages(run: tuple[int, int, int]) -> None:
+    for step in steps_of(fill_drain(*run)):
+        needed = requirement(step)
+        if step.action.kind == "recompute":
+            assert needed is None
+        else:
+            assert needed is not None
+            assert needed.action == step.action
+            assert abs(needed.stage - step.stage) == 1
