@@ -1,6 +1,6 @@
 """How repeatable are balances by time, and how long does sizing without a device take?
 
-    python benchmarks/profiling.py [--repeats 10] [--timeout 1.0] [--threads 1] [--large]
+    python benchmarks/profiling.py [--repeats 10] [--timeout 1.0] [--threads 1] [--large] [--picture FILE.svg]
 
 Two profilers measure the same model by turns: ours (median of rounds) and, where it is installed, torchgpipe's (sum of
 rounds). The same exact partitioner cuts both, so that only the measurements differ. Every balance is judged by one
@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -121,12 +122,19 @@ def large() -> None:
     print(f"{sum(sizes) / 2**40:.2f} TiB, counted in {spent:.1f} s")
 
 
+def draw(path: Path) -> None:
+    model, sample = transformer()
+    found = profile(model, sample, device="cpu", timeout=5.0)
+    path.write_text(found.picture(list(partition(found.seconds, 4).sizes)), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--timeout", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--large", action="store_true", help="size 70 billion parameters too")
+    parser.add_argument("--picture", type=Path, help="draw the transformer's layers and their balance")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -135,6 +143,8 @@ def main() -> None:
         compare(make, partitions, options.repeats, options.timeout)
     if options.large:
         large()
+    if options.picture:
+        draw(options.picture)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import doctest
 import inspect
 import re
 from itertools import pairwise
@@ -149,6 +150,10 @@ def test_by_time_balances_the_seconds_of_the_profile(monkeypatch):
     monkeypatch.setattr(module_under_test, "profile", lambda *args, **options: Found())
     model = nn.Sequential(*(nn.ReLU() for _ in range(4)))
     assert balance_by_time(2, model, torch.rand(1)) == [1, 3]
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(module_under_test).failed == 0
 
 
 def table():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from profiler import LayerProfile, Profile
 
-_names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
+_names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=6)
 _bytes = st.integers(0, 2**50)
 _seconds = st.floats(0, 1e4)
 
@@ -35,7 +35,7 @@ def profiles(timed: st.SearchStrategy[bool] = st.booleans(), min_size: int = 1) 
     return timed.flatmap(
         lambda timed: st.builds(
             Profile,
-            layers=st.lists(layers(timed), min_size=min_size, max_size=6, unique_by=lambda x: x.name).map(tuple),
+            layers=st.lists(layers(timed), min_size=min_size, max_size=4, unique_by=lambda x: x.name).map(tuple),
             device=_names,
             torch=_names,
             threads=st.integers(1, 64),

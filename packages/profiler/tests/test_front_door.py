@@ -1,6 +1,11 @@
+import doctest
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
+
+import pytest
 
 import profiler
 
@@ -8,6 +13,18 @@ import profiler
 def test_the_front_door_shows_what_it_promises():
     public = {name for name in vars(profiler) if not name.startswith("_")}
     assert public == set(profiler.__all__)
+
+
+MODULES = [f"profiler.{module.name}" for module in pkgutil.iter_modules(profiler.__path__)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_all_modules_are_private():
+    assert all(name.startswith("profiler._") for name in MODULES)
 
 
 def test_importing_is_cheap():

@@ -11,6 +11,7 @@ from microbatch import Batch
 
 from ._allocator import Meter, NoMeter
 from ._births import Births
+from ._eager import uncompiled
 from ._storages import tensor_bytes
 from ._walk import Visit
 
@@ -35,16 +36,17 @@ def count(
 ) -> tuple[Batch, Count]:
     """Runs the forward under `mode`, and the backward too if wanted for the peak and the FLOPs.
 
-    Latent are the storages born in the forward and alive after it: the output, and what the graph saved.
+    Latent are the storages born in the forward and alive after it: the output, and what the graph saved. Compiled
+    layers are counted as they were written.
     """
     births = Births()
-    with mode, births:
+    with uncompiled(), mode, births:
         output, roots = visit.forward()
     latent, workspace, allocated = births.alive(), births.holds_empty_workspace(), meter.read()
     if backward and roots:
         with mode:
             gradients = [torch.ones_like(y) for y in roots]
-        with mode, births:
+        with uncompiled(), mode, births:
             torch.autograd.backward(roots, gradients)
     peaks = births.peak, births.flops
     return output, Count(latent, tensor_bytes(output.value), *peaks, workspace, allocated.now, meter.read().peak)
