@@ -91,3 +91,8 @@ def outcomes(
 def agrees(value, exact: Fraction) -> bool:
     """Whether the value is this number: exactly, or as a float, correctly rounded."""
     return value == exact or (isinstance(value, float) and value == float(exact))
+
+
+def at_most(value, exact: Fraction) -> bool:
+    """Whether the value, before it was rounded to a float, can have been at most this number."""
+    return value <= exact or (isinstance(value, float) and value <= float(exact))

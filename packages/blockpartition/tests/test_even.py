@@ -1,5 +1,6 @@
 from fractions import Fraction
 from itertools import accumulate
+from random import Random
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from blockpartition import partition, verify
 from blockpartition._even import taut_string
 
-from . import oracle
+from . import instances, oracle
 from .strategies import large_problems, problems
 
 
@@ -22,6 +23,15 @@ def test_exact_is_the_least_sum_of_squares_among_the_optima(problem):
     found = partition(costs, k, even="exact")
     verify(found, costs)
     assert squares(costs, found) == oracle.least_squares(costs, k)
+
+
+def test_exact_among_hundreds_of_drawn_problems():
+    random = Random(1)
+    for _ in range(600):
+        costs, k = instances.problem(random)
+        found = partition(costs, k, even="exact")
+        verify(found, costs)
+        assert squares(costs, found) == oracle.least_squares(costs, k)
 
 
 @given(large_problems())

@@ -73,6 +73,21 @@ def test_a_drawing():
     ]
 
 
+def test_the_last_line_rounds_what_has_no_end():
+    *_, last = draw(partition([Fraction(1, 3), 1], 1), [Fraction(1, 3), 1]).splitlines()
+    assert last == "bottleneck 1.33333, at least 1.33333 for anyone; 1 times the mean"
+    *_, last = draw(partition([10**7 + 1, 1.7e308, 1.7e308], 3), [10**7 + 1, 1.7e308, 1.7e308]).splitlines()
+    assert last == "bottleneck 1.7e+308, at least 1.7e+308 for anyone; 1.5 times the mean"
+    *_, last = draw(partition([10**7 + 1], 1), [10**7 + 1]).splitlines()
+    assert last == "bottleneck 10000001, at least 10000001 for anyone; 1 times the mean"
+    *_, last = draw(partition([1.7e308, 1.7e308], 1), [1.7e308, 1.7e308]).splitlines()
+    assert last == f"bottleneck {int(1.7e308) * 2}, at least {int(1.7e308) * 2} for anyone; 1 times the mean"
+
+
+def test_no_room_still_leaves_a_bar():
+    assert draw(partition([5, 1], 2), [5, 1], 1, "#=").splitlines()[:2] == ["0  5  #", "1  1"]
+
+
 @given(problems(), st.integers(20, 120))
 def test_bars_are_as_long_as_the_loads(problem, width):
     costs, k = problem
@@ -94,6 +109,21 @@ def test_terminals_without_blocks_get_plain_bars(run, monkeypatch):
     main(["2", "--costs", "1", "1"])
     out.seek(0)
     assert "#" in out.read()
+
+
+def test_help_says_what_each_option_is_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "usage: python -m blockpartition [-h] [--costs COST [COST ...]] [--even {quantile,exact}] [--json] partitions",
+        "Cut costs into contiguous blocks whose largest sum is the least possible.",
+        "partitions number of blocks",
+        "numbers such as 4, 1.5 or 2/3; read from standard input if not given",
+        "choice among the optima",
+        "--json print everything that is known about the partition",
+    ):
+        assert part in text
 
 
 @pytest.mark.parametrize(

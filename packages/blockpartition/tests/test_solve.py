@@ -1,12 +1,13 @@
 from fractions import Fraction
+from random import Random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from blockpartition import partition, solve, verify
 
-from . import oracle
+from . import instances, oracle
 from .strategies import FLOATS, FRACTIONS, INTS, costs, large_problems, problems
 
 
@@ -24,12 +25,23 @@ def test_no_partition_is_better(problem):
     check_against_every_partition(problem)
 
 
+def check_many(seed: int, count: int) -> None:
+    random = Random(seed)
+    for _ in range(count):
+        costs, k = instances.problem(random)
+        check_against_every_partition((costs, k))
+        verify(partition(costs, k), costs)
+
+
+def test_thousands_of_drawn_problems():
+    check_many(0, 3_000)
+
+
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-@settings(max_examples=25_000)
-@given(problems())
-def test_no_partition_is_better_in_many_cases(problem):
-    check_against_every_partition(problem)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_tens_of_thousands_of_drawn_problems(seed):
+    check_many(seed, 8_000)
 
 
 @given(problems() | large_problems())

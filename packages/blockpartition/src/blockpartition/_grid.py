@@ -46,7 +46,7 @@ def read(values: Iterable[Any], name: str = "costs") -> Grid:
     kinds = set(map(type, numbers))
     if kinds <= {int}:
         return _read_ints(numbers, name)
-    if kinds == {float} and all(map(math.isfinite, numbers)):
+    if kinds == {float} and math.isfinite(sum(numbers)):
         return _read_floats(numbers, name)
     return _read_any(numbers, name)
 
@@ -58,13 +58,13 @@ def _read_ints(numbers: list[int], name: str) -> Grid:
 
 
 def _read_floats(numbers: list[float], name: str) -> Grid:
-    if min(numbers) < 0:
-        _refuse_negative(numbers, name)
     smallest = min(filter(None, numbers), default=1.0)
+    if smallest < 0:
+        _refuse_negative(numbers, name)
     # A double is a multiple of the last bit of any smaller one, so the smallest sets the grid.
     bits = max(0, 53 - math.frexp(smallest)[1])
-    if bits > 1000 or math.frexp(max(numbers))[1] + bits > 1000:
-        return _read_any(numbers, name)  # the product below would leave the range of floats
+    if bits + max(0, math.frexp(sum(numbers))[1]) > 1000:
+        return _read_any(numbers, name)  # the products below would leave the range of floats
     return Grid(list(map(int, map((2.0**bits).__mul__, numbers))), 2**bits, float)
 
 

@@ -61,9 +61,9 @@ class Reach:
 
         The nearest is the best: it makes the smallest block, and the cost of the cut before it is not this stage's.
         """
-        problem = self.problem
+        problem, need, fence = self.problem, slot.need.prefix, self.problem.next_pin
         for start, end in _nearest(starts, problem.n):
-            if slot.need.of(start, end) > slot.room or problem.next_pin[start] < end:
+            if end > fence[start] or need[end] - need[start] > slot.room:
                 continue
             work = problem.occupied(start, end, slot)
             if work <= limit:
