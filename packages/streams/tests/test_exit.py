@@ -5,7 +5,9 @@ from textwrap import dedent
 
 # Three workers that nobody ends: one idle, one computing for ever, one waiting for ever.
 SCRIPT = dedent("""
-    import queue, sys, threading, torch
+    import atexit, queue, sys, threading, torch
+    # Registered before the import, so it runs after what the import registers.
+    atexit.register(lambda: print("the idle one said", outs[0].get(timeout=0)))
     from streams import CPUStream, Task, spawn_workers
 
     def compute():
@@ -20,7 +22,7 @@ SCRIPT = dedent("""
 
     busy, waiting = threading.Event(), threading.Event()
     block = spawn_workers([torch.device("cpu")] * 3, shared=False)
-    (_, *ins), _ = block.__enter__()
+    (_, *ins), outs = block.__enter__()
     for in_queue, work in zip(ins, (compute, stuck), strict=True):
         in_queue.put(Task(CPUStream, compute=work))
         in_queue.put(Task(CPUStream, compute=lambda: print("this was queued behind", flush=True)))
@@ -37,4 +39,4 @@ def test_workers_neither_hold_up_the_interpreters_exit_nor_change_its_status():
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "the idle one said (False, None)\n", "")
