@@ -22,7 +22,7 @@ from ._ports import Ports
 from ._random import RunRandom
 from ._stage import Stage
 from ._workers import Workers, placement
-from .schedule import Program, Step, fill_drain, halves, merge, start_ticks
+from .schedule import Program, Step, fill_drain, halves, start_ticks
 from .skip import SkipLayout
 from .skip._layout import Route
 
@@ -151,7 +151,7 @@ class Run:
 @lru_cache(maxsize=64)
 def _plan(microbatches: int, stages: int, checkpoint_stop: int, placement: tuple[int, ...]) -> tuple[Half, Half]:
     forwards, backwards = halves(fill_drain(microbatches, stages, checkpoint_stop))
-    return Half(forwards, merge(forwards, placement)), Half(backwards, merge(backwards, placement))
+    return Half(forwards, forwards.on(placement)), Half(backwards, backwards.on(placement))
 
 
 def _channels(places: Sequence[Place]) -> list[Channel]:

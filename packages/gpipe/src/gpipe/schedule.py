@@ -1,35 +1,116 @@
 """What happens on which stage, and in which order, as plain data.
 
-A **program** lists the actions of one stage in order. Nothing here runs anything: programs can be printed, compared,
-and proved free of deadlocks in milliseconds; :mod:`gpipe.pipeline` walks them.
+A **program** lists the actions of one stage in order; a **schedule** holds the program of every stage. Nothing here
+runs anything: schedules can be printed, read back, compared, and proved free of deadlocks in milliseconds.
+:mod:`gpipe.pipeline` walks them.
+
+In text an action is a letter and its micro-batch::
+
+    F forward   R recompute   B backward   I backward for the inputs   W backward for the weights
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from heapq import heappop, heappush
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "recompute", "backward"]
-
-
-class Action(NamedTuple):
-    """One thing a stage does to one micro-batch."""
-
-    kind: Kind
-    microbatch: int
+from ._actions import LETTERS, Action, Kind, Program, Step, Walk, requirement
+from ._order import merge, replay, start_ticks
 
 
-class Step(NamedTuple):
-    """An action together with the stage that does it."""
+class Schedule(tuple[Program, ...]):
+    """The program of each stage: a tuple of tuples of :class:`Action`.
 
-    stage: int
-    action: Action
+    Where several stages share a worker, their order among each other matters too. ``walk`` gives it; without, workers
+    take what can start first (:func:`merge`).
+
+    ``str()`` writes a line for each worker, which :meth:`parse` reads back.
+
+    >>> print(one_forward_one_backward(3, 2))
+    F0 F1 B0 F2 B1 B2
+    F0 B0 F1 B1 F2 B2
+    """
+
+    walk: Walk | None
+
+    def __new__(cls, programs: Iterable[Iterable[Action]], walk: Walk | None = None) -> Schedule:
+        schedule = super().__new__(cls, tuple(map(tuple, programs)))
+        schedule.walk = walk
+        return schedule
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The schedule that ``text`` describes: a line for each worker, with actions such as ``F0`` or ``B3@2``.
+
+        An action without ``@stage`` belongs to the stage of its line's number. Dots, which draw idle time, and what
+        follows ``#`` are passed over.
+
+        Raises ValueError naming line and word if something cannot be read.
+
+        >>> Schedule.parse("F0 F1 . . B1 B0  # all forwards first") == fill_drain(2, 1)
+        True
+        """
+        lines = [line.split("#")[0].split() for line in text.splitlines()]
+        walk = tuple(
+            tuple(_read(word, number) for word in words if word.strip("."))
+            for number, words in enumerate([words for words in lines if words])
+        )
+        stages = 1 + max((step.stage for steps in walk for step in steps), default=-1)
+        return cls(([s.action for steps in walk for s in steps if s.stage == j] for j in range(stages)), walk)
+
+    def on(self, placement: Sequence[int]) -> Walk:
+        """The steps of each worker, where stage j runs on worker ``placement[j]``."""
+        if self.walk is not None and _places(self.walk) == dict(enumerate(placement)):
+            return self.walk
+        return merge(self, placement)
+
+    def __str__(self) -> str:
+        walk = self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
+        alone = all(step.stage == number for number, steps in enumerate(walk) for step in steps)
+        return "\n".join(" ".join(str(step.action if alone else step) for step in steps) for steps in walk)
 
 
-Program = tuple[Action, ...]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Program",
+    "Schedule",
+    "Step",
+    "Walk",
+    "clock_cycles",
+    "fill_drain",
+    "halves",
+    "in_flight",
+    "interleaved",
+    "merge",
+    "named",
+    "one_forward_one_backward",
+    "replay",
+    "requirement",
+    "start_ticks",
+    "validate",
+    "zero_bubble",
+]
+
+_WORD = re.compile(r"([FRBIW])(\d+)(?:@(\d+))?")
+
+
+def _read(word: str, line: int) -> Step:
+    match = _WORD.fullmatch(word)
+    if match is None:
+        raise ValueError(
+            f"cannot read {word!r} in line {line + 1} of the schedule; an action is one of the letters "
+            f"{' '.join(LETTERS.values())}, a micro-batch, and perhaps @stage, as in F0 or B3@2"
+        )
+    letter, microbatch, stage = match.groups()
+    kind = next(kind for kind, own in LETTERS.items() if own == letter)
+    return Step(line if stage is None else int(stage), Action(kind, int(microbatch)))
+
+
+def _places(walk: Walk) -> dict[int, int]:
+    return {step.stage: worker for worker, steps in enumerate(walk) for step in steps}
 
 
 def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
@@ -45,103 +126,208 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
         yield [(tick - j, j) for j in range(first, min(tick + 1, stages))]
 
 
-@lru_cache(maxsize=64)
-def fill_drain(microbatches: int, stages: int, checkpoint_stop: int = 0) -> tuple[Program, ...]:
-    """All forwards, then all backwards in reverse; holds every micro-batch at once.
+def fill_drain(microbatches: int, stages: int, checkpoint_stop: int = 0) -> Schedule:
+    """All forwards, then all backwards in reverse; holds every micro-batch at once (GPipe, arXiv 1811.06965).
 
     Micro-batches below ``checkpoint_stop`` are checkpointed. Their graph is rebuilt just before their backward, in
     the time a stage would otherwise wait for the gradient::
 
-        stage 0  F0 F1 F2 .  .  .  R2 B2 R1 B1 R0 B0
-        stage 1  .  F0 F1 F2 R2 B2 R1 B1 R0 B0 .  .
+        F0 F1 F2 .  .  .  R2 B2 R1 B1 R0 B0
+        .  F0 F1 F2 R2 B2 R1 B1 R0 B0 .  .
 
-    >>> print(*fill_drain(2, 1, checkpoint_stop=1)[0], sep="\\n")
-    Action(kind='forward', microbatch=0)
-    Action(kind='forward', microbatch=1)
-    Action(kind='backward', microbatch=1)
-    Action(kind='recompute', microbatch=0)
-    Action(kind='backward', microbatch=0)
+    >>> print(fill_drain(2, 1, checkpoint_stop=1))
+    F0 F1 B1 R0 B0
     """
     forwards = [Action("forward", i) for i in range(microbatches)]
-    backwards = [
-        Action(kind, i)
-        for i in reversed(range(microbatches))
-        for kind in (("recompute", "backward") if i < checkpoint_stop else ("backward",))
-    ]
-    return tuple((*forwards, *backwards) for _ in range(stages))
+    backwards = [action for i in reversed(range(microbatches)) for action in _backward(i, checkpoint_stop)]
+    return Schedule([(*forwards, *backwards)] * stages)
 
 
-def halves(programs: Sequence[Program]) -> tuple[tuple[Program, ...], tuple[Program, ...]]:
+def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: int = 0) -> Schedule:
+    """Backwards as soon as they can be: as fast as fill-drain, with stage j holding n − j micro-batches at most.
+
+    Source: PipeDream-Flush (Narayanan et al., arXiv 2006.09503)::
+
+        F0 F1 F2 .  B0 F3 B1 .  B2 .  B3
+        .  F0 F1 B0 F2 B1 F3 B2 .  B3 .
+    """
+    return Schedule(_one_by_one(microbatches, stages - j, checkpoint_stop) for j in range(stages))
+
+
+def _one_by_one(microbatches: int, in_flight: int, checkpoint_stop: int) -> Iterator[Action]:
+    ahead = min(in_flight, microbatches)
+    yield from (Action("forward", i) for i in range(ahead))
+    for i in range(microbatches):
+        yield from _backward(i, checkpoint_stop)
+        if i + ahead < microbatches:
+            yield Action("forward", i + ahead)
+
+
+def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: int = 0) -> Schedule:
+    """1F1B with several stages a worker, stage j on worker j mod k: a bubble as many times smaller.
+
+    A group of k micro-batches goes through the first stage of every worker, then through the second ones, and so on.
+    With v = n / k stages a worker the bubble is that of k stages divided by v, for m divisible by k. Each worker holds
+    at most 2(k − r − 1) + (v − 1)k + 1 micro-batches of one stage, r being its number.
+
+    Source: Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2).
+
+    Raises ValueError if the stages cannot be dealt out evenly.
+    """
+    if workers < 1 or stages % workers:
+        raise ValueError(
+            f"interleaving deals the same number of stages to every worker: {stages} stages do not go evenly on "
+            f"{workers} workers; choose a balance with a multiple of {workers} partitions"
+        )
+    walk = tuple(tuple(_interleaved(microbatches, stages, workers, r, checkpoint_stop)) for r in range(workers))
+    programs = [[s.action for s in walk[j % workers] if s.stage == j] for j in range(stages)] if workers else []
+    return Schedule(programs, walk)
+
+
+def _interleaved(microbatches: int, stages: int, workers: int, r: int, checkpoint_stop: int) -> Iterator[Step]:
+    # Groups are whole, and steps of micro-batches that do not exist are left out: what remains is still in an order
+    # that some run of the whole takes.
+    groups = [range(first, first + workers) for first in range(0, microbatches, workers)]
+    own = range(r, stages, workers)
+    forwards = [(j, i) for group in groups for j in own for i in group]
+    backwards = [(j, i) for group in groups for j in reversed(own) for i in group]
+    ahead = min(len(forwards), 2 * (workers - r - 1) + (len(own) - 1) * workers)
+    rest = iter(forwards[ahead:])
+    yield from (Step(j, Action("forward", i)) for j, i in forwards[:ahead] if i < microbatches)
+    for j, i in backwards:
+        yield from (Step(k, Action("forward", h)) for k, h in islice(rest, 1) if h < microbatches)
+        if i < microbatches:
+            yield from (Step(j, action) for action in _backward(i, checkpoint_stop))
+
+
+def zero_bubble(microbatches: int, stages: int, checkpoint_stop: int = 0) -> Schedule:
+    """1F1B with the backward split: the gradient of the input goes on at once, those of the weights fill the bubble.
+
+    Stage j puts off the weights of j micro-batches, so that every stage holds n of them at most. If a forward and both
+    parts of the backward take the same time and m ≥ n, the bubble is n − 1 such times, a third of 1F1B's.
+
+    Source: ZB-H1 (Qi et al., arXiv 2401.10241)::
+
+        F0 F1 .  I0 W0 F2 I1 W1 I2 W2
+        .  F0 I0 F1 I1 W0 F2 I2 W1 W2
+    """
+    return Schedule(_split_one_by_one(microbatches, stages, j, checkpoint_stop) for j in range(stages))
+
+
+def _split_one_by_one(microbatches: int, stages: int, j: int, checkpoint_stop: int) -> Iterator[Action]:
+    ahead = min(stages - j, microbatches)
+    yield from (Action("forward", i) for i in range(ahead))
+    for i in range(microbatches):
+        yield from _backward(i, checkpoint_stop, "backward_input")
+        if i >= j:
+            yield Action("backward_weight", i - j)
+        if i + ahead < microbatches:
+            yield Action("forward", i + ahead)
+    yield from (Action("backward_weight", i) for i in range(max(0, microbatches - j), microbatches))
+
+
+def _backward(i: int, checkpoint_stop: int, kind: Kind = "backward") -> Iterator[Action]:
+    if i < checkpoint_stop:
+        yield Action("recompute", i)
+    yield Action(kind, i)
+
+
+def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
     """Cut programs whose forwards all come first where the caller gets the outputs: (forwards, the rest)."""
-    forwards = tuple(tuple(a for a in program if a.kind == "forward") for program in programs)
-    return forwards, tuple(program[len(head) :] for program, head in zip(programs, forwards, strict=True))
+    forwards = [[action for action in program if action.kind == "forward"] for program in schedule]
+    rests = [program[len(head) :] for program, head in zip(schedule, forwards, strict=True)]
+    return Schedule(forwards), Schedule(rests)
 
 
-def requirement(step: Step) -> Step | None:
-    """The step of another stage whose result this one consumes, if there is such a stage."""
-    stage, (kind, microbatch) = step
-    if kind == "forward":
-        return Step(stage - 1, Action("forward", microbatch))
-    if kind == "backward":
-        return Step(stage + 1, Action("backward", microbatch))
-    return None
+def named(name: str, microbatches: int, placement: Sequence[int], checkpoint_stop: int = 0) -> Schedule:
+    """The schedule called ``name``, for stages on the workers of ``placement``.
 
-
-def start_ticks(programs: Sequence[Program], placement: Sequence[int]) -> dict[Step, int]:
-    """When each step starts if every action takes one tick, and stage j runs on worker ``placement[j]``; in that order.
-
-    Of two stages of a worker that could start at the same tick the lower one goes first.
-
-    Raises ValueError if the programs wait for each other for ever, naming where.
+    Raises ValueError, with the list of names, if there is none.
     """
-    present = {Step(j, action) for j, program in enumerate(programs) for action in program}
-    free = [0] * (max(placement, default=-1) + 1)
-    ticks: dict[Step, int] = {}
-    upcoming = [iter(program) for program in programs]
-    waiting: dict[Step, list[Step]] = {}
-    ready: list[tuple[int, Step]] = []
-
-    def consider(step: Step) -> None:
-        needed = requirement(step)
-        if needed not in present:
-            heappush(ready, (0, step))
-        elif needed in ticks:
-            heappush(ready, (ticks[needed] + 1, step))
-        else:
-            waiting.setdefault(needed, []).append(step)
-
-    def advance(stage: int) -> None:
-        for action in islice(upcoming[stage], 1):
-            consider(Step(stage, action))
-
-    for stage in range(len(programs)):
-        advance(stage)
-    while ready:
-        tick, step = heappop(ready)
-        worker = placement[step.stage]
-        if tick < free[worker]:
-            heappush(ready, (free[worker], step))
-            continue
-        ticks[step] = tick
-        free[worker] = tick + 1
-        for dependent in waiting.pop(step, ()):
-            heappush(ready, (tick + 1, dependent))
-        advance(step.stage)
-    if waiting:
-        stuck = (f"stage {j}: {kind} of micro-batch {i}" for steps in waiting.values() for j, (kind, i) in steps)
-        raise ValueError(f"the programs wait for each other for ever: {'; '.join(sorted(stuck))}")
-    return ticks
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(map(repr, SCHEDULES))}")
+    return SCHEDULES[name](microbatches, placement, checkpoint_stop)
 
 
-def merge(programs: Sequence[Program], placement: Sequence[int]) -> tuple[tuple[Step, ...], ...]:
-    """The steps of each worker: the programs of its stages in the order of :func:`start_ticks`.
+def _looped(microbatches: int, placement: Sequence[int], checkpoint_stop: int) -> Schedule:
+    workers = len(set(placement))
+    if list(placement) != [j % workers for j in range(len(placement))]:
+        raise ValueError(
+            f"interleaving takes the workers in turn, as in devices=[0, 1, 0, 1]; these stages are on workers "
+            f"{list(placement)}"
+        )
+    return interleaved(microbatches, len(placement), workers, checkpoint_stop)
 
-    With all stages on one worker this is an order in which nothing ever waits.
 
-    >>> [f"{kind[0]}{i}@{j}" for j, (kind, i) in merge(halves(fill_drain(2, 2))[0], (0, 0))[0]]
-    ['f0@0', 'f0@1', 'f1@0', 'f1@1']
+def _plain(make: Callable[[int, int, int], Schedule]) -> Callable[[int, Sequence[int], int], Schedule]:
+    return lambda microbatches, placement, stop: make(microbatches, len(placement), stop)
+
+
+SCHEDULES: dict[str, Callable[[int, Sequence[int], int], Schedule]] = {
+    "fill_drain": _plain(fill_drain),
+    "1f1b": _plain(one_forward_one_backward),
+    "interleaved": _looped,
+    "zero_bubble": _plain(zero_bubble),
+}
+
+
+def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) -> None:
+    """Raise ValueError, naming the action, unless ``schedule`` trains ``microbatches`` micro-batches on these stages.
+
+    Every stage does each forward once, and after it either one backward or one backward for the inputs and then one for
+    the weights, with at most one recomputation before; and the workers never wait for each other for ever.
     """
-    workers: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
-    for step in start_ticks(programs, placement):
-        workers[placement[step.stage]].append(step)
-    return tuple(map(tuple, workers))
+    if len(schedule) != len(placement):
+        raise ValueError(f"the schedule is for {len(schedule)} stages, the pipe has {len(placement)}")
+    for j, program in enumerate(schedule):
+        seen: set[Action] = set()
+        for action in program:
+            _expect_in_place(Step(j, action), seen, microbatches)
+            seen.add(action)
+        for i in range(microbatches):
+            _expect_complete(j, i, seen)
+    replay(schedule.on(placement))
+
+
+_AFTER: dict[Kind, tuple[Kind, ...]] = {
+    "forward": (),
+    "recompute": ("forward",),
+    "backward": ("forward",),
+    "backward_input": ("forward",),
+    "backward_weight": ("backward_input",),
+}
+_INSTEAD: dict[Kind, Kind] = {"backward": "backward_input", "backward_input": "backward"}
+
+
+def _expect_in_place(step: Step, seen: set[Action], microbatches: int) -> None:
+    kind, i = step.action
+    if i >= microbatches:
+        raise ValueError(f"{step} is of micro-batch {i}, but there are {microbatches}, counted from 0")
+    if step.action in seen:
+        raise ValueError(f"{step} occurs twice")
+    for before in _AFTER[kind]:
+        if Action(before, i) not in seen:
+            raise ValueError(f"{step} comes before {Step(step.stage, Action(before, i))}, which it needs")
+    if kind in _INSTEAD and Action(_INSTEAD[kind], i) in seen:
+        raise ValueError(f"{step} comes after {Step(step.stage, Action(_INSTEAD[kind], i))}, which does the same")
+    if kind == "recompute" and not seen.isdisjoint({Action("backward", i), Action("backward_input", i)}):
+        raise ValueError(f"{step} comes after the backward that it is for")
+
+
+def _expect_complete(j: int, i: int, seen: set[Action]) -> None:
+    if Action("forward", i) not in seen:
+        raise ValueError(f"{Step(j, Action('forward', i))} is missing")
+    if Action("backward", i) not in seen:
+        kind: Kind = "backward_weight" if Action("backward_input", i) in seen else "backward"
+        if Action(kind, i) not in seen:
+            raise ValueError(f"{Step(j, Action(kind, i))} is missing")
+
+
+def in_flight(program: Program) -> int:
+    """The most micro-batches of which a stage with this program holds something at once."""
+    held = most = 0
+    splits = any(action.kind == "backward_weight" for action in program)
+    for kind, _ in program:
+        held += (kind == "forward") - (kind == ("backward_weight" if splits else "backward"))
+        most = max(most, held)
+    return most

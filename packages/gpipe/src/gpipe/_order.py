@@ -1,0 +1,140 @@
+"""Which step comes when, if programs of several stages run on a number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import islice
+from typing import NamedTuple
+
+from ._actions import Program, Step, Walk, requirement
+
+
+def start_ticks(programs: Sequence[Program], placement: Sequence[int]) -> dict[Step, int]:
+    """When each step starts if every action takes one tick, and stage j runs on worker ``placement[j]``; in that order.
+
+    Of several stages of a worker that could start at the same tick the last one goes first: that sends micro-batches on
+    their way out, and the fewest are held.
+
+    Raises ValueError if the programs wait for each other for ever, naming where.
+    """
+    return _Ticks(programs, placement).run()
+
+
+class _Ticks:
+    """A simulated run. A step is queued when what it needs is known, and again when its worker turns out to be busy."""
+
+    def __init__(self, programs: Sequence[Program], placement: Sequence[int]) -> None:
+        self._present = {Step(j, action) for j, program in enumerate(programs) for action in program}
+        self._placement = placement
+        self._free = [0] * (max(placement, default=-1) + 1)
+        self._upcoming = [iter(program) for program in programs]
+        self._waiting: dict[Step, Step] = {}
+        self._ready: list[tuple[int, int, Step]] = []
+        self._ticks: dict[Step, int] = {}
+
+    def run(self) -> dict[Step, int]:
+        for stage in range(len(self._upcoming)):
+            self._advance(stage)
+        while self._ready:
+            tick, _, step = heappop(self._ready)
+            worker = self._placement[step.stage]
+            if tick < self._free[worker]:
+                self._queue(self._free[worker], step)
+            else:
+                self._start(tick, step, worker)
+        if self._waiting:
+            stuck = ", ".join(f"{step} for {needed}" for needed, step in self._waiting.items())
+            raise ValueError(f"the programs wait for each other for ever: {stuck}")
+        return self._ticks
+
+    def _start(self, tick: int, step: Step, worker: int) -> None:
+        self._ticks[step] = tick
+        self._free[worker] = tick + 1
+        if step in self._waiting:
+            self._queue(tick + 1, self._waiting.pop(step))
+        self._advance(step.stage)
+
+    def _advance(self, stage: int) -> None:
+        for action in islice(self._upcoming[stage], 1):
+            step = Step(stage, action)
+            needed = next((each for each in requirement(step) if each in self._present), None)
+            if needed is None or needed in self._ticks:
+                self._queue(0 if needed is None else self._ticks[needed] + 1, step)
+            else:
+                self._waiting[needed] = step
+
+    def _queue(self, tick: int, step: Step) -> None:
+        heappush(self._ready, (tick, -step.stage, step))
+
+
+def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
+    """The steps of each worker: the programs of its stages in the order of :func:`start_ticks`.
+
+    With all stages on one worker this is an order in which nothing ever waits.
+
+    >>> print(*merge(halves(fill_drain(2, 2))[0], (0, 0))[0])
+    F0@0 F0@1 F1@0 F1@1
+    """
+    workers: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
+    for step in start_ticks(programs, placement):
+        workers[placement[step.stage]].append(step)
+    return tuple(map(tuple, workers))
+
+
+class Span(NamedTuple):
+    """When a step ran.
+
+    Attributes:
+        start, end: of its work, in the unit of the durations.
+        wait: how long its worker stood still before.
+    """
+
+    start: float
+    end: float
+    wait: float
+
+
+def replay(
+    walk: Walk,
+    duration: Callable[[Step], float] = lambda step: 1,
+    transfer: Callable[[Step, Step], float] = lambda source, target: 0,
+) -> dict[Step, Span]:
+    """When each step of ``walk`` runs.
+
+    Args:
+        walk: the steps of each worker, in order.
+        duration: how long a step takes.
+        transfer: how long the result of a step takes to arrive at the step that needs it.
+
+    Raises ValueError if the workers wait for each other for ever, naming where.
+    """
+    present = {step for steps in walk for step in steps}
+    spans: dict[Step, Span] = {}
+    waiting: dict[Step, int] = {}
+    clocks = [0.0] * len(walk)
+    upcoming = [iter(steps) for steps in walk]
+    blocked: list[Step | None] = [None] * len(walk)
+
+    def go_on(worker: int) -> Iterator[int]:
+        """Run the steps of a worker until one has to wait; the workers that waited for one of these."""
+        while (step := blocked[worker] or next(upcoming[worker], None)) is not None:
+            needed = next((each for each in requirement(step) if each in present), None)
+            if needed is not None and needed not in spans:
+                blocked[worker], waiting[needed] = step, worker
+                return
+            blocked[worker] = None
+            arrival = 0.0 if needed is None else spans[needed].end + transfer(needed, step)
+            start = max(clocks[worker], arrival)
+            spans[step] = Span(start, start + duration(step), start - clocks[worker])
+            clocks[worker] = spans[step].end
+            if step in waiting:
+                yield waiting.pop(step)
+
+    runnable = list(range(len(walk)))
+    while runnable:
+        runnable.extend(go_on(runnable.pop()))
+    if waiting:
+        stuck = ", ".join(f"{blocked[worker]} for {needed}" for needed, worker in waiting.items())
+        raise ValueError(f"the workers wait for each other for ever: {stuck}")
+    return spans
