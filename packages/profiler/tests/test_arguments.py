@@ -84,6 +84,11 @@ def test_there_is_a_micro_batch(chunks):
         profile(linear(), ROWS, device="cpu", chunks=chunks)
 
 
+def test_chunks_are_whole():
+    with pytest.raises(TypeError, match=r"chunks: expected a whole number, got 2\.5"):
+        profile_sizes(linear(), ROWS, 2.5, 2.0, "cpu")
+
+
 @pytest.mark.parametrize("param_scale", [-1, float("nan"), float("inf")])
 def test_parameters_do_not_save_memory(param_scale):
     with pytest.raises(ValueError, match="param_scale: expected a number of copies >= 0, got"):

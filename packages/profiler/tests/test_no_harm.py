@@ -141,6 +141,16 @@ def test_counts_cast_weights_under_autocast_and_leaves_no_cache():
     assert again.dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("look", [lambda x: x * x.sum().item(), lambda x: x[x > 0.5]], ids=["item", "mask"])
+def test_a_layer_that_wants_values_is_told_where_they_are(look):
+    class Looks(nn.Module):
+        def forward(self, x):
+            return look(x)
+
+    with pytest.raises(RuntimeError, match="use device='cpu'"):
+        profile(nn.Sequential(Looks()), torch.rand(4, 6), device="meta")
+
+
 def test_the_error_names_the_layer_and_its_input():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(6, 6))
     with pytest.raises(RuntimeError, match=r"layer '2' \(Linear\) on input \(4, 5\) float32 on cpu"):

@@ -53,6 +53,23 @@ def test_latent_bytes_counted_by_hand(layer, latent, device):
     assert profile_sizes(nn.Sequential(layer), sample, 1, 0, device) == [8 * latent]
 
 
+def test_a_layer_that_refuses_one_row_is_counted_on_the_micro_batch():
+    norm = nn.Sequential(nn.BatchNorm1d(WIDTH))
+    statistics = 2 * ROW  # mean and deviation
+    assert profile_sizes(norm, torch.rand(8, WIDTH), 2, 0, "cpu") == [4 * ROW + statistics]
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        profile_sizes(norm, torch.rand(8, WIDTH), 8, 0, "cpu")
+
+
+def test_tensors_may_differ_in_rows():
+    class Scale(nn.Module):
+        def forward(self, pair):
+            return pair[0] * 2, pair[1] * 2
+
+    sample = torch.rand(4, WIDTH), torch.rand(2, WIDTH)
+    assert profile_sizes(nn.Sequential(Scale()), sample, 2, 0, "cpu") == [(2 + 1) * ROW]
+
+
 def test_parameters_count_by_their_scale():
     model = nn.Sequential(nn.Linear(3, 5))
     latent, bytes_of_parameters = 4 * 5, 4 * (3 * 5 + 5)

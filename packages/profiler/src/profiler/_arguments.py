@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import operator
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -53,7 +54,9 @@ def check_timeout(timeout: float) -> None:
 
 
 def check_chunks(chunks: int) -> None:
-    if chunks < 1:
+    if not isinstance(chunks, SupportsIndex):
+        raise TypeError(f"chunks: expected a whole number, got {chunks!r}")
+    if operator.index(chunks) < 1:
         raise ValueError(f"chunks: expected at least 1 micro-batch, got {chunks!r}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from microbatch import Batch
+
+from ._notes import annotate
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,6 +56,18 @@ def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:
         return tree_map_only(torch.Tensor, copied, value)
 
     return batch.call(faked)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Says what to do about a layer that wants to see values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        annotate(error, "the layer looks at values, and without a device there are none; use device='cpu'")
+        raise
 
 
 def materialised(layer: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from ._allocator import meter_for
 from ._arguments import check_chunks, check_module, check_sample, check_scale, sizing_device
 from ._count import Count, count
 from ._enter import copy_to, enter_batch
-from ._fake import fake_batch, fake_layers, fake_mode, materialised, zeros_like
+from ._fake import explained, fake_batch, fake_layers, fake_mode, materialised, zeros_like
 from ._isolation import isolated
 from ._sandbox import layerwise_sandbox
 from ._storages import tensor_bytes
@@ -54,17 +54,20 @@ def profile_sizes(
 
 
 def _latents(module: nn.Sequential, value: Any, chunks: int, device: torch.device) -> list[float]:
-    """Latent bytes of a micro-batch, from a single row where every layer takes one."""
+    """Latent bytes of a micro-batch: of a single row, times its rows, where every layer takes a single row."""
+
+    def latents(batch: Batch, scale: float) -> list[float]:
+        return [found.latent * scale for found in count_layers(module, batch, device, backward=False)]
+
     rows = min(len(x) for x in Batch(value))
-    if rows > 1:
-        try:
-            row = scatter(value, rows)[0]
-            return [size.latent * rows / chunks for size in count_layers(module, row, device, backward=False)]
-        except Exception:
-            # Batch norm of a single row has no variance, for one. If it is anything else it comes again.
-            pass
     microbatch = scatter(value, chunks)[0]
-    return [size.latent for size in count_layers(module, microbatch, device, backward=False)]
+    if rows <= 1:
+        return latents(microbatch, 1)
+    try:
+        return latents(scatter(value, rows)[0], rows / chunks)
+    except Exception:
+        # Batch norm finds no variance in a single row, for one; whatever is wrong with the layer itself comes again.
+        return latents(microbatch, 1)
 
 
 def count_layers(module: nn.Sequential, batch: Batch, device: torch.device, *, backward: bool) -> list[Count]:
@@ -94,5 +97,6 @@ def _count_fakes(module: nn.Sequential, batch: Batch, backward: bool) -> list[Co
         counts.append(counted)
         return output
 
-    walk(module, fake_layers(module, mode), fake_batch(batch, mode), step)
+    with explained():
+        walk(module, fake_layers(module, mode), fake_batch(batch, mode), step)
     return counts

@@ -12,6 +12,7 @@ from torch import nn
 from microbatch import Batch
 
 from ._enter import enter_batch
+from ._notes import annotate
 from ._sandbox import detach
 from ._skips import SkipStore, routed
 
@@ -58,16 +59,9 @@ def _blaming(name: str, layer: nn.Module | None, batch: Batch) -> Iterator[None]
         yield
     except Exception as error:
         shapes = ", ".join(_describe(x) for x in batch) or "without tensors"
-        _annotate(error, f"while profiling layer {name!r} ({type(layer).__name__}) on input {shapes}")
+        annotate(error, f"while profiling layer {name!r} ({type(layer).__name__}) on input {shapes}")
         raise
 
 
 def _describe(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
-
-
-def _annotate(error: Exception, note: str) -> None:
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):  # Python 3.10 has no notes
-        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
