@@ -6,7 +6,20 @@ from streams import Context, CPUStream, Task, spawn_workers
 
 from .cuda import DEVICE
 from .fakes import in_thread, take
-from .strategies import COLOUR, DEVICE_TYPES, LOG, SIZE, Logging, block, cast, hooks, inside, surroundings, variable
+from .strategies import (
+    COLOUR,
+    DEVICE_TYPES,
+    LOG,
+    SIZE,
+    Logging,
+    block,
+    cast,
+    grad_mode,
+    hooks,
+    inside,
+    surroundings,
+    variable,
+)
 
 CPU = torch.device("cpu")
 
@@ -141,6 +154,32 @@ def test_contexts_nest(outer, inner):
             pass
         assert state() == between
     assert state() == before
+
+
+@given(surroundings(), surroundings())
+@example([block("grad_mode", grad_mode, False), block("logging", Logging, "x")], [block("logging", Logging, "y")])
+def test_no_mode_sees_the_change(blocks, others):
+    with inside(blocks):
+        context = Context.capture()
+    with inside(others):
+        LOG.clear()
+        with context.applied():
+            pass
+        assert LOG == []
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_no_mode_sees_a_worker_begin(mode):
+    LOG.clear()
+    with mode(), Logging("x"):
+        LOG.clear()
+        assert in_worker(lambda: list(LOG)) == []
+
+
+def test_a_grad_mode_left_behind_inside_is_put_right():
+    with Context.plain().applied():
+        torch._C._set_grad_enabled(False)
+    assert torch.is_grad_enabled()
 
 
 def test_what_is_raised_inside_passes_and_everything_is_given_back():

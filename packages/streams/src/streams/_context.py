@@ -89,16 +89,15 @@ class _Applied(AbstractContextManager[None]):
         self._change_back()
 
     def _change(self) -> None:
-        context, undo = self._context, self._undo
-        undo.append(partial(torch._C._set_grad_enabled, torch.is_grad_enabled()))
-        # Inference mode goes first and comes back last: its end restores the grad mode and the autocast flags too.
-        if torch.is_inference_mode_enabled() != context.inference_mode:
-            undo.append(_enter_inference_mode(context.inference_mode))
-        torch._C._set_grad_enabled(context.grad_mode)
+        context = self._context
+        # No mode, neither of these nor of those, shall see the changes in between.
+        self._keep(_modes.enter(()))
+        # Inference mode before the others: its end restores the grad mode and the autocast flags too.
+        self._keep(_enter_inference_mode(context.inference_mode))
+        self._keep(_enter_grad_mode(context.grad_mode))
         self._keep(_autocast.enter(context.autocast))
         self._keep(_hooks.enter(context.saved_tensors_hooks))
         self._keep(_variables.enter(context.variables))
-        # Last, so that the modes see nothing of the changes above.
         self._keep(_modes.enter(context.function_modes))
 
     def _keep(self, way_back: Callable[[], None] | None) -> None:
@@ -110,7 +109,16 @@ class _Applied(AbstractContextManager[None]):
             self._undo.pop()()
 
 
-def _enter_inference_mode(mode: bool) -> Callable[[], None]:
+def _enter_grad_mode(mode: bool) -> Callable[[], None]:
+    way_back = partial(torch._C._set_grad_enabled, torch.is_grad_enabled())
+    torch._C._set_grad_enabled(mode)
+    # Even if there was nothing to change: what happens inside may change it for good.
+    return way_back
+
+
+def _enter_inference_mode(mode: bool) -> Callable[[], None] | None:
+    if torch.is_inference_mode_enabled() == mode:
+        return None
     guard = torch._C._InferenceMode(mode)
     guard.__enter__()  # type: ignore[no-untyped-call]
     return partial(guard.__exit__, None, None, None)

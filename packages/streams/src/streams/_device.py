@@ -7,6 +7,9 @@ from typing import Protocol
 
 import torch
 
+CPU = torch.device("cpu")
+"""Made once, since a torch function mode would see each making."""
+
 
 class Device(Hashable, Protocol):
     """Anything hashable with a ``type`` and an ``index``; :class:`torch.device` is one."""
@@ -21,7 +24,7 @@ class Device(Hashable, Protocol):
 def normalise(device: Device) -> Device:
     """The one spelling of ``device``: ``cuda`` means the current GPU, and ``cpu:k`` is ``cpu``."""
     if device.type == "cpu":
-        return torch.device("cpu")
+        return CPU
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

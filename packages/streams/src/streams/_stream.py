@@ -6,7 +6,7 @@ from typing import TypeAlias, TypeGuard
 
 import torch
 
-from ._device import Device, check
+from ._device import CPU, Device, check
 
 
 class CPUStreamType:
@@ -64,7 +64,7 @@ def get_device(stream: AbstractStream) -> torch.device:
     """
     if is_cuda(stream):
         return stream.device
-    return torch.device("cpu")
+    return CPU
 
 
 def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:

@@ -51,7 +51,9 @@ def _take(scope: ExitStack, device: Device, grad_mode: bool) -> Answer | None:
     """Enter what the worker works under; the answer to every task if that fails."""
     try:
         scope.enter_context(use_device(device))
-        scope.enter_context(torch.set_grad_enabled(grad_mode))
+        # Not without need: a torch function mode would see it.
+        if torch.is_grad_enabled() != grad_mode:
+            scope.enter_context(torch.set_grad_enabled(grad_mode))
     except BaseException:
         return False, _exc_info()
     return None
