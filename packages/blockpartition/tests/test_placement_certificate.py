@@ -1,5 +1,6 @@
 from dataclasses import replace
 from fractions import Fraction
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from blockpartition import Infeasible, Placement, Stage, place, verify
 
-from . import oracle
+from . import instances, oracle
 from .strategies import placings
 
 
@@ -41,6 +42,30 @@ def test_an_accepted_placement_is_optimal(problem, objective, data):
             assert oracle.agrees(other.bottleneck, min(outcome.slowest for outcome in outcomes))
         else:
             assert oracle.agrees(other.makespan, min(outcome.makespan(m) for outcome in outcomes))
+
+
+@pytest.mark.parametrize("objective", ["bottleneck", "makespan"])
+def test_the_proof_of_the_best_is_a_proof_for_all_as_good_and_no_others(objective):
+    """Cuts drawn at random, with the witness of the optimum."""
+    random, verdicts = Random(2), []
+    for i in range(800):
+        problem = instances.placing(random, 6)
+        if i % 4:  # with less in the way, more is possible that is not the best
+            roomy = [replace(stage, capacity=None) for stage in problem.stages]
+            problem = replace(problem, stages=roomy, constraints={**problem.constraints, "forbid": [], "pin": []})
+        n, k = len(problem.costs), len(problem.stages)
+        try:
+            best = place(problem.costs, problem.stages, **problem.constraints, objective=objective)
+            pin = random.choice(list(oracle.all_ends(n, k)))[1:-1]
+            constraints = {**problem.constraints, "pin": sorted({*pin, *problem.constraints["pin"]})}
+            other = place(problem.costs, problem.stages, **constraints, objective=objective)
+        except ValueError:
+            continue
+        if not any(isinstance(cost, float) for cost in problem.costs):  # equal floats may stand for unlike sums
+            as_good = getattr(other, objective) == getattr(best, objective)
+            assert accepted(replace(other, witness=best.witness), problem, objective) == as_good
+            verdicts.append(as_good)
+    assert 50 < sum(verdicts) < len(verdicts) - 50
 
 
 COSTS = [3, 1, 2, 4, 2]
