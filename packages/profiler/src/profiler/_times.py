@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -63,14 +64,14 @@ def measure(
 
     All layers take turns, so that a slow spell of the machine falls on each of them alike.
     """
-    watch = watch or watch_for(device)
     copies = repeatable_sandbox(module, device)
     began = clock()
-    _one_round(module, copies(), copy_to(batch, device), watch)
     rounds: list[Round] = []
-    while len(rounds) < least or clock() - began < timeout:
-        rounds.append(_one_round(module, copies(), copy_to(batch, device), watch))
-        after_round(clock() - began)
+    with nullcontext(watch) if watch else watch_for(device) as watch:
+        _one_round(module, copies(), copy_to(batch, device), watch)
+        while len(rounds) < least or clock() - began < timeout:
+            rounds.append(_one_round(module, copies(), copy_to(batch, device), watch))
+            after_round(clock() - began)
     return rounds
 
 

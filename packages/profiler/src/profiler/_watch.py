@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+
+from ._clock import undisturbed_clock
 
 
 class Watch(Protocol):
@@ -20,7 +22,7 @@ class Watch(Protocol):
 class HostWatch:
     """For devices that have finished when the call returns."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.mark = clock
 
     def seconds(self, start: float, end: float) -> float:
@@ -43,5 +45,11 @@ class CUDAWatch:
         return float(start.elapsed_time(end)) / 1000
 
 
-def watch_for(device: torch.device) -> Watch:
-    return CUDAWatch(device) if device.type == "cuda" else HostWatch()
+@contextmanager
+def watch_for(device: torch.device) -> Iterator[Watch]:
+    """The watch for what this thread runs on `device`."""
+    if device.type == "cuda":
+        yield CUDAWatch(device)
+        return
+    with undisturbed_clock() as clock:
+        yield HostWatch(clock)
