@@ -188,9 +188,7 @@ def compare(plain: nn.Sequential, pipe: GPipe, digits: Digits, patience: float) 
     show_step_times(seconds)
     if images.device.type == "cpu":
         threads = torch.get_num_threads()
-        console.print(
-            f"The plain model spreads every operation over {threads} threads; the stages share them out."
-        )
+        console.print(f"The plain model spreads every operation over {threads} threads; the stages share them out.")
 
 
 def interleaved(ways: dict[str, Callable[[], None]], patience: float) -> dict[str, list[float]]:
