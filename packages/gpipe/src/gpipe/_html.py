@@ -1,0 +1,17 @@
+"""A timeline as a page of its own, which needs nothing from anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+
+from ._svg import svg
+from ._timeline import Timeline
+
+
+def html(panels: Sequence[tuple[str, Timeline]]) -> str:
+    """The picture in a page: hovering shows the action and its micro-batch, the wheel zooms, dragging moves."""
+    page = files(__package__).joinpath("_timeline.html").read_text(encoding="utf-8")
+    title = " and ".join(title for title, _ in panels if title) or "timeline"
+    return page.replace("{{title}}", escape(title)).replace("{{picture}}", svg(panels))

@@ -1,0 +1,261 @@
+"""A timeline as a picture: a lane for each worker, a cell for each action, time to the right.
+
+Below a lane a strip shows the activations that its stages keep. The picture follows the reader's choice of light or
+dark, and each cell says in its title what it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from ._actions import LETTERS, Kind
+from ._table import heading, kinds_in
+from ._timeline import Event, Timeline
+from ._units import format_bytes, format_seconds, format_share, time_unit
+
+LEFT, RIGHT, TOP, GAP = 92.0, 76.0, 34.0, 10.0
+LANE, STRIP = 30.0, 14.0
+LEGEND, AXIS = 34.0, 40.0
+
+COLOURS: dict[Kind, str] = {
+    "forward": "#7fb0f2",
+    "recompute": "#f6d776",
+    "backward": "#6fc793",
+    "backward_input": "#b394e6",
+    "backward_weight": "#f6b3cd",
+}
+NAMES: dict[Kind, str] = {
+    "forward": "forward",
+    "recompute": "recompute",
+    "backward": "backward",
+    "backward_input": "backward for the inputs",
+    "backward_weight": "backward for the weights",
+}
+
+_STYLE = """
+.gpipe-timeline { font-family: ui-sans-serif, system-ui, sans-serif; font-size: 11px; fill: #1f2937 }
+.gpipe-timeline .paper { fill: #ffffff }
+.gpipe-timeline .idle { fill: #eef0f3 }
+.gpipe-timeline .grid { stroke: #ffffff }
+.gpipe-timeline .faint { fill: #667085 }
+.gpipe-timeline .gist { font-size: 14px; font-weight: 600 }
+.gpipe-timeline .held { fill: #98a2b3 }
+.gpipe-timeline .cell { stroke: #ffffff; stroke-width: 1; vector-effect: non-scaling-stroke }
+.gpipe-timeline .number { fill: #111827; text-anchor: middle; pointer-events: none }
+.gpipe-timeline .end { text-anchor: end }
+.gpipe-timeline .middle { text-anchor: middle }
+@media (prefers-color-scheme: dark) {
+.gpipe-timeline { fill: #e5e7eb }
+.gpipe-timeline .paper { fill: #14181f }
+.gpipe-timeline .idle { fill: #232a35 }
+.gpipe-timeline .grid, .gpipe-timeline .cell { stroke: #14181f }
+.gpipe-timeline .faint { fill: #9aa4b2 }
+.gpipe-timeline .held { fill: #667085 }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From seconds to pixels.
+
+    Attributes:
+        span: the seconds that all of ``width`` is.
+    """
+
+    span: float
+    width: float
+
+    def x(self, seconds: float) -> float:
+        return seconds / self.span * self.width if self.span > 0 else 0.0
+
+
+def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
+    """The timelines, each under its title, one below the other in the same scale."""
+    scale = Scale(max((timeline.makespan for _, timeline in panels), default=0.0), _width(panels))
+    y, body = 8.0, []
+    for title, timeline in panels:
+        body += _panel(title, timeline, scale, y)
+        y += _height(timeline)
+    body += [*_axis(scale, y - GAP), *_legend(panels, y + AXIS - GAP)]
+    return "\n".join([*_opening(LEFT + scale.width + RIGHT, y + AXIS + LEGEND - GAP, scale, panels), *body, "</svg>", ""])
+
+
+def _width(panels: Sequence[tuple[str, Timeline]]) -> float:
+    """Wide enough for the numbers in the cells, within reason."""
+    cells = max((len(lane) for _, timeline in panels for lane in timeline.lanes.values()), default=0)
+    return min(1500.0, max(640.0, 24.0 * cells))
+
+
+def _height(timeline: Timeline) -> float:
+    return TOP + max(1, len(timeline.lanes)) * _pitch(timeline) + GAP
+
+
+def _pitch(timeline: Timeline) -> float:
+    """From one lane to the next."""
+    return LANE + GAP + (STRIP if timeline.peak_bytes else 0.0)
+
+
+def _opening(width: float, height: float, scale: Scale, panels: Sequence[tuple[str, Timeline]]) -> list[str]:
+    gist = "; ".join(_gist(title, timeline) for title, timeline in panels)
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="gpipe-timeline" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_quoted(gist)}" '
+        f'data-span="{scale.span!r}" data-width="{scale.width!r}">',
+        f"<style>{_STYLE}</style>",
+        '<rect class="paper" width="100%" height="100%" rx="8"/>',
+    ]
+
+
+def _gist(title: str, timeline: Timeline) -> str:
+    return f"{title}: {heading(timeline)}" if title else heading(timeline)
+
+
+def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
+    yield _text(LEFT, y + 18, _gist(title, timeline), "gist")
+    yield _text(LEFT + scale.width + 8, y + 18, "busy", "faint")
+    busy, peak = timeline.utilisation, _most(timeline)
+    for row, (worker, lane) in enumerate(timeline.lanes.items()):
+        top = y + TOP + row * _pitch(timeline)
+        stages = sorted({event.stage for event in lane})
+        yield from _names(worker, stages, lane[0].device, top)
+        yield _text(LEFT + scale.width + 8, top + LANE / 2 + 4, format_share(busy[worker]))
+        yield from _plot(timeline, lane, stages, scale, top, peak)
+        if peak:
+            most = max((size for _, size in timeline.held(*stages)), default=0)
+            yield _text(LEFT + scale.width + 8, top + LANE + STRIP - 3, format_bytes(most), "faint")
+
+
+def _most(timeline: Timeline) -> int:
+    """The most bytes that any worker keeps: all strips have the same scale."""
+    stages = [{event.stage for event in lane} for lane in timeline.lanes.values()]
+    return max((size for own in stages for _, size in timeline.held(*own)), default=0)
+
+
+def _names(worker: int, stages: Sequence[int], device: str, top: float) -> Iterator[str]:
+    alone = stages == [worker]
+    yield _text(LEFT - 10, top + 13, f"stage {worker}" if alone else f"worker {worker}", "end")
+    below = device if alone else f"stages {', '.join(map(str, stages))}"
+    yield _text(LEFT - 10, top + 26, below, "faint end")
+
+
+def _plot(
+    timeline: Timeline, lane: Sequence[Event], stages: Sequence[int], scale: Scale, top: float, peak: int
+) -> Iterator[str]:
+    """What scrolls and zooms in a page. ``time`` is stretched there, and numbers are written anew."""
+    height = LANE + (STRIP if peak else 0.0)
+    yield f'<svg class="plot" x="{LEFT:g}" y="{top:g}" width="{scale.width:g}" height="{height:g}">'
+    yield f'<rect class="idle" width="{scale.width:g}" height="{LANE:g}"/><g class="grid">{_grid(scale)}</g>'
+    yield '<g class="time">'
+    yield from (_cell(event, timeline.start, stages, scale) for event in lane)
+    if peak:
+        yield _strip(timeline, stages, scale, peak)
+    yield '</g><g class="numbers">'
+    yield from (number for event in lane for number in _number(event, timeline.start, scale))
+    yield "</g></svg>"
+
+
+def _cell(event: Event, begin: float, stages: Sequence[int], scale: Scale) -> str:
+    x, width = scale.x(event.start - begin), scale.x(event.seconds)
+    fill = _paler(COLOURS[event.kind], stages.index(event.stage) / len(stages))
+    return (
+        f'<rect class="cell" x="{x:.2f}" width="{width:.2f}" height="{LANE:g}" fill="{fill}" '
+        f'data-i="{event.microbatch}" data-letter="{LETTERS[event.kind]}"><title>{escape(describe(event, begin))}</title></rect>'
+    )
+
+
+def describe(event: Event, begin: float) -> str:
+    """What people want to know of a cell, line by line."""
+    facts = [
+        ("stage", f"{event.stage} ({event.layers})" if event.layers else str(event.stage)),
+        ("micro-batch", str(event.microbatch)),
+        ("kind", NAMES[event.kind]),
+        ("device", event.device),
+        ("start", format_seconds(event.start - begin)),
+        ("duration", format_seconds(event.seconds)),
+        ("waited", format_seconds(event.wait)),
+        ("moved", format_bytes(event.bytes_moved)),
+    ]
+    held = [] if event.held_bytes is None else [("holds then", format_bytes(event.held_bytes))]
+    return "\n".join(f"{name}: {value}" for name, value in (*facts, *held))
+
+
+def _paler(colour: str, share: float) -> str:
+    """Stages that share a worker are told apart by how pale they are."""
+    channels = [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
+    return "#" + "".join(f"{round(c + (255 - c) * share * 0.8):02x}" for c in channels)
+
+
+def _number(event: Event, begin: float, scale: Scale) -> Iterator[str]:
+    """The micro-batch, with the letter of its kind where there is room, if it can be read at all."""
+    width = scale.x(event.seconds)
+    for label in (f"{LETTERS[event.kind]}{event.microbatch}", str(event.microbatch)):
+        size = min(12.0, (width - 2) / (0.62 * len(label)))
+        if size >= (9 if label[0].isalpha() else 6.5):
+            x = scale.x((event.start + event.end) / 2 - begin)
+            yield f'<text class="number" x="{x:.2f}" y="{LANE / 2 + size * 0.36:.1f}" font-size="{size:.1f}">{label}</text>'
+            return
+
+
+def _strip(timeline: Timeline, stages: Sequence[int], scale: Scale, peak: int) -> str:
+    """The activations kept, as a curve of steps."""
+    floor, path, size = LANE + STRIP, [f"M0 {LANE + STRIP:g}"], 0
+    for moment, size in timeline.held(*stages):
+        path.append(f"H{scale.x(moment - timeline.start):.2f}V{floor - (STRIP - 2) * size / peak:.2f}")
+    return f'<path class="held" d="{"".join(path)}H{scale.x(timeline.makespan):.2f}V{floor:g}Z"/>'
+
+
+def _grid(scale: Scale) -> str:
+    xs = [scale.x(seconds) for seconds, _ in _ticks(scale.span)]
+    return "".join(f'<line x1="{x:.2f}" x2="{x:.2f}" y2="{LANE:g}"/>' for x in xs)
+
+
+def _axis(scale: Scale, y: float) -> Iterator[str]:
+    yield f'<g class="axis" transform="translate({LEFT:g} {y:g})">'
+    for seconds, label in _ticks(scale.span):
+        yield _text(scale.x(seconds), 10, label, "faint middle")
+    yield "</g>"
+
+
+def _ticks(span: float) -> list[tuple[float, str]]:
+    """Up to ten round times, the last of them with the unit."""
+    if span <= 0:
+        return [(0.0, "0 s")]
+    factor, unit = time_unit(span)
+    step = next(
+        step for e in range(-3, 30) for step in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if span / factor / step <= 10
+    )
+    times = [i * step for i in range(math.floor(span / factor / step + 1e-9) + 1)]
+    return [(t * factor, f"{t:.10g} {unit}" if t == times[-1] else f"{t:.10g}") for t in times]
+
+
+def _legend(panels: Sequence[tuple[str, Timeline]], y: float) -> Iterator[str]:
+    x = LEFT
+    present = {kind for _, timeline in panels for kind in kinds_in(timeline)}
+    for kind in (kind for kind in COLOURS if kind in present):
+        yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" rx="2" fill="{COLOURS[kind]}"/>'
+        yield _text(x + 17, y + 10, NAMES[kind])
+        x += 34 + 5.8 * len(NAMES[kind])
+    for note in _notes(panels):
+        yield _text(x, y + 10, note, "faint")
+        x += 14 + 5.6 * len(note)
+
+
+def _notes(panels: Sequence[tuple[str, Timeline]]) -> Iterator[str]:
+    timelines = [timeline for _, timeline in panels]
+    if any(len({event.stage for event in lane}) > 1 for t in timelines for lane in t.lanes.values()):
+        yield "paler: later stages of the worker"
+    if any(timeline.peak_bytes for timeline in timelines):
+        yield "grey below: activations kept"
+
+
+def _text(x: float, y: float, what: str, style: str = "") -> str:
+    classes = f' class="{style}"' if style else ""
+    return f'<text{classes} x="{x:.2f}" y="{y:.2f}">{escape(what)}</text>'
+
+
+def _quoted(text: str) -> str:
+    return escape(text, {'"': "&quot;"})

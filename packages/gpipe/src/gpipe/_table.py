@@ -1,0 +1,75 @@
+"""A timeline as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ._actions import Kind
+from ._timeline import Event, Timeline
+from ._units import format_bytes, format_seconds, format_share
+
+_SPLIT: dict[Kind, str] = {
+    "forward": "forward",
+    "recompute": "recompute",
+    "backward": "backward",
+    "backward_input": "inputs",
+    "backward_weight": "weights",
+}
+
+
+def heading(timeline: Timeline) -> str:
+    """The gist, in a line."""
+    if not timeline.events:
+        return "no actions"
+    return (
+        f"{_counted(timeline.stages, 'stage')} × {_counted(timeline.microbatches, 'micro-batch', 'es')} in "
+        f"{format_seconds(timeline.makespan)}, bubble {format_share(timeline.bubble)}"
+    )
+
+
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"
+
+
+def table(timeline: Timeline) -> str:
+    """See :meth:`Timeline.table`."""
+    if not timeline.events:
+        return heading(timeline)
+    kinds = kinds_in(timeline)
+    head = ["worker", "stages", "device", *(_SPLIT[kind] for kind in kinds), "waiting", "moved", "peak", "busy"]
+    busy = timeline.utilisation
+    rows = [_row(timeline, worker, lane, kinds, busy[worker]) for worker, lane in timeline.lanes.items()]
+    return "\n".join([heading(timeline), *_aligned([head, *rows], left=3)])
+
+
+def kinds_in(timeline: Timeline) -> list[Kind]:
+    """The kinds of action that occur."""
+    present = {event.kind for event in timeline.events}
+    return [kind for kind in _SPLIT if kind in present]
+
+
+def _row(timeline: Timeline, worker: int, lane: Sequence[Event], kinds: Sequence[Kind], busy: float) -> list[str]:
+    stages = sorted({event.stage for event in lane})
+    held = timeline.held(*stages)
+    return [
+        str(worker),
+        ", ".join(map(str, stages)),
+        ", ".join(sorted({event.device for event in lane})),
+        *(format_seconds(sum(e.seconds for e in lane if e.kind == kind)) for kind in kinds),
+        format_seconds(sum(event.wait for event in lane)),
+        format_bytes(sum(event.bytes_moved for event in lane)),
+        format_bytes(max(size for _, size in held)) if held else "–",
+        format_share(busy),
+    ]
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Columns two spaces apart, the first ``left`` of them flush left; a rule below the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(_padded(row, widths, left)).rstrip() for row in rows]
+    return [lines[0], "─" * max(map(len, lines)), *lines[1:]]
+
+
+def _padded(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
+    cells = zip(row, widths, strict=True)
+    return [cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(cells)]

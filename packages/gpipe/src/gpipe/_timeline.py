@@ -1,0 +1,247 @@
+"""What happened in a run and when: recorded by :func:`gpipe.record`, or foretold by :func:`gpipe.simulate.simulate`."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from ._actions import LETTERS, Kind
+
+
+@dataclass(frozen=True)
+class Event:
+    """One action of a stage on a micro-batch.
+
+    Attributes:
+        stage, microbatch, kind: which action it was.
+        device: where it ran.
+        start, end: in seconds from the begin of the run.
+        wait: the seconds that the worker stood still before, waiting for a link.
+        bytes_moved: what crossed from another device for it.
+        layers: of the stage, as text for people.
+        held_bytes: the activations that the stage keeps for backward when the action ends; None if unknown.
+    """
+
+    stage: int
+    microbatch: int
+    kind: Kind
+    device: str
+    start: float
+    end: float
+    wait: float = 0.0
+    bytes_moved: int = 0
+    layers: str = ""
+    held_bytes: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        return f"{LETTERS[self.kind]}{self.microbatch}@{self.stage}"
+
+
+class Timeline:
+    """The actions of a run, with what can be read off them; drawn by :meth:`save`.
+
+    ``str()`` is a table with a line for each worker.
+
+    Threads may :meth:`add` to it while it is being filled, and read it when they are done.
+
+    Args:
+        events: to begin with.
+        workers: the worker of each stage; a stage not in there has one of its own, of the same number.
+
+    >>> timeline = Timeline([Event(j, 0, "forward", device="cpu", start=j, end=j + 1) for j in range(2)])
+    >>> timeline.makespan, timeline.bubble
+    (2, 0.5)
+    """
+
+    workers: dict[int, int]
+
+    def __init__(self, events: Iterable[Event] = (), workers: Mapping[int, int] | None = None) -> None:
+        self.workers = dict(workers or {})
+        self._events: tuple[Event, ...] = ()
+        self._added: deque[Event | Callable[[], Event]] = deque(events)
+        self._reading = threading.Lock()
+
+    def add(self, event: Event | Callable[[], Event]) -> None:
+        """Note an action, from any thread.
+
+        A function is called once, when somebody reads the timeline: a time on a GPU is known only after its work.
+        """
+        self._added.append(event)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All actions, by their start."""
+        with self._reading:
+            if self._added:
+                self._events = tuple(sorted((*self._events, *self._settled()), key=lambda e: (e.start, e.stage)))
+            return self._events
+
+    def _settled(self) -> list[Event]:
+        # Nothing is taken away before all could be read: if a function raises, the next reader finds everything.
+        settled = [each() if callable(each) else each for each in tuple(self._added)]
+        for _ in settled:
+            self._added.popleft()
+        return settled
+
+    @property
+    def lanes(self) -> dict[int, tuple[Event, ...]]:
+        """The actions of each worker, by their start."""
+        lanes: dict[int, list[Event]] = {}
+        for event in self.events:
+            lanes.setdefault(self.workers.get(event.stage, event.stage), []).append(event)
+        return {worker: tuple(lanes[worker]) for worker in sorted(lanes)}
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return 1 + max((event.stage for event in self.events), default=-1)
+
+    @property
+    def microbatches(self) -> int:
+        """How many micro-batches there are."""
+        return 1 + max((event.microbatch for event in self.events), default=-1)
+
+    @property
+    def start(self) -> float:
+        """When the first action starts."""
+        return min((event.start for event in self.events), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last action ends."""
+        return max((event.end for event in self.events), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """The seconds from the first start to the last end."""
+        return self.end - self.start
+
+    @property
+    def utilisation(self) -> dict[int, float]:
+        """For each worker, the share of the makespan in which it does something."""
+        makespan = self.makespan
+        return {worker: _share(_covered(lane), makespan) for worker, lane in self.lanes.items()}
+
+    @property
+    def bubble(self) -> float:
+        """The share of the workers' time between the first start and the last end in which they do nothing."""
+        shares = self.utilisation.values()
+        return 1 - sum(shares) / len(shares) if shares else 0.0
+
+    def held(self, *stages: int) -> list[tuple[float, int]]:
+        """The bytes of activations that these stages keep together, as (from when on, bytes); empty if unknown."""
+        bytes_of: dict[int, int] = {}
+        steps = []
+        for event in sorted(self.events, key=lambda e: e.end):
+            if event.stage in stages and event.held_bytes is not None:
+                bytes_of[event.stage] = event.held_bytes
+                steps.append((event.end, sum(bytes_of.values())))
+        return steps
+
+    @property
+    def peak_bytes(self) -> dict[int, int] | None:
+        """For each stage the most bytes of activations that it keeps at any one time; None if unknown."""
+        return self._peaks({event.stage: {event.stage} for event in self.events})
+
+    @property
+    def device_peak_bytes(self) -> dict[str, int] | None:
+        """The same for each device, whose stages have their peaks at different times."""
+        stages: dict[str, set[int]] = {}
+        for event in self.events:
+            stages.setdefault(event.device, set()).add(event.stage)
+        return self._peaks(stages)
+
+    def _peaks(self, stages: Mapping[Any, Iterable[int]]) -> dict[Any, int] | None:
+        held = {owner: self.held(*own) for owner, own in stages.items()}
+        if not any(held.values()):
+            return None
+        return {owner: max((size for _, size in steps), default=0) for owner, steps in sorted(held.items())}
+
+    def table(self) -> str:
+        """A line for each worker: its seconds by kind of action, how it waited, what it moved and held."""
+        from ._table import table
+
+        return table(self)
+
+    def save(self, path: str | PathLike[str], *, title: str = "", beside: Mapping[str, Timeline] | None = None) -> None:
+        """Draw the timeline, as what the ending of ``path`` says.
+
+        ===========  =====================================================================================
+        ``.svg``     a picture
+        ``.html``    the picture in a page of its own: hovering shows the action, the wheel zooms
+        ``.json``    for https://ui.perfetto.dev and chrome://tracing; :meth:`load` reads it back
+        ===========  =====================================================================================
+
+        Args:
+            title: what the picture says above it.
+            beside: more timelines by their titles, drawn below in the same scale (pictures and pages only).
+
+        Raises ValueError for any other ending.
+        """
+        file = Path(fspath(path))
+        file.write_text(_drawing(self, file.suffix, title, beside or {}), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Timeline:
+        """The timeline that was saved as ``.json``; ValueError if the file is anything else."""
+        from ._trace import read
+
+        return read(Path(fspath(path)).read_text(encoding="utf-8"))
+
+    def __len__(self) -> int:
+        return len(self._events) + len(self._added)
+
+    def __repr__(self) -> str:
+        # Says nothing about time: it would have to wait for the device, and debuggers call this at any moment.
+        return f"<Timeline of {len(self)} actions>"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_svg_(self) -> str:
+        from ._svg import svg
+
+        return svg([("", self)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Timeline, (self.events, self.workers)
+
+
+def _covered(lane: Iterable[Event]) -> float:
+    """The seconds in which at least one of the events, given by their start, is going on."""
+    total, reach = 0.0, float("-inf")
+    for event in lane:
+        total += max(0.0, event.end - max(event.start, reach))
+        reach = max(reach, event.end)
+    return total
+
+
+def _share(seconds: float, makespan: float) -> float:
+    # A run that takes no time wastes none; and sums are rounded.
+    return min(1.0, seconds / makespan) if makespan > 0 else 1.0
+
+
+def _drawing(timeline: Timeline, ending: str, title: str, beside: Mapping[str, Timeline]) -> str:
+    from ._html import html
+    from ._svg import svg
+    from ._trace import trace
+
+    panels = [(title, timeline), *beside.items()]
+    if ending == ".svg":
+        return svg(panels)
+    if ending == ".html":
+        return html(panels)
+    if ending != ".json":
+        raise ValueError(f"path: expected a name that ends in .svg, .html or .json, got the ending {ending!r}")
+    if beside:
+        raise ValueError("beside: a .json file holds one timeline; save the others under names of their own")
+    return trace(timeline, title)
