@@ -9,7 +9,7 @@ if settings.default.deadline is not None:
 
 # A mutant has to fall quickly, not to be explained well: few examples, none made smaller.
 settings.register_profile(
-    "mutation", deadline=None, max_examples=20, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+    "mutation", deadline=None, max_examples=8, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
 )
 
 

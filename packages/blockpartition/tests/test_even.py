@@ -2,7 +2,7 @@ from fractions import Fraction
 from itertools import accumulate
 from random import Random
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpartition import partition, verify
@@ -27,7 +27,7 @@ def test_exact_is_the_least_sum_of_squares_among_the_optima(problem):
 
 def test_exact_among_hundreds_of_drawn_problems():
     random = Random(1)
-    for _ in range(600):
+    for _ in range(6 * settings.default.max_examples):
         costs, k = instances.problem(random)
         found = partition(costs, k, even="exact")
         verify(found, costs)

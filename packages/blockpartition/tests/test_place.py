@@ -5,7 +5,7 @@ from fractions import Fraction
 from random import Random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpartition import Infeasible, Stage, partition, place, verify
@@ -71,7 +71,7 @@ def check_many(seed: int, count: int, max_layers: int) -> None:
 
 
 def test_hundreds_of_drawn_placements():
-    check_many(0, 1_000, 6)
+    check_many(0, 10 * settings.default.max_examples, 6)
 
 
 @pytest.mark.long

