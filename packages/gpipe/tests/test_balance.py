@@ -18,6 +18,7 @@ from gpipe.balance import (
     balance_cost,
     uniform,
 )
+from gpipe.skip import Namespace, pop, skippable, stash
 
 
 @st.composite
@@ -173,3 +174,24 @@ def test_the_table_of_optimizers_is_right(name, options, scale):
 
 def test_the_table_is_read():
     assert len(table()) == 13
+
+
+def test_layers_that_skip_are_balanced_too():
+    @skippable(stash=["early"])
+    class Stash(nn.Module):
+        def forward(self, x):
+            yield stash("early", x * 2)
+            return x * 3
+
+    @skippable(pop=["early"])
+    class Pop(nn.Module):
+        def forward(self, x):
+            return x + (yield pop("early"))
+
+    inner, outer = Namespace(), Namespace()
+    model = nn.Sequential(
+        Stash().isolate(outer), Stash().isolate(inner), nn.Linear(6, 6), Pop().isolate(inner), Pop().isolate(outer)
+    )
+    # The stashing layers keep two tensors, all others one.
+    assert balance_by_size(2, model, torch.rand(4, 6), param_scale=0, device="cpu") == [2, 3]
+    assert len(balance_by_time(2, model, torch.rand(4, 6), timeout=0.01, device="cpu")) == 2

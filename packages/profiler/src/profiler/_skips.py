@@ -29,9 +29,9 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
         super().__setitem__(key, value)
 
     def pop(self, key: Hashable) -> torch.Tensor | None:  # type: ignore[override]
-        """Hands `key` over as an input: cut off the graph of the layer that stashed it."""
+        """Hands `key` over as an input, cut off from the layer that stashed it, unless that is the same layer."""
         value = super().pop(key)
-        return None if value is None else enter(value)
+        return value if value is None or key in self._stashed else enter(value)
 
     def stashed(self) -> list[torch.Tensor]:
         """What the current layer has stashed and not popped itself: outputs of it, beside the ordinary ones."""
