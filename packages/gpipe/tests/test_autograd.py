@@ -544,7 +544,7 @@ class TestMemory:
 
     @pytest.mark.xfail(
         strict=True,
-        reason="the traceback of an error holds the frame of the worker's walk, which holds the list of failures, "
+        reason="the traceback of an error holds the frames of the worker, which hold the list of failures, "
         "which holds the error: what a failed run held waits for the garbage collector, a GPU's memory too",
     )
     @pytest.mark.parametrize("phase", ["forward", "backward"])
