@@ -1,6 +1,7 @@
 """Whatever is profiled, and however it ends, the caller finds everything as it was."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from profiler import profile, profile_sizes, profile_times
+from profiler._births import Births
 
 from .hard_layers import HARD
 from .strategies import models, samples
@@ -121,6 +123,15 @@ def test_sizes_do_not_mind_gradients_and_keep_them(way):
     before = state(model, sample)
     WAYS[way](model, sample)
     assert_same(before, state(model, sample))
+
+
+@given(models(), samples(), ways, st.booleans())
+def test_nothing_is_left_in_memory(model, sample, way, autocast):
+    births = Births()
+    with births, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        way(model, sample)
+        gc.collect(0)
+        assert births.alive() == 0
 
 
 def test_works_in_inference_mode():

@@ -1,9 +1,13 @@
+import weakref
+
+import pytest
 import torch
 from hypothesis import given
 from torch import nn
 
 from microbatch import Batch
-from profiler import detach, layerwise_sandbox
+from profiler import _sandbox, detach, layerwise_sandbox
+from profiler._times import measure
 
 from .strategies import models
 
@@ -32,6 +36,29 @@ def test_one_copy_exists_at_a_time():
     assert copied == []
     next(sandbox)
     assert len(copied) == 1
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_large_modules_are_copied_one_layer_at_a_time_and_small_ones_once(size, monkeypatch):
+    alive, most, made = set(), [0], [0]
+
+    class Counting(nn.Module):
+        def __deepcopy__(self, memo):
+            copied = Counting()
+            weakref.finalize(copied, alive.discard, id(copied))
+            alive.add(id(copied))
+            most[0] = max(most[0], len(alive))
+            made[0] += 1
+            return copied
+
+        def forward(self, x):
+            return x * 2
+
+    monkeypatch.setattr(_sandbox, "_SMALL", {"small": 0, "large": -1}[size])
+    model = nn.Sequential(*(Counting() for _ in range(3)))
+    rounds = measure(model, Batch(torch.rand(2)), torch.device("cpu"), timeout=1e-9, least=2)
+    assert len(rounds) == 2
+    assert (most, made) == {"small": ([3], [3]), "large": ([1], [9])}[size]
 
 
 def test_detach_cuts_the_graph_and_keeps_who_requires_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 from xml.sax.saxutils import escape
@@ -38,7 +39,7 @@ class _Chart(NamedTuple):
 _NOTHING = 1e-15
 
 
-def picture(profile: Profile, balance: list[int] | None, by: str) -> str:
+def picture(profile: Profile, balance: Sequence[int] | None, by: str) -> str:
     """See `Profile.picture`."""
     costs = profile.costs(by)
     step = _step(max(costs, default=0), 1024 if by.endswith("bytes") else 10)
@@ -56,7 +57,7 @@ def picture(profile: Profile, balance: list[int] | None, by: str) -> str:
     return "\n".join([_open(max(chart.width, 420), height), *body, "</svg>", ""])
 
 
-def _checked(balance: list[int] | None, layers: int) -> list[int]:
+def _checked(balance: Sequence[int] | None, layers: int) -> list[int]:
     if balance is None:
         return []
     if sum(balance) != layers or min(balance, default=1) < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -137,7 +137,7 @@ class Profile:
 
         return diff(self, other)
 
-    def picture(self, balance: list[int] | None = None, *, by: str = "seconds") -> str:
+    def picture(self, balance: Sequence[int] | None = None, *, by: str = "seconds") -> str:
         """An SVG with a bar for each layer; given a balance, also the cuts, and above each partition its load."""
         from ._picture import picture
 

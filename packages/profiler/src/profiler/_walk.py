@@ -50,6 +50,8 @@ def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step:
             batch = step(Visit(index, layer, enter_batch(batch), skips))
             detach(batch)
             skips.detach()
+        # Else this copy and the next would be there at the same time.
+        del layer
 
 
 @contextmanager
