@@ -50,6 +50,8 @@ class Deal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not any(gradient is not None for gradient in gradients):
+            return (None,) * (1 + len(gradients))
         parts = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(gradients, ctx.views, strict=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from microbatch import Batch
 from streams import Context
 
-from ._checkpoint import Witness, checkpointing, recomputing, training_flags
+from ._checkpoint import Snapshot, Training, Witness, checkpointing, recomputing, restored, training_flags
 from ._random import CellRandom, Refusal, RunRandom
 from ._stage import Stage
 from ._value import cloned, cut, versions
@@ -57,7 +58,7 @@ class Cell:
         ]
         if flowing:
             outputs, seeds = zip(*flowing, strict=True)
-            with _NOTHING if self._random is None else self._random.backward():
+            with _NOTHING if self._random is None else self._random.backward(), _outer_graph_explained():
                 _run_backward(outputs, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return [leaf.grad for leaf in self.inputs]
 
@@ -70,25 +71,67 @@ class Cell:
         return outputs
 
 
+@contextmanager
+def _outer_graph_explained() -> Iterator[None]:
+    """Every cell is backwarded once. If torch complains of a second time, a graph around the cells is meant."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RuntimeError(
+            "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
+            "micro-batch has used up; compute it inside the layer, hand it to the pipe as an input, or detach it"
+        ) from error
+
+
+class Circumstances:
+    """What the checkpointed cells of a stage have in common in a run: a recomputation must find it as the forward did.
+
+    Args:
+        context: what the caller of the forward saw.
+        random: where random numbers come from.
+    """
+
+    def __init__(self, stage: Stage, context: Context, random: RunRandom) -> None:
+        self._stage = stage
+        self._witness: Witness | None = None
+        self.context = context
+        self.random = random
+
+    @cached_property
+    def training(self) -> Training:
+        """The training flags of all layers, at the first forward."""
+        return training_flags(self._stage.module)
+
+    def remember(self, snapshot: Snapshot) -> None:
+        """After a forward that changed the buffers in ``snapshot``: all else must stay as it is."""
+        if self._witness is None:
+            self._witness = Witness(self._stage.module, self.training, snapshot)
+
+    def expect_unchanged(self) -> None:
+        """Before a recomputation. Looks once, since nobody gets in between two of them."""
+        if self._witness is not None:
+            self._witness.check()
+            self._witness = None
+
+
 class CheckpointedCell(Cell):
     """A cell that lets its graph go after the forward, and builds it again just before the backward."""
 
-    __slots__ = ("_buffers", "_context", "_run", "_training", "_versions", "_witness")
+    __slots__ = ("_circumstances", "_snapshot", "_versions")
 
-    def __init__(self, stage: Stage, random: CellRandom | None, run: RunRandom, context: Context) -> None:
+    def __init__(self, stage: Stage, random: CellRandom | None, circumstances: Circumstances) -> None:
         super().__init__(stage, random)
-        self._run = run
-        self._context = context
+        self._circumstances = circumstances
 
     def forward(self, inputs: Batch) -> Batch:
-        stage = self._stage
         self.inputs = inputs
-        spare = cloned(inputs) if stage.may_change_input else None
+        spare = cloned(inputs) if self._stage.may_change_input else None
         before = versions(inputs)
-        self._training = training_flags(stage.module)
-        with checkpointing(), stage.buffers.watched(self._training) as self._buffers:
+        with checkpointing(), self._stage.buffers.watched(self._circumstances.training) as self._snapshot:
             outputs = cut(self._compute(inputs))
-        self._witness = Witness(stage.module, self._training, stage.buffers.steady(self._training))
+        self._circumstances.remember(self._snapshot)
         if versions(inputs) != before:
             self.inputs = _expect_spare(spare)
         self._versions = versions(self.inputs)
@@ -96,18 +139,18 @@ class CheckpointedCell(Cell):
 
     def recompute(self) -> None:
         """Run the layers again as they ran in the forward, for their graph."""
-        self._check_inputs()
-        self._witness.check()
-        restored = self._stage.buffers.restored(self._training, self._buffers)
-        with self._context.applied(), recomputing(), restored, self._repeated():
+        self._expect_inputs()
+        self._circumstances.expect_unchanged()
+        with self._circumstances.context.applied(), recomputing(), restored(self._snapshot), self._repeated():
             self._outputs = self._stage.compute(self.inputs)
 
     def _repeated(self) -> AbstractContextManager[None]:
-        if self._random is None and self._run.unexpected:
-            self._random = Refusal(self._run, 0, self._stage.device)
+        random = self._circumstances.random
+        if self._random is None and random.unexpected:
+            self._random = Refusal(random, 0, self._stage.device)
         return _NOTHING if self._random is None else self._random.repeated()
 
-    def _check_inputs(self) -> None:
+    def _expect_inputs(self) -> None:
         if versions(self.inputs) != self._versions:
             raise RuntimeError(
                 "the input of this partition was changed in place after its forward, and its recomputation needs it as "

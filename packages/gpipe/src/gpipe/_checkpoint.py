@@ -17,6 +17,9 @@ from torch import Tensor, nn
 Slot = tuple[nn.Module, str]
 """The place of a buffer: the module that holds it, and its name there."""
 
+Snapshot = list[tuple[Slot, Tensor | None]]
+"""Buffers, and copies of what was there; None where there was nothing yet."""
+
 Training = tuple[bool, ...]
 """``training`` of every module of a stage, in order."""
 
@@ -64,63 +67,86 @@ class Buffers:
 
     A recomputation works on copies of those as they were before the forward: so it sees what the forward saw, and
     changes nothing twice. Which ones change is found out at the first forward in each training mode, by comparing
-    values: version counters do not tell, because the kernel of batch norm does not advance them.
+    versions and values: the kernel of batch norm does not advance the one, a power iteration may leave the other.
 
     A layer with a true attribute ``recomputes_without_buffers`` neither reads nor changes its own in a recomputation.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._slots = [
-            (owner, name)
-            for owner in module.modules()
-            if not getattr(owner, "recomputes_without_buffers", False)
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
+        self._module = module
         self._changing: dict[Training, list[Slot]] = {}
 
     @contextmanager
-    def watched(self, training: Training) -> Iterator[list[Tensor]]:
-        """Around a forward; yields the copies for :meth:`restored`, which are complete when the block has ended."""
+    def watched(self, training: Training) -> Iterator[Snapshot]:
+        """Around a forward; yields what :meth:`restored` needs, which is complete when the block has ended."""
         known = self._changing.get(training)
-        slots = self._slots if known is None else known
-        copies = [_buffer(slot).detach().clone() for slot in slots]
-        yield copies
-        if known is None:
-            pairs = [pair for pair in zip(slots, copies, strict=True) if not _same(_buffer(pair[0]), pair[1])]
-            self._changing[training] = [slot for slot, _ in pairs]
-            copies[:] = [copy for _, copy in pairs]
+        slots = self._slots() if known is None else known
+        before = [(slot, _copy(slot)) for slot in slots]
+        versions = [_version(slot) for slot in slots]
+        snapshot: Snapshot = []
+        yield snapshot
+        if known is not None:
+            snapshot += before
+            return
+        for pair, version in zip(before, versions, strict=True):
+            if _version(pair[0]) != version or not _same(_buffer(pair[0]), pair[1]):
+                snapshot.append(pair)
+        born = [slot for slot in self._slots() if slot not in slots]
+        if not born:  # else look again next time, at them too
+            self._changing[training] = [slot for slot, _ in snapshot]
+        snapshot += [(slot, None) for slot in born]
 
-    @contextmanager
-    def restored(self, training: Training, copies: Sequence[Tensor]) -> Iterator[None]:
-        """Around a recomputation: ``copies`` stand where the changing buffers were, which stay as they are."""
-        slots = self._changing[training]
-        own = [_buffer(slot) for slot in slots]
-        _put(slots, copies)
-        try:
-            yield
-        finally:
-            _put(slots, own)
-
-    def steady(self, training: Training) -> list[Tensor]:
-        """The buffers that a forward only reads."""
-        changing = self._changing.get(training, [])
-        return [_buffer(slot) for slot in self._slots if slot not in changing]
+    def _slots(self) -> list[Slot]:
+        return [
+            (owner, name)
+            for owner in self._module.modules()
+            if owner._buffers and not _ignored(owner)
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
 
 
-def _buffer(slot: Slot) -> Tensor:
+@contextmanager
+def restored(snapshot: Snapshot) -> Iterator[None]:
+    """Around a recomputation: the buffers that a forward changed are as before it, and afterwards as they are now."""
+    own = [(slot, _buffer(slot)) for slot, _ in snapshot]
+    _put(snapshot)
+    try:
+        yield
+    finally:
+        _put(own)
+
+
+def _ignored(owner: nn.Module) -> bool:
+    return getattr(owner, "recomputes_without_buffers", False)
+
+
+def _buffer(slot: Slot) -> Tensor | None:
     owner, name = slot
-    buffer = owner._buffers[name]
-    assert buffer is not None
-    return buffer
+    return owner._buffers.get(name)
 
 
-def _put(slots: Sequence[Slot], buffers: Sequence[Tensor]) -> None:
-    for (owner, name), buffer in zip(slots, buffers, strict=True):
-        owner._buffers[name] = buffer
+def _copy(slot: Slot) -> Tensor | None:
+    buffer = _buffer(slot)
+    return None if buffer is None else buffer.detach().clone()
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _version(slot: Slot) -> int | None:
+    buffer = _buffer(slot)
+    return None if buffer is None else buffer._version
+
+
+def _put(snapshot: Snapshot) -> None:
+    for (owner, name), buffer in snapshot:
+        if buffer is None:
+            owner._buffers.pop(name, None)
+        else:
+            owner._buffers[name] = buffer
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
     return a.shape == b.shape and torch.equal(a, b)
 
 
@@ -131,11 +157,18 @@ class Witness:
     would belong to another function, and its gradients be wrong without a word.
     """
 
-    def __init__(self, module: nn.Module, training: Training, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, module: nn.Module, training: Training, snapshot: Snapshot) -> None:
         self._module = module
         self._training = training
-        self._tensors = [*module.parameters(), *buffers]
-        self._versions = [tensor._version for tensor in self._tensors]
+        changing = [slot for slot, _ in snapshot]
+        self._seen = [
+            (own, name, tensor, _state(tensor))
+            for owner in module.modules()
+            for own in (owner._parameters, owner._buffers)
+            if own is owner._parameters or not _ignored(owner)
+            for name, tensor in own.items()
+            if tensor is not None and (own is owner._parameters or (owner, name) not in changing)
+        ]
 
     def check(self) -> None:
         """Raise RuntimeError naming what has changed since, if anything has."""
@@ -144,17 +177,28 @@ class Witness:
                 "train() or eval() was called between the forward and the backward of a checkpointed run, whose "
                 "recomputation would now compute something else; call it after backward(), or use checkpoint='never'"
             )
-        changed = [t for t, version in zip(self._tensors, self._versions, strict=True) if t._version != version]
+        changed = [t for own, name, t, state in self._seen if own.get(name) is not t or _state(t) != state]
         if changed:
             raise RuntimeError(
-                f"{self._names(changed)} changed in place between the forward and the backward of a checkpointed run, "
-                "whose recomputation would now compute something else; change it after backward() "
-                "(optimizer.step() comes last), or use checkpoint='never'"
+                f"{self._names(changed)} changed between the forward and the backward of a checkpointed run, whose "
+                "recomputation would now compute something else; change it after backward() (optimizer.step() comes "
+                "last), or use checkpoint='never'"
             )
 
     def _names(self, tensors: Sequence[Tensor]) -> str:
-        named = {id(t): name for name, t in (*self._module.named_parameters(), *self._module.named_buffers())}
-        return ", ".join(repr(named.get(id(tensor), "a tensor since replaced")) for tensor in tensors[:3])
+        missing = [id(tensor) for tensor in tensors]
+        places = [
+            (f"{prefix}.{name}".lstrip("."), id(own.get(name)), id(tensor))
+            for prefix, owner in self._module.named_modules()
+            for own, name, tensor, _ in self._seen
+            if own is owner._parameters or own is owner._buffers
+        ]
+        return ", ".join(repr(name) for name, _, seen in places if seen in missing)
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Changes whenever the tensor is changed in place, or given other memory by ``.data``."""
+    return tensor._version, tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def training_flags(module: nn.Module) -> Training:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from streams import Context
 
-from ._cell import Cell, CheckpointedCell
+from ._cell import Cell, CheckpointedCell, Circumstances
 from ._errors import add_note, shapes
 from ._hooks import HeldHooks
 from ._place import at
 from ._ports import Ports
 from ._random import CellRandom, RunRandom
 from ._stage import Stage
+from ._value import cloned
 from .schedule import Action
 
 
@@ -44,8 +45,8 @@ class Lane:
         self._hooks: HeldHooks | None = None
         self._checkpoint_stop = checkpoint_stop if keep else 0
         self._keep = keep
-        self._context = context
         self._random = random
+        self._circumstances = Circumstances(stage, context, random)
         self._cells: dict[int, Cell] = {}
 
     def do(self, action: Action) -> None:
@@ -54,6 +55,8 @@ class Lane:
 
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
+        if self.stage.index == 0 and self.stage.may_change_input:
+            inputs = cloned(inputs)  # what the caller gave stays as it is
         cell = self._cells[i] = self._cell(i)
         with at(i, self._microbatches):
             outputs = cell.forward(inputs)
@@ -94,5 +97,5 @@ class Lane:
         stage = self.stage
         random = CellRandom(self._random, i << 12 | stage.index, stage.device) if stage.may_draw else None
         if i < self._checkpoint_stop:
-            return CheckpointedCell(stage, random, self._random, self._context)
+            return CheckpointedCell(stage, random, self._circumstances)
         return Cell(stage, random)

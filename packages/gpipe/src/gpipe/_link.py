@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -98,6 +99,6 @@ def stall_seconds() -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise ValueError(f"GPIPE_STALL_SECONDS must be a positive number of seconds; got {text!r}")
     return seconds

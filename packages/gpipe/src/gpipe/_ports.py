@@ -9,6 +9,7 @@ from torch import Tensor
 from microbatch import Batch
 
 from ._link import Channel
+from ._value import SharedBatch
 
 
 class Ports:
@@ -30,14 +31,15 @@ class Ports:
             return self._main.values.get(i)
         parts = [channel.values.get(i) for channel in self._channels]
         self._sizes[i] = [len(part) for part in parts]
-        return Batch(tuple([part.value for part in parts]))
+        shared = any(isinstance(part, SharedBatch) for part in parts)
+        return (SharedBatch if shared else Batch)(tuple([part.value for part in parts]))
 
     def put_values(self, i: int, batch: Batch) -> None:
         """Send each part to the stage that needs it."""
         if not self._channels:
             self._main.values.put(i, batch)
             return
-        parts = [Batch(value) for value in batch.value]
+        parts = [type(batch)(value) for value in batch.value]
         self._sizes[i] = [len(part) for part in parts]
         for channel, part in zip(self._channels, parts, strict=True):
             channel.values.put(i, part)

@@ -3,7 +3,7 @@
 The CPU has one generator for the whole process. Stages drawing from it would get numbers that depend on which came
 first, and a recomputation could not get the same again without taking it away from everybody else. So every cell draws
 from a generator of its own. All are seeded by one number, which a run takes from the process's generator when the first
-of its layers draws.
+of its layers draws. A generator that a layer brings along is put back for the recomputation.
 
 A CUDA device has a generator of its own, and one worker: there it is enough to put its state back.
 
@@ -34,6 +34,8 @@ class RunRandom:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # A pipe inside a layer of another one draws from that one's cell, which the recomputation repeats.
+        self._around: CellRandom | None = getattr(_active, "cell", None)
         self._seed: int | None = None
         self._state = _PROCESS.get_state()
         self.unexpected = False
@@ -43,7 +45,8 @@ class RunRandom:
         """The one number that the run takes."""
         with self._lock:
             if self._seed is None:
-                self._seed = int(torch.randint(2**32, (), device="cpu", generator=_PROCESS))
+                source = _PROCESS if self._around is None else self._around.draw()
+                self._seed = int(torch.randint(2**32, (), device="cpu", generator=source))
                 self._state = _PROCESS.get_state()
             return self._seed
 
@@ -61,12 +64,13 @@ class CellRandom:
             ``torch.utils.checkpoint`` does; the backward then draws too.
     """
 
-    __slots__ = ("_cuda", "_generator", "_number", "_run", "asked", "drew")
+    __slots__ = ("_cuda", "_generator", "_number", "_others", "_run", "asked", "drew")
 
     def __init__(self, run: RunRandom, number: int, device: torch.device) -> None:
         self._run = run
         self._number = number
         self._generator: torch.Generator | None = None
+        self._others: dict[torch.Generator, Tensor] = {}
         self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
         self.asked = False
         self.drew = False
@@ -82,6 +86,12 @@ class CellRandom:
         """What an operation that draws on the CPU shall draw from."""
         self.drew = True
         return self.generator
+
+    def saw(self, generator: torch.Generator) -> None:
+        """Remember a layer's own generator as it is before the cell first draws from it."""
+        if generator is not self._generator and generator not in self._others:
+            self.drew = True
+            self._others[generator] = generator.get_state()
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
@@ -100,8 +110,13 @@ class CellRandom:
     def repeated(self) -> Iterator[None]:
         """Inside, this thread draws again what it drew in the forward, on every device."""
         self._generator = None
-        with self._cuda_rewound(), self.drawn_from():
-            yield
+        now = {generator: generator.get_state() for generator in self._others}
+        _set_states(self._others)
+        try:
+            with self._cuda_rewound(), self.drawn_from():
+                yield
+        finally:
+            _set_states(now)
 
     def backward(self) -> AbstractContextManager[None]:
         """Around the backward."""
@@ -147,7 +162,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operation: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _draws(operation) or kwargs.get("generator") is not None:
+        if not _draws(operation):
+            return operation(*args, **kwargs)
+        own = kwargs.get("generator")
+        if own is not None and own is not _PROCESS:
+            self._cell.saw(own)
             return operation(*args, **kwargs)
         if _device(args, kwargs) != "cpu":
             self._cell.drew = True
@@ -156,6 +175,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if with_generator is not None:
             return with_generator(*args, **{**kwargs, "generator": self._cell.draw()})
         return _swapped(self._cell.draw(), operation, args, kwargs)
+
+
+def _set_states(states: dict[torch.Generator, Tensor]) -> None:
+    for generator, state in states.items():
+        generator.set_state(state)
 
 
 def _swapped(generator: torch.Generator, operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -75,6 +75,8 @@ class Run:
         skips = [(route, _channel(f"of skip {route.key[1]!r}", places, *route[1:])) for route in layout.routes]
         self._skips = [channel for _, channel in skips]
         self._random = RunRandom()
+        for stage in stages:
+            stage.begin()
         self._lanes = [
             Lane(
                 stage,
@@ -108,34 +110,35 @@ class Run:
 
     def _walk(self, half: Half, context: Context) -> None:
         """Let every worker walk its steps; raise the earliest failure if there is any."""
-        failures: list[Failure] = []
-        works = [partial(self._do, steps, context, failures) for steps in half.walk]
+        works = [partial(self._do, steps, context) for steps in half.walk]
         if self._inline:
-            works[0]()
+            found = [works[0]()]
         else:
             streams = [self._streams[self._placement.index(worker)] for worker in range(len(works))]
-            self._workers.run(list(zip(streams, works, strict=True)), self._poison)
+            found = self._workers.run(list(zip(streams, works, strict=True)), self._poison)
+        failures = [failure for failure in found if failure is not None]
         try:
             if failures:
                 for lane in self._lanes:
                     lane.end()
                 raise _earliest(failures, half.programs)
         finally:
-            del failures, works  # the error's traceback holds this frame, which would hold the error
+            del failures, found  # the error's traceback holds this frame, which would hold the error
 
-    def _do(self, steps: Sequence[Step], context: Context, failures: list[Failure]) -> None:
-        with context.applied(), torch.autograd.set_multithreading_enabled(False):
-            for step in steps:
-                lane = self._lanes[step.stage]
-                try:
-                    lane.do(step.action)
-                except Poisoned:
-                    return
-                except BaseException as error:
-                    lane.annotate(error, step.action)
-                    failures.append(Failure(step, error))
-                    self._poison()
-                    return
+    def _do(self, steps: Sequence[Step], context: Context) -> Failure | None:
+        """Walk the steps of one worker; what stopped it, if anything did."""
+        step = steps[0]
+        try:
+            with context.applied(), torch.autograd.set_multithreading_enabled(False):
+                for step in steps:
+                    self._lanes[step.stage].do(step.action)
+        except Poisoned:
+            return None
+        except BaseException as error:
+            self._lanes[step.stage].annotate(error, step.action)
+            self._poison()
+            return Failure(step, error)
+        return None
 
     def _look_for_draws(self) -> None:
         self._random.look()

@@ -11,7 +11,7 @@ from torch import nn
 from microbatch import Batch
 
 from ._checkpoint import Buffers
-from ._value import Arguments, entered, versions
+from ._value import Arguments, SharedBatch, entered, marked, versions
 from .skip import SkipLayout
 from .skip._store import Key, routed
 
@@ -25,18 +25,24 @@ class Stage:
         self.device = device
         self._pops = [route.key for route in layout.routes if route.target == index]
         self._stashes = [route.key for route in layout.routes if route.source == index]
-        self._changes_input: dict[bool, bool] = {}
+        self._changes_input: bool | None = None
         self._draws: dict[bool, bool] = {}
 
     def compute(self, inputs: Batch) -> Batch:
         """What the layers make of ``inputs``; they may work in place on them, although these are leaves."""
         if not self.may_change_input:
-            return Batch(self._call(inputs.value))
+            return marked(Batch(self._call(inputs.value)), inputs)
         before = versions(inputs)
-        output = Batch(self._call(entered(inputs).value))
-        training = self.module.training
-        self._changes_input[training] = self._changes_input.get(training, False) or versions(inputs) != before
-        return output
+        outputs = Batch(self._call(entered(inputs).value))
+        changed = versions(inputs) != before
+        self._changes_input = self._changes_input or changed
+        if changed and isinstance(inputs, SharedBatch):
+            raise RuntimeError(
+                "the layers of this partition changed a tensor in place that shares its memory with another one from "
+                "an earlier partition, whose gradient would be wrong; let them work on a clone, or put both into one "
+                "partition"
+            )
+        return marked(outputs, inputs)
 
     def _call(self, value: Any) -> Any:
         """Hand skips from other stages to the layers, and those for other stages on, beside the main value."""
@@ -57,8 +63,12 @@ class Stage:
 
     @property
     def may_change_input(self) -> bool:
-        """Whether the layers work in place on what they get, in this training mode; true until somebody looked."""
-        return self._changes_input.get(self.module.training, True)
+        """Whether the layers work in place on what they get; true until the first forward of a run has shown."""
+        return self._changes_input is not False
+
+    def begin(self) -> None:
+        """Forget what the last run has shown: layers may have been changed since."""
+        self._changes_input = None
 
     @property
     def may_draw(self) -> bool:

@@ -18,7 +18,7 @@ from ._units import format_bytes, format_seconds, format_share, time_unit
 
 LEFT, RIGHT, TOP, GAP = 92.0, 76.0, 34.0, 10.0
 LANE, STRIP = 30.0, 14.0
-LEGEND, AXIS = 34.0, 40.0
+LEGEND, AXIS = 28.0, 36.0
 
 COLOURS: dict[Kind, str] = {
     "forward": "#7fb0f2",
@@ -64,10 +64,12 @@ class Scale:
 
     Attributes:
         span: the seconds that all of ``width`` is.
+        digits: of the largest micro-batch.
     """
 
     span: float
     width: float
+    digits: int
 
     def x(self, seconds: float) -> float:
         return seconds / self.span * self.width if self.span > 0 else 0.0
@@ -75,13 +77,17 @@ class Scale:
 
 def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
     """The timelines, each under its title, one below the other in the same scale."""
-    scale = Scale(max((timeline.makespan for _, timeline in panels), default=0.0), _width(panels))
+    span = max((timeline.makespan for _, timeline in panels), default=0.0)
+    last = max((timeline.microbatches - 1 for _, timeline in panels), default=0)
+    scale = Scale(span, _width(panels), len(str(max(0, last))))
     y, body = 8.0, []
     for title, timeline in panels:
         body += _panel(title, timeline, scale, y)
         y += _height(timeline)
     body += [*_axis(scale, y - GAP), *_legend(panels, y + AXIS - GAP)]
-    return "\n".join([*_opening(LEFT + scale.width + RIGHT, y + AXIS + LEGEND - GAP, scale, panels), *body, "</svg>", ""])
+    return "\n".join(
+        [*_opening(LEFT + scale.width + RIGHT, y + AXIS + LEGEND - GAP, scale, panels), *body, "</svg>", ""]
+    )
 
 
 def _width(panels: Sequence[tuple[str, Timeline]]) -> float:
@@ -104,7 +110,7 @@ def _opening(width: float, height: float, scale: Scale, panels: Sequence[tuple[s
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gpipe-timeline" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_quoted(gist)}" '
-        f'data-span="{scale.span!r}" data-width="{scale.width!r}">',
+        f'data-span="{scale.span!r}" data-width="{scale.width!r}" data-digits="{scale.digits}">',
         f"<style>{_STYLE}</style>",
         '<rect class="paper" width="100%" height="100%" rx="8"/>',
     ]
@@ -190,14 +196,23 @@ def _paler(colour: str, share: float) -> str:
 
 
 def _number(event: Event, begin: float, scale: Scale) -> Iterator[str]:
-    """The micro-batch, with the letter of its kind where there is room, if it can be read at all."""
-    width = scale.x(event.seconds)
-    for label in (f"{LETTERS[event.kind]}{event.microbatch}", str(event.microbatch)):
-        size = min(12.0, (width - 2) / (0.62 * len(label)))
-        if size >= (9 if label[0].isalpha() else 6.5):
-            x = scale.x((event.start + event.end) / 2 - begin)
-            yield f'<text class="number" x="{x:.2f}" y="{LANE / 2 + size * 0.36:.1f}" font-size="{size:.1f}">{label}</text>'
-            return
+    """The micro-batch, with the letter of its kind if that fits for all, its digits one above the other if they must."""
+    width, number = scale.x(event.seconds), str(event.microbatch)
+    if _size(width, 1 + scale.digits) >= 8.5:
+        lines, size = [LETTERS[event.kind] + number], _size(width, 1 + scale.digits)
+    elif _size(width, scale.digits) >= 7:
+        lines, size = [number], _size(width, scale.digits)
+    else:
+        lines, size = list(number), min(8.0, _size(width, 1), LANE / len(number))
+    x, y = scale.x((event.start + event.end) / 2 - begin), LANE / 2 + size * (0.86 - len(lines) / 2)
+    if size >= 6.5:
+        written = "".join(f'<tspan x="{x:.2f}" y="{y + k * size:.1f}">{line}</tspan>' for k, line in enumerate(lines))
+        yield f'<text class="number" font-size="{size:.1f}">{written}</text>'
+
+
+def _size(width: float, letters: int) -> float:
+    """The size of type at which so many letters fit."""
+    return min(10.0, (width - 2) / (0.62 * letters))
 
 
 def _strip(timeline: Timeline, stages: Sequence[int], scale: Scale, peak: int) -> str:
@@ -238,10 +253,10 @@ def _legend(panels: Sequence[tuple[str, Timeline]], y: float) -> Iterator[str]:
     for kind in (kind for kind in COLOURS if kind in present):
         yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" rx="2" fill="{COLOURS[kind]}"/>'
         yield _text(x + 17, y + 10, NAMES[kind])
-        x += 34 + 5.8 * len(NAMES[kind])
+        x += 32 + 6.1 * len(NAMES[kind])
     for note in _notes(panels):
         yield _text(x, y + 10, note, "faint")
-        x += 14 + 5.6 * len(note)
+        x += 16 + 5.9 * len(note)
 
 
 def _notes(panels: Sequence[tuple[str, Timeline]]) -> Iterator[str]:

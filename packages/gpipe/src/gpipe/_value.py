@@ -19,11 +19,35 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class SharedBatch(Batch):
+    """A batch with a tensor in the memory of another one, in it or on its own way to another stage.
+
+    Stages see such tensors as leaves that know nothing of each other. As long as nobody changes them that is the same.
+    """
+
+    __slots__ = ()
+
+
 def mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """The same structure with ``function`` applied to every tensor."""
     if batch.atomic:
-        return Batch(function(batch.value))
-    return Batch(_pytree.tree_map_only(Tensor, function, batch.value))
+        return type(batch)(function(batch.value))
+    return type(batch)(_pytree.tree_map_only(Tensor, function, batch.value))
+
+
+def marked(outputs: Batch, inputs: Batch) -> Batch:
+    """``outputs``, as a :class:`SharedBatch` if they are one, given the inputs that they come from."""
+    shared = isinstance(inputs, SharedBatch)
+    if outputs.atomic and not shared:
+        return outputs
+    memory = [_memory(tensor) for tensor in outputs]
+    known = {_memory(tensor) for tensor in inputs} if shared else set()
+    return SharedBatch(outputs.value) if len({*memory}) < len(memory) or not known.isdisjoint(memory) else outputs
+
+
+def _memory(tensor: Tensor) -> int:
+    """Equal for tensors that share their memory."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def cut(batch: Batch) -> Batch:

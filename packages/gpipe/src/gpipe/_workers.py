@@ -18,6 +18,9 @@ Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]
 
 
+_current = threading.local()
+
+
 def placement(devices: Sequence[torch.device]) -> tuple[int, ...]:
     """Which worker runs each stage: one for each CUDA device, and on the CPU one for each stage.
 
@@ -58,17 +61,26 @@ class Workers:
         A work must not raise. If the caller is interrupted while it waits, ``stop`` is called, which must make every
         work return soon, and the workers are closed before the interrupt goes on.
         """
+        if getattr(_current, "workers", None) is self:
+            raise RuntimeError(
+                "this pipe was called from one of its own workers, which would wait for itself for ever; a layer cannot "
+                "call its pipe, and torch.utils.checkpoint around a pipe needs use_reentrant=True"
+            )
         with self._lock:
             in_queues, out_queues = self._open()
             try:
                 self._share_threads(in_queues, out_queues)
                 for queue, (stream, compute) in zip(in_queues, works, strict=True):
-                    queue.put(Task(stream, compute=compute))
+                    queue.put(Task(stream, compute=partial(self._work, compute)))
                 return [_result(queue.get()) for queue in out_queues]
             except BaseException:
                 stop()
                 self.close()
                 raise
+
+    def _work(self, compute: Callable[[], Result]) -> Result:
+        _current.workers = self
+        return compute()
 
     def close(self) -> None:
         """End the threads. The next run starts new ones."""
