@@ -1,5 +1,6 @@
 """Every partition and placement there is, in rational arithmetic: slow, obvious, right."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -90,9 +91,16 @@ def outcomes(
 
 def agrees(value, exact: Fraction) -> bool:
     """Whether the value is this number: exactly, or as a float, correctly rounded."""
-    return value == exact or (isinstance(value, float) and value == float(exact))
+    return value == exact or (isinstance(value, float) and value == rounded(exact))
 
 
 def at_most(value, exact: Fraction) -> bool:
     """Whether the value, before it was rounded to a float, can have been at most this number."""
-    return value <= exact or (isinstance(value, float) and value <= float(exact))
+    return value <= exact or (isinstance(value, float) and value <= rounded(exact))
+
+
+def rounded(exact: Fraction) -> float:
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf

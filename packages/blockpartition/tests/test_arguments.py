@@ -2,6 +2,8 @@ import pytest
 
 from blockpartition import Stage, place
 
+from .cases import cases
+
 VALUE_ERRORS = [
     ({"stages": 0}, r"^stages must be at least 1, got 0$"),
     ({"stages": 5}, r"^4 layers cannot fill 5 stages; use at most 4$"),
@@ -48,13 +50,13 @@ def call(arguments):
     return place(**{"costs": [1, 2, 3, 4], "stages": 2, **arguments})
 
 
-@pytest.mark.parametrize(("arguments", "message"), VALUE_ERRORS, ids=str)
+@cases(("arguments", "message"), VALUE_ERRORS)
 def test_impossible_values_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         call(arguments)
 
 
-@pytest.mark.parametrize(("arguments", "message"), TYPE_ERRORS, ids=str)
+@cases(("arguments", "message"), TYPE_ERRORS)
 def test_wrong_types_are_named(arguments, message):
     with pytest.raises(TypeError, match=message):
         call(arguments)
@@ -73,7 +75,7 @@ def test_many_stages_of_few_kinds_may_be_free():
     assert place([3] * 24, stages, order="free").bottleneck == 3
 
 
-@pytest.mark.parametrize("transfer", [[5, 1, 5], [5, 1, 5, 99]])
+@cases("transfer", [[5, 1, 5], [5, 1, 5, 99]])
 def test_what_follows_the_last_layer_is_no_cut(transfer):
     assert place([1, 1, 1, 1], 2, transfer=transfer).times == (3, 2)
 

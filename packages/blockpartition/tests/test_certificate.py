@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from blockpartition import Partition, partition, place, verify
 
 from . import oracle
+from .cases import cases
 from .strategies import problems
 
 
@@ -58,7 +59,7 @@ def test_an_accepted_partition_is_optimal(problem, data):
 GOOD = partition([1, 2, 3, 4, 5, 6], 3)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("change", "message"),
     [
         ({"sizes": (3, 3, 0)}, r"^sizes\[2\] is 0; every block needs at least one layer$"),
@@ -102,8 +103,8 @@ def test_proof_of_a_hundred_thousand_layers():
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("n", [10**3, 10**4, 10**5, 10**6])
-@pytest.mark.parametrize("draw", ["randrange", "random", "pareto", "runs"])
+@cases("n", [10**3, 10**4, 10**5, 10**6])
+@cases("draw", ["randrange", "random", "pareto", "runs"])
 def test_proof_of_large_partitions(n, draw):
     random = Random(n)
     costs = {

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from blockpartition import place, solve, verify
 from blockpartition._grid import ceiling, number, read
 
+from .cases import cases
 from .oracle import agrees
 from .strategies import FLOATS, FRACTIONS, INTS, costs
 
@@ -72,15 +73,15 @@ BAD_TYPES = [True, "3", b"3", None, 1j, [1], Decimal("1.5"), object]
 BAD_VALUES = [math.nan, math.inf, -math.inf, -1, -0.5, Fraction(-1, 3), -(10**400), -5e-324]
 
 
-@pytest.mark.parametrize("bad", BAD_TYPES, ids=repr)
-@pytest.mark.parametrize("others", [[], [1], [0.5], [Fraction(1, 2)]], ids=repr)
+@cases("bad", BAD_TYPES)
+@cases("others", [[], [1], [0.5], [Fraction(1, 2)]])
 def test_other_types_are_refused_by_index(others, bad):
     with pytest.raises(TypeError, match=rf"^sequence\[{len(others)}\] must be an int, a float or a Fraction, got "):
         solve([*others, bad, *others], 1)
 
 
-@pytest.mark.parametrize("bad", BAD_VALUES, ids=lambda bad: repr(bad)[:20])
-@pytest.mark.parametrize("others", [[], [1], [0.5], [Fraction(1, 2)]], ids=repr)
+@cases("bad", BAD_VALUES)
+@cases("others", [[], [1], [0.5], [Fraction(1, 2)]])
 def test_impossible_values_are_refused_by_index(others, bad):
     with pytest.raises(ValueError, match=rf"^sequence\[{len(others)}\] must (be finite|not be negative), got "):
         solve([*others, bad, *others], 1)

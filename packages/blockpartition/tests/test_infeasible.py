@@ -1,11 +1,11 @@
 from dataclasses import replace
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 
 from blockpartition import Infeasible, Stage, place
 
+from .cases import cases
 from .strategies import Placing, placings
 
 
@@ -112,7 +112,7 @@ def test_a_capacity_is_never_rounded_below_what_would_do():
     assert refusal(costs, [Stage(1, error.capacity)]) is None
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "message"),
     [
         ({"pin": [1, 2], "stages": 2}, "2 pinned cuts make 3 blocks, and there are 2 stages"),

@@ -12,6 +12,7 @@ from blockpartition import partition
 from blockpartition.__main__ import main
 from blockpartition._draw import draw
 
+from .cases import cases
 from .strategies import problems
 
 
@@ -39,9 +40,7 @@ def test_json_tells_everything(run):
     }
 
 
-@pytest.mark.parametrize(
-    "stdin", ["4 8 15 16 23 42", "4\n8\n15\n16\n23\n42\n", "4, 8, 15,16, 23,42", "[4,8,15,16,23,42]"]
-)
+@cases("stdin", ["4 8 15 16 23 42", "4\n8\n15\n16\n23\n42\n", "4, 8, 15,16, 23,42", "[4,8,15,16,23,42]"])
 def test_costs_come_from_standard_input(run, stdin):
     assert run("3", stdin=stdin) == run("3", "--costs", "4", "8", "15", "16", "23", "42")
 
@@ -126,7 +125,7 @@ def test_help_says_what_each_option_is_for(capsys):
         assert part in text
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arguments", "message"),
     [
         (["2", "--costs", "1", "x"], "expected a number such as 4, 1.5 or 2/3, got 'x'"),

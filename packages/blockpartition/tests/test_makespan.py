@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from blockpartition import Stage, place
 
+from .cases import cases
 from .strategies import SMALL
 
 
@@ -51,7 +52,7 @@ def test_the_number_of_microbatches_is_needed():
         place([1, 2], 2, objective="makespan")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("gap", "error", "message"),
     [
         (-0.1, ValueError, r"^gap must not be negative, got -0.1$"),

@@ -7,6 +7,7 @@ from hypothesis import given
 
 from blockpartition import partition, place
 
+from .cases import cases
 from .strategies import problems
 
 
@@ -22,15 +23,13 @@ def test_apply_cuts_any_sequence_as_the_costs(problem):
     assert found.apply("".join("x" for _ in names)) == [["x"] * size for size in found.sizes]
 
 
-@pytest.mark.parametrize("length", [5, 7])
+@cases("length", [5, 7])
 def test_apply_needs_as_many_items_as_layers(length):
     with pytest.raises(ValueError, match=rf"^the partition is of 6 layers, the sequence has {length}$"):
         partition([1, 2, 3, 4, 5, 6], 3).apply(range(length))
 
 
-@pytest.mark.parametrize(
-    "found", [partition([1, 2, 3], 2), place([1, 2, 3], 2)], ids=lambda found: type(found).__name__
-)
+@cases("found", [partition([1, 2, 3], 2), place([1, 2, 3], 2)], ids=lambda found: type(found).__name__)
 def test_results_are_values(found):
     assert pickle.loads(pickle.dumps(found)) == copy.deepcopy(found) == found
     assert len({found, copy.copy(found)}) == 1

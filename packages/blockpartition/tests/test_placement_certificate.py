@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from blockpartition import Infeasible, Placement, Stage, place, verify
 
 from . import instances, oracle
+from .cases import cases
 from .strategies import placings
 
 
@@ -44,7 +45,7 @@ def test_an_accepted_placement_is_optimal(problem, objective, data):
             assert oracle.agrees(other.makespan, min(outcome.makespan(m) for outcome in outcomes))
 
 
-@pytest.mark.parametrize("objective", ["bottleneck", "makespan"])
+@cases("objective", ["bottleneck", "makespan"])
 def test_the_proof_of_the_best_is_a_proof_for_all_as_good_and_no_others(objective):
     """Cuts drawn at random, with the witness of the optimum."""
     random, verdicts = Random(2), []
@@ -81,7 +82,7 @@ def test_the_good_ones_are_good():
     verify(FAST, COSTS, STAGES, **CONSTRAINTS, objective="makespan")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("change", "message"),
     [
         ({"sizes": (2, 2, 1)}, r"^3 blocks on stages \(0, 1\); each of 2 stages needs one$"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from blockpartition import partition, solve, verify
 
 from . import instances, oracle
+from .cases import cases
 from .strategies import FLOATS, FRACTIONS, INTS, costs, large_problems, problems
 
 
@@ -39,7 +40,7 @@ def test_thousands_of_drawn_problems():
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(1, 6))
+@cases("seed", range(1, 6))
 def test_tens_of_thousands_of_drawn_problems(seed):
     check_many(seed, 8_000)
 
@@ -141,8 +142,8 @@ TRAPS = [
 
 
 @pytest.mark.timeout(10)
-@pytest.mark.parametrize("even", ["quantile", "exact"])
-@pytest.mark.parametrize(("items", "k"), TRAPS, ids=lambda value: str(value)[:24])
+@cases("even", ["quantile", "exact"])
+@cases(("items", "k"), TRAPS)
 def test_known_traps_of_heuristics(items, k, even):
     found = partition(items, k, even=even)
     verify(found, items)
@@ -156,13 +157,13 @@ def test_numbers_from_all_over_the_range_of_floats_end_the_search():
         verify(partition(items, k), items)
 
 
-@pytest.mark.parametrize("even", ["fair", None, 1])
+@cases("even", ["fair", None, 1])
 def test_unknown_tie_breaks_are_named(even):
     with pytest.raises(ValueError, match=r"even must be one of 'quantile', 'exact', got"):
         partition([1], 1, even=even)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("k", "error", "message"),
     [
         (0, ValueError, "^partitions must be at least 1, got 0$"),
@@ -173,13 +174,13 @@ def test_unknown_tie_breaks_are_named(even):
         ("2", TypeError, "^partitions must be an int, got '2' of type str$"),
     ],
 )
-@pytest.mark.parametrize("call", [solve, partition])
+@cases("call", [solve, partition])
 def test_impossible_numbers_of_blocks(call, k, error, message):
     with pytest.raises(error, match=message):
         call([1, 2, 3], k)
 
 
-@pytest.mark.parametrize("call", [lambda items: solve(items, 1), lambda items: partition(items, 1)])
+@cases("call", [lambda items: solve(items, 1), lambda items: partition(items, 1)])
 def test_no_layers_make_no_block(call):
     with pytest.raises(ValueError, match=r"^0 layers cannot fill 1 stages"):
         call([])
