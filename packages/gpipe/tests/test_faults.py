@@ -1,0 +1,496 @@
+"""Whatever fails, wherever: the caller gets that very error, told where it is from, and the pipe trains on."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, inline, is_recomputing
+from gpipe._link import Channel
+
+from .layers import DOUBLE, Call, Raise, assert_trains_like, linears, numbered, piped, rows, within
+
+pytestmark = pytest.mark.timeout(60)
+
+STAGES = CHUNKS = 3
+
+
+class CustomError(Exception):
+    """One whose constructor and text are its own."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(code)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.reason}"
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "ValueError": lambda: ValueError("no"),
+    "CustomError": lambda: CustomError(7, reason="because"),
+    "StopIteration": lambda: StopIteration("no"),
+    "GeneratorExit": lambda: GeneratorExit("no"),
+    "SystemExit": lambda: SystemExit(3),
+    "KeyboardInterrupt": lambda: KeyboardInterrupt("no"),
+    "OutOfMemoryError": lambda: torch.OutOfMemoryError("no"),
+    "BaseException": lambda: BaseException("no"),
+}
+
+
+class Faulty(nn.Module):
+    """The identity, until a fault is planted."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.faults: dict[tuple[str, int], BaseException] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        i = int(x.detach().flatten()[0].round())
+        error = self.faults.get(("recompute" if is_recomputing() else "forward", i))
+        if error is not None:
+            raise error
+        error = self.faults.get(("backward", i))
+        return x if error is None else Raise.apply(x, error)
+
+
+def faulty(**options: Any) -> GPipe:
+    """A pipe in which anything can be made to fail; one layer with parameters, that nothing passes by, at the end."""
+    model = nn.Sequential(*(Faulty(j) for j in range(STAGES)), nn.Linear(1, 2, dtype=DOUBLE))
+    return GPipe(model, [1, 1, 2], devices=["cpu"] * STAGES, chunks=CHUNKS, **options)
+
+
+def train(pipe: GPipe) -> Tensor:
+    x = numbered(2 * CHUNKS).div(2, rounding_mode="floor").requires_grad_()
+    pipe(x).square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def notes(error: BaseException) -> list[str]:
+    return [note for note in getattr(error, "__notes__", []) if note.startswith("in partition")]
+
+
+def expect_same(pipe: GPipe) -> None:
+    """The pipe computes what its layers do, one after the other, now that nothing is planted."""
+    for layer in list(pipe)[:STAGES]:
+        layer.faults.clear()
+    pipe.zero_grad()
+    found = train(pipe)
+    last = pipe[STAGES]
+    x = numbered(2 * CHUNKS).div(2, rounding_mode="floor").requires_grad_()
+    ours = [parameter.grad.clone() for parameter in last.parameters()]
+    last.zero_grad()
+    last(x).square().sum().backward()
+    torch.testing.assert_close(found, x.grad)
+    torch.testing.assert_close(ours, [parameter.grad for parameter in last.parameters()])
+
+
+@pytest.fixture(scope="module")
+def pipes() -> Iterator[dict[str, GPipe]]:
+    made = {mode: faulty(checkpoint=mode) for mode in ("always", "except_last", "never")}
+    yield made
+    for pipe in made.values():
+        pipe.close()
+
+
+class TestTable:
+    """Exception × phase × stage × micro-batch, all of it on pipes that have failed many times before."""
+
+    @pytest.mark.parametrize("inlined", [False, True], ids=["threaded", "inline"])
+    @pytest.mark.parametrize("name", ERRORS)
+    @pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
+    def test_every_fault(self, pipes: dict[str, GPipe], phase: str, name: str, inlined: bool) -> None:
+        checkpoint = "always" if phase == "recompute" else "except_last"
+        pipe = pipes[checkpoint]
+        for stage in range(STAGES):
+            for i in range(CHUNKS):
+                planted = pipe[stage].faults[phase, i] = ERRORS[name]()
+                with pytest.raises(BaseException) as caught:  # noqa: PT011
+                    within(20, lambda: self.once(pipe, inlined))
+                assert caught.value is planted
+                assert caught.traceback[-1].name in ("forward", "backward")
+                (note,) = notes(planted)
+                layers = "'2' to '3'" if stage == 2 else f"'{stage}'"
+                assert note == (
+                    f"in partition {stage} (layers {layers}) on cpu, micro-batch {i} of {CHUNKS}, {phase}; "
+                    "input: float64[2, 1]"
+                )
+                pipe[stage].faults.clear()
+        expect_same(pipe)
+
+    @staticmethod
+    def once(pipe: GPipe, inlined: bool) -> None:
+        if inlined:
+            with inline():
+                train(pipe)
+        else:
+            train(pipe)
+
+    def test_after_a_fault_at_one_place_the_next_step_is_right_at_once(self, pipes: dict[str, GPipe]) -> None:
+        for mode, pipe in pipes.items():
+            for phase in ("forward", "backward", *(["recompute"] if mode == "always" else [])):
+                pipe[1].faults[phase, 1] = ValueError(phase)
+                with pytest.raises(ValueError, match=phase):
+                    train(pipe)
+                expect_same(pipe)
+
+    def test_the_threads_stay_the_same_and_go_with_the_pipe(self) -> None:
+        gc.collect()
+        before = set(threading.enumerate())
+        pipe = faulty()
+        train(pipe)
+        opened = set(threading.enumerate()) - before
+        for phase in ("forward", "backward"):
+            for name in ERRORS:
+                pipe[1].faults[phase, 0] = ERRORS[name]()
+                with pytest.raises(BaseException):  # noqa: B017, PT011
+                    train(pipe)
+                pipe[1].faults.clear()
+                assert set(threading.enumerate()) - before == opened
+        del pipe
+        gc.collect()
+        assert set(threading.enumerate()) - before == set()
+
+    def test_the_very_first_run_may_fail(self) -> None:
+        for phase in ("forward", "backward"):
+            pipe = faulty()
+            pipe[0].faults[phase, 0] = ValueError(phase)
+            with pytest.raises(ValueError, match=phase):
+                train(pipe)
+            expect_same(pipe)
+
+    def test_a_failed_forward_leaves_no_gradient(self) -> None:
+        pipe = faulty()
+        pipe[2].faults["forward", 2] = ValueError("no")
+        with pytest.raises(ValueError, match="no"):
+            train(pipe)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+    def test_the_same_error_object_may_fail_twice(self) -> None:
+        pipe, error = faulty(), ValueError("no")
+        for j in range(STAGES):
+            pipe[j].faults["forward", 0] = error
+            with pytest.raises(ValueError, match="no"):
+                train(pipe)
+            pipe[j].faults.clear()
+        assert [note[:14] for note in notes(error)] == ["in partition 0", "in partition 1", "in partition 2"]
+
+    def test_the_cause_and_context_are_kept(self) -> None:
+        def chained(x: Tensor) -> Tensor:
+            try:
+                raise KeyError("first")
+            except KeyError as error:
+                raise ValueError("second") from error
+
+        pipe = GPipe(nn.Sequential(Call(chained)), [1], devices=["cpu"])
+        with pytest.raises(ValueError, match="second") as caught:
+            pipe(rows())
+        assert isinstance(caught.value.__cause__, KeyError)
+
+    def test_the_note_shows_the_shapes_of_a_tree(self) -> None:
+        def fail(value: Any) -> Any:
+            raise ValueError("no")
+
+        share = Call(lambda x: {"x": x, "index": (x.argmax(1), None)})
+        pipe = GPipe(nn.Sequential(share, Call(fail)), [1, 1], devices=["cpu"] * 2, chunks=2)
+        with pytest.raises(ValueError, match="no") as caught:
+            pipe(rows())
+        assert notes(caught.value)[0].endswith("input: {'x': float64[3, 3], 'index': (int64[3], None)}")
+
+    @pytest.mark.parametrize("inlined", [False, True])
+    def test_a_failing_hook_of_a_parameter(self, inlined: bool) -> None:
+        def fail(gradient: Tensor) -> None:
+            raise KeyError("hook")
+
+        pipe = piped(linears(), [1, 2], chunks=2)
+        handle = pipe[1].weight.register_hook(fail)
+        with pytest.raises(KeyError, match="hook"):
+            within(20, lambda: TestTable.once_linear(pipe, inlined))
+        handle.remove()
+        assert_trains_like(pipe, linears())
+
+    @staticmethod
+    def once_linear(pipe: GPipe, inlined: bool) -> None:
+        if inlined:
+            with inline():
+                pipe(rows()).sum().backward()
+        else:
+            pipe(rows()).sum().backward()
+
+
+class TestSeveral:
+    """Of several failures the caller gets the one that is earliest in the schedule."""
+
+    @given(
+        st.sampled_from(["forward", "backward"]),
+        st.sets(st.tuples(st.integers(0, STAGES - 1), st.integers(0, CHUNKS - 1)), min_size=1, max_size=4),
+    )
+    def test_inline_it_is_the_first_that_happens(
+        self, pipes: dict[str, GPipe], phase: str, places: set[tuple[int, int]]
+    ) -> None:
+        pipe = pipes["never"]
+        planted = {}
+        for j, i in places:
+            planted[j, i] = pipe[j].faults[phase, i] = ValueError("no")
+        try:
+            with inline(), pytest.raises(ValueError, match="no") as caught:
+                train(pipe)
+        finally:
+            for layer in list(pipe)[:STAGES]:
+                layer.faults.clear()
+        assert caught.value in planted.values()
+
+    @staticmethod
+    def ticks(phase: str, j: int, i: int) -> tuple[int, int]:
+        return (i + j if phase == "forward" else (CHUNKS - 1 - i) + (STAGES - 1 - j)), j
+
+    @given(
+        st.sampled_from(["forward", "backward"]),
+        st.sets(st.tuples(st.integers(0, STAGES - 1), st.integers(0, CHUNKS - 1)), min_size=2, max_size=2),
+    )
+    def test_two_faults(self, pipes: dict[str, GPipe], phase: str, places: set[tuple[int, int]]) -> None:
+        """Where one cannot keep the other from happening."""
+        (a, i), (b, k) = places
+        if a != b and i != k:
+            return  # may race: see the next test
+        pipe = pipes["never"]
+        planted = {}
+        for place in places:
+            planted[place] = pipe[place[0]].faults[phase, place[1]] = ValueError("no")
+        try:
+            with pytest.raises(ValueError, match="no") as caught:
+                train(pipe)
+        finally:
+            for layer in list(pipe)[:STAGES]:
+                layer.faults.clear()
+        assert caught.value is planted[min(places, key=lambda place: self.ticks(phase, *place))]
+
+    @pytest.mark.xfail(
+        strict=True,
+        reason="a failure poisons every link at once, also those on which values of earlier cells are still to come, "
+        "so that threads decide which of two failures is reported",
+    )
+    def test_a_later_failure_does_not_keep_an_earlier_one_from_happening(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        poisoned = threading.Semaphore(0)
+        poison = Channel.poison
+
+        def tell(channel: Channel) -> None:
+            poison(channel)
+            poisoned.release()
+
+        def fail_at_three(x: Tensor) -> Tensor:
+            if x[0, 0] == 3:
+                raise ValueError("tick 3")
+            return x
+
+        def dawdle(x: Tensor) -> Tensor:
+            if x[0, 0] == 0:  # until all four channels know of the failure in partition 0, if it is told them
+                for _ in range(4):
+                    poisoned.acquire(timeout=1)
+            return x
+
+        def fail(x: Tensor) -> Tensor:
+            raise KeyError("tick 2")
+
+        monkeypatch.setattr(Channel, "poison", tell)
+        model = nn.Sequential(Call(fail_at_three), Call(dawdle), Call(fail))
+        pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=4)
+        with pytest.raises(KeyError, match="tick 2"):
+            within(20, lambda: pipe(numbered(4)))
+
+    @pytest.mark.xfail(strict=True, reason="the first partitions wait for nobody and so compute all that is left")
+    def test_after_a_failure_no_stage_begins_what_comes_later_in_the_schedule(self) -> None:
+        failed, seen = threading.Event(), []
+
+        def note(x: Tensor) -> Tensor:
+            i = int(x[0, 0])
+            seen.append(i)
+            if i == 2:
+                failed.wait(20)
+            return x
+
+        def fail(x: Tensor) -> Tensor:
+            try:
+                raise KeyError("tick 1")
+            finally:
+                threading.Timer(0.2, failed.set).start()
+
+        pipe = GPipe(nn.Sequential(Call(note), Call(fail)), [1, 1], devices=["cpu"] * 2, chunks=32)
+        with pytest.raises(KeyError, match="tick 1"):
+            within(20, lambda: pipe(numbered(32)))
+        assert len(seen) < 32
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError("has no repr")
+
+
+class TestNotes:
+    """Saying where a failure is from must not make it worse."""
+
+    @pytest.mark.parametrize(
+        "phase",
+        [
+            pytest.param(
+                "forward",
+                marks=pytest.mark.xfail(
+                    strict=True, raises=RuntimeError, reason="its failure replaces that of the layer"
+                ),
+            ),
+            pytest.param(
+                "backward",
+                marks=pytest.mark.xfail(strict=True, raises=TimeoutError, reason="the other workers wait for ever"),
+            ),
+        ],
+    )
+    def test_a_value_that_cannot_be_shown(self, phase: str) -> None:
+        def fail(value: Any) -> Tensor:
+            if phase == "forward":
+                raise ValueError("no")
+            return Raise.apply(value[0], ValueError("no"))
+
+        model = nn.Sequential(*linears(1), Call(lambda x: (x, Unspeakable())), Call(fail))
+        pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+        with pytest.raises(ValueError, match="no"):
+            within(3, lambda: pipe(rows()).sum().backward())
+
+
+PRELUDE = """
+    import os, signal, sys, threading, time
+    import torch
+    from torch import nn
+    from gpipe import GPipe
+
+    class Call(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+        def forward(self, x):
+            return self.function(x)
+
+    def pipe_of(*functions, chunks=4):
+        layers = [Call(f) if callable(f) and not isinstance(f, nn.Module) else f for f in functions]
+        return GPipe(nn.Sequential(*layers), [1] * len(layers), devices=["cpu"] * len(layers), chunks=chunks)
+"""
+
+
+@contextmanager
+def started(body: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process of its own, which does not outlive the block."""
+    code = textwrap.dedent(PRELUDE) + textwrap.dedent(body)
+    paths = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}\n"
+    command = [sys.executable, "-c", paths + code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Its exit status and what it wrote since, if it ends in time."""
+    output, errors = process.communicate(timeout=20)
+    return process.returncode, output, errors
+
+
+class TestProcess:
+    """What becomes of a whole process: each of these runs in one of its own."""
+
+    def test_the_interpreter_exits_at_once_with_its_own_status(self) -> None:
+        """Although pipes are alive: idle, between forward and backward, failed; and one raises SystemExit."""
+        with started("""
+            x = torch.zeros(4, 3)
+            idle, waiting = (pipe_of(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
+            idle(x).sum().backward()
+            output = waiting(x)
+            failed = pipe_of(nn.Linear(3, 3), lambda x: 1 / 0)
+            try:
+                failed(x)
+            except ZeroDivisionError:
+                print("over", flush=True)
+            pipe_of(nn.Linear(3, 3), lambda x: sys.exit(7))(x)
+        """) as process:
+            assert line(process) == "over"
+            code, _, errors = ended(process)
+            assert (code, errors) == (7, "")
+
+    def test_a_stage_that_computes_for_ever_does_not_hold_up_the_exit(self) -> None:
+        with started("""
+            busy = threading.Event()
+            slow = pipe_of(lambda x: (busy.set(), time.sleep(600)))
+            threading.Thread(target=slow, args=(torch.zeros(4, 3),), daemon=True).start()
+            busy.wait()
+            print("over", flush=True)
+            pipe_of(nn.Linear(3, 3), lambda x: 1 / 0)(torch.zeros(4, 3))
+        """) as process:
+            assert line(process) == "over"
+            code, _, errors = ended(process)
+            assert code == 1
+            assert "ZeroDivisionError: division by zero\n" in errors
+            if sys.version_info >= (3, 11):  # whose tracebacks show notes
+                assert "by zero\nin partition 1 (layers '1')" in errors
+
+    def test_ctrl_c_while_a_stage_computes_ends_the_run_and_not_the_pipe(self) -> None:
+        with started("""
+            over = False
+            def interrupt(number, frame):
+                global over
+                over = True
+                raise KeyboardInterrupt("by hand")
+            def busy():
+                if not over:
+                    print("busy", flush=True)
+                while not over:
+                    time.sleep(0.01)
+            class BusyBackward(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x):
+                    return x.clone()
+                @staticmethod
+                def backward(ctx, gradient):
+                    busy()
+                    return gradient
+            def interrupted(layer):
+                global over
+                over = False
+                before = threading.active_count()
+                pipe = pipe_of(nn.Linear(3, 3), layer, nn.Linear(3, 3))
+                try:
+                    pipe(torch.zeros(4, 3)).sum().backward()
+                except KeyboardInterrupt as error:
+                    print(error, threading.active_count() - before, flush=True)
+                pipe.zero_grad()
+                pipe(torch.zeros(4, 3)).sum().backward()
+                print(pipe[2].bias.grad.tolist(), flush=True)
+                pipe.close()
+            signal.signal(signal.SIGINT, interrupt)
+            interrupted(lambda x: (busy(), x)[1])
+            interrupted(BusyBackward.apply)
+        """) as process:
+            for _ in range(2):
+                assert line(process) == "busy"
+                process.send_signal(signal.SIGINT)
+                assert line(process) == "by hand 0"
+                assert line(process) == "[4.0, 4.0, 4.0]"
+            assert ended(process) == (0, "", "")
