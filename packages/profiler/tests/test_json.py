@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from profiler import Profile
@@ -53,7 +53,14 @@ def test_a_wrong_value_is_refused_by_name(profile, key):
 
 
 @given(st.text() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
+@example("Infinity")
 def test_anything_else_is_refused(text):
+    with pytest.raises(ValueError, match="profile: expected"):
+        Profile.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "[" * 100_000], ids=["digits", "brackets"])
+def test_neither_long_nor_deep_text_breaks_the_reader(text):
     with pytest.raises(ValueError, match="profile: expected"):
         Profile.from_json(text)
 
@@ -62,7 +69,7 @@ def test_anything_else_is_refused(text):
 def test_there_is_no_infinity(profile):
     document = json.loads(profile.to_json())
     document["layers"][0]["forward_seconds"] = float("inf")
-    with pytest.raises(ValueError, match="Infinity is not a number of JSON"):
+    with pytest.raises(ValueError, match="expected numbers of JSON, got Infinity"):
         Profile.from_json(json.dumps(document))
 
 

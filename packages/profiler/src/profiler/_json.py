@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from ._record import LayerProfile, Profile
 
 SCHEMA = "gpipe-profiler/1"
+_MOST_DIGITS = 100
 
 
 def dump(profile: Profile) -> str:
@@ -32,15 +33,20 @@ def load(text: str) -> Profile:
 
 def _parse(text: str) -> Any:
     def constant(name: str) -> NoReturn:
-        raise ValueError(f"profile: {name} is not a number of JSON")
+        raise ValueError(f"profile: expected numbers of JSON, got {name}")
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         _expect_unique([key for key, _ in items])
         return dict(items)
 
+    def integer(digits: str) -> int:
+        if len(digits) > _MOST_DIGITS:
+            raise ValueError(f"profile: expected numbers of at most {_MOST_DIGITS} digits, got one of {len(digits)}")
+        return int(digits)
+
     try:
-        return json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
-    except json.JSONDecodeError as error:
+        return json.loads(text, parse_constant=constant, parse_int=integer, object_pairs_hook=pairs)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"profile: expected the text that Profile.to_json wrote, got no JSON: {error}") from None
 
 
