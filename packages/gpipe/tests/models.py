@@ -1,0 +1,353 @@
+"""Random models out of what people build models of, and what to compare of them.
+
+Every layer takes and gives ``(rows, 4, 6)``, so that any sequence of them is a model. On its way that tensor may
+stand in a tuple or a dict, among integers, constants and None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from gpipe.skip import Namespace, pop, skippable, stash
+
+CHANNELS, WIDTH = 4, 6
+
+
+class OnMain(nn.Module):
+    """A layer for the tensor, wherever it stands."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: Any) -> Any:
+        return with_main(value, self.layer(main_of(value)))
+
+
+def main_of(value: Any) -> Tensor:
+    if isinstance(value, dict):
+        return value["main"]
+    return value[2] if isinstance(value, tuple) else value
+
+
+def with_main(value: Any, x: Tensor) -> Any:
+    if isinstance(value, dict):
+        return {**value, "main": x}
+    return (*value[:2], x, *value[3:]) if isinstance(value, tuple) else x
+
+
+class ToTuple(nn.Module):
+    """Integers first, None among tensors, and one that needs no grad."""
+
+    def forward(self, value: Any) -> Any:
+        x = main_of(value)
+        return (integers(x), None, x, x.detach() > 0)
+
+
+def integers(x: Tensor) -> Tensor:
+    return (x.detach()[:, 0, 0] * 3).long()
+
+
+class ToDict(nn.Module):
+    def forward(self, value: Any) -> Any:
+        x = main_of(value)
+        return {"integers": integers(x), "none": None, "main": x, "nested": {"sizes": [x.detach().abs()]}}
+
+
+class ToTensor(nn.Module):
+    def forward(self, value: Any) -> Any:
+        return main_of(value)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x, x, x, need_weights=False)[0]
+
+
+class Lookup(nn.Module):
+    """An embedding of integers that are made of the value on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner((x.detach()[..., 0] * 3).long().abs() % 5)
+
+
+class InPlace(nn.Module):
+    """Works on its input itself, without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5).add_(0.1)
+
+
+class Fresh(nn.Module):
+    """Gives memory of its own, which nobody needs as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.9
+
+
+class Views(nn.Module):
+    """Gives a view of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1).unflatten(1, (CHANNELS, WIDTH))
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer and another buffer, both of which its output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.full((), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.scale = self.scale * 0.9
+        return x * self.scale + self.calls
+
+
+class Detours(nn.Module):
+    """Has a parameter that only sometimes gets a gradient: where no row is greater than the bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often = nn.Parameter(torch.ones(WIDTH))
+        self.never = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.often
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, value: Any) -> Any:
+        x = main_of(value)
+        yield stash("skip", {"none": None, "constant": x.detach().clone(), "copy": x * 1.5}[self.what])
+        return value
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, value: Any) -> Any:
+        skip = yield pop("skip")
+        x = main_of(value)
+        if skip is None:
+            return value
+        return with_main(value, x.add(skip.tanh_()) if self.in_place else x + skip)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of layer.
+
+    Attributes:
+        make: a new one.
+        draws: it draws random numbers in training.
+        by_microbatch: what it computes depends on how the mini-batch is cut, so that the plain model is no oracle.
+        in_place: it changes its input.
+        output: whether torch needs its output as it is for the backward, or it is just the input.
+    """
+
+    make: Callable[[], nn.Module]
+    draws: bool = False
+    by_microbatch: bool = False
+    in_place: bool = False
+    output: Literal["free", "kept", "input"] = "free"
+
+
+def _frozen_norm() -> nn.Module:
+    norm = nn.BatchNorm1d(CHANNELS)
+    nn.init.uniform_(norm.running_mean)
+    return Frozen(norm)
+
+
+class Frozen(nn.Module):
+    """Always in evaluation mode."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.layer.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def _encoder(dropout: float) -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout, batch_first=True)
+
+
+PARTS = {
+    "linear": Part(lambda: nn.Linear(WIDTH, WIDTH)),
+    "linear without bias": Part(lambda: nn.Linear(WIDTH, WIDTH, bias=False)),
+    "conv": Part(lambda: nn.Conv1d(CHANNELS, CHANNELS, 3, padding=1)),
+    "layer norm": Part(lambda: nn.LayerNorm(WIDTH)),
+    "tanh": Part(nn.Tanh, output="kept"),
+    "gelu": Part(nn.GELU),
+    "relu in place": Part(lambda: nn.ReLU(inplace=True), in_place=True, output="kept"),
+    "leaky relu in place": Part(lambda: nn.LeakyReLU(0.1, inplace=True), in_place=True, output="kept"),
+    "in place": Part(InPlace, in_place=True),
+    "identity": Part(nn.Identity, output="input"),
+    "view": Part(Views, output="input"),
+    "lstm": Part(lambda: Recurrent(0.0), output="kept"),
+    "attention": Part(lambda: Attention(0.0)),
+    "encoder": Part(lambda: _encoder(0.0)),
+    "embedding": Part(Lookup),
+    "unused parameter": Part(Detours),
+    "weight norm": Part(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
+    "orthogonal": Part(lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))),
+    "frozen batch norm": Part(_frozen_norm),
+    "untracked batch norm": Part(lambda: nn.BatchNorm1d(CHANNELS, track_running_stats=False), by_microbatch=True),
+    "batch norm": Part(lambda: nn.BatchNorm1d(CHANNELS), by_microbatch=True),
+    "cumulative batch norm": Part(lambda: nn.BatchNorm1d(CHANNELS, momentum=None), by_microbatch=True),
+    "spectral norm": Part(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), by_microbatch=True),
+    "buffers": Part(Counts, by_microbatch=True),
+    "dropout": Part(lambda: nn.Dropout(0.4), draws=True),
+    "dropout in place": Part(lambda: nn.Dropout(0.4, inplace=True), draws=True, in_place=True),
+    "dropout of channels": Part(lambda: nn.Dropout1d(0.4), draws=True),
+    "alpha dropout": Part(lambda: nn.AlphaDropout(0.4), draws=True),
+    "random relu": Part(lambda: nn.RReLU(), draws=True),
+    "random lstm": Part(lambda: Recurrent(0.4), draws=True, output="kept"),
+    "random attention": Part(lambda: Attention(0.4), draws=True),
+    "random encoder": Part(lambda: _encoder(0.4), draws=True),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make a model, and how to train it; printed where a property fails."""
+
+    layers: tuple[tuple[str, str], ...]
+    """The kind of value that each layer is given, ``tensor``, ``tuple`` or ``dict``, and its name in PARTS."""
+    skips: tuple[tuple[int, int, str, bool], ...]
+    """Stashed before which layer, popped before which, what, and whether the popped one is changed in place."""
+    frozen: frozenset[int]
+    balance_seed: int
+    stages: int
+    rows: tuple[int, ...]
+    chunks: int
+    checkpoint: str
+    dtype: torch.dtype
+    training: bool
+    input_needs_grad: bool
+    seed: int
+    deferred: bool = field(default=False)
+
+    @property
+    def by_microbatch(self) -> bool:
+        return any(PARTS[name].by_microbatch for _, name in self.layers)
+
+    @property
+    def draws(self) -> bool:
+        return self.training and any(PARTS[name].draws for _, name in self.layers)
+
+    def model(self) -> nn.Sequential:
+        torch.manual_seed(self.seed)
+        layers = [OnMain(PARTS[name].make()) for _, name in self.layers]
+        for k in self.frozen:
+            layers[k].requires_grad_(False)
+        return nn.Sequential(*_in_order(self, layers)).to(self.dtype).train(self.training)
+
+    def balance(self, layers: int) -> list[int]:
+        """Layers of each stage: any composition is equally likely."""
+        stages = min(self.stages, layers)
+        generator = torch.Generator().manual_seed(self.balance_seed)
+        cuts = sorted((torch.randperm(layers - 1, generator=generator)[: stages - 1] + 1).tolist())
+        return [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+
+    def batches(self) -> list[Tensor]:
+        """A mini-batch for each entry of ``rows``, none of them a leaf, so that the first layer may work in place."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return [
+            torch.randn(n, CHANNELS, WIDTH, generator=generator, dtype=torch.float64).to(self.dtype) for n in self.rows
+        ]
+
+
+def _in_order(recipe: Recipe, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The layers, the ones that change the kind of value where the next needs another, and the skips.
+
+    A layer that works in place gets memory of its own where torch would refuse the plain model, or where a stage of
+    its own might have given away its input, which a checkpointed pipe refuses.
+    """
+    spaces = [Namespace() for _ in recipe.skips]
+    kind, output, fresh = "tensor", "free", None
+    order: list[nn.Module] = []
+    for k, ((wanted, name), layer) in enumerate(zip(recipe.layers, layers, strict=True)):
+        for ns, (start, stop, what, in_place) in zip(spaces, recipe.skips, strict=True):
+            order += [Stash(what).isolate(ns)] if start == k else []
+            order += [Pop(in_place).isolate(ns)] if stop == k else []
+        if wanted != kind:
+            order.append({"tensor": ToTensor, "tuple": ToTuple, "dict": ToDict}[wanted]())
+            kind = wanted
+        part = PARTS[name]
+        if part.in_place and (output == "kept" or (recipe.checkpoint != "never" and order and order[-1] is not fresh)):
+            order.append(OnMain(Fresh()))
+        order.append(layer)
+        fresh = layer if part.output == "free" else None
+        output = output if part.output == "input" and not part.in_place else part.output
+    return order
+
+
+def recipes(parts: Sequence[str] = tuple(PARTS)) -> st.SearchStrategy[Recipe]:
+    """Models out of ``parts``, small enough to shrink well."""
+    kinds = st.sampled_from(["tensor", "tensor", "tuple", "dict"])
+    layers = st.lists(st.tuples(kinds, st.sampled_from(list(parts))), min_size=1, max_size=7)
+    return layers.flatmap(_recipes)
+
+
+def _recipes(layers: list[tuple[str, str]]) -> st.SearchStrategy[Recipe]:
+    n = len(layers)
+    ends = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).map(sorted)
+    skips = st.tuples(ends, st.sampled_from(["copy", "copy", "constant", "none"]), st.booleans())
+    return st.builds(
+        Recipe,
+        layers=st.just(tuple(layers)),
+        skips=st.lists(skips.map(lambda s: (*s[0], s[1], s[2])), max_size=2).map(tuple),
+        frozen=st.frozensets(st.integers(0, n - 1), max_size=n),
+        balance_seed=st.integers(0, 2**16),
+        stages=st.integers(1, 4),
+        rows=st.lists(st.integers(2, 9), min_size=2, max_size=2).map(tuple),
+        chunks=st.integers(1, 5),
+        checkpoint=st.sampled_from(["never", "except_last", "always"]),
+        dtype=st.sampled_from([torch.float64, torch.float64, torch.float32]),
+        training=st.sampled_from([True, True, True, False]),
+        input_needs_grad=st.booleans(),
+        seed=st.integers(0, 2**16),
+        deferred=st.booleans(),
+    )

@@ -1,0 +1,197 @@
+"""A pipe computes what its model does: random models, random cuts, against the model itself.
+
+Where the plain model on the whole mini-batch is no oracle, because a layer looks at the batch as a whole, the plain
+loop over the micro-batches is. Where layers draw, what every mode of the pipe computes from one seed must be the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+import gpipe
+from gpipe import GPipe
+from microbatch import Batch, gather
+
+from .models import PARTS, Recipe, recipes
+
+STEADY = tuple(name for name, part in PARTS.items() if not part.draws)
+SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The caller's share of threads does not change how sums are rounded."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@SLOW
+@given(recipes(STEADY))
+def test_pipe_is_its_model(recipe: Recipe):
+    model = recipe.model()
+    with piped(recipe, model) as pipe:
+        oracle = Oracle(recipe, model)
+        for x in recipe.batches():
+            expected, found = trained(oracle, x, recipe), trained(pipe, x, recipe)
+            assert_close(found, expected, recipe)
+            step(model)
+            step(pipe)
+        assert_close(dict(pipe.state_dict()), dict(model.state_dict()), recipe)
+
+
+@settings(SLOW, max_examples=SLOW.max_examples // 2)
+@given(recipes())
+def test_modes_agree_about_random_numbers(recipe: Recipe):
+    """Not only nearly: checkpointing repeats the same kernels, and threads change no order of sums."""
+    recipe = replace(recipe, training=True, checkpoint="always")
+    results = [lived(recipe, mode, inline) for mode in MODES for inline in (False, True)]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
+
+
+@settings(SLOW, max_examples=SLOW.max_examples // 4)
+@given(recipes())
+def test_chosen_random_numbers_are_one_function(recipe: Recipe):
+    """With the masks of a seed a random model is a function, and its gradient the slope along a straight line."""
+    skips = tuple((a, b, "none" if what == "constant" else what, in_place) for a, b, what, in_place in recipe.skips)
+    recipe = replace(recipe, training=True, dtype=torch.float64, input_needs_grad=True, skips=skips)
+    model = recipe.model()
+    x = recipe.batches()[0]
+    with piped(recipe, model) as pipe:
+        pipe(x.clone())  # whoever draws is known from here on
+        state = copy.deepcopy(pipe.state_dict())
+
+        def loss(at: Tensor) -> Tensor:
+            pipe.load_state_dict(state)
+            torch.manual_seed(0)
+            return weighed(pipe(at * 1), recipe)
+
+        leaf = x.clone().requires_grad_()
+        loss(leaf).backward()
+        gradient = torch.zeros_like(x) if leaf.grad is None else leaf.grad
+        direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+        ends = {h: [(x + sign * h * direction).requires_grad_() for sign in (1, -1)] for h in (1e-6, 1e-7)}
+        slopes = [float((loss(up) - loss(down)).detach()) / (2 * h) for h, (up, down) in ends.items()]
+        if abs(slopes[0] - slopes[1]) > 1e-4 * (1 + abs(slopes[0])):
+            return  # a kink between the two points, where a slope says nothing
+        assert float((gradient * direction).sum()) == pytest.approx(slopes[0], rel=1e-3, abs=1e-4)
+
+
+MODES = ("never", "except_last", "always")
+
+
+class piped:  # noqa: N801
+    """A pipe of a copy of ``model``, closed in the end."""
+
+    def __init__(self, recipe: Recipe, model: nn.Sequential, checkpoint: str | None = None) -> None:
+        balance = recipe.balance(len(model))
+        self.pipe = GPipe(
+            copy.deepcopy(model),
+            balance,
+            devices=["cpu"] * len(balance),
+            chunks=recipe.chunks,
+            checkpoint=checkpoint or recipe.checkpoint,
+            deferred_batch_norm=recipe.deferred,
+        )
+
+    def __enter__(self) -> GPipe:
+        return self.pipe
+
+    def __exit__(self, *_: object) -> None:
+        self.pipe.close()
+
+
+class Oracle(nn.Module):
+    """The model on the whole mini-batch, or where that is something else by design, on the micro-batches in a row."""
+
+    def __init__(self, recipe: Recipe, model: nn.Sequential) -> None:
+        super().__init__()
+        self.model = model
+        self.recipe = recipe
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.recipe.by_microbatch:
+            return self.model(x)
+        seen = WholeNorms(self.model) if self.recipe.deferred and self.recipe.training else None
+        with seen or nullcontext():
+            return gather([Batch(self.model(part.clone())) for part in x.chunk(self.recipe.chunks)])
+
+
+class WholeNorms:
+    """What deferred batch norm promises: statistics that are updated once, with all rows of the mini-batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.track_running_stats]
+        self._seen = [(norm, copy.deepcopy(norm), []) for norm in norms if norm.training]
+
+    def __enter__(self) -> None:
+        self._hooks = [
+            norm.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(args[0].detach().clone()))
+            for norm, _, rows in self._seen
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for norm, whole, rows in self._seen:
+            whole(torch.cat(rows))
+            for own, buffer in zip(norm.buffers(), whole.buffers(), strict=True):
+                own.data.copy_(buffer)  # unseen by autograd, for which the backward of this forward is still to come
+
+
+def trained(model: nn.Module, x: Tensor, recipe: Recipe) -> dict[str, Any]:
+    """All that one forward and backward leaves behind."""
+    model.zero_grad()
+    leaf = x.clone().requires_grad_(recipe.input_needs_grad)
+    output = model(leaf * 1)
+    loss = weighed(output, recipe)
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {name.removeprefix("model."): p.grad for name, p in model.named_parameters()}
+    return {"output": _pytree.tree_map_only(Tensor, Tensor.detach, output), "input": leaf.grad, **gradients}
+
+
+def weighed(output: Any, recipe: Recipe) -> Tensor:
+    """A loss in which every number of the output counts, and none as much as another."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    floats = [t for t in _pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not floats:
+        return torch.zeros(())
+    weights = [torch.rand(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in floats]
+    return torch.stack([(t * w).mean() for t, w in zip(floats, weights, strict=True)]).sum()
+
+
+def step(model: nn.Module) -> None:
+    """What an optimizer does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def lived(recipe: Recipe, checkpoint: str, inline: bool) -> list[dict[str, Any]]:
+    """What two steps of training leave behind."""
+    results = []
+    with piped(recipe, recipe.model(), checkpoint) as pipe, gpipe.inline() if inline else nullcontext():
+        torch.manual_seed(recipe.seed)
+        for x in recipe.batches():
+            results.append(trained(pipe, x, recipe))
+            step(pipe)
+        results.append(dict(pipe.state_dict()))
+    return results
+
+
+def assert_close(found: Any, expected: Any, recipe: Recipe) -> None:
+    tolerance = 1e-7 if recipe.dtype is torch.float64 else 2e-3
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,0 +1,327 @@
+"""Random numbers depend on the seed alone, and a recomputation draws what its forward drew."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+from gpipe import GPipe
+from gpipe._random import CellRandom, RunRandom
+
+from .layers import Call
+
+MODES = ("never", "except_last", "always")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The caller's share of threads does not change how sums are rounded."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+class Checkpointed(nn.Module):
+    """Has a checkpoint of its own inside."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Tanh())
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+class Draws(nn.Module):
+    """Draws in every way that torch offers, in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand_like(x) + torch.rand(x.shape) + torch.randn(x.shape).exp()
+        noise = noise + torch.randint(3, x.shape) + torch.empty_like(x).uniform_() + torch.empty_like(x).exponential_()
+        chosen = torch.multinomial(torch.ones(6), 6)
+        return (x * noise)[..., torch.randperm(6)][..., chosen] * torch.bernoulli(torch.full(x.shape, 0.7))
+
+
+LAYERS = {
+    "dropout": nn.Dropout,
+    "dropout in place": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(inplace=True)),
+    "feature dropout": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Dropout2d(), nn.Flatten(1, 2)),
+    "alpha dropout": nn.AlphaDropout,
+    "random relu": nn.RReLU,
+    "attention": Attention,
+    "encoder": lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True),
+    "lstm": Recurrent,
+    "checkpoint": lambda: Checkpointed(False),
+    "reentrant checkpoint": lambda: Checkpointed(True),
+    "gumbel": lambda: Call(lambda x: nn.functional.gumbel_softmax(x, hard=True)),
+    "everything": Draws,
+}
+
+
+def lived(names: tuple[str, ...], mode: str, inline: bool, seed: int = 0, steps: int = 2) -> list[Any]:
+    """Outputs and gradients of some steps of a pipe with a layer on each stage."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 6), *(LAYERS[name]() for name in names))
+    pipe = GPipe(model, [2, *[1] * (len(names) - 1)], devices=["cpu"] * len(names), chunks=3, checkpoint=mode)
+    x = torch.randn(6, 4, 6)
+    torch.manual_seed(seed)
+    results: list[Any] = []
+    with gpipe.inline() if inline else nullcontext():
+        for _ in range(steps):
+            pipe.zero_grad()
+            leaf = x.clone().requires_grad_()
+            output = pipe(leaf)
+            output.square().sum().backward()
+            results += [output.detach(), leaf.grad, *[p.grad for p in pipe.parameters()]]
+    pipe.close()
+    return results
+
+
+@settings(max_examples=settings.default.max_examples // 10)
+@given(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=3).map(tuple), st.integers(0, 2**40))
+def test_result_depends_on_the_seed_alone(names: tuple[str, ...], seed: int):
+    first, *others = (lived(names, mode, inline, seed) for mode in MODES for inline in (True, False))
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"gumbel"}))  # whose gradient is not the slope, by design
+@pytest.mark.parametrize("mode", MODES)
+def test_gradient_belongs_to_what_was_drawn(name: str, mode: str):
+    """Against finite differences under the same seed, which no disagreement between forward and backward survives."""
+    torch.manual_seed(7)
+    model = nn.Sequential(LAYERS[name](), nn.Tanh()).double()
+    pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=mode)
+    x = torch.randn(4, 4, 6, dtype=torch.float64)
+    direction = torch.randn_like(x)
+    pipe(x.clone().requires_grad_())  # from here on it is known who draws
+
+    def loss(at: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return pipe(at * 1).sum()
+
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    h = 1e-6
+    ends = [(x + sign * h * direction).requires_grad_() for sign in (1, -1)]
+    slope = float((loss(ends[0]) - loss(ends[1])).detach()) / (2 * h)
+    assert float((leaf.grad * direction).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-7)
+
+
+def test_other_seed_other_numbers():
+    a, b = lived(("dropout",), "never", False, seed=1), lived(("dropout",), "never", False, seed=2)
+    assert not torch.equal(a[0], b[0])
+
+
+def test_every_cell_and_every_step_draws_its_own():
+    pipe = GPipe(nn.Sequential(nn.Dropout(), nn.Dropout()), [1, 1], devices=["cpu"] * 2, chunks=4)
+    rows = torch.cat([pipe(torch.ones(4, 64)) for _ in range(3)])
+    assert len({tuple(row.tolist()) for row in rows}) == 12
+
+
+@settings(max_examples=settings.default.max_examples // 10)
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_no_two_cells_share_a_seed(microbatches: int, stages: int):
+    run = RunRandom()
+    seeds = {
+        CellRandom(run, i << 12 | j, CPU).generator.initial_seed() for i in range(microbatches) for j in range(stages)
+    }
+    assert len(seeds) == microbatches * stages
+
+
+def test_run_takes_one_number_from_the_process_and_only_if_something_draws():
+    quiet = GPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5).eval()), [1, 1], devices=["cpu"] * 2, chunks=3)
+    loud = GPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), [1, 1], devices=["cpu"] * 2, chunks=3)
+    for pipe, training, taken in ((quiet, True, 0), (loud, True, 1), (loud, False, 0)):
+        pipe[1].train(training and pipe is loud)
+        for _ in range(2):
+            torch.manual_seed(5)
+            before = torch.get_rng_state()
+            pipe(torch.randn(6, 6, generator=torch.Generator())).sum().backward()
+            after = torch.get_rng_state()
+            torch.set_rng_state(before)
+            for _ in range(taken):
+                torch.randint(2**32, ())
+            assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_evaluation_is_as_without_a_pipe():
+    model = nn.Sequential(nn.Dropout(), nn.Linear(6, 6)).eval()
+    pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)
+    x = torch.randn(4, 6)
+    assert torch.equal(pipe(x), model(x))
+
+
+def test_layer_that_starts_to_draw_is_refused_once_and_right_afterwards():
+    """As a drop path whose rate grows from zero does."""
+    layer = Call(lambda x: nn.functional.dropout(x, 0.5) if rate else x * 1)
+    pipe = GPipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    x = torch.ones(4, 16, requires_grad=True)
+    rate = 0.0
+    for _ in range(2):
+        pipe(x).sum().backward()
+    rate = 0.5
+    output = pipe(x)
+    with pytest.raises(RuntimeError, match="run this mini-batch again"):
+        output.sum().backward()
+    x.grad = None
+    output = pipe(x)
+    output.sum().backward()
+    assert torch.equal(x.grad, output)
+
+
+def test_dropout_that_leaves_evaluation_by_itself():
+    """The stage's own flag stays; only a layer in it goes from evaluation to training."""
+    pipe = GPipe(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never"
+    )
+    pipe[1].eval()
+    x = torch.ones(4, 8)
+    pipe(x)
+    pipe[1].train()
+    pipe(x)  # whatever this one drew, from here on numbers are watched
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        outputs.append(pipe(x))
+    assert torch.equal(*outputs)
+
+
+class OwnNoise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generator_of_a_layer_of_its_own(mode: str):
+    layer = OwnNoise()
+    pipe = GPipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
+    plain = OwnNoise()
+    for _ in range(3):
+        x = torch.ones(6, 5, requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        assert torch.equal(x.grad, output)
+        assert torch.equal(output, torch.cat([plain(chunk) for chunk in torch.ones(6, 5).chunk(3)]))
+
+
+def test_generator_of_the_process_by_name():
+    layer = Call(lambda x: x * torch.rand(x.shape, generator=torch.default_generator))
+    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint="always")
+    for _ in range(2):
+        x = torch.ones(6, 5, requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        assert torch.equal(x.grad, output)
+
+
+@pytest.mark.parametrize("outer", MODES)
+@pytest.mark.parametrize("inner", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_pipe_in_a_pipe(outer: str, inner: str, inline: bool):
+    layers = nn.Sequential(nn.Dropout(), nn.Identity())
+    nested = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=inner)
+    pipe = GPipe(nn.Sequential(nested, nn.Dropout()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=outer)
+    with gpipe.inline() if inline else nullcontext():
+        outputs = []
+        for _ in range(3):
+            torch.manual_seed(1)
+            x = torch.ones(8, 8, requires_grad=True)
+            output = pipe(x)
+            output.sum().backward()
+            assert torch.equal(x.grad, output)
+            outputs.append(output)
+        assert torch.equal(outputs[1], outputs[2])
+
+
+def test_state_read_and_set_inside_a_layer_is_the_layers():
+    """What torch.utils.checkpoint does, and libraries that fork the generator."""
+
+    def twice(x: Tensor) -> Tensor:
+        state = torch.get_rng_state()
+        first = torch.rand(x.shape)
+        torch.set_rng_state(state)
+        assert torch.equal(torch.rand(x.shape), first)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+        return x * first
+
+    pipe = GPipe(nn.Sequential(Call(twice), Call(twice)), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    for _ in range(3):
+        torch.manual_seed(2)
+        before = torch.get_rng_state()
+        x = torch.ones(4, 4, requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad, output)
+        torch.set_rng_state(before)
+        torch.randint(2**32, ())
+
+
+def test_main_thread_keeps_its_generator_beside_a_pipe():
+    """The stand-in that layers see is nobody else's."""
+    GPipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"])(torch.ones(2, 2))
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = torch.rand(3)
+    torch.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    assert torch.initial_seed() == 3
+
+
+def test_draws_of_another_thread_do_no_harm():
+    """A data loader's thread draws while the pipe runs: no gradient changes, nothing is refused."""
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe(torch.ones(4, 4))
+    entered, drawn = threading.Event(), threading.Event()
+
+    def load() -> None:
+        entered.wait(10)
+        torch.rand(3)
+        drawn.set()
+
+    def wait(x: Tensor) -> Tensor:
+        entered.set()
+        assert drawn.wait(10)
+        return x
+
+    pipe[1].register_forward_hook(lambda _, args, output: wait(output))
+    thread = threading.Thread(target=load)
+    thread.start()
+    pipe(torch.ones(4, 4)).sum().backward()
+    thread.join()
+    assert pipe[0].weight.grad is not None
