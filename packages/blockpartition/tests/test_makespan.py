@@ -38,6 +38,14 @@ def test_the_stated_gap_is_true_of_the_exact_answer(costs, data, m):
     assert rough.gap <= 0.5
 
 
+def test_a_gap_is_never_rounded_beyond_what_was_asked_for():
+    """Here the first floor lies exactly one twentieth, one tenth below the placement found."""
+    for gap in (0.05, Fraction(1, 20), Fraction(1, 10)):
+        for total in range(2, 60):
+            found = place([total, 1, total], [Stage(1), Stage(2)], objective="makespan", microbatches=3, gap=gap)
+            assert found.gap <= gap
+
+
 @pytest.mark.timeout(60)
 def test_a_gap_ends_the_search_where_the_exact_one_looks_long():
     costs = [(7 * i * i) % 101 + 1 for i in range(120)]

@@ -31,7 +31,7 @@ class Partition:
     lower_bound: Number
     imbalance: Number
     witness: tuple[Any, ...]
-    gap: float = 0.0
+    gap: Number = 0.0
 
     @property
     def cuts(self) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import pairwise
@@ -12,7 +11,7 @@ from ._arguments import InFlight, choice
 from ._bottleneck import Chosen, least_slowest, slowest
 from ._even import prefix_sums, sizes_of
 from ._explain import explain
-from ._grid import Number, number, ratio
+from ._grid import Number, ceiling, number, ratio
 from ._makespan import least_makespan, makespan
 from ._model import Model, read_model
 from ._partition import Placement
@@ -35,7 +34,7 @@ def place(
     order: Literal["fixed", "free"] = "fixed",
     microbatches: int | None = None,
     objective: Literal["bottleneck", "makespan"] = "bottleneck",
-    gap: float = 0,
+    gap: Number = 0,
 ) -> Placement:
     """One non-empty block for each stage, so that the slowest stage is as fast as possible, or the last micro-batch is.
 
@@ -86,11 +85,11 @@ def _by_makespan(model: Model, gap: Fraction) -> Placement:
         raise explain(model)
     thresholds = tuple(threshold / model.scale for threshold in found.thresholds)
     proven = found.value / found.floor - 1 if found.floor else Fraction(0)
-    # Rounded up, so that the float still promises no more than is proven.
-    return _describe(model, found.blocks, thresholds, math.nextafter(float(proven), math.inf) if proven else 0.0)
+    # Rounded up to promise no more than is proven, but never past what was asked for, which is proven too.
+    return _describe(model, found.blocks, thresholds, min(ceiling(proven, 1, float), gap))
 
 
-def _describe(model: Model, blocks: list[Chosen], witness: tuple[Any, ...], gap: float) -> Placement:
+def _describe(model: Model, blocks: list[Chosen], witness: tuple[Any, ...], gap: Number) -> Placement:
     problem, m = model.problem, model.microbatches
     ends = [0, *(model.positions[block.end] for block in blocks)]
     sums = prefix_sums(model.costs.units)
