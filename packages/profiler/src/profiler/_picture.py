@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
-from xml.sax.saxutils import escape
 
+from ._svg import INK, line, rect, text
 from ._units import format_cost
 
 if TYPE_CHECKING:
     from ._record import LayerProfile, Profile
 
 _TOP, _LEFT, _RIGHT, _HEIGHT = 72.0, 78.0, 18.0, 240.0
-_DARK, _LIGHT, _INK, _GRID, _BAND, _CUT = "#2b6cb0", "#90cdf4", "#1a202c", "#e2e8f0", "#f7fafc", "#c53030"
+_DARK, _LIGHT, _GRID, _BAND, _CUT = "#2b6cb0", "#90cdf4", "#e2e8f0", "#f7fafc", "#c53030"
 
 
 class _Chart(NamedTuple):
@@ -45,12 +45,11 @@ def picture(profile: Profile, balance: Sequence[int] | None, by: str) -> str:
     step = _step(max(costs, default=0), 1024 if by.endswith("bytes") else 10)
     ticks = max(1, math.ceil(max(costs, default=0) / step))
     chart = _Chart(len(profile), min(64.0, max(9.0, 660 / max(1, len(profile)))), ticks * step)
-    names = _names(profile, chart)
     body = [
         *_bands(chart, costs, _checked(balance, len(profile)), by),
         *_axis(chart, [i * step for i in range(ticks + 1)], by),
         *(mark for i, layer in enumerate(profile) for mark in _bar(chart, i, layer, by)),
-        *names,
+        *_names(profile, chart),
         *_heading(profile, by),
     ]
     height = _TOP + _HEIGHT + _room_below(profile)
@@ -71,13 +70,13 @@ def _step(most: float, base: int) -> float:
         return 1.0
     unit = float(base ** math.floor(math.log(most, base)))
     power = 10.0 ** math.floor(math.log10(most / unit / 5))
-    return next(factor * power * unit for factor in (1, 2, 5, 10) if factor * power * unit * 5 >= most)
+    return next(factor * power * unit for factor in (1, 2, 5, 10, 20) if factor * power * unit * 5 >= most)
 
 
 def _open(width: float, height: float) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" font-family="sans-serif" font-size="11" fill="{_INK}">\n'
+        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" font-family="sans-serif" font-size="11" fill="{INK}">\n'
         f'<rect width="100%" height="100%" fill="white"/>'
     )
 
@@ -85,10 +84,10 @@ def _open(width: float, height: float) -> str:
 def _heading(profile: Profile, by: str) -> list[str]:
     title = f"{by.replace('_', ' ')} of {len(profile)} layers, micro-batch of {profile.rows} rows, {profile.device}"
     legend = ((_DARK, "forward"), (_LIGHT, "backward")) if by == "seconds" else ()
-    marks = [_text(_LEFT, 20, title, size=13, anchor="start")]
+    marks = [text(_LEFT, 20, title, size=13, anchor="start")]
     for i, (color, label) in enumerate(legend):
         x = _LEFT + 84 * i
-        marks += [_rect(x, 29, 10, 10, color), _text(x + 14, 38, label, anchor="start")]
+        marks += [rect(x, 29, 10, 10, color), text(x + 14, 38, label, anchor="start")]
     return marks
 
 
@@ -98,8 +97,8 @@ def _axis(chart: _Chart, ticks: list[float], by: str) -> list[str]:
         mark
         for tick in ticks
         for mark in (
-            _line(_LEFT, chart.y(tick), right, chart.y(tick), _GRID),
-            _text(_LEFT - 6, chart.y(tick) + 4, format_cost(tick, by), anchor="end"),
+            line(_LEFT, chart.y(tick), right, chart.y(tick), _GRID),
+            text(_LEFT - 6, chart.y(tick) + 4, format_cost(tick, by), anchor="end"),
         )
     ]
 
@@ -112,12 +111,12 @@ def _bands(chart: _Chart, costs: list[float], balance: list[int], by: str) -> li
     marks = []
     for j, ((start, end), load) in enumerate(zip(pairwise(ends), loads, strict=True)):
         if j % 2 == 0:
-            marks.append(_rect(chart.x(start), _TOP, chart.x(end) - chart.x(start), _HEIGHT, _BAND))
+            marks.append(rect(chart.x(start), _TOP, chart.x(end) - chart.x(start), _HEIGHT, _BAND))
         if j > 0:
-            marks.append(_line(chart.x(start), _TOP - 14, chart.x(start), _TOP + _HEIGHT + 4, _CUT, dash="5 3"))
+            marks.append(line(chart.x(start), _TOP - 14, chart.x(start), _TOP + _HEIGHT + 4, _CUT, dash="5 3"))
         middle = (chart.x(start) + chart.x(end)) / 2
         lift = 14 if crowded and j % 2 else 0
-        marks.append(_text(middle, _TOP - 5 - lift, format_cost(load, by), color=_CUT, bold=load == max(loads)))
+        marks.append(text(middle, _TOP - 5 - lift, format_cost(load, by), color=_CUT, bold=load == max(loads)))
     return marks
 
 
@@ -127,7 +126,7 @@ def _bar(chart: _Chart, index: int, layer: LayerProfile, by: str) -> list[str]:
     marks, base = [], 0.0
     for color, cost in parts:
         title = f"{layer.name} ({layer.kind}): {format_cost(cost, by)}"
-        marks.append(_rect(x, chart.y(base + cost), width, chart.y(base) - chart.y(base + cost), color, title))
+        marks.append(rect(x, chart.y(base + cost), width, chart.y(base) - chart.y(base + cost), color, title))
         base += cost
     return marks
 
@@ -151,42 +150,7 @@ def _names(profile: Profile, chart: _Chart) -> list[str]:
     every = math.ceil(13 / chart.pitch)
     y = _TOP + _HEIGHT + 14
     return [
-        _text(chart.x(i + 0.5) + 3, y, label, anchor="end", turn=-45)
+        text(chart.x(i + 0.5) + 3, y, label, anchor="end", turn=-45)
         for i, label in enumerate(_labels(profile))
         if i % every == 0
     ]
-
-
-def _escaped(text: str) -> str:
-    """XML knows no control characters, not even escaped ones."""
-    return escape("".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text))
-
-
-def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
-    inside = f"<title>{_escaped(title)}</title>" if title else ""
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}">{inside}</rect>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "none") -> str:
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" stroke-dasharray="{dash}"/>'
-    )
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    anchor: str = "middle",
-    size: int = 11,
-    color: str = _INK,
-    bold: bool = False,
-    turn: int = 0,
-) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    rotate = f' transform="rotate({turn} {x:.1f} {y:.1f})"' if turn else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{color}"{weight}{rotate}>'
-        f"{_escaped(text)}</text>"
-    )
