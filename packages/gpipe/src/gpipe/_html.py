@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -14,4 +15,5 @@ def html(panels: Sequence[tuple[str, Timeline]]) -> str:
     """The picture in a page: hovering shows the action and its micro-batch, the wheel zooms, dragging moves."""
     page = files(__package__).joinpath("_timeline.html").read_text(encoding="utf-8")
     title = " and ".join(title for title, _ in panels if title) or "timeline"
-    return page.replace("{{title}}", escape(title)).replace("{{picture}}", svg(panels))
+    parts = {"title": escape(title), "picture": svg(panels)}
+    return re.sub(r"\{\{(\w+)\}\}", lambda blank: parts[blank[1]], page)

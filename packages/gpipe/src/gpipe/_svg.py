@@ -7,6 +7,7 @@ dark, and each cell says in its title what it is.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -80,7 +81,8 @@ def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
     span = max((timeline.makespan for _, timeline in panels), default=0.0)
     last = max((timeline.microbatches - 1 for _, timeline in panels), default=0)
     scale = Scale(span, _width(panels), len(str(max(0, last))))
-    y, body = 8.0, []
+    y = 8.0
+    body: list[str] = []
     for title, timeline in panels:
         body += _panel(title, timeline, scale, y)
         y += _height(timeline)
@@ -97,19 +99,19 @@ def _width(panels: Sequence[tuple[str, Timeline]]) -> float:
 
 
 def _height(timeline: Timeline) -> float:
-    return TOP + max(1, len(timeline.lanes)) * _pitch(timeline) + GAP
+    return TOP + max(1, len(timeline.lanes)) * _pitch(_most(timeline)) + GAP
 
 
-def _pitch(timeline: Timeline) -> float:
-    """From one lane to the next."""
-    return LANE + GAP + (STRIP if timeline.peak_bytes else 0.0)
+def _pitch(peak: int) -> float:
+    """From one lane to the next, with room for the strip if there is anything to show."""
+    return LANE + GAP + (STRIP if peak else 0.0)
 
 
 def _opening(width: float, height: float, scale: Scale, panels: Sequence[tuple[str, Timeline]]) -> list[str]:
     gist = "; ".join(_gist(title, timeline) for title, timeline in panels)
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gpipe-timeline" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_quoted(gist)}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_escaped(gist)}" '
         f'data-span="{scale.span!r}" data-width="{scale.width!r}" data-digits="{scale.digits}">',
         f"<style>{_STYLE}</style>",
         '<rect class="paper" width="100%" height="100%" rx="8"/>',
@@ -123,15 +125,16 @@ def _gist(title: str, timeline: Timeline) -> str:
 def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
     yield _text(LEFT, y + 18, _gist(title, timeline), "gist")
     yield _text(LEFT + scale.width + 8, y + 18, "busy", "faint")
-    busy, peak = timeline.utilisation, _most(timeline)
+    busy, peak, begin = timeline.utilisation, _most(timeline), timeline.start
     for row, (worker, lane) in enumerate(timeline.lanes.items()):
-        top = y + TOP + row * _pitch(timeline)
+        top = y + TOP + row * _pitch(peak)
         stages = sorted({event.stage for event in lane})
         yield from _names(worker, stages, lane[0].device, top)
         yield _text(LEFT + scale.width + 8, top + LANE / 2 + 4, format_share(busy[worker]))
-        yield from _plot(timeline, lane, stages, scale, top, peak)
+        held = [(moment - begin, size) for moment, size in timeline.held(*stages)] if peak else []
+        yield from _plot(lane, begin, stages, scale, top, _strip(held, scale, peak) if peak else "")
         if peak:
-            most = max((size for _, size in timeline.held(*stages)), default=0)
+            most = max((size for _, size in held), default=0)
             yield _text(LEFT + scale.width + 8, top + LANE + STRIP - 3, format_bytes(most), "faint")
 
 
@@ -149,18 +152,16 @@ def _names(worker: int, stages: Sequence[int], device: str, top: float) -> Itera
 
 
 def _plot(
-    timeline: Timeline, lane: Sequence[Event], stages: Sequence[int], scale: Scale, top: float, peak: int
+    lane: Sequence[Event], begin: float, stages: Sequence[int], scale: Scale, top: float, strip: str
 ) -> Iterator[str]:
     """What scrolls and zooms in a page. ``time`` is stretched there, and numbers are written anew."""
-    height = LANE + (STRIP if peak else 0.0)
+    height = LANE + (STRIP if strip else 0.0)
     yield f'<svg class="plot" x="{LEFT:g}" y="{top:g}" width="{scale.width:g}" height="{height:g}">'
     yield f'<rect class="idle" width="{scale.width:g}" height="{LANE:g}"/><g class="grid">{_grid(scale)}</g>'
     yield '<g class="time">'
-    yield from (_cell(event, timeline.start, stages, scale) for event in lane)
-    if peak:
-        yield _strip(timeline, stages, scale, peak)
-    yield '</g><g class="numbers">'
-    yield from (number for event in lane for number in _number(event, timeline.start, scale))
+    yield from (_cell(event, begin, stages, scale) for event in lane)
+    yield f'{strip}</g><g class="numbers">'
+    yield from (number for event in lane for number in _number(event, begin, scale))
     yield "</g></svg>"
 
 
@@ -169,7 +170,8 @@ def _cell(event: Event, begin: float, stages: Sequence[int], scale: Scale) -> st
     fill = _paler(COLOURS[event.kind], stages.index(event.stage) / len(stages))
     return (
         f'<rect class="cell" x="{x:.2f}" width="{width:.2f}" height="{LANE:g}" fill="{fill}" '
-        f'data-i="{event.microbatch}" data-letter="{LETTERS[event.kind]}"><title>{escape(describe(event, begin))}</title></rect>'
+        f'data-i="{event.microbatch}" data-letter="{LETTERS[event.kind]}">'
+        f"<title>{_escaped(describe(event, begin))}</title></rect>"
     )
 
 
@@ -180,13 +182,18 @@ def describe(event: Event, begin: float) -> str:
         ("micro-batch", str(event.microbatch)),
         ("kind", NAMES[event.kind]),
         ("device", event.device),
-        ("start", format_seconds(event.start - begin)),
+        ("start", _moment(event.start - begin)),
         ("duration", format_seconds(event.seconds)),
         ("waited", format_seconds(event.wait)),
         ("moved", format_bytes(event.bytes_moved)),
     ]
-    held = [] if event.held_bytes is None else [("holds then", format_bytes(event.held_bytes))]
+    held = [] if event.held_bytes is None else [("kept after", format_bytes(event.held_bytes))]
     return "\n".join(f"{name}: {value}" for name, value in (*facts, *held))
+
+
+def _moment(seconds: float) -> str:
+    factor, unit = time_unit(seconds)
+    return f"{seconds / factor:.6g} {unit}" if seconds else "0 s"
 
 
 def _paler(colour: str, share: float) -> str:
@@ -196,7 +203,7 @@ def _paler(colour: str, share: float) -> str:
 
 
 def _number(event: Event, begin: float, scale: Scale) -> Iterator[str]:
-    """The micro-batch, with the letter of its kind if that fits for all, its digits one above the other if they must."""
+    """The micro-batch, with the letter of its kind if all have room, its digits stacked if they must be."""
     width, number = scale.x(event.seconds), str(event.microbatch)
     if _size(width, 1 + scale.digits) >= 8.5:
         lines, size = [LETTERS[event.kind] + number], _size(width, 1 + scale.digits)
@@ -215,12 +222,11 @@ def _size(width: float, letters: int) -> float:
     return min(10.0, (width - 2) / (0.62 * letters))
 
 
-def _strip(timeline: Timeline, stages: Sequence[int], scale: Scale, peak: int) -> str:
+def _strip(held: Sequence[tuple[float, int]], scale: Scale, peak: int) -> str:
     """The activations kept, as a curve of steps."""
-    floor, path, size = LANE + STRIP, [f"M0 {LANE + STRIP:g}"], 0
-    for moment, size in timeline.held(*stages):
-        path.append(f"H{scale.x(moment - timeline.start):.2f}V{floor - (STRIP - 2) * size / peak:.2f}")
-    return f'<path class="held" d="{"".join(path)}H{scale.x(timeline.makespan):.2f}V{floor:g}Z"/>'
+    floor, end = LANE + STRIP, max((moment for moment, _ in held), default=0.0)
+    steps = "".join(f"H{scale.x(moment):.2f}V{floor - (STRIP - 2) * size / peak:.2f}" for moment, size in held)
+    return f'<path class="held" d="M0 {floor:g}{steps}H{scale.x(end):.2f}V{floor:g}Z"/>'
 
 
 def _grid(scale: Scale) -> str:
@@ -263,14 +269,18 @@ def _notes(panels: Sequence[tuple[str, Timeline]]) -> Iterator[str]:
     timelines = [timeline for _, timeline in panels]
     if any(len({event.stage for event in lane}) > 1 for t in timelines for lane in t.lanes.values()):
         yield "paler: later stages of the worker"
-    if any(timeline.peak_bytes for timeline in timelines):
+    if any(map(_most, timelines)):
         yield "grey below: activations kept"
 
 
 def _text(x: float, y: float, what: str, style: str = "") -> str:
     classes = f' class="{style}"' if style else ""
-    return f'<text{classes} x="{x:.2f}" y="{y:.2f}">{escape(what)}</text>'
+    return f'<text{classes} x="{x:.2f}" y="{y:.2f}">{_escaped(what)}</text>'
 
 
-def _quoted(text: str) -> str:
-    return escape(text, {'"': "&quot;"})
+_UNSPEAKABLE = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def _escaped(text: str) -> str:
+    """Fit for an element or an attribute; what XML has no word for is replaced."""
+    return escape(_UNSPEAKABLE.sub("\ufffd", text), {'"': "&quot;"})

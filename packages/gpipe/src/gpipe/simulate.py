@@ -160,7 +160,7 @@ def _moved(step: Step, boundary: Sequence[int | None]) -> int:
 
 def _held(schedule: Schedule, costs: Sequence[StageCost]) -> dict[Step, int]:
     """What each stage keeps after each of its steps."""
-    held = {}
+    held: dict[Step, int] = {}
     for j, (program, cost) in enumerate(zip(schedule, costs, strict=True)):
         changes = _changes(program, cost)
         held.update(zip((Step(j, action) for action in program), accumulate(changes), strict=True))

@@ -1,0 +1,87 @@
+"""Schedules, costs and timelines to draw from."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from gpipe._timeline import Event, Timeline
+from gpipe.schedule import Schedule, fill_drain, interleaved, one_forward_one_backward, zero_bubble
+from gpipe.simulate import StageCost, simulate
+
+KINDS = ("forward", "recompute", "backward", "backward_input", "backward_weight")
+MAKERS = (fill_drain, one_forward_one_backward, zero_bubble)
+
+# Whole runs take long to draw: a third as many of them as of other things.
+fewer = settings(max_examples=settings().max_examples // 3)
+
+seconds = st.floats(0, 100, allow_subnormal=False)
+# Sixteenths add up exactly, in any order.
+exact_seconds = st.integers(0, 1600).map(lambda sixteenths: sixteenths / 16)
+sizes = st.integers(0, 2**40)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    m, n = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    stop = draw(st.integers(0, m))
+    if draw(st.booleans()):
+        return draw(st.sampled_from(MAKERS))(m, n, stop)
+    workers = draw(st.integers(1, 3))
+    return interleaved(m, workers * draw(st.integers(1, 3)), workers, stop)
+
+
+def stage_costs(times: st.SearchStrategy[float] = exact_seconds) -> st.SearchStrategy[StageCost]:
+    return st.builds(
+        StageCost,
+        forward=times,
+        backward=times,
+        recompute=st.none() | times,
+        backward_input=times,
+        backward_weight=times,
+        activation_bytes=sizes,
+        boundary_bytes=sizes,
+        layers=st.text(max_size=8),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Schedule, list[StageCost], list[int]]:
+    """A schedule, a cost for each stage, and a worker for each stage."""
+    schedule = draw(schedules())
+    n = len(schedule)
+    costs = draw(st.lists(stage_costs(), min_size=n, max_size=n))
+    placement = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
+    return schedule, costs, placement
+
+
+@st.composite
+def simulated(draw: st.DrawFn) -> Timeline:
+    schedule, costs, placement = draw(problems())
+    return simulate(schedule, costs, placement=placement, transfer=draw(exact_seconds))
+
+
+@st.composite
+def events(draw: st.DrawFn) -> Event:
+    """What a clock might have measured, sense or nonsense: stages overlap, and nothing is in order."""
+    start = draw(seconds)
+    return Event(
+        stage=draw(st.integers(0, 4)),
+        microbatch=draw(st.integers(0, 120)),
+        kind=draw(st.sampled_from(KINDS)),
+        device=draw(st.sampled_from(["cpu", "cuda:0", "<&\"'>"])),
+        start=start,
+        end=start + draw(seconds),
+        wait=draw(seconds),
+        bytes_moved=draw(sizes),
+        layers=draw(st.text(max_size=8)),
+        held_bytes=draw(st.none() | sizes),
+    )
+
+
+def recorded() -> st.SearchStrategy[Timeline]:
+    workers = st.dictionaries(st.integers(0, 4), st.integers(0, 2))
+    return st.builds(Timeline, st.lists(events(), max_size=12), workers)
+
+
+timelines = st.one_of(simulated(), recorded())
