@@ -1,6 +1,7 @@
 import doctest
 import inspect
 import re
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -174,6 +175,53 @@ def test_the_table_of_optimizers_is_right(name, options, scale):
 
 def test_the_table_is_read():
     assert len(table()) == 13
+
+
+@pytest.mark.parametrize(("threads", "share"), [(8, 4), (5, 2), (1, 1)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_by_time_runs_on_the_threads_of_a_partition(threads, share, fails):
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            if fails:
+                raise LookupError
+            return x
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with pytest.raises(LookupError) if fails else nullcontext():
+            balance_by_time(2, nn.Sequential(Looks(), nn.ReLU()), torch.rand(1), timeout=1e-6, device="cpu")
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {share}
+
+
+WAYS = [balance_by_time, balance_by_size, balance_by_flops, balance_by_parameters, uniform]
+
+
+@pytest.mark.parametrize("balance_by", WAYS)
+@pytest.mark.parametrize(
+    ("partitions", "options"), [(0, {}), (7, {}), (2, {"pin": "nowhere"}), (2, {"pin": ["head", "block1"]})]
+)
+def test_mistakes_cost_no_measurement(balance_by, partitions, options, monkeypatch):
+    for name in ("profile", "profile_sizes"):
+        monkeypatch.setattr(module_under_test, name, None)
+    sample = [torch.rand(1, 6)] if balance_by in WAYS[:3] else []
+    with pytest.raises(ValueError, match=r"."):
+        balance_by(partitions, named(), *sample, **options)
+
+
+@pytest.mark.parametrize("balance_by", WAYS)
+def test_only_a_sequential_is_balanced(balance_by):
+    sample = [torch.rand(1, 6)] if balance_by in WAYS[:3] else []
+    with pytest.raises(TypeError, match=r"expected nn\.Sequential, got Linear"):
+        balance_by(1, nn.Linear(6, 6), *sample)
+    with pytest.raises(ValueError, match=r"."):
+        balance_by(1, nn.Sequential(), *sample)
 
 
 def test_layers_that_skip_are_balanced_too():

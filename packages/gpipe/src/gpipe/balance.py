@@ -12,8 +12,9 @@ each by name, by a regular expression for the whole name, or by position.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,10 +49,13 @@ def balance_by_time(
     """Balances the seconds of forward and backward, measured on copies of the layers for about `timeout` seconds.
 
     `sample` should have the rows of one micro-batch. It runs on CUDA where there is one, unless `device` says
-    otherwise; layers go there one at a time.
+    otherwise; layers go there one at a time. On the CPU it gets the share of the intra-op threads that each partition
+    will have.
     """
-    seconds = profile(module, sample, timeout=timeout, device=device).seconds
-    return _balance(seconds, partitions, _names(module), pin, forbid)
+    cuts = _checked(partitions, module, pin, forbid)
+    with _threads(max(1, torch.get_num_threads() // partitions)):
+        seconds = profile(module, sample, timeout=timeout, device=device).seconds
+    return _balance(seconds, partitions, cuts)
 
 
 def balance_by_size(
@@ -90,16 +94,17 @@ def balance_by_size(
     Adam(amsgrad=True)           5
     ===========================  ===========
     """
-    sizes = profile_sizes(module, input, chunks, param_scale, device)
-    return _balance(sizes, partitions, _names(module), pin, forbid)
+    cuts = _checked(partitions, module, pin, forbid)
+    return _balance(profile_sizes(module, input, chunks, param_scale, device), partitions, cuts)
 
 
 def balance_by_parameters(
     partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid: Layers = ()
 ) -> list[int]:
     """Balances the bytes of the parameters; needs no sample, and runs nothing."""
+    cuts = _checked(partitions, module, pin, forbid)
     sizes = [sum(parameter.numel() * parameter.itemsize for parameter in layer.parameters()) for layer in module]
-    return _balance(sizes, partitions, _names(module), pin, forbid)
+    return _balance(sizes, partitions, cuts)
 
 
 def balance_by_flops(
@@ -109,13 +114,14 @@ def balance_by_flops(
 
     PyTorch counts those of matrix products, convolutions and attention; other layers count as free.
     """
-    flops = profile(module, sample, device="meta").costs("flops")
-    return _balance(flops, partitions, _names(module), pin, forbid)
+    cuts = _checked(partitions, module, pin, forbid)
+    return _balance(profile(module, sample, device="meta").costs("flops"), partitions, cuts)
 
 
 def uniform(partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid: Layers = ()) -> list[int]:
     """Balances the number of layers."""
-    return _balance([1] * len(module), partitions, _names(module), pin, forbid)
+    cuts = _checked(partitions, module, pin, forbid)
+    return _balance([1] * len(module), partitions, cuts)
 
 
 def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), forbid: Layers = ()) -> list[int]:
@@ -126,18 +132,43 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
     >>> balance_cost([1, 2, 3, 4, 5, 6], 2, forbid=4)
     [5, 1]
     """
-    return _balance(cost, partitions, [str(i) for i in range(len(cost))], pin, forbid)
+    return _balance(cost, partitions, _read([str(i) for i in range(len(cost))], pin, forbid))
 
 
-def _balance(cost: Sequence[float], partitions: int, names: list[str], pin: Layers, forbid: Layers) -> list[int]:
-    pinned, forbidden = _cuts(pin, names, "pin"), _cuts(forbid, names, "forbid")
-    if not pinned and not forbidden:
+class _Cuts(NamedTuple):
+    """Positions at which a partition has to begin, or must not."""
+
+    pin: list[int]
+    forbid: list[int]
+
+
+def _balance(cost: Sequence[float], partitions: int, cuts: _Cuts) -> list[int]:
+    if not any(cuts):
         return list(partition(cost, partitions).sizes)
-    return list(place(cost, partitions, pin=pinned, forbid=forbidden).sizes)
+    return list(place(cost, partitions, pin=cuts.pin, forbid=cuts.forbid).sizes)
 
 
-def _names(module: nn.Sequential) -> list[str]:
-    return list(module._modules)
+def _checked(partitions: int, module: nn.Sequential, pin: Layers, forbid: Layers) -> _Cuts:
+    """The cuts, if there is any balance with them: nobody should wait for a measurement to learn of a mistake."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
+    cuts = _read(list(module._modules), pin, forbid)
+    _balance([1] * len(module), partitions, cuts)
+    return cuts
+
+
+def _read(names: list[str], pin: Layers, forbid: Layers) -> _Cuts:
+    return _Cuts(_cuts(pin, names, "pin"), _cuts(forbid, names, "forbid"))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _cuts(layers: Layers, names: list[str], argument: str) -> list[int]:
