@@ -18,18 +18,10 @@ from gpipe import GPipe
 from gpipe._random import CellRandom, RunRandom
 
 from .layers import Call
+from .models import one_thread as one_thread
 
 MODES = ("never", "except_last", "always")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The caller's share of threads does not change how sums are rounded."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Attention(nn.Module):
