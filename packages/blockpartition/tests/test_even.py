@@ -69,7 +69,8 @@ def gate_lists(draw):
 @given(gate_lists())
 def test_the_string_is_taut(gates):
     """It passes the gates, and no single point of it could move without making its two steps less even."""
-    heights = [Fraction(*height) for height in taut_string(gates)]
+    low, high = zip(*gates, strict=True)
+    heights = list(map(Fraction, *taut_string(list(low), list(high))))
     assert len(heights) == len(gates)
     assert all(low <= height <= high for height, (low, high) in zip(heights, gates, strict=True))
     for i, (low, high) in enumerate(gates[1:-1], 1):

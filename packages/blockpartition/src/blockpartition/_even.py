@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 Gate = tuple[int, int]
 
 
-def gates(prefix: list[int], blocks: int, bottleneck: int) -> list[Gate]:
-    """For each end of a block the first and last position it has in any optimal partition into non-empty blocks."""
+def gates(prefix: list[int], blocks: int, bottleneck: int) -> tuple[list[int], list[int]]:
+    """For each end of a block the first and the last position it has in any optimal partition into non-empty blocks."""
     n = len(prefix) - 1
     last = [0]
     for j in range(1, blocks + 1):
@@ -19,7 +19,7 @@ def gates(prefix: list[int], blocks: int, bottleneck: int) -> list[Gate]:
     for j in range(blocks - 1, -1, -1):
         reach = bisect_left(prefix, prefix[first[-1]] - bottleneck, 0, first[-1])
         first.append(max(reach, j))
-    return list(zip(reversed(first), last, strict=True))
+    return first[::-1], last
 
 
 def near_even(prefix: list[int], blocks: int, bottleneck: int) -> list[int]:
@@ -27,48 +27,48 @@ def near_even(prefix: list[int], blocks: int, bottleneck: int) -> list[int]:
 
     Without gates the string is straight and the targets are the quantiles of the total.
     """
-    passages = gates(prefix, blocks, bottleneck)
-    targets = taut_string([(prefix[first], prefix[last]) for first, last in passages])
+    # Lists of ints only: a thousand tuples would wake the garbage collector, which looks at every prefix sum.
+    firsts, lasts = gates(prefix, blocks, bottleneck)
+    heights, parts = taut_string([prefix[first] for first in firsts], [prefix[last] for last in lasts])
     ends = [0]
-    for (first, last), (target, parts) in zip(passages[1:], targets[1:], strict=True):
+    for j in range(1, blocks + 1):
         # Never empty: from any end inside its gate one block reaches the next gate.
-        first = max(first, ends[-1] + 1)
-        last = min(last, bisect_right(prefix, prefix[ends[-1]] + bottleneck, first, last + 1) - 1)
-        ends.append(_nearest(prefix, target, parts, first, last))
+        first = max(firsts[j], ends[-1] + 1)
+        last = min(lasts[j], bisect_right(prefix, prefix[ends[-1]] + bottleneck, first, lasts[j] + 1) - 1)
+        ends.append(_nearest(prefix, heights[j], parts[j], first, last))
     return ends
 
 
-def taut_string(passages: list[Gate]) -> list[tuple[int, int]]:
-    """Heights, as quotients, of the shortest path through the gates at 0, 1, 2, …
+def taut_string(low: list[int], high: list[int]) -> tuple[list[int], list[int]]:
+    """Heights, as numerators and denominators, of the shortest path through the gates low … high at 0, 1, 2, …
 
     Of all paths it has the most even steps: the least sum of any convex function of them.
     """
-    heights = [(passages[0][0], 1)]
-    while len(heights) < len(passages):
-        at, base = len(heights) - 1, passages[len(heights) - 1]
-        start = heights[-1][0]
-        assert heights[-1][1] == 1, base  # the string bends only at an end of a gate
-        turn, goal = _next_bend(passages, at, start)
-        heights += [(start * (turn - i) + goal * (i - at), turn - at) for i in range(at + 1, turn)]
-        heights.append((goal, 1))
-    return heights
+    heights, parts = [low[0]], [1]
+    while len(heights) < len(low):
+        at, start = len(heights) - 1, heights[-1]
+        turn, goal = _next_bend(low, high, at, start)
+        heights += [start * (turn - i) + goal * (i - at) for i in range(at + 1, turn)]
+        parts += [turn - at] * (turn - at - 1)
+        heights.append(goal)
+        parts.append(1)
+    return heights, parts
 
 
-def _next_bend(passages: list[Gate], at: int, start: int) -> tuple[int, int]:
+def _next_bend(low: list[int], high: list[int], at: int, start: int) -> tuple[int, int]:
     """Where, and how high, the string from (at, start) bends first: the end of the line of sight through the gates."""
     floor = ceiling = at + 1
-    for i in range(at + 1, len(passages)):
-        low, high = passages[i]
+    for i in range(at + 1, len(low)):
         # Steeper than the lowest ceiling so far: the string bends there, and the same with the highest floor.
-        if (low - start) * (ceiling - at) > (passages[ceiling][1] - start) * (i - at):
-            return ceiling, passages[ceiling][1]
-        if (high - start) * (floor - at) < (passages[floor][0] - start) * (i - at):
-            return floor, passages[floor][0]
-        if (low - start) * (floor - at) >= (passages[floor][0] - start) * (i - at):
+        if (low[i] - start) * (ceiling - at) > (high[ceiling] - start) * (i - at):
+            return ceiling, high[ceiling]
+        if (high[i] - start) * (floor - at) < (low[floor] - start) * (i - at):
+            return floor, low[floor]
+        if (low[i] - start) * (floor - at) >= (low[floor] - start) * (i - at):
             floor = i
-        if (high - start) * (ceiling - at) <= (passages[ceiling][1] - start) * (i - at):
+        if (high[i] - start) * (ceiling - at) <= (high[ceiling] - start) * (i - at):
             ceiling = i
-    return len(passages) - 1, passages[-1][1]
+    return len(low) - 1, low[-1]
 
 
 def _nearest(prefix: list[int], target: int, parts: int, first: int, last: int) -> int:
@@ -81,7 +81,7 @@ def _nearest(prefix: list[int], target: int, parts: int, first: int, last: int) 
 
 def most_even(prefix: list[int], blocks: int, bottleneck: int) -> list[int]:
     """Ends of the optimal partition with the least sum of squared loads, earliest ends among equals; O(k n log n)."""
-    passages = gates(prefix, blocks, bottleneck)
+    passages = zip(*gates(prefix, blocks, bottleneck), strict=True)
     best = {0: 0}
     origins = []
     for here, there in pairwise(passages):
