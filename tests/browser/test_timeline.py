@@ -1,0 +1,239 @@
+"""Timelines as a reader sees them, in a real browser: what a cell says, what fits, what zooms.
+
+Needs playwright and an installed Chromium; skipped without.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpipe.schedule import Schedule, fill_drain, interleaved, one_forward_one_backward, zero_bubble
+from gpipe.simulate import StageCost, simulate
+
+playwright = pytest.importorskip("playwright.sync_api", reason="no browser tests: playwright is not installed")
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(CHROMIUM is None, reason="no browser tests: there is no chromium on the path"),
+]
+
+# Nothing here needs the network, and a browser that looks for it takes longer to start.
+QUIET = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+COST = StageCost(0.001, 0.002, activation_bytes=2**20, boundary_bytes=2**14, layers="conv <3 × 3>, relu")
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b-4x8": one_forward_one_backward(8, 4),
+    "1f1b-8x64": one_forward_one_backward(64, 8),
+    "zero-bubble-8x64": zero_bubble(64, 8, checkpoint_stop=20),
+    "fill-drain-4x8": fill_drain(8, 4, checkpoint_stop=7),
+    "interleaved-8x8": interleaved(8, 8, 4),
+}
+each_schedule = pytest.mark.parametrize("name", SCHEDULES)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drawings")
+    for name, schedule in SCHEDULES.items():
+        timeline = simulate(schedule, [COST] * len(schedule), transfer=0.0001)
+        timeline.save(folder / f"{name}.svg", title=name)
+        timeline.save(folder / f"{name}.html", title=name)
+    return folder
+
+
+@pytest.fixture
+def look_at(browser: Any, drawings: Path) -> Iterator[Callable[..., Any]]:
+    """Open a drawing without a network; whatever goes wrong in the page goes wrong here."""
+    contexts, complaints = [], []
+
+    def look(name: str, **circumstances: Any) -> Any:
+        context = browser.new_context(
+            offline=True, viewport={"width": 1700, "height": 800}, reduced_motion="reduce", **circumstances
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("requestfailed", lambda request: complaints.append(request.url))
+        page.goto((drawings / name).as_uri())
+        return page
+
+    yield look
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def cell(page: Any, stage: int, nth: int) -> Any:
+    return page.locator(".plot").nth(stage).locator(".cell").nth(nth)
+
+
+def boxes(page: Any, selector: str) -> list[dict[str, float]]:
+    script = """found => found.map(each => {
+        const { left, right, top, bottom } = each.getBoundingClientRect();
+        return { left, right, top, bottom };
+    })"""
+    return page.locator(selector).evaluate_all(script)
+
+
+def inside(inner: dict[str, float], outer: dict[str, float], slack: float = 0.5) -> bool:
+    lower = all(inner[side] >= outer[side] - slack for side in ("left", "top"))
+    return lower and all(inner[side] <= outer[side] + slack for side in ("right", "bottom"))
+
+
+class TestHovering:
+    def test_a_cell_says_what_it_is(self, look_at: Callable[..., Any]) -> None:
+        page = look_at("1f1b-4x8.html")
+        cell(page, 1, 3).hover()
+        playwright.expect(page.locator("#tip")).to_be_visible()
+        assert page.locator("#tip").inner_text().splitlines() == [
+            "stage: 1 (conv <3 × 3>, relu)",
+            "micro-batch: 0",
+            "kind: backward",
+            "device: device 1",
+            "start: 8.5 ms",
+            "duration: 2.00 ms",
+            "waited: 4.40 ms",
+            "moved: 16.0 KiB",
+            "kept after: 2.00 MiB",
+        ]
+
+    def test_the_way_of_its_micro_batch_stands_out(self, look_at: Callable[..., Any]) -> None:
+        page = look_at("1f1b-4x8.html")
+        cell(page, 0, 2).hover()
+        playwright.expect(page.locator(".cell:not(.away)")).to_have_count(8)
+        assert set(page.locator(".cell:not(.away)").evaluate_all("c => c.map(e => e.dataset.i)")) == {"2"}
+
+    def test_elsewhere_it_says_nothing(self, look_at: Callable[..., Any]) -> None:
+        page = look_at("1f1b-4x8.html")
+        cell(page, 0, 0).hover()
+        page.locator(".gist").hover()
+        playwright.expect(page.locator("#tip")).to_be_hidden()
+        playwright.expect(page.locator(".cell.away")).to_have_count(0)
+
+    def test_what_it_says_stays_on_the_screen(self, look_at: Callable[..., Any]) -> None:
+        page = look_at("1f1b-8x64.html")
+        page.set_viewport_size({"width": 900, "height": 330})
+        page.locator(".plot").nth(7).locator(".cell").last.hover()
+        (tip,) = boxes(page, "#tip")
+        assert inside(tip, {"left": 0, "top": 0, "right": 900, "bottom": 330})
+
+
+LEFT_OF_CELL = "document.querySelectorAll('.plot')[1].querySelectorAll('.cell')[5].getBoundingClientRect().left"
+
+
+class TestMoving:
+    def test_the_wheel_zooms_where_the_pointer_is(self, look_at: Callable[..., Any]) -> None:
+        page = look_at("1f1b-8x64.html")
+        target = cell(page, 3, 60)
+        before = target.bounding_box()
+        target.hover()
+        page.mouse.wheel(0, -1000)
+        playwright.expect(page.locator(".axis text").first).not_to_have_text("0")
+        after = target.bounding_box()
+        assert after["width"] > 4 * before["width"]
+        assert after["x"] < before["x"] + before["width"] / 2 < after["x"] + after["width"]
+
+    def test_there_are_numbers_in_all_cells_on_the_screen(self, look_at: Callable[..., Any]) -> None:
+        page = look_at("1f1b-8x64.html")
+        cell(page, 3, 60).hover()
+        page.mouse.wheel(0, -2000)
+        playwright.expect(page.locator(".number", has_text=re.compile("^[FB]")).first).to_be_visible()
+        for lane in range(8):
+            plot = f".plot >> nth={lane} >> "
+            (screen,) = boxes(page, f"{plot}.idle")
+            cells = [
+                c for c in boxes(page, f"{plot}.cell") if c["right"] > screen["left"] and c["left"] < screen["right"]
+            ]
+            numbers = boxes(page, f"{plot}.number")
+            assert 0 < len(cells) < 30
+            assert [c for c in cells if not any(inside(n, c, slack=1.5) for n in numbers)] == []
+
+    def test_dragging_moves_and_a_double_click_shows_all(self, look_at: Callable[..., Any]) -> None:
+        page = look_at("1f1b-4x8.html")
+        target = cell(page, 1, 5)
+        home = target.bounding_box()
+        target.hover()
+        page.mouse.wheel(0, -600)
+        playwright.expect(page.locator(".time").first).not_to_have_attribute("transform", re.compile(r"^scale\(1 1\)"))
+        zoomed = target.bounding_box()
+        x, y = home["x"] + home["width"] / 2, home["y"] + 5
+        page.mouse.down()
+        page.mouse.move(x - 50, y)
+        page.mouse.up()
+        page.wait_for_function(f"{LEFT_OF_CELL} < {zoomed['x'] - 40}")
+        page.mouse.dblclick(x, y)
+        page.wait_for_function(f"Math.abs({LEFT_OF_CELL} - {home['x']}) < 1")
+
+
+class TestReading:
+    @each_schedule
+    @pytest.mark.parametrize("ending", ["svg", "html"])
+    def test_numbers_are_inside_of_their_cells(self, look_at: Callable[..., Any], name: str, ending: str) -> None:
+        page = look_at(f"{name}.{ending}")
+        numbers, cells = boxes(page, ".number"), boxes(page, ".cell")
+        assert len(numbers) == len(cells)
+        # A line of type is higher than its digits.
+        assert [n for n, c in zip(numbers, cells, strict=True) if not inside(n, c, slack=1.5)] == []
+
+    @each_schedule
+    def test_no_word_is_cut_off_or_covers_another(self, look_at: Callable[..., Any], name: str) -> None:
+        page = look_at(f"{name}.svg")
+        words, (picture,) = boxes(page, "text:not(.number)"), boxes(page, ".paper")
+        assert [word for word in words if not inside(word, picture)] == []
+        pairs = [(a, b) for k, a in enumerate(words) for b in words[:k]]
+        assert [(a, b) for a, b in pairs if overlap(a, b)] == []
+
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_words_stand_out_from_the_paper(self, look_at: Callable[..., Any], scheme: str) -> None:
+        page = look_at("fill-drain-4x8.svg", color_scheme=scheme)
+        paper = brightness(page.locator(".paper").evaluate("e => getComputedStyle(e).fill"))
+        assert (paper > 0.5) == (scheme == "light")
+        for text in page.locator("text:not(.number)").all():
+            assert contrast(brightness(text.evaluate("e => getComputedStyle(e).fill")), paper) >= 4.5
+
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_numbers_stand_out_from_their_cells(self, look_at: Callable[..., Any], scheme: str) -> None:
+        page = look_at("zero-bubble-8x64.svg", color_scheme=scheme)
+        fills = "found => [...new Set(found.map(e => getComputedStyle(e).fill))]"
+        (ink,) = page.locator(".number").evaluate_all(fills)
+        for fill in page.locator(".cell").evaluate_all(fills):
+            assert contrast(brightness(ink), brightness(fill)) >= 4.5
+
+
+def overlap(a: dict[str, float], b: dict[str, float], slack: float = 3.0) -> bool:
+    return all(
+        min(a[end], b[end]) - max(a[begin], b[begin]) > slack for begin, end in (("left", "right"), ("top", "bottom"))
+    )
+
+
+def brightness(colour: str) -> float:
+    """Relative luminance, as the Web Content Accessibility Guidelines define it."""
+    channels = [int(c) / 255 for c in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(a: float, b: float) -> float:
+    return (max(a, b) + 0.05) / (min(a, b) + 0.05)
