@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from microbatch import Batch
 from streams import Context
 
 from ._checkpoint import Snapshot, Training, Witness, checkpointing, recomputing, restored, training_flags
+from ._partial import backward_inputs
 from ._random import CellRandom, Refusal, RunRandom
 from ._stage import Stage
 from ._value import cloned, cut, versions
@@ -31,7 +32,8 @@ class Cell:
     is a small one of its own, and the gradients of the leaves are what the stage before waits for.
     """
 
-    __slots__ = ("_outputs", "_random", "_stage", "inputs")
+    __slots__ = ("_left", "_outputs", "_random", "_stage", "inputs")
+    _left: list[Callable[[], object]]
 
     def __init__(self, stage: Stage, random: CellRandom | None = None) -> None:
         self._stage = stage
@@ -51,16 +53,50 @@ class Cell:
 
         There is one for each tensor, in order; None where nothing flows.
         """
-        flowing = [
+        flowing = self._flowing(gradients)
+        if flowing:
+            outputs, seeds = zip(*flowing, strict=True)
+            with self._randomly_backward(), _outer_graph_explained():
+                _run_backward(outputs, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return [leaf.grad for leaf in self.inputs]
+
+    def backward_input(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the inputs alone, as :meth:`backward` would; :meth:`backward_weight` does the rest.
+
+        Where the graph cannot be taken apart this is the whole backward.
+        """
+        leaves = [leaf for leaf in self.inputs if leaf.requires_grad]
+        flowing = self._flowing(gradients)
+        if not leaves or not flowing:
+            self._left = [partial(self.backward, gradients)]
+            return [None] * len(self.inputs)
+        outputs, seeds = zip(*flowing, strict=True)
+        with self._randomly_backward(), _outer_graph_explained():
+            parts = backward_inputs(outputs, seeds, leaves)
+        if parts is None:
+            self._stage.say_whole()
+            self._left = []
+            return self.backward(gradients)
+        found, weights = iter(parts[0]), parts[1]
+        self._left = [each.backward for each in weights]
+        return [next(found) if leaf.requires_grad else None for leaf in self.inputs]
+
+    def backward_weight(self) -> None:
+        """Accumulate the gradients of the parameters."""
+        with self._randomly_backward(), _outer_graph_explained():
+            for each in self._left:
+                each()
+
+    def _flowing(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """The outputs from which a gradient flows, with it."""
+        return [
             (output, gradient)
             for output, gradient in zip(self._outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
-        if flowing:
-            outputs, seeds = zip(*flowing, strict=True)
-            with _NOTHING if self._random is None else self._random.backward(), _outer_graph_explained():
-                _run_backward(outputs, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
-        return [leaf.grad for leaf in self.inputs]
+
+    def _randomly_backward(self) -> AbstractContextManager[None]:
+        return _NOTHING if self._random is None else self._random.backward()
 
     def _compute(self, inputs: Batch) -> Batch:
         if self._random is None:
@@ -96,6 +132,7 @@ class Circumstances:
     def __init__(self, stage: Stage, context: Context, random: RunRandom) -> None:
         self._stage = stage
         self._witness: Witness | None = None
+        self._looked = False
         self.context = context
         self.random = random
 
@@ -111,9 +148,9 @@ class Circumstances:
 
     def expect_unchanged(self) -> None:
         """Before a recomputation. Looks once, since nobody gets in between two of them."""
-        if self._witness is not None:
+        if self._witness is not None and not self._looked:
             self._witness.check()
-            self._witness = None
+            self._looked = True
 
 
 class CheckpointedCell(Cell):

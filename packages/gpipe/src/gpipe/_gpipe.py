@@ -5,21 +5,24 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from microbatch import Batch, check, gather, scatter_views
 from streams import AbstractStream, new_stream
 
 from ._autograd import tied
 from ._batchnorm import DeferredBatchNorm
+from ._loss import LossEnd, LossFunction
 from ._split import BalanceError, Device, recommend_auto_balance, split_module
 from ._stage import Stage
-from ._value import Arguments, mapped
+from ._value import Arguments as Arguments
+from ._value import mapped
 from ._workers import Workers
 from .pipeline import Pipeline
+from .schedule import Schedule
 from .skip import SkipLayout, inspect_skip_layout, verify_skippables
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -118,22 +121,91 @@ class GPipe(nn.Module):
         check(inputs)
         if not self.devices:
             return inputs
-        first = self.devices[0]
-        value = mapped(Batch(inputs), lambda tensor: tensor.to(first)).value
-        views, versions = scatter_views(value, self.chunks)
-        batches = tied(value, views)
-        stop = self._checkpoint_stop(len(batches))
-        Pipeline(
-            batches,
-            self._stages,
-            self.devices,
-            self._copy_streams,
-            self._layout,
-            stop,
-            versions=versions,
-            workers=self._workers,
-        ).run()
-        return gather(batches)
+        pipeline = self._pipeline(inputs)
+        pipeline.run()
+        return gather(pipeline.batches)
+
+    @overload
+    def step(
+        self,
+        input: Any,
+        target: Any = ...,
+        *,
+        loss_fn: LossFunction,
+        schedule: Schedule | str = ...,
+        reduction: str = ...,
+        normalizer: float | Tensor | None = ...,
+        return_outputs: Literal[False] = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self,
+        input: Any,
+        target: Any = ...,
+        *,
+        loss_fn: LossFunction,
+        schedule: Schedule | str = ...,
+        reduction: str = ...,
+        normalizer: float | Tensor | None = ...,
+        return_outputs: Literal[True],
+    ) -> tuple[Tensor, Any]: ...
+
+    def step(
+        self,
+        input: Any,  # noqa: A002
+        target: Any = None,
+        *,
+        loss_fn: LossFunction,
+        schedule: Schedule | str = "1f1b",
+        reduction: str = "mean",
+        normalizer: float | Tensor | None = None,
+        return_outputs: bool = False,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """Forward, loss and backward in one go; the loss of the mini-batch, detached.
+
+        Gradients arrive in ``.grad``, as after ``loss_fn(model(input), target).backward()``, but a micro-batch may turn
+        around as soon as it is through, so that fewer are held at once: with ``"1f1b"`` stage j of n holds n − j.
+
+        Args:
+            input: what :meth:`forward` takes as its only argument; :class:`Arguments` stands for several.
+            target: tensors, or a tree of them, cut like ``input``; on the last device (moved there if they are not).
+            loss_fn: called with the output and the target of each micro-batch. Returns a scalar, or ``(sum, count)``.
+            schedule: ``"1f1b"``, ``"fill_drain"``, ``"interleaved"``, ``"zero_bubble"``, or a
+                :class:`gpipe.schedule.Schedule` of your own.
+            reduction: how the losses of micro-batches make up the whole. ``"mean"`` weighs each by its rows, which is
+                right for plain means only. ``"sum"`` adds them up.
+            normalizer: with ``"sum"``, what to divide by.
+            return_outputs: also return what :meth:`forward` would have, detached.
+
+        Where the loss is no plain mean over rows, because of ``ignore_index``, class weights or padding, let
+        ``loss_fn`` return the sum and what it counts; the gradients are those of the one over the other::
+
+            def loss_fn(logits, tokens):
+                total = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=PAD, reduction="sum")
+                return total, (tokens != PAD).sum()
+
+        Raises:
+            ValueError: no such schedule, or one that does not fit; a loss that is no scalar or needs no grad; a target
+                that gives another number of micro-batches.
+            RuntimeError: grad mode is off.
+            Whatever a layer raises, with a note that says where.
+
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> pipe = GPipe(model, balance=[2, 1], devices=["cpu", "cpu"], chunks=4)
+        >>> pipe.step(torch.zeros(8, 4), torch.zeros(8, 2), loss_fn=nn.functional.mse_loss).requires_grad
+        False
+        """
+        _expect_training(self.devices)
+        check(input)
+        pipeline = self._pipeline(input)
+        microbatches = len(pipeline.batches)
+        targets = _targets(target, self._stages[-1].device, microbatches, self.chunks)
+        end = LossEnd(loss_fn, targets, _weights(pipeline.batches, reduction, normalizer))
+        pipeline.train(end, schedule)
+        if return_outputs:
+            return end.loss, gather([mapped(end.outputs[i], Tensor.detach) for i in range(microbatches)])
+        return end.loss
 
     def close(self) -> None:
         """End the threads of this pipe, which otherwise happens when it is garbage. Using it again starts new ones."""
@@ -197,6 +269,22 @@ class GPipe(nn.Module):
                 state_dict[prefix + name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _pipeline(self, inputs: Any) -> Pipeline:
+        """The micro-batches of ``inputs`` at the entrance of the stages."""
+        first = self._stages[0].device
+        value = mapped(Batch(inputs), lambda tensor: tensor.to(first)).value
+        views, versions = scatter_views(value, self.chunks)
+        return Pipeline(
+            tied(value, views),
+            self._stages,
+            self.devices,
+            self._copy_streams,
+            self._layout,
+            self._checkpoint_stop(len(views)),
+            versions=versions,
+            workers=self._workers,
+        )
+
     def _prepare(self) -> None:
         """What a pipe needs in the process it runs in."""
         layout = inspect_skip_layout(list(self.partitions))
@@ -220,6 +308,42 @@ class GPipe(nn.Module):
 
 _OF_THIS_PROCESS = ("_layout", "_stages", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
+
+
+def _expect_training(devices: list[torch.device]) -> None:
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "step() trains, but grad mode is off; leave torch.no_grad(), or call the pipe for its output"
+        )
+    if not devices:
+        raise ValueError("step() needs at least one layer; this pipe is empty")
+
+
+def _weights(batches: list[Batch], reduction: str, normalizer: float | Tensor | None) -> list[float]:
+    """What the loss of each micro-batch counts in the loss of the whole."""
+    if reduction == "sum":
+        return [1.0 if normalizer is None else 1.0 / float(normalizer)] * len(batches)
+    if reduction != "mean":
+        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
+    if normalizer is not None:
+        raise ValueError("normalizer goes with reduction='sum'; a mean divides by the rows already")
+    rows = [batch[0].shape[0] for batch in batches]
+    return [row / max(1, sum(rows)) for row in rows]
+
+
+def _targets(target: Any, device: torch.device, microbatches: int, chunks: int) -> list[Any]:
+    """The target of each micro-batch, on ``device``."""
+    if target is None:
+        return [None] * microbatches
+    check(target)
+    there = mapped(Batch(target), lambda tensor: tensor.detach().to(device))
+    targets, _ = scatter_views(there.value, chunks)
+    if len(targets) != microbatches:
+        raise ValueError(
+            f"target gives {len(targets)} micro-batches, the input {microbatches} (chunks: {chunks}); both need the "
+            "same number of rows"
+        )
+    return [batch.value for batch in targets]
 
 
 def _devices(devices: Iterable[Device] | None, partitions: int) -> list[Device]:

@@ -1,4 +1,8 @@
-"""Let the hooks of parameters fire once a run, with the whole gradient, as they do in the plain model."""
+"""Let gradients grow out of sight until they are whole.
+
+The hooks of a parameter fire once a run, with the whole gradient, as they do in the plain model. And a gradient that
+can only be scaled at the end is not mixed with one that was there before.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,23 @@ import torch
 from torch import Tensor, nn
 
 
-class HeldHooks:
-    """Takes the hooks of parameters away while their gradient grows from micro-batch to micro-batch."""
+class HeldGradients:
+    """Takes ``.grad`` and the hooks of parameters away while their gradient grows from micro-batch to micro-batch.
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._held = [_Held(parameter) for parameter in parameters if any(_hooks(parameter))]
+    Args:
+        parameters: those of a stage.
+        every: hold all of them; else only those with hooks.
+    """
 
-    def fire(self) -> None:
-        """Give them back, and accumulate the whole gradient in one go, past the hooks."""
+    def __init__(self, parameters: Iterable[nn.Parameter], *, every: bool = False) -> None:
+        self._held = [_Held(parameter) for parameter in parameters if every or any(_hooks(parameter))]
+
+    def release(self, scale: float = 1.0) -> None:
+        """Give them back, and add to each ``.grad`` in one go, past the hooks, ``scale`` times what has grown."""
         for held in self._take():
             gradient = held.give_back()
             if gradient is not None:
-                torch.autograd.backward((held.parameter,), (gradient,))
+                held.accumulate(gradient if scale == 1.0 else gradient.mul_(scale))
 
     def drop(self) -> None:
         """Give them back; ``.grad`` is what it was before."""
@@ -34,7 +43,7 @@ class HeldHooks:
 
 class _Held:
     def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = parameter
+        self._parameter = parameter
         self._grad, parameter.grad = parameter.grad, None
         # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
         self._hooks = [(hooks, dict(hooks)) for hooks in _hooks(parameter)]
@@ -42,10 +51,16 @@ class _Held:
             hooks.clear()
 
     def give_back(self) -> Tensor | None:
-        gradient, self.parameter.grad = self.parameter.grad, self._grad
+        gradient, self._parameter.grad = self._parameter.grad, self._grad
         for hooks, own in self._hooks:
             hooks.update(own)
         return gradient
+
+    def accumulate(self, gradient: Tensor) -> None:
+        if self._hooks or self._parameter.grad is not None:
+            torch.autograd.backward((self._parameter,), (gradient,))
+        else:
+            self._parameter.grad = gradient
 
 
 def _hooks(parameter: nn.Parameter) -> Iterator[dict[int, Any]]:

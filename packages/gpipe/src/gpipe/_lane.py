@@ -6,7 +6,8 @@ from streams import Context
 
 from ._cell import Cell, CheckpointedCell, Circumstances
 from ._errors import add_note, shapes
-from ._hooks import HeldHooks
+from ._hooks import HeldGradients
+from ._loss import LossEnd
 from ._place import at
 from ._ports import Ports
 from ._random import CellRandom, RunRandom
@@ -24,25 +25,28 @@ class Lane:
         keep: whether a backward will come; if not, no cell is kept.
         context: what the caller of the forward saw, for recomputations.
         random: where the random numbers of the run come from.
+        end: where micro-batches turn around, if they do so inside the run.
     """
 
     def __init__(
         self,
         stage: Stage,
         arrival: Ports,
-        departure: Ports,
+        departure: Ports | LossEnd,
         *,
         microbatches: int,
         checkpoint_stop: int,
         keep: bool,
         context: Context,
         random: RunRandom,
+        end: LossEnd | None = None,
     ) -> None:
         self.stage = stage
         self._arrival = arrival
         self._departure = departure
         self._microbatches = self._awaited = microbatches
-        self._hooks: HeldHooks | None = None
+        self._held: HeldGradients | None = None
+        self._end = end
         self._checkpoint_stop = checkpoint_stop if keep else 0
         self._keep = keep
         self._random = random
@@ -69,19 +73,27 @@ class Lane:
             self._cells[i].recompute()
 
     def backward(self, i: int) -> None:
-        if self._hooks is None:
-            self._hooks = HeldHooks(self.stage.module.parameters())
-        gradients = self._cells[i].backward(self._departure.get_gradients(i))
+        seeds = self._departure.get_gradients(i)
+        self._hold()
+        gradients = self._cells[i].backward(seeds)
         del self._cells[i]
         self._arrival.put_gradients(i, gradients)
-        self._awaited -= 1
-        if not self._awaited:
-            self._hooks.fire()
+        self._release()
+
+    def backward_input(self, i: int) -> None:
+        seeds = self._departure.get_gradients(i)
+        self._hold()
+        self._arrival.put_gradients(i, self._cells[i].backward_input(seeds))
+
+    def backward_weight(self, i: int) -> None:
+        self._cells[i].backward_weight()
+        del self._cells[i]
+        self._release()
 
     def end(self) -> None:
         """Leave the layers as they were, also if the run has failed."""
-        if self._hooks is not None:
-            self._hooks.drop()
+        if self._held is not None:
+            self._held.drop()
 
     def annotate(self, error: BaseException, action: Action) -> None:
         """Say in a note on ``error`` which cell it comes from."""
@@ -92,6 +104,18 @@ class Lane:
             f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
             f"{self._microbatches}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
         )
+
+    def _hold(self) -> None:
+        """Before the first backward: keep hooks, and gradients that have to be scaled, out of it."""
+        if self._held is None:
+            every = self._end is not None and self._end.scales
+            self._held = HeldGradients(self.stage.module.parameters(), every=every)
+
+    def _release(self) -> None:
+        """After the last backward: let the whole gradient be seen."""
+        self._awaited -= 1
+        if not self._awaited and self._held is not None:
+            self._held.release(1.0 if self._end is None else self._end.scale)
 
     def _cell(self, i: int) -> Cell:
         stage = self.stage

@@ -18,25 +18,14 @@ from ._errors import Poisoned
 from ._inline import is_inline
 from ._lane import Lane
 from ._link import Channel
+from ._loss import LossEnd
 from ._ports import Ports
 from ._random import RunRandom
 from ._stage import Stage
-from ._workers import Workers, placement
-from .schedule import Program, Step, fill_drain, halves, start_ticks
+from ._workers import Workers
+from .schedule import Schedule, Step, Walk, fill_drain, halves, named, replay, validate
 from .skip import SkipLayout
 from .skip._layout import Route
-
-
-class Half(NamedTuple):
-    """What the stages do before the caller gets the outputs, or after it gave the gradients.
-
-    Attributes:
-        programs: for each stage, its actions in order.
-        walk: for each worker, the steps of its stages in order.
-    """
-
-    programs: tuple[Program, ...]
-    walk: tuple[tuple[Step, ...], ...]
 
 
 class Failure(NamedTuple):
@@ -61,6 +50,7 @@ class Run:
         microbatches: int,
         checkpoint_stop: int,
         layout: SkipLayout,
+        end: LossEnd | None = None,
     ) -> None:
         self._workers = workers
         self._microbatches = microbatches
@@ -68,8 +58,8 @@ class Run:
         self._devices = [stage.device for stage in stages]
         self._streams = [current_stream(device) for device in self._devices]
         self._inline = is_inline()
-        self._placement = (0,) * len(stages) if self._inline else placement(self._devices)
-        self._halves = _plan(microbatches, len(stages), checkpoint_stop, self._placement)
+        self._placement = (0,) * len(stages) if self._inline else workers.placement
+        self._checkpoint_stop = checkpoint_stop
         places = [Place(*each) for each in zip(self._devices, self._streams, copy_streams, strict=True)]
         self._channels = _channels(places)
         skips = [(route, _channel(f"of skip {route.key[1]!r}", places, *route[1:])) for route in layout.routes]
@@ -86,15 +76,16 @@ class Run:
                 keep=torch.is_grad_enabled(),
                 context=self._context,
                 random=self._random,
+                end=end,
             )
-            for stage, ports in zip(stages, _ports(self._channels, skips), strict=True)
+            for stage, ports in zip(stages, _ports(self._channels, skips, end), strict=True)
         ]
 
     def forward(self, batches: Sequence[Batch]) -> list[Batch]:
         """The outputs of all micro-batches, as leaves; those that a backward can start from require grad."""
         for i, batch in enumerate(batches):
             self._channels[0].values.put(i, batch)
-        self._walk(self._halves[0], self._context)
+        self._walk(self._halves()[0], self._context)
         self._look_for_draws()
         return [self._channels[-1].values.get(i) for i in range(self._microbatches)]
 
@@ -104,13 +95,32 @@ class Run:
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
             self._channels[-1].gradients.put(i, each)
-        self._walk(self._halves[1], Context.capture())
+        self._walk(self._halves()[1], Context.capture())
         _all_wait(now, self._streams)
         return [self._channels[0].gradients.get(i) for i in range(self._microbatches)]
 
-    def _walk(self, half: Half, context: Context) -> None:
+    def train(self, batches: Sequence[Batch], walk: Walk) -> list[list[Tensor | None]]:
+        """Forwards and backwards as ``walk`` says; the gradients of the inputs, by micro-batch and tensor."""
+        for i, batch in enumerate(batches):
+            self._channels[0].values.put(i, batch)
+        self._walk(walk, self._context)
+        self._look_for_draws()
+        _all_wait([current_stream(device) for device in self._devices], self._streams)
+        return [self._channels[0].gradients.get(i) for i in range(self._microbatches)]
+
+    def _halves(self) -> tuple[Walk, Walk]:
+        return _halves(self._microbatches, self._checkpoint_stop, self._placement)
+
+    def walk(self, schedule: Schedule | str) -> Walk:
+        """What each worker does under ``schedule``. ValueError if there is none of this name, or it does not fit."""
+        if isinstance(schedule, str):
+            return _named(schedule, self._microbatches, self._checkpoint_stop, self._placement)
+        validate(schedule, self._microbatches, self._placement)
+        return schedule.on(self._placement)
+
+    def _walk(self, walk: Walk, context: Context) -> None:
         """Let every worker walk its steps; raise the earliest failure if there is any."""
-        works = [partial(self._do, steps, context) for steps in half.walk]
+        works = [partial(self._do, steps, context) for steps in walk]
         if self._inline:
             found = [works[0]()]
         else:
@@ -121,7 +131,7 @@ class Run:
             if failures:
                 for lane in self._lanes:
                     lane.end()
-                raise _earliest(failures, half.programs)
+                raise _earliest(failures, walk)
         finally:
             del failures, found  # the error's traceback holds this frame, which would hold the error
 
@@ -152,9 +162,15 @@ class Run:
 
 
 @lru_cache(maxsize=64)
-def _plan(microbatches: int, stages: int, checkpoint_stop: int, placement: tuple[int, ...]) -> tuple[Half, Half]:
-    forwards, backwards = halves(fill_drain(microbatches, stages, checkpoint_stop))
-    return Half(forwards, forwards.on(placement)), Half(backwards, backwards.on(placement))
+def _halves(microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]) -> tuple[Walk, Walk]:
+    """What the workers do before the caller gets the outputs, and after it gave the gradients."""
+    forwards, backwards = halves(fill_drain(microbatches, len(placement), checkpoint_stop))
+    return forwards.on(placement), backwards.on(placement)
+
+
+@lru_cache(maxsize=64)
+def _named(name: str, microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]) -> Walk:
+    return named(name, microbatches, placement, checkpoint_stop).on(placement)
 
 
 def _channels(places: Sequence[Place]) -> list[Channel]:
@@ -167,12 +183,15 @@ def _channel(what: str, places: Sequence[Place], a: int, b: int) -> Channel:
     return Channel(name, carrier(places[a], places[b]), carrier(places[b], places[a]))
 
 
-def _ports(channels: Sequence[Channel], skips: Sequence[tuple[Route, Channel]]) -> Iterator[tuple[Ports, Ports]]:
+def _ports(
+    channels: Sequence[Channel], skips: Sequence[tuple[Route, Channel]], end: LossEnd | None
+) -> Iterator[tuple[Ports, Ports | LossEnd]]:
     """What arrives at each stage and what departs from it."""
     for j, (arrival, departure) in enumerate(pairwise(channels)):
         popped = [channel for route, channel in skips if route.target == j]
         stashed = [channel for route, channel in skips if route.source == j]
-        yield Ports(arrival, popped), Ports(departure, stashed)
+        is_last = j == len(channels) - 2
+        yield Ports(arrival, popped), end if end is not None and is_last else Ports(departure, stashed)
 
 
 def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStream]) -> None:
@@ -180,6 +199,6 @@ def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStrea
         wait_stream(source, target)
 
 
-def _earliest(failures: Sequence[Failure], programs: Sequence[Program]) -> BaseException:
-    ticks = start_ticks(programs, range(len(programs)))
-    return min(failures, key=lambda failure: (ticks[failure.step], failure.step.stage)).error
+def _earliest(failures: Sequence[Failure], walk: Walk) -> BaseException:
+    spans = replay(walk)
+    return min(failures, key=lambda failure: (spans[failure.step].start, failure.step.stage)).error

@@ -111,7 +111,7 @@ def split_module(
         partition = Partition()
         partition._modules.update(block)
         partition.training = module.training
-        partitions.append(partition.to(device))
+        partitions.append(partition.to("cpu" if device.type == "cpu" else device))
     return partitions, balance, places
 
 

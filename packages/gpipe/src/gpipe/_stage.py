@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,8 @@ from ._value import Arguments, SharedBatch, entered, marked, versions
 from .skip import SkipLayout
 from .skip._store import Key, routed
 
+_log = logging.getLogger("gpipe")
+
 
 class Stage:
     """One partition on its device. It lives as long as its pipe, and so does what is learned about its layers."""
@@ -22,10 +25,11 @@ class Stage:
     def __init__(self, index: int, module: nn.Module, device: torch.device, layout: SkipLayout) -> None:
         self.index = index
         self.module = module
-        self.device = device
+        self.device = torch.device("cpu") if device.type == "cpu" else device
         self._pops = [route.key for route in layout.routes if route.target == index]
         self._stashes = [route.key for route in layout.routes if route.source == index]
         self._changes_input: bool | None = None
+        self._said_whole = False
         self._draws: dict[bool, bool] = {}
 
     def compute(self, inputs: Batch) -> Batch:
@@ -88,6 +92,14 @@ class Stage:
     def buffers(self) -> Buffers:
         """The buffers of the layers, and which of them a forward changes."""
         return Buffers(self.module)
+
+    def say_whole(self) -> None:
+        """Say, once, that the backward of this stage cannot be split."""
+        if not self._said_whole:
+            self._said_whole = True
+            _log.warning(
+                "the backward of partition %d cannot be split into inputs and weights; it runs whole", self.index
+            )
 
     @property
     def layers(self) -> str:

@@ -24,23 +24,32 @@ _current = threading.local()
 def placement(devices: Sequence[torch.device]) -> tuple[int, ...]:
     """Which worker runs each stage: one for each CUDA device, and on the CPU one for each stage.
 
+    Numbered CPUs are one CPU; stages on the same number share a worker, as stages on a CUDA device do.
+
     >>> placement([torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 0), torch.device("cpu")])
     (0, 1, 0, 2)
+    >>> placement([torch.device("cpu", 0), torch.device("cpu", 1), torch.device("cpu", 0), torch.device("cpu", 1)])
+    (0, 1, 0, 1)
     """
     workers: dict[object, int] = {}
-    keys = [(j if device.type == "cpu" else device) for j, device in enumerate(devices)]
+    keys = [(j if device == torch.device("cpu") else device) for j, device in enumerate(devices)]
     return tuple(workers.setdefault(key, len(workers)) for key in keys)
 
 
 class Workers:
-    """One thread for each entry of ``devices``, which does what it is given and waits for more.
+    """The threads for stages on ``devices``. Each does what it is given and waits for more.
 
     Keeping them matters: a fresh thread pays for its start, its first small tensors and the growth of a memory arena of
     its own, again in every run.
     """
 
+    placement: tuple[int, ...]
+    """Which of them runs each stage."""
+
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
+        self.placement = placement(devices)
+        first = [self.placement.index(worker) for worker in range(len(set(self.placement)))]
+        self._devices = [devices[j] for j in first]
         self._lock = threading.Lock()
         self._scope: ExitStack | None = None
         self._process = 0
@@ -50,8 +59,7 @@ class Workers:
     @classmethod
     def for_owner(cls, owner: object, devices: Sequence[torch.device]) -> Workers:
         """Workers for stages on ``devices``, which close when ``owner`` is garbage; the interpreter exits without."""
-        workers = placement(devices)
-        opened = cls([devices[workers.index(worker)] for worker in range(len(set(workers)))])
+        opened = cls(devices)
         weakref.finalize(owner, opened.close).atexit = False
         return opened
 
@@ -63,8 +71,8 @@ class Workers:
         """
         if getattr(_current, "workers", None) is self:
             raise RuntimeError(
-                "this pipe was called from one of its own workers, which would wait for itself for ever; a layer cannot "
-                "call its pipe, and torch.utils.checkpoint around a pipe needs use_reentrant=True"
+                "this pipe was called from one of its own workers, which would wait for itself for ever; a layer "
+                "cannot call its pipe, and torch.utils.checkpoint around a pipe needs use_reentrant=True"
             )
         with self._lock:
             in_queues, out_queues = self._open()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,13 @@ from microbatch import Batch, Versions
 from streams import AbstractStream, new_stream
 
 from ._autograd import attach
+from ._errors import add_note
+from ._loss import LossEnd
 from ._run import Run
 from ._stage import Stage
 from ._value import cut, mapped
 from ._workers import Workers
+from .schedule import Schedule
 from .skip import SkipLayout, inspect_skip_layout
 
 
@@ -59,6 +62,29 @@ class Pipeline:
         self._versions = Versions() if versions is None else versions
         self._workers = Workers.for_owner(self, devices) if workers is None else workers
 
+    def train(self, end: LossEnd, schedule: Schedule | str) -> None:
+        """Put each micro-batch through all partitions and back, as ``schedule`` says, turning around at ``end``.
+
+        Gradients arrive in ``.grad``, also those of what the micro-batches were computed from. What a layer raises
+        reaches the caller as in :meth:`run`. Then the ``.grad`` of a parameter that had none is None again; to others,
+        what had been computed so far has been added, and the error says so.
+        """
+        run = self._run(end)
+        walk = run.walk(schedule)
+        before = _Gradients(stage.module for stage in self._stages)
+        try:
+            gradients = run.train([cut(batch) for batch in self.batches], walk)
+        except BaseException as error:
+            before.restore(error)
+            raise
+        flowing = [
+            (tensor, gradient * end.scale)
+            for batch, each in zip(self.batches, gradients, strict=True)
+            for tensor, gradient in zip(batch, each, strict=True)
+            if gradient is not None
+        ]
+        torch.autograd.backward([tensor for tensor, _ in flowing], [gradient for _, gradient in flowing])
+
     def run(self) -> None:
         """Put each micro-batch through all partitions.
 
@@ -66,12 +92,43 @@ class Pipeline:
         in the schedule. Then ``batches`` are as before.
         """
         inputs = list(self.batches)
-        run = Run(self._stages, self._copy_streams, self._workers, len(inputs), self._checkpoint_stop, self._layout)
+        run = self._run()
         outputs = run.forward([cut(batch) for batch in inputs])
         self._versions.sync()
         if torch.is_grad_enabled():
             outputs = _attached(run, self._versions, inputs, outputs)
         self.batches[:] = outputs
+
+    def _run(self, end: LossEnd | None = None) -> Run:
+        return Run(
+            self._stages,
+            self._copy_streams,
+            self._workers,
+            len(self.batches),
+            self._checkpoint_stop,
+            self._layout,
+            end,
+        )
+
+
+class _Gradients:
+    """Which parameters have no gradient before a training step."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        self._empty = [parameter for parameter in parameters if parameter.grad is None]
+        self._others = len(parameters) - len(self._empty)
+
+    def restore(self, error: BaseException) -> None:
+        """After a failure: what had no gradient has none, and ``error`` says what became of the others."""
+        for parameter in self._empty:
+            parameter.grad = None
+        if self._others:
+            add_note(
+                error,
+                f"the .grad of {self._others} parameters may hold the gradients of some micro-batches of this step on "
+                "top of what it held before; call zero_grad() before the next step",
+            )
 
 
 def _module(partition: nn.Module | Stage) -> nn.Module:

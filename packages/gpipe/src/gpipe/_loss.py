@@ -1,0 +1,89 @@
+"""The far end of a training step: where a micro-batch becomes a loss, and turns around as a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microbatch import Batch
+
+from ._value import entered
+
+LossFunction = Callable[[Any, Any], Any]
+"""From an output and a target to a scalar loss, or to the sum of losses and their count."""
+
+
+class LossEnd:
+    """Takes the outputs of the last stage as its neighbour would, and has their gradients ready at once.
+
+    Args:
+        loss_fn: called with the output and the target of each micro-batch.
+        targets: one for each micro-batch.
+        weights: what the loss of each micro-batch counts in the whole.
+
+    Attributes:
+        outputs: of the last stage, by micro-batch, as leaves of the graph of the loss.
+    """
+
+    def __init__(self, loss_fn: LossFunction, targets: Sequence[Any], weights: Sequence[float]) -> None:
+        self._loss_fn = loss_fn
+        self._targets = targets
+        self._weights = weights
+        self._losses: list[Tensor] = []
+        self._counts: list[Tensor | float] = []
+        self._gradients: dict[int, list[Tensor | None]] = {}
+        self.outputs: dict[int, Batch] = {}
+
+    def put_values(self, i: int, batch: Batch) -> None:
+        """Compute the loss of a micro-batch, and the gradients of what it was computed from."""
+        found = self._loss_fn(entered(batch).value, self._targets[i])
+        loss, weight = self._counted(found) if isinstance(found, tuple) else (_checked(found), self._weights[i])
+        torch.autograd.backward(loss, torch.full_like(loss, weight))
+        self._losses.append(loss.detach() * weight)
+        self._gradients[i] = [leaf.grad for leaf in batch]
+        self.outputs[i] = batch
+
+    def get_gradients(self, i: int) -> list[Tensor | None]:
+        """The gradients of the outputs of a micro-batch."""
+        return self._gradients.pop(i)
+
+    @property
+    def scales(self) -> bool:
+        """Whether the losses say themselves what they count; known once the first has been computed."""
+        return bool(self._counts)
+
+    @property
+    def scale(self) -> float:
+        """What all gradients are still to be multiplied by, once the last micro-batch has been seen."""
+        return 1.0 / float(sum(self._counts)) if self._counts else 1.0
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the whole mini-batch, detached."""
+        return torch.stack(self._losses).sum() * self.scale
+
+    def _counted(self, found: tuple[Any, ...]) -> tuple[Tensor, float]:
+        if len(found) != 2:
+            raise ValueError(f"loss_fn returned a tuple of {len(found)}; expected a scalar loss, or (sum, count)")
+        total, count = found
+        self._counts.append(count.detach() if isinstance(count, Tensor) else count)
+        return _checked(total), 1.0
+
+
+def _checked(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn returned {type(loss).__name__}; expected a scalar tensor, or (sum, count)")
+    if loss.dim():
+        raise ValueError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}; expected a scalar: take its mean, or return "
+            "(loss.sum(), loss.numel())"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss_fn returned a loss that does not require grad: it does not depend on the output, or no parameter "
+            "requires grad; use pipe(input) to compute without training"
+        )
+    return loss
