@@ -39,6 +39,14 @@ def test_data_written_out_in_python_is_born():
     assert births.alive() == 4 * len(kept)
 
 
+def test_a_storage_is_born_once():
+    births = Births()
+    with births:
+        x = torch.zeros(3)
+        y = torch.ops.aten.lift_fresh(x)
+    assert births.alive() == births.peak == 4 * len(y)
+
+
 def test_a_reused_address_is_a_new_storage():
     births = Births()
     with births:
