@@ -173,12 +173,6 @@ class TestAllowed:
         model(rows()).square().sum().backward()
         assert_same(pipe, model)
 
-    @pytest.mark.xfail(
-        strict=True,
-        raises=TimeoutError,
-        reason="its hooks recompute on a worker, which runs the pipe and waits for itself: hangs for ever; and they "
-        "count saved tensors in the order in which concurrent workers save them",
-    )
     def test_checkpointing_by_saved_tensor_hooks_around_the_pipe(self) -> None:
         pipe, model = twins(linears(), [1, 2], chunks=2)
 
@@ -186,7 +180,7 @@ class TestAllowed:
             torch_checkpoint(pipe, rows(grad=True), use_reentrant=False).square().sum().backward()
 
         try:
-            within(5, ask)
+            within(10, ask)
         except RuntimeError as refusal:
             assert "checkpoint" in str(refusal)  # noqa: PT017
             return
@@ -241,7 +235,6 @@ class TestAllowed:
             leaf.grad = None
         torch.testing.assert_close(*found)
 
-    @pytest.mark.xfail(strict=True, reason="torch's own words about a second backward, which the caller did not call")
     @pytest.mark.parametrize("checkpoint", ["never", "always"])
     def test_a_layer_with_a_tensor_of_an_outer_graph_is_right_or_refused_by_name(self, checkpoint: str) -> None:
         leaf = rows(3, grad=True)
@@ -323,7 +316,6 @@ class TestParts:
         assert_trains_like(pipe, model)
         assert pipe[0].weight.grad is None
 
-    @pytest.mark.xfail(strict=True, reason="the gradient is zero, where the plain model gives none")
     def test_an_input_that_no_gradient_reaches_has_none(self) -> None:
         x = rows(grad=True)
         piped(nn.Sequential(Call(torch.Tensor.detach), *linears(1)), [1, 1], chunks=2)(x).sum().backward()
@@ -542,11 +534,6 @@ class TestMemory:
         pipe(rows(grad=True)).sum().backward()
         assert alive == [{"always": 1, "except_last": 1, "never": 2}[checkpoint], 1]
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="the traceback of an error holds the frames of the worker, which hold the list of failures, "
-        "which holds the error: what a failed run held waits for the garbage collector, a GPU's memory too",
-    )
     @pytest.mark.parametrize("phase", ["forward", "backward"])
     def test_when_a_failure_is_forgotten(self, phase: str) -> None:
         pipe, held = self.watched("never")

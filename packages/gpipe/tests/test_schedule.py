@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain, pairwise
+from random import Random
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpipe.schedule import Action, Program, Step, clock_cycles, fill_drain, halves, merge, requirement, start_ticks
+from gpipe.schedule import (
+    SCHEDULES,
+    Action,
+    Program,
+    Schedule,
+    Step,
+    clock_cycles,
+    fill_drain,
+    halves,
+    in_flight,
+    merge,
+    named,
+    one_forward_one_backward,
+    replay,
+    requirement,
+    start_ticks,
+    validate,
+    zero_bubble,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,10 +45,22 @@ def runs(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @st.composite
+def scheduled(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
+    """Any schedule by its name, its micro-batches, and a worker for each stage that suits it."""
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    m, workers = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    loops = draw(st.integers(1, 3)) if name == "interleaved" else 1
+    placement = list(range(workers)) * loops
+    return named(name, m, placement, draw(st.integers(0, m))), m, placement
+
+
+@st.composite
 def placed(draw: st.DrawFn) -> tuple[tuple[Program, ...], list[int]]:
     """Programs, whole or a half of them, and a worker for each stage."""
     programs = fill_drain(*draw(runs()))
-    chosen = draw(st.sampled_from([programs, *halves(programs)]))
+    m, n, stop = draw(runs())
+    others = [one_forward_one_backward(m, n, stop), zero_bubble(m, n, stop)]
+    chosen = draw(st.sampled_from([programs, *halves(programs), *others]))
     return chosen, draw(st.lists(st.integers(0, 3), min_size=len(chosen), max_size=len(chosen)))
 
 
@@ -43,7 +75,12 @@ def steps_of(programs: tuple[Program, ...] | list[Program]) -> list[Step]:
     return [Step(j, action) for j, program in enumerate(programs) for action in program]
 
 
-def executed(walks: list[list[Step]] | tuple[tuple[Step, ...], ...]) -> list[Step]:
+def needs(step: Step, present: set[Step]) -> Step | None:
+    """The step of another stage that has to come first, if there is one."""
+    return next((needed for needed in requirement(step) if needed in present), None)
+
+
+def executed(walks: Sequence[Sequence[Step]]) -> list[Step]:
     """What workers get done that walk these steps and wait for what they need: a model of the links, without time."""
     present = set(chain.from_iterable(walks))
     queues = [list(walk) for walk in walks]
@@ -52,7 +89,7 @@ def executed(walks: list[list[Step]] | tuple[tuple[Step, ...], ...]) -> list[Ste
     while progress:
         progress = False
         for queue in queues:
-            while queue and (requirement(queue[0]) not in present or requirement(queue[0]) in done):
+            while queue and needs(queue[0], present) in (None, *done):
                 done.append(queue.pop(0))
                 progress = True
     return done
@@ -121,8 +158,8 @@ class TestFillDrain:
     def test_forwards_run_as_in_the_clock_cycles(self, size: tuple[int, int]) -> None:
         forwards, _ = halves(fill_drain(*size))
         ticks = start_ticks(forwards, range(size[1]))
-        by_tick = [[(i, j) for (j, (_, i)), t in ticks.items() if t == tick] for tick in range(sum(size) - 1)]
-        assert by_tick == list(clock_cycles(*size))
+        by_tick = [{(i, j) for (j, (_, i)), t in ticks.items() if t == tick} for tick in range(sum(size) - 1)]
+        assert by_tick == [set(cells) for cells in clock_cycles(*size)]
 
     @given(sizes)
     def test_both_ways_take_the_shortest_time(self, size: tuple[int, int]) -> None:
@@ -162,7 +199,7 @@ class TestStartTicks:
     @given(placed())
     def test_what_is_needed_has_ended(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
         ticks = start_ticks(*problem)
-        assert all(ticks[needed] < ticks[step] for step in ticks if (needed := requirement(step)) in ticks)
+        assert all(ticks[needed] < ticks[step] for step in ticks if (needed := needs(step, set(ticks))))
 
     @given(placed())
     def test_a_worker_does_one_thing_at_a_time(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
@@ -179,8 +216,10 @@ class TestStartTicks:
             assert own == sorted(set(own))
 
     @given(placed())
-    def test_they_come_in_order_of_time_and_ties_by_stage(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
-        order = [(tick, step.stage) for step, tick in start_ticks(*problem).items()]
+    def test_they_come_in_order_of_time_and_of_one_tick_the_last_stage_first(
+        self, problem: tuple[tuple[Program, ...], list[int]]
+    ) -> None:
+        order = [(tick, -step.stage) for step, tick in start_ticks(*problem).items()]
         assert order == sorted(order)
 
     @given(placed())
@@ -191,8 +230,8 @@ class TestStartTicks:
         for j, program in enumerate(programs):
             ready = 0
             for step in (Step(j, action) for action in program):
-                needed = requirement(step)
-                ready = max(ready, ticks[needed] + 1 if needed in ticks else 0)
+                needed = needs(step, set(ticks))
+                ready = max(ready, ticks[needed] + 1 if needed else 0)
                 assert all((placement[j], tick) in busy for tick in range(ready, ticks[step]))
                 ready = ticks[step] + 1
 
@@ -207,8 +246,11 @@ class TestStartTicks:
             return
         with pytest.raises(ValueError, match="wait for each other for ever") as caught:
             start_ticks(programs, range(len(programs)))
-        named = str(caught.value).split(": ", 1)[1].split("; ")
-        assert named == sorted(f"stage {j}: {kind} of micro-batch {i}" for (j, (kind, i)), *_ in stuck)
+        told = str(caught.value).split(": ", 1)[1].split(", ")
+        present = set(steps_of(programs))
+        assert sorted(told) == sorted(f"{step} for {needs(step, present)}" for step, *_ in stuck)
+        with pytest.raises(ValueError, match="wait for each other for ever"):
+            replay(tuple(map(tuple, walks)))
 
 
 class TestMerge:
@@ -237,19 +279,78 @@ class TestMerge:
         for half in halves(fill_drain(*run)):
             (walk,) = merge(half, (0,) * len(half))
             place = {step: k for k, step in enumerate(walk)}
-            assert all(place[needed] < k for step, k in place.items() if (needed := requirement(step)) in place)
+            assert all(place[needed] < k for step, k in place.items() if (needed := needs(step, set(place))))
 
     def test_no_stages_need_no_workers(self) -> None:
         assert merge((), ()) == ()
 
 
-@given(runs())
-def test_only_the_gradient_and_the_value_cross_stages(run: tuple[int, int, int]) -> None:
-    for step in steps_of(fill_drain(*run)):
-        needed = requirement(step)
-        if step.action.kind == "recompute":
-            assert needed is None
-        else:
-            assert needed is not None
-            assert needed.action == step.action
-            assert abs(needed.stage - step.stage) == 1
+class TestEverySchedule:
+    @given(scheduled())
+    def test_it_is_valid(self, problem: tuple[Schedule, int, list[int]]) -> None:
+        schedule, m, placement = problem
+        validate(schedule, m, placement)
+
+    @given(scheduled())
+    def test_each_cell_runs_once_each_way(self, problem: tuple[Schedule, int, list[int]]) -> None:
+        schedule, m, placement = problem
+        assert len(schedule) == len(placement)
+        for program in schedule:
+            kinds = Counter(program)
+            assert set(kinds.values()) == {1}
+            for i in range(m):
+                assert Action("forward", i) in kinds
+                whole = Action("backward", i) in kinds
+                halved = {Action("backward_input", i), Action("backward_weight", i)} & set(kinds)
+                assert (whole, len(halved)) in ((True, 0), (False, 2))
+
+    @given(scheduled())
+    def test_workers_that_wait_for_what_they_need_get_everything_done(
+        self, problem: tuple[Schedule, int, list[int]]
+    ) -> None:
+        schedule, _, placement = problem
+        walk = schedule.on(placement)
+        assert Counter(executed(walk)) == Counter(steps_of(schedule))
+        assert set(replay(walk)) == set(steps_of(schedule))
+
+    @given(scheduled(), st.randoms(use_true_random=False))
+    def test_no_placement_makes_it_wait_for_ever(
+        self, problem: tuple[Schedule, int, list[int]], random: Random
+    ) -> None:
+        schedule, _, placement = problem
+        workers = [random.randrange(3) for _ in placement]
+        assert Counter(executed(merge(schedule, workers))) == Counter(steps_of(schedule))
+
+    @given(scheduled())
+    def test_its_text_reads_back(self, problem: tuple[Schedule, int, list[int]]) -> None:
+        schedule, _, placement = problem
+        again = Schedule.parse(str(schedule))
+        assert again == schedule
+        assert again.on(placement) == schedule.on(placement)
+
+    @given(sizes, st.integers(0, 7))
+    def test_one_forward_one_backward_holds_no_more_than_the_stages_behind(
+        self, size: tuple[int, int], stop: int
+    ) -> None:
+        m, n = size
+        held = [in_flight(program) for program in one_forward_one_backward(m, n, min(stop, m))]
+        assert held == [min(m, n - j) for j in range(n)]
+
+    @given(sizes)
+    def test_one_forward_one_backward_takes_no_longer_than_fill_drain(self, size: tuple[int, int]) -> None:
+        ends = [
+            max(span.end for span in replay(make(*size).on(range(size[1]))).values())
+            for make in (fill_drain, one_forward_one_backward)
+        ]
+        assert ends[0] == ends[1] == 2 * (sum(size) - 1)
+
+    @given(sizes)
+    def test_zero_bubble_holds_no_more_than_the_stages(self, size: tuple[int, int]) -> None:
+        assert all(in_flight(program) <= size[1] for program in zero_bubble(*size))
+
+    @given(runs())
+    def test_only_neighbours_wait_for_each_other_and_for_the_same_micro_batch(self, run: tuple[int, int, int]) -> None:
+        for step in steps_of(fill_drain(*run)):
+            direction = {"forward": -1, "recompute": 0, "backward": 1}[step.action.kind]
+            assert {needed.stage for needed in requirement(step)} == ({step.stage + direction} if direction else set())
+            assert {needed.action.microbatch for needed in requirement(step)} <= {step.action.microbatch}
