@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import nn
 
 WIDTH = 6
+
+# For properties whose every example runs or draws a whole model.
+fewer = settings(max_examples=settings().max_examples // 4)
 
 
 class Twin(nn.Module):

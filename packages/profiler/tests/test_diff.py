@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given
 
 from .records import profiles
+from .strategies import fewer
 from .test_table import TWO
 
 
+@fewer
 @given(profiles(), profiles())
 def test_every_layer_of_either_occurs_once(before, after):
     changes = before.diff(after)
@@ -16,6 +18,7 @@ def test_every_layer_of_either_occurs_once(before, after):
     assert len(str(changes).split("\n")) >= len(changes) + 2
 
 
+@fewer
 @given(profiles())
 def test_nothing_changed(profile):
     for change in profile.diff(profile):

@@ -7,13 +7,16 @@ from hypothesis import strategies as st
 from profiler import Profile
 
 from .records import profiles
+from .strategies import fewer
 
 
+@fewer
 @given(profiles())
 def test_what_is_written_is_read(profile):
     assert Profile.from_json(profile.to_json()) == profile
 
 
+@fewer
 @given(profiles(), st.data())
 def test_a_missing_or_unknown_key_is_refused_by_name(profile, data):
     document = json.loads(profile.to_json())
@@ -43,6 +46,7 @@ WRONG = {
 }
 
 
+@fewer
 @given(profiles(), st.sampled_from(sorted(WRONG)))
 def test_a_wrong_value_is_refused_by_name(profile, key):
     document = json.loads(profile.to_json())
@@ -52,6 +56,7 @@ def test_a_wrong_value_is_refused_by_name(profile, key):
         Profile.from_json(json.dumps(document))
 
 
+@fewer
 @given(st.text() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
 @example("Infinity")
 def test_anything_else_is_refused(text):
@@ -65,6 +70,7 @@ def test_neither_long_nor_deep_text_breaks_the_reader(text):
         Profile.from_json(text)
 
 
+@fewer
 @given(profiles(timed=st.just(True)))
 def test_there_is_no_infinity(profile):
     document = json.loads(profile.to_json())
@@ -73,6 +79,7 @@ def test_there_is_no_infinity(profile):
         Profile.from_json(json.dumps(document))
 
 
+@fewer
 @given(profiles())
 def test_no_key_twice(profile):
     with pytest.raises(ValueError, match="'rows' occurs twice"):

@@ -14,7 +14,7 @@ from profiler import profile, profile_sizes, profile_times
 from profiler._births import Births
 
 from .hard_layers import HARD
-from .strategies import models, samples
+from .strategies import fewer, models, samples
 
 
 class Fails(nn.Module):
@@ -78,6 +78,7 @@ def assert_same(before, after):
             assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, key
 
 
+@fewer
 @given(models(), samples(), ways, st.booleans(), st.booleans())
 def test_nothing_changes(model, sample, way, training, grad):
     model.train(training)
@@ -93,6 +94,7 @@ def test_nothing_changes(model, sample, way, training, grad):
     assert calls == []
 
 
+@fewer
 @given(models(), samples(), ways, st.booleans(), st.data())
 def test_nothing_changes_when_a_layer_raises(model, sample, way, backward, data):
     error = data.draw(st.sampled_from([ValueError("no"), KeyboardInterrupt(), SystemExit(3)]))
@@ -125,6 +127,7 @@ def test_sizes_do_not_mind_gradients_and_keep_them(way):
     assert_same(before, state(model, sample))
 
 
+@fewer
 @given(models(), samples(), ways, st.booleans())
 def test_nothing_is_left_in_memory(model, sample, way, autocast):
     births = Births()

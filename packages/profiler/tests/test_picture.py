@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from .records import profiles
+from .strategies import fewer
 from .test_table import TWO
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,6 +29,7 @@ def bars(tree):
     return [x for x in tree.iter(f"{SVG}rect") if x.find(f"{SVG}title") is not None]
 
 
+@fewer
 @given(balanced(), st.sampled_from(["seconds", "latent_bytes", "flops", "parameter_bytes"]))
 def test_bars_are_as_high_as_costs(pair, by):
     profile, balance = pair
@@ -40,6 +42,7 @@ def test_bars_are_as_high_as_costs(pair, by):
     assert heights == pytest.approx([cost * scale for cost in costs], abs=0.21)
 
 
+@fewer
 @given(balanced())
 def test_a_dashed_line_for_each_cut(pair):
     profile, balance = pair
@@ -51,6 +54,7 @@ def test_a_dashed_line_for_each_cut(pair):
         assert edges[start - 1] < float(line.get("x1")) < edges[start]
 
 
+@fewer
 @given(profiles())
 def test_everything_is_inside(profile):
     tree = parse(profile.picture(by="latent_bytes"))

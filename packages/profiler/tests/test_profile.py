@@ -9,9 +9,10 @@ from profiler import profile
 from profiler._profile import _medians
 from profiler._times import Seconds
 
-from .strategies import WIDTH, models, samples
+from .strategies import WIDTH, fewer, models, samples
 
 
+@fewer
 @given(models(), samples(min_rows=8), st.integers(1, 4))
 def test_the_figures_fit_together(model, sample, chunks):
     found = profile(model, sample, device="cpu", chunks=chunks, timeout=1e-6)
@@ -23,6 +24,7 @@ def test_the_figures_fit_together(model, sample, chunks):
         assert layer.peak_bytes >= layer.latent_bytes
 
 
+@fewer
 @given(models(), samples(min_rows=8), st.integers(1, 4))
 def test_without_a_device_there_is_everything_but_seconds(model, sample, chunks):
     real = profile(model, sample, device="cpu", chunks=chunks, timeout=1e-6)

@@ -6,17 +6,19 @@ from torch import nn
 
 from profiler import profile_sizes
 
-from .strategies import PIECES, WIDTH, models, samples
+from .strategies import PIECES, WIDTH, fewer, models, samples
 
 ROW = 4 * WIDTH
 
 
+@fewer
 @given(models(), samples(min_rows=8), st.integers(1, 4), st.sampled_from([0, 1, 2.0]))
 def test_fake_tensors_count_what_real_ones_do(model, sample, chunks, param_scale):
     real = profile_sizes(model, sample, chunks, param_scale, "cpu")
     assert profile_sizes(model, sample, chunks, param_scale, "meta") == real
 
 
+@fewer
 @given(models(PIECES), samples(min_rows=1), st.integers(1, 5))
 def test_latent_bytes_scale_with_the_batch(model, sample, times):
     once = profile_sizes(model, sample, 1, 0, "cpu")
@@ -24,6 +26,7 @@ def test_latent_bytes_scale_with_the_batch(model, sample, times):
     assert many == [times * size for size in once]
 
 
+@fewer
 @given(models(), models(), samples())
 def test_sizes_are_additive_over_concatenation(a, b, sample):
     middle = a(sample.detach().clone().requires_grad_(sample.requires_grad) * 1)

@@ -5,6 +5,7 @@ from profiler._table import align
 from profiler._units import format_bytes, format_flops, format_seconds
 
 from .records import profiles
+from .strategies import fewer
 
 TWO = Profile(
     layers=(
@@ -33,6 +34,7 @@ def test_a_table():
     assert str(TWO) == TABLE
 
 
+@fewer
 @given(profiles())
 def test_a_line_for_each_layer(profile):
     lines = str(profile).split("\n")
