@@ -35,14 +35,13 @@ QUIET = [
     "--disable-sync",
 ]
 COST = StageCost(0.001, 0.002, activation_bytes=2**20, boundary_bytes=2**14, layers="conv <3 × 3>, relu")
-SCHEDULES: dict[str, Schedule] = {
-    "1f1b-4x8": one_forward_one_backward(8, 4),
-    "1f1b-8x64": one_forward_one_backward(64, 8),
-    "zero-bubble-8x64": zero_bubble(64, 8, checkpoint_stop=20),
-    "fill-drain-4x8": fill_drain(8, 4, checkpoint_stop=7),
-    "interleaved-8x8": interleaved(8, 8, 4),
+DRAWN: dict[str, list[Schedule]] = {
+    "1f1b-4x8": [one_forward_one_backward(8, 4)],
+    "1f1b-8x64": [one_forward_one_backward(64, 8)],
+    "zero-bubble-8x64": [zero_bubble(64, 8, checkpoint_stop=20)],
+    "everything-4x8": [fill_drain(8, 4, checkpoint_stop=7), interleaved(8, 8, 4), zero_bubble(8, 4)],
 }
-each_schedule = pytest.mark.parametrize("name", SCHEDULES)
+each_drawing = pytest.mark.parametrize("name", DRAWN)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +55,10 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawings")
-    for name, schedule in SCHEDULES.items():
-        timeline = simulate(schedule, [COST] * len(schedule), transfer=0.0001)
-        timeline.save(folder / f"{name}.svg", title=name)
-        timeline.save(folder / f"{name}.html", title=name)
+    for name, schedules in DRAWN.items():
+        timeline, *others = (simulate(schedule, [COST] * len(schedule), transfer=0.0001) for schedule in schedules)
+        for ending in ("svg", "html"):
+            timeline.save(folder / f"{name}.{ending}", title=name, beside={str(k): t for k, t in enumerate(others)})
     return folder
 
 
@@ -188,7 +187,7 @@ class TestMoving:
 
 
 class TestReading:
-    @each_schedule
+    @each_drawing
     @pytest.mark.parametrize("ending", ["svg", "html"])
     def test_numbers_are_inside_of_their_cells(self, look_at: Callable[..., Any], name: str, ending: str) -> None:
         page = look_at(f"{name}.{ending}")
@@ -197,7 +196,7 @@ class TestReading:
         # A line of type is higher than its digits.
         assert [n for n, c in zip(numbers, cells, strict=True) if not inside(n, c, slack=1.5)] == []
 
-    @each_schedule
+    @each_drawing
     def test_no_word_is_cut_off_or_covers_another(self, look_at: Callable[..., Any], name: str) -> None:
         page = look_at(f"{name}.svg")
         words, (picture,) = boxes(page, "text:not(.number)"), boxes(page, ".paper")
@@ -207,7 +206,7 @@ class TestReading:
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_words_stand_out_from_the_paper(self, look_at: Callable[..., Any], scheme: str) -> None:
-        page = look_at("fill-drain-4x8.svg", color_scheme=scheme)
+        page = look_at("everything-4x8.svg", color_scheme=scheme)
         paper = brightness(page.locator(".paper").evaluate("e => getComputedStyle(e).fill"))
         assert (paper > 0.5) == (scheme == "light")
         for text in page.locator("text:not(.number)").all():

@@ -99,7 +99,7 @@ class TestPicture:
             *("0", "5", "10", "15", "20", "25"),
             "30 ms",
         ]
-        assert texts[-2:] == ["forward", "backward"]
+        assert texts[-3:] == ["forward", "backward", "grey: idle"]
 
     def test_memory_is_a_strip_of_its_own_if_there_is_any(self) -> None:
         strips = [

@@ -19,7 +19,7 @@ from ._units import format_bytes, format_seconds, format_share, time_unit
 
 LEFT, RIGHT, TOP, GAP = 92.0, 76.0, 34.0, 10.0
 LANE, STRIP = 30.0, 14.0
-LEGEND, AXIS = 28.0, 36.0
+LEGEND, NOTES, AXIS = 28.0, 20.0, 36.0
 
 COLOURS: dict[Kind, str] = {
     "forward": "#7fb0f2",
@@ -65,11 +65,13 @@ class Scale:
 
     Attributes:
         span: the seconds that all of ``width`` is.
+        peak: the bytes that are as high as a strip.
         digits: of the largest micro-batch.
     """
 
     span: float
     width: float
+    peak: int
     digits: int
 
     def x(self, seconds: float) -> float:
@@ -80,15 +82,16 @@ def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
     """The timelines, each under its title, one below the other in the same scale."""
     span = max((timeline.makespan for _, timeline in panels), default=0.0)
     last = max((timeline.microbatches - 1 for _, timeline in panels), default=0)
-    scale = Scale(span, _width(panels), len(str(max(0, last))))
+    peak = max((_most(timeline) for _, timeline in panels), default=0)
+    scale = Scale(span, _width(panels), peak, len(str(max(0, last))))
     y = 8.0
     body: list[str] = []
     for title, timeline in panels:
         body += _panel(title, timeline, scale, y)
-        y += _height(timeline)
-    body += [*_axis(scale, y - GAP), *_legend(panels, y + AXIS - GAP)]
+        y += TOP + max(1, len(timeline.lanes)) * _pitch(scale) + GAP
+    body += [*_axis(scale, y - GAP), *_legend(panels, scale, y + AXIS - GAP)]
     return "\n".join(
-        [*_opening(LEFT + scale.width + RIGHT, y + AXIS + LEGEND - GAP, scale, panels), *body, "</svg>", ""]
+        [*_opening(LEFT + scale.width + RIGHT, y + AXIS + LEGEND + NOTES - GAP, scale, panels), *body, "</svg>", ""]
     )
 
 
@@ -98,13 +101,9 @@ def _width(panels: Sequence[tuple[str, Timeline]]) -> float:
     return min(1500.0, max(640.0, 24.0 * cells))
 
 
-def _height(timeline: Timeline) -> float:
-    return TOP + max(1, len(timeline.lanes)) * _pitch(_most(timeline)) + GAP
-
-
-def _pitch(peak: int) -> float:
+def _pitch(scale: Scale) -> float:
     """From one lane to the next, with room for the strip if there is anything to show."""
-    return LANE + GAP + (STRIP if peak else 0.0)
+    return LANE + GAP + (STRIP if scale.peak else 0.0)
 
 
 def _opening(width: float, height: float, scale: Scale, panels: Sequence[tuple[str, Timeline]]) -> list[str]:
@@ -125,21 +124,21 @@ def _gist(title: str, timeline: Timeline) -> str:
 def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
     yield _text(LEFT, y + 18, _gist(title, timeline), "gist")
     yield _text(LEFT + scale.width + 8, y + 18, "busy", "faint")
-    busy, peak, begin = timeline.utilisation, _most(timeline), timeline.start
+    busy, begin = timeline.utilisation, timeline.start
     for row, (worker, lane) in enumerate(timeline.lanes.items()):
-        top = y + TOP + row * _pitch(peak)
+        top = y + TOP + row * _pitch(scale)
         stages = sorted({event.stage for event in lane})
         yield from _names(worker, stages, lane[0].device, top)
         yield _text(LEFT + scale.width + 8, top + LANE / 2 + 4, format_share(busy[worker]))
-        held = [(moment - begin, size) for moment, size in timeline.held(*stages)] if peak else []
-        yield from _plot(lane, begin, stages, scale, top, _strip(held, scale, peak) if peak else "")
-        if peak:
+        held = [(moment - begin, size) for moment, size in timeline.held(*stages)]
+        yield from _plot(lane, begin, stages, scale, top, _strip(held, scale) if scale.peak else "")
+        if scale.peak:
             most = max((size for _, size in held), default=0)
             yield _text(LEFT + scale.width + 8, top + LANE + STRIP - 3, format_bytes(most), "faint")
 
 
 def _most(timeline: Timeline) -> int:
-    """The most bytes that any worker keeps: all strips have the same scale."""
+    """The most bytes that any worker keeps."""
     stages = [{event.stage for event in lane} for lane in timeline.lanes.values()]
     return max((size for own in stages for _, size in timeline.held(*own)), default=0)
 
@@ -222,10 +221,10 @@ def _size(width: float, letters: int) -> float:
     return min(10.0, (width - 2) / (0.62 * letters))
 
 
-def _strip(held: Sequence[tuple[float, int]], scale: Scale, peak: int) -> str:
+def _strip(held: Sequence[tuple[float, int]], scale: Scale) -> str:
     """The activations kept, as a curve of steps."""
     floor, end = LANE + STRIP, max((moment for moment, _ in held), default=0.0)
-    steps = "".join(f"H{scale.x(moment):.2f}V{floor - (STRIP - 2) * size / peak:.2f}" for moment, size in held)
+    steps = "".join(f"H{scale.x(moment):.2f}V{floor - (STRIP - 2) * size / scale.peak:.2f}" for moment, size in held)
     return f'<path class="held" d="M0 {floor:g}{steps}H{scale.x(end):.2f}V{floor:g}Z"/>'
 
 
@@ -253,24 +252,23 @@ def _ticks(span: float) -> list[tuple[float, str]]:
     return [(t * factor, f"{t:.10g} {unit}" if t == times[-1] else f"{t:.10g}") for t in times]
 
 
-def _legend(panels: Sequence[tuple[str, Timeline]], y: float) -> Iterator[str]:
+def _legend(panels: Sequence[tuple[str, Timeline]], scale: Scale, y: float) -> Iterator[str]:
     x = LEFT
     present = {kind for _, timeline in panels for kind in kinds_in(timeline)}
     for kind in (kind for kind in COLOURS if kind in present):
         yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" rx="2" fill="{COLOURS[kind]}"/>'
         yield _text(x + 17, y + 10, NAMES[kind])
-        x += 32 + 6.1 * len(NAMES[kind])
-    for note in _notes(panels):
-        yield _text(x, y + 10, note, "faint")
-        x += 16 + 5.9 * len(note)
+        x += 34 + 5.8 * len(NAMES[kind])
+    yield _text(LEFT, y + 10 + NOTES, "; ".join(_notes(panels, scale)), "faint")
 
 
-def _notes(panels: Sequence[tuple[str, Timeline]]) -> Iterator[str]:
+def _notes(panels: Sequence[tuple[str, Timeline]], scale: Scale) -> Iterator[str]:
+    yield "grey: idle"
     timelines = [timeline for _, timeline in panels]
     if any(len({event.stage for event in lane}) > 1 for t in timelines for lane in t.lanes.values()):
         yield "paler: later stages of the worker"
-    if any(map(_most, timelines)):
-        yield "grey below: activations kept"
+    if scale.peak:
+        yield f"below: activations kept, up to {format_bytes(scale.peak)}"
 
 
 def _text(x: float, y: float, what: str, style: str = "") -> str:
