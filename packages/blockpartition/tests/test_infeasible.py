@@ -91,6 +91,11 @@ def test_layers_that_fit_one_by_one_but_not_together():
     assert str(error) == ("no placement fits the capacities; a capacity of 6 on each stage is the least that would do")
 
 
+def test_a_capacity_is_told_in_the_kind_of_number_it_was_given_in():
+    assert repr(refusal([3, 3, 3], [Stage(1, 4.5), Stage(1, 4.5)]).capacity) == "6.0"
+    assert repr(refusal([3, 3, 3], [Stage(1, 4), Stage(1, 4)]).capacity) == "6"
+
+
 def test_a_stage_without_any_room():
     error = refusal([3, 3], [Stage(1, 0), Stage(1, 4)])
     assert (error.layer, error.scale, error.capacity) == (None, None, None)

@@ -123,6 +123,23 @@ def test_a_better_stage_never_hurts(problem, data):
         assert placed(Placing(problem.costs, stages, problem.constraints)).bottleneck <= before.bottleneck
 
 
+@given(placings(transfer=None))
+@example(Placing([3, 1, 1, 3, 0, 3, 2], [Stage(1)] * 3, {}))
+def test_stages_a_thousand_times_as_fast_take_a_thousandth(problem):
+    faster = [replace(stage, speed=1024 * stage.speed) for stage in problem.stages]
+    before, after = placed(problem), placed(replace(problem, stages=faster))
+    if before is None or isinstance(before.bottleneck, float):
+        return
+    assert after.bottleneck * 1024 == before.bottleneck
+
+
+def test_the_last_layer_before_one_that_does_not_fit_may_be_a_block():
+    found = place([1, 1, 1, 9], [Stage(1, 2), Stage(1, 1), Stage(1, 9)])
+    assert found.sizes == (2, 1, 1)
+    found = place([2, 9, 1], [Stage(1, 2), Stage(1, 9), Stage(1, 2)])
+    assert found.sizes == (1, 1, 1)
+
+
 @given(placings(forbid=[]), st.data())
 def test_constraints_never_help(problem, data):
     free = place(problem.costs, [replace(stage, capacity=None) for stage in problem.stages])
