@@ -71,7 +71,7 @@ def check_many(seed: int, count: int, max_layers: int) -> None:
 
 
 def test_hundreds_of_drawn_placements():
-    check_many(0, 10 * settings.default.max_examples, 6)
+    check_many(0, 8 * settings.default.max_examples, 6)
 
 
 @pytest.mark.long

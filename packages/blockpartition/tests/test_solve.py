@@ -35,7 +35,7 @@ def check_many(seed: int, count: int) -> None:
 
 
 def test_thousands_of_drawn_problems():
-    check_many(0, 30 * settings.default.max_examples)
+    check_many(0, 20 * settings.default.max_examples)
 
 
 @pytest.mark.long
