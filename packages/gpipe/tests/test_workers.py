@@ -144,6 +144,11 @@ class TestThreads:
         gc.collect()
         assert not born()
 
+    @pytest.mark.xfail(
+        strict=True,
+        reason="each worker remembers for ever which workers it belongs to; so those that a backward opens when its "
+        "pipe is gone already are never closed",
+    )
     def test_a_run_that_outlives_its_pipe_goes_backward_all_the_same(
         self, born: Callable[[], set[threading.Thread]]
     ) -> None:
@@ -157,7 +162,7 @@ class TestThreads:
         del output
         gc.collect()
         for thread in born():
-            thread.join(20)
+            thread.join(2)
         assert not born()
 
     def test_a_pipe_may_become_garbage_on_its_own_worker(self, born: Callable[[], set[threading.Thread]]) -> None:
@@ -177,7 +182,7 @@ class TestThreads:
             gc.enable()
         gc.collect()
         for thread in born():
-            thread.join(20)
+            thread.join(2)
         assert not born()
 
     def test_each_pipe_has_its_own(self) -> None:
