@@ -5,19 +5,23 @@ from ._checkpoint import is_checkpointing as is_checkpointing
 from ._checkpoint import is_recomputing as is_recomputing
 from ._gpipe import GPipe as GPipe
 from ._inline import inline as inline
+from ._record import record as record
 from ._split import BalanceError as BalanceError
 from ._split import recommend_auto_balance as recommend_auto_balance
 from ._split import split_module as split_module
 from ._split import verify_module as verify_module
+from ._timeline import Timeline as Timeline
 
 __all__ = [
     "BalanceError",
     "DeferredBatchNorm",
     "GPipe",
+    "Timeline",
     "inline",
     "is_checkpointing",
     "is_recomputing",
     "recommend_auto_balance",
+    "record",
     "split_module",
     "verify_module",
 ]

@@ -24,26 +24,23 @@ class HeldGradients:
     def __init__(self, parameters: Iterable[nn.Parameter], *, every: bool = False) -> None:
         self._held = [_Held(parameter) for parameter in parameters if every or any(_hooks(parameter))]
 
-    def release(self, scale: float = 1.0) -> None:
-        """Give them back, and add to each ``.grad`` in one go, past the hooks, ``scale`` times what has grown."""
-        for held in self._take():
-            gradient = held.give_back()
-            if gradient is not None:
-                held.accumulate(gradient if scale == 1.0 else gradient.mul_(scale))
-
-    def drop(self) -> None:
-        """Give them back; ``.grad`` is what it was before."""
-        for held in self._take():
-            held.give_back()
-
-    def _take(self) -> list[_Held]:
+    def give_back(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """Let ``.grad`` and the hooks be as before; the parameters with what has grown meanwhile."""
         held, self._held = self._held, []
-        return held
+        return [(each.parameter, each.give_back()) for each in held]
+
+
+def release(held: Iterable[HeldGradients], scale: float = 1.0) -> None:
+    """Give all back, and add to each ``.grad`` in one go, past the hooks, ``scale`` times what has grown."""
+    grown = [pair for each in held for pair in each.give_back()]
+    whole = [(p, g if scale == 1.0 else g.mul_(scale)) for p, g in grown if g is not None]
+    if whole:  # in one backward: some hooks wait for the gradients of several parameters
+        torch.autograd.backward([parameter for parameter, _ in whole], [gradient for _, gradient in whole])
 
 
 class _Held:
     def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
+        self.parameter = parameter
         self._grad, parameter.grad = parameter.grad, None
         # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
         self._hooks = [(hooks, dict(hooks)) for hooks in _hooks(parameter)]
@@ -51,16 +48,10 @@ class _Held:
             hooks.clear()
 
     def give_back(self) -> Tensor | None:
-        gradient, self._parameter.grad = self._parameter.grad, self._grad
+        gradient, self.parameter.grad = self.parameter.grad, self._grad
         for hooks, own in self._hooks:
             hooks.update(own)
         return gradient
-
-    def accumulate(self, gradient: Tensor) -> None:
-        if self._hooks or self._parameter.grad is not None:
-            torch.autograd.backward((self._parameter,), (gradient,))
-        else:
-            self._parameter.grad = gradient
 
 
 def _hooks(parameter: nn.Parameter) -> Iterator[dict[int, Any]]:

@@ -44,8 +44,8 @@ class Lane:
         self.stage = stage
         self._arrival = arrival
         self._departure = departure
-        self._microbatches = self._awaited = microbatches
-        self._held: HeldGradients | None = None
+        self._microbatches = microbatches
+        self.held: HeldGradients | None = None
         self._end = end
         self._checkpoint_stop = checkpoint_stop if keep else 0
         self._keep = keep
@@ -78,7 +78,6 @@ class Lane:
         gradients = self._cells[i].backward(seeds)
         del self._cells[i]
         self._arrival.put_gradients(i, gradients)
-        self._release()
 
     def backward_input(self, i: int) -> None:
         seeds = self._departure.get_gradients(i)
@@ -88,12 +87,6 @@ class Lane:
     def backward_weight(self, i: int) -> None:
         self._cells[i].backward_weight()
         del self._cells[i]
-        self._release()
-
-    def end(self) -> None:
-        """Leave the layers as they were, also if the run has failed."""
-        if self._held is not None:
-            self._held.drop()
 
     def annotate(self, error: BaseException, action: Action) -> None:
         """Say in a note on ``error`` which cell it comes from."""
@@ -107,15 +100,9 @@ class Lane:
 
     def _hold(self) -> None:
         """Before the first backward: keep hooks, and gradients that have to be scaled, out of it."""
-        if self._held is None:
+        if self.held is None:
             every = self._end is not None and self._end.scales
-            self._held = HeldGradients(self.stage.module.parameters(), every=every)
-
-    def _release(self) -> None:
-        """After the last backward: let the whole gradient be seen."""
-        self._awaited -= 1
-        if not self._awaited and self._held is not None:
-            self._held.release(1.0 if self._end is None else self._end.scale)
+            self.held = HeldGradients(self.stage.module.parameters(), every=every)
 
     def _cell(self, i: int) -> Cell:
         stage = self.stage

@@ -62,6 +62,11 @@ class Link(Generic[Payload]):
         payload = arrived.pop(microbatch)
         return payload if self._carrier is None else self._carrier.receive(payload)  # type: ignore[no-any-return]
 
+    @property
+    def moves(self) -> bool:
+        """Whether payloads change devices."""
+        return self._carrier is not None
+
     def poison(self) -> None:
         """Let nobody wait here any more."""
         self._queue.put((_POISON, None))
@@ -79,10 +84,12 @@ class Channel:
 
     __slots__ = ("gradients", "values")
 
-    def __init__(self, name: str, forth: Carrier | None = None, back: Carrier | None = None) -> None:
+    def __init__(
+        self, name: str, forth: Carrier | None = None, back: Carrier | None = None, link: type[Link[Any]] | None = None
+    ) -> None:
         patience = stall_seconds()
-        self.values: Link[Batch] = Link(f"values {name}", forth, patience)
-        self.gradients: Link[list[Tensor | None]] = Link(f"gradients {name}", back, patience)
+        self.values: Link[Batch] = (link or Link)(f"values {name}", forth, patience)
+        self.gradients: Link[list[Tensor | None]] = (link or Link)(f"gradients {name}", back, patience)
 
     def poison(self) -> None:
         """Let nobody wait at either end any more."""

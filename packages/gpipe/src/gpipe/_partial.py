@@ -49,7 +49,7 @@ def backward_inputs(
     branches = _branches(outputs, leaves)
     if branches is None:
         return None
-    ends: list[Tensor | GradientEdge] = [*leaves, *(edge for branch in branches for edge in branch.edges)]
+    ends: list[Any] = [*leaves, *(edge for branch in branches for edge in branch.edges)]
     found = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
     arrived = iter(found[len(leaves) :])
     return list(found[: len(leaves)]), [Weights(branch, [next(arrived) for _ in branch.edges]) for branch in branches]

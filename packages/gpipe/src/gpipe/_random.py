@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._modes import pushed
 
 
 class RunRandom:
@@ -98,12 +100,10 @@ class CellRandom:
         """Inside, what this thread draws on the CPU comes from here."""
         before, _active.cell = getattr(_active, "cell", None), self
         _stand_in()
-        # Not `with mode`, which flips a switch of the process that sticks when threads leave in another order.
-        _push_mode(_Draws(self))
         try:
-            yield
+            with pushed(_Draws(self)):
+                yield
         finally:
-            _pop_mode()
             _active.cell = before
 
     @contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,17 @@ from streams import AbstractStream, Context, current_stream, wait_stream
 
 from ._carry import Place, carrier
 from ._errors import Poisoned
+from ._hooks import HeldGradients, release
 from ._inline import is_inline
 from ._lane import Lane
-from ._link import Channel
+from ._link import Channel, Link
 from ._loss import LossEnd
 from ._ports import Ports
 from ._random import RunRandom
+from ._record import WatchedLink, recorder
 from ._stage import Stage
 from ._workers import Workers
-from .schedule import Schedule, Step, Walk, fill_drain, halves, named, replay, validate
+from .schedule import Action, Schedule, Step, Walk, fill_drain, halves, named, replay, validate
 from .skip import SkipLayout
 from .skip._layout import Route
 
@@ -60,9 +62,14 @@ class Run:
         self._inline = is_inline()
         self._placement = (0,) * len(stages) if self._inline else workers.placement
         self._checkpoint_stop = checkpoint_stop
+        self._end = end
         places = [Place(*each) for each in zip(self._devices, self._streams, copy_streams, strict=True)]
-        self._channels = _channels(places)
-        skips = [(route, _channel(f"of skip {route.key[1]!r}", places, *route[1:])) for route in layout.routes]
+        self._recorder = recorder()
+        if self._recorder is not None:
+            self._recorder.begin(workers.placement)
+        link = Link if self._recorder is None else WatchedLink
+        self._channels = _channels(places, link)
+        skips = [(route, _channel(f"of skip {route.key[1]!r}", places, *route[1:], link)) for route in layout.routes]
         self._skips = [channel for _, channel in skips]
         self._random = RunRandom()
         for stage in stages:
@@ -97,6 +104,7 @@ class Run:
             self._channels[-1].gradients.put(i, each)
         self._walk(self._halves()[1], Context.capture())
         _all_wait(now, self._streams)
+        release(self._held())
         return [self._channels[0].gradients.get(i) for i in range(self._microbatches)]
 
     def train(self, batches: Sequence[Batch], walk: Walk) -> list[list[Tensor | None]]:
@@ -106,6 +114,7 @@ class Run:
         self._walk(walk, self._context)
         self._look_for_draws()
         _all_wait([current_stream(device) for device in self._devices], self._streams)
+        release(self._held(), 1.0 if self._end is None else self._end.scale)
         return [self._channels[0].gradients.get(i) for i in range(self._microbatches)]
 
     def _halves(self) -> tuple[Walk, Walk]:
@@ -120,28 +129,36 @@ class Run:
 
     def _walk(self, walk: Walk, context: Context) -> None:
         """Let every worker walk its steps; raise the earliest failure if there is any."""
+        failures: list[Failure] = []
+        try:
+            failures += [failure for failure in self._results(walk, context) if failure is not None]
+            if failures:
+                raise _earliest(failures, walk)
+        except BaseException:
+            for held in self._held():
+                held.give_back()
+            raise
+        finally:
+            failures.clear()  # the error's traceback holds this frame, which would hold the error
+
+    def _results(self, walk: Walk, context: Context) -> list[Failure | None]:
         works = [partial(self._do, steps, context) for steps in walk]
         if self._inline:
-            found = [works[0]()]
-        else:
-            streams = [self._streams[self._placement.index(worker)] for worker in range(len(works))]
-            found = self._workers.run(list(zip(streams, works, strict=True)), self._poison)
-        failures = [failure for failure in found if failure is not None]
-        try:
-            if failures:
-                for lane in self._lanes:
-                    lane.end()
-                raise _earliest(failures, walk)
-        finally:
-            del failures, found  # the error's traceback holds this frame, which would hold the error
+            return [works[0]()]
+        streams = [self._streams[self._placement.index(worker)] for worker in range(len(works))]
+        return self._workers.run(list(zip(streams, works, strict=True)), self._poison)
+
+    def _held(self) -> list[HeldGradients]:
+        return [lane.held for lane in self._lanes if lane.held is not None]
 
     def _do(self, steps: Sequence[Step], context: Context) -> Failure | None:
         """Walk the steps of one worker; what stopped it, if anything did."""
         step = steps[0]
         try:
             with context.applied(), torch.autograd.set_multithreading_enabled(False):
+                do = self._doing()
                 for step in steps:
-                    self._lanes[step.stage].do(step.action)
+                    do(self._lanes[step.stage], step.action)
         except Poisoned:
             return None
         except BaseException as error:
@@ -149,6 +166,11 @@ class Run:
             self._poison()
             return Failure(step, error)
         return None
+
+    def _doing(self) -> Callable[[Lane, Action], None]:
+        if self._recorder is not None:
+            return self._recorder.do
+        return _labelled if torch.autograd.profiler._is_profiler_enabled else Lane.do
 
     def _look_for_draws(self) -> None:
         self._random.look()
@@ -173,14 +195,19 @@ def _named(name: str, microbatches: int, checkpoint_stop: int, placement: tuple[
     return named(name, microbatches, placement, checkpoint_stop).on(placement)
 
 
-def _channels(places: Sequence[Place]) -> list[Channel]:
-    between = [_channel("", places, j, j + 1) for j in range(len(places) - 1)]
-    return [Channel("at the input"), *between, Channel("at the output")]
+def _labelled(lane: Lane, action: Action) -> None:
+    with torch.profiler.record_function(f"gpipe {action}@{lane.stage.index}"):
+        lane.do(action)
 
 
-def _channel(what: str, places: Sequence[Place], a: int, b: int) -> Channel:
+def _channels(places: Sequence[Place], link: type[Link[Any]]) -> list[Channel]:
+    between = [_channel("", places, j, j + 1, link) for j in range(len(places) - 1)]
+    return [Channel("at the input", link=link), *between, Channel("at the output", link=link)]
+
+
+def _channel(what: str, places: Sequence[Place], a: int, b: int, link: type[Link[Any]]) -> Channel:
     name = f"{what} between partitions {a} and {b}".strip()
-    return Channel(name, carrier(places[a], places[b]), carrier(places[b], places[a]))
+    return Channel(name, carrier(places[a], places[b]), carrier(places[b], places[a]), link)
 
 
 def _ports(

@@ -1,0 +1,174 @@
+"""Watch runs: what each worker did when, what it waited for, and what crossed between devices."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from microbatch import Batch
+from profiler import Births
+
+from ._lane import Lane
+from ._link import Link, Payload
+from ._modes import pushed
+from ._timeline import Event, Timeline
+from .schedule import Action
+
+
+@contextmanager
+def record(*, memory: bool = False) -> Iterator[Timeline]:
+    """Record every run of a pipe that begins inside; yields the timeline that it goes to.
+
+    Actions on a GPU are timed by events on their streams, which are read when the timeline is.
+
+    Args:
+        memory: also count the bytes of activations that each stage holds, by storage. That looks at every operation, so
+            that times are not to be trusted then.
+
+    >>> from torch import nn
+    >>> from gpipe import GPipe
+    >>> pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu", "cpu"], chunks=2)
+    >>> with record() as timeline:
+    ...     pipe(torch.zeros(4, 2)).sum().backward()
+    >>> sorted(map(str, timeline.events))
+    ['B0@0', 'B0@1', 'B1@0', 'B1@1', 'F0@0', 'F0@1', 'F1@0', 'F1@1', 'R0@0', 'R0@1']
+    """
+    recorder = Recorder(memory)
+    token = _recorder.set(recorder)
+    try:
+        yield recorder.timeline
+    finally:
+        _recorder.reset(token)
+
+
+def recorder() -> Recorder | None:
+    """What records a run that begins here and now."""
+    return _recorder.get()
+
+
+class Recorder:
+    """Does the actions of lanes with an eye on the clock."""
+
+    def __init__(self, memory: bool) -> None:
+        self.timeline = Timeline()
+        self._clock = Clock()
+        self._memory = memory
+        self._births: dict[int, Births] = {}
+
+    def begin(self, placement: Sequence[int]) -> None:
+        """A run begins, whose stage j is on worker ``placement[j]``."""
+        self.timeline.workers.update(enumerate(placement))
+        self._births = {j: Births() for j in range(len(placement))} if self._memory else {}
+
+    def do(self, lane: Lane, action: Action) -> None:
+        """Do an action, and note it."""
+        stage = lane.stage
+        births = self._births.get(stage.index)
+        look = _look.of_thread = Look(partial(self._clock.now, stage.device))
+        with nullcontext() if births is None else pushed(births):
+            lane.do(action)
+        end = self._clock.now(stage.device)
+        held = None if births is None else births.alive()
+
+        def event() -> Event:
+            times = self._clock.seconds(look.start), self._clock.seconds(end)
+            place = stage.index, action.microbatch, action.kind, str(stage.device)
+            return Event(*place, *times, look.wait, look.bytes_moved, stage.layers, held)
+
+        self.timeline.add(event if stage.device.type == "cuda" else event())
+
+
+class Look:
+    """What one action has been seen to do so far."""
+
+    def __init__(self, now: Callable[[], Instant]) -> None:
+        self._now = now
+        self.start = now()
+        self.wait = 0.0
+        self.bytes_moved = 0
+
+    def got(self, payload: Batch | list[Tensor | None], moved: bool) -> None:
+        """Something has arrived: what went before was waiting."""
+        before, self.start = self.start, self._now()
+        if isinstance(before, float) and isinstance(self.start, float):
+            self.wait += self.start - before
+        if moved:
+            self.bytes_moved += sum(tensor.nbytes for tensor in payload if tensor is not None)
+
+
+class _PerThread(threading.local):
+    of_thread: Look | None = None
+
+
+_look = _PerThread()
+
+
+class WatchedLink(Link[Payload]):
+    """A link that tells the action that reads from it how that went."""
+
+    __slots__ = ()
+
+    def get(self, microbatch: int) -> Payload:
+        payload = super().get(microbatch)
+        if _look.of_thread is not None:
+            _look.of_thread.got(payload, self.moves)  # type: ignore[arg-type]
+        return payload
+
+
+class GpuInstant(NamedTuple):
+    """When the work queued on a GPU so far is done."""
+
+    device: torch.device
+    event: torch.cuda.Event
+
+
+Instant = float | GpuInstant
+
+
+class Clock:
+    """Seconds since it was made, on the CPU and on GPUs."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._bases: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
+        self._lock = threading.Lock()
+
+    def now(self, device: torch.device) -> Instant:
+        """This moment; on a GPU the one at which the current stream of ``device`` is through."""
+        if device.type != "cuda":
+            return time.perf_counter() - self._begin
+        self._know(device)
+        return GpuInstant(device, _event(device))
+
+    def seconds(self, instant: Instant) -> float:
+        """When that was. Waits for a GPU that is not through yet."""
+        if isinstance(instant, float):
+            return instant
+        instant.event.synchronize()
+        base, at = self._bases[instant.device]
+        return at + float(base.elapsed_time(instant.event)) / 1e3
+
+    def _know(self, device: torch.device) -> None:
+        """Find one moment of the GPU on the CPU's clock."""
+        with self._lock:
+            if device not in self._bases:
+                event = _event(device)
+                event.synchronize()
+                self._bases[device] = event, time.perf_counter() - self._begin
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("gpipe.recorder", default=None)
