@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -108,6 +109,24 @@ class TestPicture:
         ]
         assert [len(each) for each in strips] == [0, 4]
 
+    def test_where_memory_is_unknown_nothing_is_said_of_it(self) -> None:
+        known = uniform(8, 4, activation_bytes=1000)
+        unknown = Timeline((replace(each, held_bytes=None) for each in known.events), known.workers)
+        picture = svg([("known", known), ("unknown", unknown)])
+        assert len(list(drawn(picture).iter(f"{SVG}path"))) == 4
+        assert sum(text.endswith(" B") or text.endswith("KiB") for text in said(picture)) == 4 + 1
+
+    @pytest.mark.parametrize("beside", [[], [("", uniform(8, 4, activation_bytes=3000))]])
+    def test_strips_are_as_high_as_what_is_kept(self, beside: list[tuple[str, Timeline]]) -> None:
+        picture = drawn(svg([("", uniform(8, 4, activation_bytes=1000)), *beside]))
+        heights = [
+            44 - min(float(y) for y in re.findall(r"V([\d.]+)", path.get("d", "")))
+            for path in picture.iter(f"{SVG}path")
+        ]
+        most = 12 if not beside else 4
+        assert heights[:4] == pytest.approx([most * in_flight / 4 for in_flight in (4, 3, 2, 1)])
+        assert max(heights) == 12
+
     def test_stages_that_share_a_worker_differ_in_colour(self) -> None:
         timeline = simulate(one_forward_one_backward(2, 4), [StageCost(1, 1)] * 4, placement=[0, 1, 0, 1])
         forwards = {each.get("fill") for each in cells(svg([("", timeline)])) if each.get("data-letter") == "F"}
@@ -196,6 +215,16 @@ class TestTrace:
             assert named["process_name", entry["pid"], 0] == entry["args"]["device"]
             assert str(entry["args"]["stage"]) in named["thread_name", entry["pid"], entry["tid"]]
 
+    @fewer
+    @given(timelines)
+    def test_memory_is_a_counter_of_each_device(self, timeline: Timeline) -> None:
+        entries = json.loads(trace(timeline))["traceEvents"]
+        pids = {e["args"]["name"]: e["pid"] for e in entries if e["name"] == "process_name"}
+        for device, pid in pids.items():
+            stages = {each.stage for each in timeline.events if each.device == device}
+            counted = [(e["ts"], e["args"]["bytes"]) for e in entries if e["ph"] == "C" and e["pid"] == pid]
+            assert counted == [(pytest.approx(moment * 1e6), size) for moment, size in timeline.held(*stages)]
+
     @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"traceEvents": []}', "3", '{"otherData": {"workers": 1}}'])
     def test_another_file(self, text: str) -> None:
         with pytest.raises(ValueError, match=r"expected a file that Timeline\.save wrote"):
@@ -224,6 +253,9 @@ class TestFiles:
 
 
 class TestUnits:
+    def test_there_are_never_four_digits(self) -> None:
+        assert (format_seconds(999.7e-9), format_bytes(1023.8 * 1024)) == ("1.00 µs", "1.00 MiB")
+
     @given(st.floats(1e-9, 1e9))
     def test_three_digits_tell_the_size(self, value: float) -> None:
         number, unit = format_seconds(value).split()

@@ -202,6 +202,14 @@ class TestLinks:
             (2, "backward"): 0,
         }
 
+    @fewer
+    @given(problems(), exact_seconds)
+    def test_on_one_worker_there_is_nothing_to_cross(self, problem: Problem, transfer: float) -> None:
+        schedule, costs, _ = problem
+        timeline = simulate(schedule, costs, placement=[0] * len(schedule), transfer=transfer)
+        assert timeline.makespan == sum(work(schedule, costs, j) for j in range(len(schedule)))
+        assert all(each.bytes_moved == 0 for each in timeline.events)
+
     def test_the_time_of_a_crossing_may_depend_on_its_bytes(self) -> None:
         costs = [StageCost(1, 1, boundary_bytes=size) for size in (1000, 100, 10)]
         timeline = simulate(fill_drain(1, 3), costs, transfer=lambda size: size / 100)

@@ -71,6 +71,10 @@ class TestFigures:
         timeline = Timeline([event(0, 0, 3), event(1, 1, 2), event(1, 2, 4), event(2, 0, 8)], {0: 0, 1: 0})
         assert timeline.utilisation == {0: 0.5, 2: 1.0}
 
+    def test_a_run_that_takes_no_time_wastes_none(self) -> None:
+        timeline = Timeline([event(0, 3, 3), event(1, 3, 3)])
+        assert (timeline.bubble, timeline.utilisation) == (0, {0: 1, 1: 1})
+
     def test_nothing_happened(self) -> None:
         timeline = Timeline()
         assert (timeline.makespan, timeline.bubble, timeline.utilisation, timeline.lanes) == (0, 0, {}, {})
@@ -106,6 +110,10 @@ class TestMemory:
         assert timeline.held(0, 1) == [(1, 10), (2, 0), (3, 7), (4, 3)]
         assert timeline.peak_bytes == {0: 10, 1: 7}
         assert timeline.device_peak_bytes == {"cpu": 10, "other": 7}
+
+    def test_what_is_kept_counts_from_the_end_of_an_action(self) -> None:
+        timeline = Timeline([event(0, 0, 5, held_bytes=10), event(1, 1, 2, held_bytes=4)])
+        assert timeline.held(0, 1) == [(2, 4), (5, 14)]
 
 
 class TestFilling:

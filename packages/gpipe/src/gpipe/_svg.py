@@ -131,9 +131,9 @@ def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[s
         yield from _names(worker, stages, lane[0].device, top)
         yield _text(LEFT + scale.width + 8, top + LANE / 2 + 4, format_share(busy[worker]))
         held = [(moment - begin, size) for moment, size in timeline.held(*stages)]
-        yield from _plot(lane, begin, stages, scale, top, _strip(held, scale) if scale.peak else "")
-        if scale.peak:
-            most = max((size for _, size in held), default=0)
+        yield from _plot(lane, begin, stages, scale, top, _strip(held, scale) if scale.peak and held else "")
+        if scale.peak and held:
+            most = max(size for _, size in held)
             yield _text(LEFT + scale.width + 8, top + LANE + STRIP - 3, format_bytes(most), "faint")
 
 

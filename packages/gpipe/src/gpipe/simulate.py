@@ -169,15 +169,13 @@ def _held(schedule: Schedule, costs: Sequence[StageCost]) -> dict[Step, int]:
 
 def _changes(program: Program, cost: StageCost) -> Iterable[int]:
     checkpointed = {i for kind, i in program if kind == "recompute"}
-    split = {i for kind, i in program if kind == "backward_weight"}
     for kind, i in program:
         if kind == "forward":
             yield cost.boundary_bytes if i in checkpointed else cost.activation_bytes
         elif kind == "recompute":
             yield cost.activation_bytes - cost.boundary_bytes
         else:
-            last = kind == "backward_weight" or (kind == "backward" and i not in split)
-            yield -cost.activation_bytes if last else 0
+            yield 0 if kind == "backward_input" else -cost.activation_bytes
 
 
 def stage_costs(
