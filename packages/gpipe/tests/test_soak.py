@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gpipe
 from gpipe import GPipe
+from profiler import Births
 
 from .models import one_thread as one_thread
 
@@ -77,6 +79,25 @@ def test_unclosed_pipe_ends_its_threads_when_it_is_garbage():
     for thread in own:
         thread.join(30)
         assert not thread.is_alive()
+
+
+OUTPUTS = pytest.mark.xfail(
+    strict=True, reason="the outputs of all micro-batches live on beside the gathered one, held by the node around them"
+)
+
+
+@OUTPUTS
+def test_checkpointed_pipe_keeps_its_boundary_tensors_only():
+    """And at most one micro-batch of the caller's input, copied while it is unknown whether a layer changes it."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.GELU())]
+    pipe = GPipe(nn.Sequential(*layers), [4] * 4, devices=["cpu"] * 4, chunks=4, checkpoint="always")
+    x = torch.randn(64, 32)
+    with gpipe.inline():  # where a dispatch mode sees all stages
+        pipe(x).sum().backward()
+        with Births() as births:
+            output = pipe(x)
+            kept = births.alive() - output.untyped_storage().nbytes()
+    assert 3 * x.nbytes <= kept <= 3 * x.nbytes + x.nbytes // 4
 
 
 @pytest.mark.long
