@@ -531,10 +531,6 @@ class TestAliases:
             else:
                 assert_same(pipe, model)
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="the first partition gets a clone of each, which are no aliases any more: silently another output",
-    )
     @each_mode
     @pytest.mark.parametrize("grad", [False, True])
     def test_of_the_caller(self, checkpoint: str, grad: bool) -> None:
@@ -553,7 +549,6 @@ class TestAliases:
             found.append((output, leaf.grad))
         torch.testing.assert_close(*found)
 
-    @pytest.mark.xfail(strict=True, reason="refused, although without a gradient none can be wrong")
     def test_without_grad_the_output_is_the_models(self) -> None:
         model = nn.Sequential(*linears(1), Call(lambda h: (h, h)), Call(lambda t: t[0].relu_() + t[1]))
         with torch.no_grad():

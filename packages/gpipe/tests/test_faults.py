@@ -280,11 +280,6 @@ class TestSeveral:
                 layer.faults.clear()
         assert caught.value is planted[min(places, key=lambda place: self.ticks(phase, *place))]
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="a failure poisons every link at once, also those on which values of earlier cells are still to come, "
-        "so that threads decide which of two failures is reported",
-    )
     def test_a_later_failure_does_not_keep_an_earlier_one_from_happening(self, monkeypatch: pytest.MonkeyPatch) -> None:
         poisoned = threading.Semaphore(0)
         poison = Channel.poison
@@ -313,7 +308,6 @@ class TestSeveral:
         with pytest.raises(KeyError, match="tick 2"):
             within(20, lambda: pipe(numbered(4)))
 
-    @pytest.mark.xfail(strict=True, reason="the first partitions wait for nobody and so compute all that is left")
     def test_after_a_failure_no_stage_begins_what_comes_later_in_the_schedule(self) -> None:
         failed, seen = threading.Event(), []
 
@@ -344,21 +338,7 @@ class Unspeakable:
 class TestNotes:
     """Saying where a failure is from must not make it worse."""
 
-    @pytest.mark.parametrize(
-        "phase",
-        [
-            pytest.param(
-                "forward",
-                marks=pytest.mark.xfail(
-                    strict=True, raises=RuntimeError, reason="its failure replaces that of the layer"
-                ),
-            ),
-            pytest.param(
-                "backward",
-                marks=pytest.mark.xfail(strict=True, raises=TimeoutError, reason="the other workers wait for ever"),
-            ),
-        ],
-    )
+    @pytest.mark.parametrize("phase", ["forward", "backward"])
     def test_a_value_that_cannot_be_shown(self, phase: str) -> None:
         def fail(value: Any) -> Tensor:
             if phase == "forward":

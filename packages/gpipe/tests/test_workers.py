@@ -144,11 +144,6 @@ class TestThreads:
         gc.collect()
         assert not born()
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="each worker remembers for ever which workers it belongs to; so those that a backward opens when its "
-        "pipe is gone already are never closed",
-    )
     def test_a_run_that_outlives_its_pipe_goes_backward_all_the_same(
         self, born: Callable[[], set[threading.Thread]]
     ) -> None:
@@ -273,12 +268,6 @@ class TestWorkers:
         assert not first.is_set()
         workers.close()
 
-    @pytest.mark.xfail(
-        strict=True,
-        raises=TimeoutError,
-        reason="answers are awaited in the order of the workers, so that one who waits for a worker that has failed "
-        "is waited for as long",
-    )
     def test_a_work_that_raises_ends_the_others(self) -> None:
         workers = Workers([CPU, CPU])
         stopped = threading.Event()

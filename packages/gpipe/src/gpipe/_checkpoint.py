@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 Slot = tuple[nn.Module, str]
 """The place of a buffer: the module that holds it, and its name there."""
@@ -81,6 +83,7 @@ class Buffers:
         """Around a forward; yields what :meth:`restored` needs, which is complete when the block has ended."""
         known = self._changing.get(training)
         slots = self._slots() if known is None else known
+        _expect_born(slots)
         before = [(slot, _copy(slot)) for slot in slots]
         versions = [_version(slot) for slot in slots]
         snapshot: Snapshot = []
@@ -89,7 +92,9 @@ class Buffers:
             snapshot += before
             return
         for pair, version in zip(before, versions, strict=True):
-            if _version(pair[0]) != version or not _same(_buffer(pair[0]), pair[1]):
+            (owner, _), copy = pair
+            # Batch norm is taken at its word: a mini-batch may happen to leave its statistics as they were.
+            if isinstance(owner, _NormBase) or _version(pair[0]) != version or not _same(_buffer(pair[0]), copy):
                 snapshot.append(pair)
         born = [slot for slot in self._slots() if slot not in slots]
         if not born:  # else look again next time, at them too
@@ -119,6 +124,16 @@ def restored(snapshot: Snapshot) -> Iterator[None]:
 
 def _ignored(owner: nn.Module) -> bool:
     return getattr(owner, "recomputes_without_buffers", False)
+
+
+def _expect_born(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        owner, buffer = slot[0], _buffer(slot)
+        if buffer is not None and is_lazy(buffer):
+            raise RuntimeError(
+                f"{type(owner).__name__} has not been initialised, so that the first micro-batch could not be computed "
+                "again; run the model once before it is trained with checkpointing"
+            )
 
 
 def _buffer(slot: Slot) -> Tensor | None:
@@ -196,9 +211,10 @@ class Witness:
         return ", ".join(repr(name) for name, _, seen in places if seen in missing)
 
 
-def _state(tensor: Tensor) -> tuple[int, int]:
-    """Changes whenever the tensor is changed in place, or given other memory by ``.data``."""
-    return tensor._version, tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+def _state(tensor: Tensor) -> tuple[int, int, bool]:
+    """Changes whenever the tensor is changed in place, given other memory by ``.data``, frozen or thawed."""
+    memory = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return tensor._version, memory, tensor.requires_grad
 
 
 def training_flags(module: nn.Module) -> Training:

@@ -36,4 +36,4 @@ class _Shape:
     def __repr__(self) -> str:
         if isinstance(self._leaf, torch.Tensor):
             return f"{str(self._leaf.dtype).removeprefix('torch.')}{list(self._leaf.shape)}"
-        return repr(self._leaf)
+        return "None" if self._leaf is None else type(self._leaf).__name__  # its own repr might fail, or be long

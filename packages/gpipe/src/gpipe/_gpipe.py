@@ -271,6 +271,9 @@ class GPipe(nn.Module):
 
     def _pipeline(self, inputs: Any) -> Pipeline:
         """The micro-batches of ``inputs`` at the entrance of the stages."""
+        for partition in self.partitions:
+            # Somebody may have put another layer in the place of one.
+            partition._modules.update({name: self._modules[name] for name in partition._modules})
         first = self._stages[0].device
         value = mapped(Batch(inputs), lambda tensor: tensor.to(first)).value
         views, versions = scatter_views(value, self.chunks)

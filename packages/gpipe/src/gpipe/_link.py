@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,14 +36,22 @@ class Link(Generic[Payload]):
         name: for reports, such as ``values from partition 0 to 1``.
         carrier: how payloads change devices; None where source and target share their memory.
         patience: seconds after which waiting is reported; None never reports.
+        hopeless: asked by a reader when something has failed: whether what it waits for will not come.
     """
 
-    __slots__ = ("_arrived", "_carrier", "_patience", "_queue", "name")
+    __slots__ = ("_arrived", "_carrier", "_hopeless", "_patience", "_queue", "name")
 
-    def __init__(self, name: str, carrier: Carrier | None = None, patience: float | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        carrier: Carrier | None = None,
+        patience: float | None = None,
+        hopeless: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.name = name
         self._carrier = carrier
         self._patience = patience
+        self._hopeless = hopeless
         self._queue: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._arrived: dict[int, Any] = {}
 
@@ -55,10 +64,11 @@ class Link(Generic[Payload]):
         arrived = self._arrived
         while microbatch not in arrived:
             i, parcel = self._next(microbatch)
-            if i == _POISON:
+            if i != _POISON:
+                arrived[i] = parcel
+            elif self._hopeless():
                 self.poison()  # for whoever asks next
                 raise Poisoned
-            arrived[i] = parcel
         payload = arrived.pop(microbatch)
         return payload if self._carrier is None else self._carrier.receive(payload)  # type: ignore[no-any-return]
 
@@ -68,7 +78,7 @@ class Link(Generic[Payload]):
         return self._carrier is not None
 
     def poison(self) -> None:
-        """Let nobody wait here any more."""
+        """Let nobody wait here for what will not come."""
         self._queue.put((_POISON, None))
 
     def _next(self, microbatch: int) -> tuple[int, Any]:
@@ -85,14 +95,20 @@ class Channel:
     __slots__ = ("gradients", "values")
 
     def __init__(
-        self, name: str, forth: Carrier | None = None, back: Carrier | None = None, link: type[Link[Any]] | None = None
+        self,
+        name: str,
+        forth: Carrier | None = None,
+        back: Carrier | None = None,
+        *,
+        link: type[Link[Any]] | None = None,
+        hopeless: Callable[[], bool] = lambda: True,
     ) -> None:
         patience = stall_seconds()
-        self.values: Link[Batch] = (link or Link)(f"values {name}", forth, patience)
-        self.gradients: Link[list[Tensor | None]] = (link or Link)(f"gradients {name}", back, patience)
+        self.values: Link[Batch] = (link or Link)(f"values {name}", forth, patience, hopeless)
+        self.gradients: Link[list[Tensor | None]] = (link or Link)(f"gradients {name}", back, patience, hopeless)
 
     def poison(self) -> None:
-        """Let nobody wait at either end any more."""
+        """Let nobody wait at either end for what will not come."""
         self.values.poison()
         self.gradients.poison()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from streams import AbstractStream, Context, current_stream, wait_stream
 
 from ._carry import Place, carrier
 from ._errors import Poisoned
+from ._failures import Failures
 from ._hooks import HeldGradients, release
 from ._inline import is_inline
 from ._lane import Lane
@@ -25,16 +25,9 @@ from ._random import RunRandom
 from ._record import WatchedLink, recorder
 from ._stage import Stage
 from ._workers import Workers
-from .schedule import Action, Schedule, Step, Walk, fill_drain, halves, named, replay, validate
+from .schedule import Action, Schedule, Step, Walk, fill_drain, halves, named, validate
 from .skip import SkipLayout
 from .skip._layout import Route
-
-
-class Failure(NamedTuple):
-    """What went wrong, and at which step."""
-
-    step: Step
-    error: BaseException
 
 
 class Run:
@@ -67,9 +60,11 @@ class Run:
         self._recorder = recorder()
         if self._recorder is not None:
             self._recorder.begin(workers.placement)
+        self._failures = Failures()
         link = Link if self._recorder is None else WatchedLink
-        self._channels = _channels(places, link)
-        skips = [(route, _channel(f"of skip {route.key[1]!r}", places, *route[1:], link)) for route in layout.routes]
+        channel = partial(Channel, link=link, hopeless=self._failures.forestall)
+        self._channels = _channels(places, channel)
+        skips = [(route, _channel(f"of skip {route.key[1]!r}", places, *route[1:], channel)) for route in layout.routes]
         self._skips = [channel for _, channel in skips]
         self._random = RunRandom()
         for stage in stages:
@@ -129,43 +124,43 @@ class Run:
 
     def _walk(self, walk: Walk, context: Context) -> None:
         """Let every worker walk its steps; raise the earliest failure if there is any."""
-        failures: list[Failure] = []
+        self._failures.begin(walk)
         try:
-            failures += [failure for failure in self._results(walk, context) if failure is not None]
-            if failures:
-                raise _earliest(failures, walk)
+            self._run_all(walk, context)
+            self._failures.raise_earliest()
         except BaseException:
             for held in self._held():
                 held.give_back()
             raise
-        finally:
-            failures.clear()  # the error's traceback holds this frame, which would hold the error
 
-    def _results(self, walk: Walk, context: Context) -> list[Failure | None]:
+    def _run_all(self, walk: Walk, context: Context) -> None:
         works = [partial(self._do, steps, context) for steps in walk]
         if self._inline:
-            return [works[0]()]
-        streams = [self._streams[self._placement.index(worker)] for worker in range(len(works))]
-        return self._workers.run(list(zip(streams, works, strict=True)), self._poison)
+            works[0]()
+        else:
+            streams = [self._streams[self._placement.index(worker)] for worker in range(len(works))]
+            self._workers.run(list(zip(streams, works, strict=True)), self._stop)
 
     def _held(self) -> list[HeldGradients]:
         return [lane.held for lane in self._lanes if lane.held is not None]
 
-    def _do(self, steps: Sequence[Step], context: Context) -> Failure | None:
-        """Walk the steps of one worker; what stopped it, if anything did."""
+    def _do(self, steps: Sequence[Step], context: Context) -> None:
+        """Walk the steps of one worker, until one fails, or nothing is left that comes before a failure."""
+        failures = self._failures
         step = steps[0]
         try:
             with context.applied(), torch.autograd.set_multithreading_enabled(False):
                 do = self._doing()
                 for step in steps:
+                    if failures.before(step):
+                        return
                     do(self._lanes[step.stage], step.action)
         except Poisoned:
-            return None
+            return
         except BaseException as error:
-            self._lanes[step.stage].annotate(error, step.action)
+            failures.add(step, error)
             self._poison()
-            return Failure(step, error)
-        return None
+            self._lanes[step.stage].annotate(error, step.action)
 
     def _doing(self) -> Callable[[Lane, Action], None]:
         if self._recorder is not None:
@@ -177,6 +172,11 @@ class Run:
         if self._random.unexpected:
             for lane in self._lanes:
                 lane.stage.forget_draws()
+
+    def _stop(self) -> None:
+        """Make every worker come to an end soon."""
+        self._failures.stop()
+        self._poison()
 
     def _poison(self) -> None:
         for channel in (*self._channels, *self._skips):
@@ -200,14 +200,14 @@ def _labelled(lane: Lane, action: Action) -> None:
         lane.do(action)
 
 
-def _channels(places: Sequence[Place], link: type[Link[Any]]) -> list[Channel]:
-    between = [_channel("", places, j, j + 1, link) for j in range(len(places) - 1)]
-    return [Channel("at the input", link=link), *between, Channel("at the output", link=link)]
+def _channels(places: Sequence[Place], channel: Callable[..., Channel]) -> list[Channel]:
+    between = [_channel("", places, j, j + 1, channel) for j in range(len(places) - 1)]
+    return [channel("at the input"), *between, channel("at the output")]
 
 
-def _channel(what: str, places: Sequence[Place], a: int, b: int, link: type[Link[Any]]) -> Channel:
+def _channel(what: str, places: Sequence[Place], a: int, b: int, channel: Callable[..., Channel]) -> Channel:
     name = f"{what} between partitions {a} and {b}".strip()
-    return Channel(name, carrier(places[a], places[b]), carrier(places[b], places[a]), link)
+    return channel(name, carrier(places[a], places[b]), carrier(places[b], places[a]))
 
 
 def _ports(
@@ -224,8 +224,3 @@ def _ports(
 def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStream]) -> None:
     for source, target in zip(sources, targets, strict=True):
         wait_stream(source, target)
-
-
-def _earliest(failures: Sequence[Failure], walk: Walk) -> BaseException:
-    spans = replay(walk)
-    return min(failures, key=lambda failure: (spans[failure.step].start, failure.step.stage)).error

@@ -40,13 +40,17 @@ class Stage:
         outputs = Batch(self._call(entered(inputs).value))
         changed = versions(inputs) != before
         self._changes_input = self._changes_input or changed
-        if changed and isinstance(inputs, SharedBatch):
+        if changed and isinstance(inputs, SharedBatch) and self._parts(inputs):
             raise RuntimeError(
                 "the layers of this partition changed a tensor in place that shares its memory with another one from "
                 "an earlier partition, whose gradient would be wrong; let them work on a clone, or put both into one "
                 "partition"
             )
         return marked(outputs, inputs)
+
+    def _parts(self, inputs: SharedBatch) -> bool:
+        """Whether tensors that share their memory are on their own here: in their gradients, or as copies."""
+        return self.index == 0 or self.device.type != "cpu" or any(leaf.requires_grad for leaf in inputs)
 
     def _call(self, value: Any) -> Any:
         """Hand skips from other stages to the layers, and those for other stages on, beside the main value."""

@@ -79,16 +79,22 @@ class Workers:
             try:
                 self._share_threads(in_queues, out_queues)
                 for queue, (stream, compute) in zip(in_queues, works, strict=True):
-                    queue.put(Task(stream, compute=partial(self._work, compute)))
+                    queue.put(Task(stream, compute=partial(self._work, compute, stop)))
                 return [_result(queue.get()) for queue in out_queues]
             except BaseException:
                 stop()
                 self.close()
                 raise
 
-    def _work(self, compute: Callable[[], Result]) -> Result:
+    def _work(self, compute: Callable[[], Result], stop: Callable[[], None]) -> Result:
         _current.workers = self
-        return compute()
+        try:
+            return compute()
+        except BaseException:
+            stop()  # the others might wait for this one
+            raise
+        finally:
+            _current.workers = None
 
     def close(self) -> None:
         """End the threads. The next run starts new ones."""

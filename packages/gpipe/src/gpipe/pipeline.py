@@ -15,7 +15,7 @@ from ._errors import add_note
 from ._loss import LossEnd
 from ._run import Run
 from ._stage import Stage
-from ._value import cut, mapped
+from ._value import cut, mapped, marked
 from ._workers import Workers
 from .schedule import Schedule
 from .skip import SkipLayout, inspect_skip_layout
@@ -73,7 +73,7 @@ class Pipeline:
         walk = run.walk(schedule)
         before = _Gradients(stage.module for stage in self._stages)
         try:
-            gradients = run.train([cut(batch) for batch in self.batches], walk)
+            gradients = run.train(_entering(self.batches), walk)
         except BaseException as error:
             before.restore(error)
             raise
@@ -93,7 +93,7 @@ class Pipeline:
         """
         inputs = list(self.batches)
         run = self._run()
-        outputs = run.forward([cut(batch) for batch in inputs])
+        outputs = run.forward(_entering(inputs))
         self._versions.sync()
         if torch.is_grad_enabled():
             outputs = _attached(run, self._versions, inputs, outputs)
@@ -129,6 +129,10 @@ class _Gradients:
                 f"the .grad of {self._others} parameters may hold the gradients of some micro-batches of this step on "
                 "top of what it held before; call zero_grad() before the next step",
             )
+
+
+def _entering(batches: Sequence[Batch]) -> list[Batch]:
+    return [marked(cut(batch), batch) for batch in batches]
 
 
 def _module(partition: nn.Module | Stage) -> nn.Module:

@@ -1,0 +1,71 @@
+"""What went wrong in a run, and what need not be done any more because of it."""
+
+from __future__ import annotations
+
+import threading
+
+from ._actions import Step, Walk
+from ._order import replay
+
+When = tuple[float, int]
+"""The time of a step in a replay of the walk, and its stage: the order of the schedule."""
+
+
+class Failures:
+    """The failures of a walk. Which of them is the earliest does not depend on the timing of threads.
+
+    After a failure workers still do what comes before it in the schedule, since that might fail too; and nothing that
+    comes after. Without a failure nobody computes the order.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._here = threading.local()
+        self._walk: Walk = ()
+        self._order: dict[Step, When] = {}
+        self._errors: list[tuple[When, BaseException]] = []
+        self._earliest: When | None = None
+
+    def begin(self, walk: Walk) -> None:
+        """Another walk begins."""
+        self._walk = walk
+        self._order = {}
+
+    def before(self, step: Step) -> bool:
+        """Whether something has failed that comes before ``step``, which this thread is about to do."""
+        self._here.step = step
+        return self._earliest is not None and self._late(step)
+
+    def forestall(self) -> bool:
+        """Whether something has failed that comes before what this thread is doing."""
+        return self._earliest is not None and self._late(self._here.step)
+
+    def add(self, step: Step, error: BaseException) -> None:
+        """``step`` has failed."""
+        with self._lock:
+            when = self._when(step)
+            self._errors.append((when, error))
+            self._earliest = when if self._earliest is None else min(self._earliest, when)
+
+    def stop(self) -> None:
+        """Let nothing be done any more."""
+        self._earliest = (float("-inf"), 0)
+
+    def raise_earliest(self) -> None:
+        """Raise the failure that comes first in the schedule, if there is any."""
+        if not self._errors:
+            return
+        errors, self._errors = self._errors, []
+        try:
+            raise min(errors, key=lambda pair: pair[0])[1]
+        finally:
+            del errors  # the error's traceback holds this frame, which would hold the error
+
+    def _late(self, step: Step) -> bool:
+        with self._lock:
+            return self._earliest is not None and self._when(step) > self._earliest
+
+    def _when(self, step: Step) -> When:
+        if not self._order:
+            self._order = {each: (span.start, each.stage) for each, span in replay(self._walk).items()}
+        return self._order[step]
