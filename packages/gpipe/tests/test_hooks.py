@@ -138,7 +138,6 @@ def test_failed_backward_gives_hooks_and_gradients_back(mode: str):
     assert sorted(calls) == sorted(name for name, _ in pipe.named_parameters())
 
 
-@pytest.mark.xfail(strict=True, reason="hooks and gradients stay away when the caller is interrupted in the backward")
 def test_interrupted_backward_gives_hooks_and_gradients_back():
     pipe, calls = piped(linears(), [1, 2], chunks=2), []
     pipe[2].weight.register_hook(lambda gradient: calls.append(1))
@@ -165,7 +164,6 @@ def test_hook_that_raises_is_heard():
     assert_trains_like(pipe, linears())
 
 
-@pytest.mark.xfail(strict=True, reason="each parameter's hooks fire in a backward of their own, so it waits for ever")
 @pytest.mark.parametrize("balance", [[3], [1, 2]])
 def test_hook_of_several_parameters_fires_once_they_all_have_theirs(balance: list[int]):
     pipe, calls = piped(linears(), balance, chunks=2), []

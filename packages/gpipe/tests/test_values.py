@@ -199,7 +199,6 @@ def test_caller_s_tensor_after_a_first_layer_that_works_in_place(mode: str):
     assert relu_in_its_graph or untouched
 
 
-@pytest.mark.xfail(strict=True, reason="the first stage gets copies, in which a change of the one is not the other's")
 @pytest.mark.parametrize("mode", MODES)
 def test_inputs_that_share_memory_and_are_changed_are_right_or_refused(mode: str):
     model = nn.Sequential(Call(lambda v: v[0].relu_() + 2 * v[1]), linear())
