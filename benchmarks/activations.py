@@ -5,8 +5,8 @@
 Stages of the same size on the CPU. A dispatch mode (`profiler.Births`) sees every storage that an operation makes in
 the forward, weakly; what still lives after it, but for the output, is kept for the backward. It is given in units of
 the boundary tensors: the inputs of all stages but the first, whose input is the caller's own. A pipe that checkpoints
-has to keep these, and beside them the whole graph of the micro-batches that it does not checkpoint. "Peak" is the most that
-lives at any time until the end of the backward, gradients included.
+has to keep these, and beside them the whole graph of the micro-batches that it does not checkpoint. "Peak" is the most
+that lives at any time until the end of the backward, gradients included.
 
 The pipe runs inline, because a dispatch mode sees one thread; the programs are the same. Nothing here is a time.
 """

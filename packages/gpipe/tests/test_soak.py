@@ -1,4 +1,7 @@
-"""Many steps leave nothing behind: no thread, no tensor, no memory."""
+"""Many steps leave nothing behind: no thread, no tensor, no memory.
+
+Compared by "no more than", because what other tests have left may go in the meantime.
+"""
 
 from __future__ import annotations
 
@@ -43,29 +46,31 @@ def test_three_hundred_steps(mode: str):
     pipe = pipe_of(mode)
     optimizer, x = torch.optim.SGD(pipe.parameters(), 0.01, momentum=0.9), torch.randn(6, 4)
     train(pipe, optimizer, x, 5)
-    threads, alive = threading.active_count(), tensors()
+    threads, alive = set(threading.enumerate()), tensors()
     train(pipe, optimizer, x, 295)
-    assert (threading.active_count(), tensors()) == (threads, alive)
+    assert set(threading.enumerate()) <= threads
+    assert tensors() <= alive
     with torch.no_grad():
         for _ in range(5):
             pipe(x)
     for _ in range(5):
         pipe(x)  # whose backward never comes
-    assert (threading.active_count(), tensors()) == (threads, alive)
+    assert set(threading.enumerate()) <= threads
+    assert tensors() <= alive
 
 
 def test_pipes_come_and_go():
     x = torch.randn(6, 4)
-    threads, alive = None, None
+    threads, alive = set(threading.enumerate()), 0
     for round_ in range(20):
         pipe = pipe_of("except_last")
         pipe(x).sum().backward()
         pipe.close()
         del pipe
         if round_ == 2:
-            threads, alive = threading.active_count(), tensors()
-    assert threading.active_count() == threads
-    assert tensors() == alive
+            alive = tensors()
+    assert set(threading.enumerate()) <= threads
+    assert tensors() <= alive
 
 
 def test_unclosed_pipe_ends_its_threads_when_it_is_garbage():
@@ -107,10 +112,10 @@ def test_ten_thousand_steps(mode: str):
     pipe = pipe_of(mode)
     optimizer, x = torch.optim.SGD(pipe.parameters(), 0.01, momentum=0.9), torch.randn(6, 4)
     train(pipe, optimizer, x, 500)
-    threads, before = threading.active_count(), resident()
+    threads, before = set(threading.enumerate()), resident()
     for _ in range(10):
         train(pipe, optimizer, x, 1000)
-        assert threading.active_count() == threads
+        assert set(threading.enumerate()) <= threads
     # A step keeps some 20 kB between its forward and backward; one thousandth of that left behind would show.
     assert resident() - before < 4 * 2**20
 
