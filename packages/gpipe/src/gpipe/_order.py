@@ -73,6 +73,7 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
 
     With all stages on one worker this is an order in which nothing ever waits.
 
+    >>> from gpipe.schedule import fill_drain, halves
     >>> print(*merge(halves(fill_drain(2, 2))[0], (0, 0))[0])
     F0@0 F0@1 F1@0 F1@1
     """

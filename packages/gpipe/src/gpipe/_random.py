@@ -29,9 +29,8 @@ from ._modes import pushed
 class RunRandom:
     """The random numbers of one run.
 
-    Attributes:
-        unexpected: whether something that was not expected to draw took numbers from the process's generator. Cells
-            then refuse to draw in a recomputation what they did not keep track of in the forward.
+    If something that was not expected to draw takes numbers from the process's generator, cells refuse to draw in a
+    recomputation what they did not keep track of in the forward.
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,7 @@ class RunRandom:
         self._around: CellRandom | None = getattr(_active, "cell", None)
         self._seed: int | None = None
         self._state = _PROCESS.get_state()
-        self.unexpected = False
+        self._found: bool | None = None
 
     @property
     def seed(self) -> int:
@@ -52,9 +51,18 @@ class RunRandom:
                 self._state = _PROCESS.get_state()
             return self._seed
 
-    def look(self) -> None:
-        """Find out whether somebody has drawn past the cells."""
-        self.unexpected = not torch.equal(self._state, _PROCESS.get_state())
+    def end(self) -> bool:
+        """All forwards are done; whether somebody has drawn past the cells. Who draws later is no layer."""
+        self._found = self.unexpected
+        return self._found
+
+    @property
+    def unexpected(self) -> bool:
+        """Whether somebody has drawn past the cells so far."""
+        if self._found is not None:
+            return self._found
+        with self._lock:
+            return not torch.equal(self._state, _PROCESS.get_state())
 
 
 class CellRandom:

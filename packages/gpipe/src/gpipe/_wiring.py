@@ -1,0 +1,47 @@
+"""All channels of a run: from stage to stage, into the pipeline, out of it, and for skips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ._carry import Place, carrier
+from ._link import Channel
+from ._ports import Ports
+from .skip import SkipLayout
+
+
+class Wiring:
+    """Connects stages that compute at ``places``.
+
+    Args:
+        channel: makes a channel, given its name and how payloads go forth and back.
+
+    Attributes:
+        entrance, exit: the channels whose other end is the owner of the run.
+    """
+
+    def __init__(self, places: Sequence[Place], layout: SkipLayout, channel: Callable[..., Channel]) -> None:
+        def between(a: int, b: int, what: str) -> Channel:
+            name = f"{what}between partitions {a} and {b}"
+            return channel(name, carrier(places[a], places[b]), carrier(places[b], places[a]))
+
+        self.entrance = channel("at the input")
+        self.exit = channel("at the output")
+        self._main = [self.entrance, *(between(j, j + 1, "") for j in range(len(places) - 1)), self.exit]
+        self._routes = layout.routes
+        self._skips = [between(route.source, route.target, f"of skip {route.key[1]!r} ") for route in layout.routes]
+
+    def arrival(self, j: int) -> Ports:
+        """Where values come into stage ``j``."""
+        skips = zip(self._routes, self._skips, strict=True)
+        return Ports(self._main[j], [channel for route, channel in skips if route.target == j])
+
+    def departure(self, j: int) -> Ports:
+        """Where values leave stage ``j``."""
+        skips = zip(self._routes, self._skips, strict=True)
+        return Ports(self._main[j + 1], [channel for route, channel in skips if route.source == j])
+
+    def poison(self) -> None:
+        """Let nobody wait anywhere for what will not come."""
+        for channel in (*self._main, *self._skips):
+            channel.poison()
