@@ -4,8 +4,8 @@
 
 Workload W: 8 × (Linear(D, D) + GELU) on a batch of D rows that requires grad, two partitions on two CPU stages, forward
 and backward, one intra-op thread a worker. Four programs take turns: the plain loop over the micro-batches, GPipe,
-torchgpipe 0.0.7 where it is installed, and two unlinked plain loops in two threads, which tell how much of two cores the
-machine gives at the time.
+torchgpipe 0.0.7 where it is installed, and two unlinked plain loops in two threads, which tell how much of two cores
+the machine gives at the time.
 
 The speed-up of a pipeline of n stages on m micro-batches is at most m·n/(m+n−1). Efficiency is the measured speed-up
 over that limit, over half of the machine's own two-thread scaling.
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import argparse
 import platform
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median, quantiles
 
 import torch
@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import nn
 
 from gpipe import GPipe
+from streams import limit_threads
 
 try:
     import torchgpipe
@@ -83,10 +84,13 @@ def _programs(width: int, chunks: int, checkpoint: str) -> dict[str, Callable[[]
     plain = _model(width)
     twin = _model(width)
     pipe = GPipe(_model(width), [8, 8], devices=["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
+    threads = ThreadPoolExecutor(2, initializer=limit_threads, initargs=(1,))  # kept, as the pipe's own are
     programs = {
         "loop": lambda: _loop(plain, batch, chunks),
         "gpipe": lambda: _step(pipe, batch),
-        "two threads": lambda: _together(lambda: _loop(plain, batch, chunks), lambda: _loop(twin, batch, chunks)),
+        "two threads": lambda: _together(
+            threads, lambda: _loop(plain, batch, chunks), lambda: _loop(twin, batch, chunks)
+        ),
     }
     if torchgpipe is not None:
         peer = torchgpipe.GPipe(_model(width), [8, 8], devices=["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
@@ -110,12 +114,9 @@ def _loop(model: nn.Module, batch: torch.Tensor, chunks: int) -> None:
         model(chunk).sum().backward()
 
 
-def _together(*works: Callable[[], None]) -> None:
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def _together(threads: ThreadPoolExecutor, *works: Callable[[], None]) -> None:
+    for future in [threads.submit(work) for work in works]:
+        future.result()
 
 
 def _interleaved(programs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:

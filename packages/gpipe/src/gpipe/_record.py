@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from microbatch import Batch
 from profiler import Births
@@ -76,7 +76,7 @@ class Recorder:
         with nullcontext() if births is None else pushed(births):
             lane.do(action)
         end = self._clock.now(stage.device)
-        held = None if births is None else births.alive()
+        held = None if births is None else births.alive(without=_gradients(stage.module))
 
         def event() -> Event:
             times = self._clock.seconds(look.start), self._clock.seconds(end)
@@ -84,6 +84,10 @@ class Recorder:
             return Event(*place, *times, look.wait, look.bytes_moved, stage.layers, held)
 
         self.timeline.add(event if stage.device.type == "cuda" else event())
+
+
+def _gradients(module: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
 class Look:

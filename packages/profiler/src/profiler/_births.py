@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -33,9 +34,11 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A mode that looks into compiled code sends that code to eager for good, in the caller's module too.
         return True
 
-    def alive(self) -> int:
-        """Bytes of the storages born so far and not dead yet."""
-        return sum(storage.nbytes() for ref, _, _ in self._alive.values() if (storage := ref()) is not None)
+    def alive(self, without: Iterable[torch.Tensor] = ()) -> int:
+        """Bytes of the storages born so far and not dead yet, except those of the tensors in ``without``."""
+        others = {storage._cdata for tensor in without for storage in storages(tensor)}
+        living = ((key, ref()) for key, (ref, _, _) in self._alive.items() if key not in others)
+        return sum(storage.nbytes() for _, storage in living if storage is not None)
 
     def holds_empty_workspace(self) -> bool:
         """Whether a living storage is a workspace of unknown size, as fake oneDNN kernels make them: 0 bytes."""
