@@ -86,12 +86,6 @@ def test_unclosed_pipe_ends_its_threads_when_it_is_garbage():
         assert not thread.is_alive()
 
 
-OUTPUTS = pytest.mark.xfail(
-    strict=True, reason="the outputs of all micro-batches live on beside the gathered one, held by the node around them"
-)
-
-
-@OUTPUTS
 def test_checkpointed_pipe_keeps_its_boundary_tensors_only():
     """And at most one micro-batch of the caller's input, copied while it is unknown whether a layer changes it."""
     layers = [layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.GELU())]

@@ -73,7 +73,8 @@ def attach(backward: Backward, inputs: Sequence[Tensor], outputs: Sequence[Tenso
     seeds: list[Tensor | None] = []
     anchor = torch.empty(0, device="cpu", requires_grad=True)
     token = PipelineBackward.apply(backward, seeds, anchor, *inputs)  # type: ignore[no-untyped-call]
-    return list(Attach.apply(seeds, token, *outputs))  # type: ignore[no-untyped-call]
+    # Detached: as leaves that require grad they would be held by the nodes that accumulate their gradients.
+    return list(Attach.apply(seeds, token, *[output.detach() for output in outputs]))  # type: ignore[no-untyped-call]
 
 
 class Attach(torch.autograd.Function):
