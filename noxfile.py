@@ -24,6 +24,7 @@ if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
 HOUSE = Path(__file__).parent
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
 SETTINGS = nox.project.load_toml(HOUSE / "pyproject.toml")
@@ -110,6 +111,33 @@ def long(session: nox.Session) -> None:
     install_house(session, "house-test")
     session.run("pytest", "-m", "long", "--timeout=1800", *session.posargs)
     session.run("pytest", "--hypothesis-profile=long", "--timeout=1800", *session.posargs)
+
+
+@nox.session
+def mutation(session: nox.Session) -> None:
+    """Small faults planted one by one in blockpartition, of which tests should find each; takes about an hour."""
+    install(session, "-e", "packages/blockpartition", *group("test"), "mutmut==3.8.*")
+    session.chdir("packages/blockpartition")
+    session.run("mutmut", "run", "--max-children", "1", *session.posargs)
+    session.run("mutmut", "results")
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """Timelines in a real browser; skipped where there is no Chromium."""
+    if not any(map(shutil.which, CHROMIUMS)):
+        session.skip(f"no browser here: none of {', '.join(CHROMIUMS)} is on the path")
+    install_house(session, "test")
+    install(session, "playwright")
+    session.run("pytest", "tests/browser", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The pipeline against the plain loop and torchgpipe; arguments go to benchmarks/pipeline.py."""
+    install_house(session, "demo")
+    install(session, "torchgpipe==0.0.7")
+    session.run("python", "benchmarks/pipeline.py", *session.posargs)
 
 
 def install(session: nox.Session, *what: str | Path) -> None:

@@ -20,6 +20,8 @@ myst_heading_anchors = 3
 default_role = "code"
 autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
+# What PyTorch says of a method that is overridden here has marks of its own.
+autodoc_inherit_docstrings = False
 
 html_theme = "furo"
 html_title = f"gpipe {release}"
