@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from ._partial import backward_inputs
 from ._random import CellRandom, Refusal, RunRandom
 from ._stage import Stage
 from ._value import cloned, cut, versions
+
+Result = TypeVar("Result")
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -56,8 +59,7 @@ class Cell:
         flowing = self._flowing(gradients)
         if flowing:
             outputs, seeds = zip(*flowing, strict=True)
-            with self._randomly_backward(), _outer_graph_explained():
-                _run_backward(outputs, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            self._backwards(lambda: _run_backward(outputs, seeds, False, False, (), True, accumulate_grad=True))
         return [leaf.grad for leaf in self.inputs]
 
     def backward_input(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -71,8 +73,7 @@ class Cell:
             self._left = [partial(self.backward, gradients)]
             return [None] * len(self.inputs)
         outputs, seeds = zip(*flowing, strict=True)
-        with self._randomly_backward(), _outer_graph_explained():
-            parts = backward_inputs(outputs, seeds, leaves)
+        parts = self._backwards(lambda: backward_inputs(outputs, seeds, leaves))
         if parts is None:
             self._stage.say_whole()
             self._left = []
@@ -83,9 +84,9 @@ class Cell:
 
     def backward_weight(self) -> None:
         """Accumulate the gradients of the parameters."""
-        with self._randomly_backward(), _outer_graph_explained():
-            for each in self._left:
-                each()
+        left, self._left = self._left, []  # what is left may be a method of this cell: a cycle
+        for each in left:
+            self._backwards(each)
 
     def _flowing(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
         """The outputs from which a gradient flows, with it."""
@@ -95,8 +96,16 @@ class Cell:
             if gradient is not None and output.requires_grad
         ]
 
-    def _randomly_backward(self) -> AbstractContextManager[None]:
-        return _NOTHING if self._random is None else self._random.backward()
+    def _backwards(self, work: Callable[[], Result]) -> Result:
+        """Let autograd do some of the backward, with the random numbers of the cell if that needs any."""
+        try:
+            if self._random is None:
+                return work()
+            with self._random.backward():
+                return work()
+        except RuntimeError as error:
+            _explain(error)
+            raise
 
     def _compute(self, inputs: Batch) -> Batch:
         if self._random is None:
@@ -107,14 +116,9 @@ class Cell:
         return outputs
 
 
-@contextmanager
-def _outer_graph_explained() -> Iterator[None]:
+def _explain(error: RuntimeError) -> None:
     """Every cell is backwarded once. If torch complains of a second time, a graph around the cells is meant."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
+    if "backward through the graph a second time" in str(error):
         raise RuntimeError(
             "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
             "micro-batch has used up; compute it inside the layer, hand it to the pipe as an input, or detach it"

@@ -8,7 +8,7 @@ from ._cell import Cell, CheckpointedCell, Circumstances
 from ._errors import add_note, shapes
 from ._hooks import HeldGradients
 from ._loss import LossEnd
-from ._place import at
+from ._place import At
 from ._ports import Ports
 from ._random import CellRandom, RunRandom
 from ._stage import Stage
@@ -62,14 +62,14 @@ class Lane:
         if self.stage.index == 0 and self.stage.may_change_input:
             inputs = cloned(inputs)  # what the caller gave stays as it is
         cell = self._cells[i] = self._cell(i)
-        with at(i, self._microbatches):
+        with At(i, self._microbatches):
             outputs = cell.forward(inputs)
         if not self._keep:
             del self._cells[i]
         self._departure.put_values(i, outputs)
 
     def recompute(self, i: int) -> None:
-        with at(i, self._microbatches):
+        with At(i, self._microbatches):
             self._cells[i].recompute()
 
     def backward(self, i: int) -> None:

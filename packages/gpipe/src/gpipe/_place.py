@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class _Here(threading.local):
@@ -19,11 +17,16 @@ def microbatch() -> tuple[int, int] | None:
     return _here.microbatch
 
 
-@contextmanager
-def at(i: int, microbatches: int) -> Iterator[None]:
-    """Inside, this thread works on micro-batch ``i`` of ``microbatches``."""
-    before, _here.microbatch = _here.microbatch, (i, microbatches)
-    try:
-        yield
-    finally:
-        _here.microbatch = before
+class At:
+    """A block in which this thread works on micro-batch ``i`` of ``microbatches``."""
+
+    __slots__ = ("_before", "_now")
+
+    def __init__(self, i: int, microbatches: int) -> None:
+        self._now = i, microbatches
+
+    def __enter__(self) -> None:
+        self._before, _here.microbatch = _here.microbatch, self._now
+
+    def __exit__(self, *_: object) -> None:
+        _here.microbatch = self._before
