@@ -201,10 +201,11 @@ class GPipe(nn.Module):
         pipeline = self._pipeline(input)
         microbatches = len(pipeline.batches)
         targets = _targets(target, self._stages[-1].device, microbatches, self.chunks)
-        end = LossEnd(loss_fn, targets, _weights(pipeline.batches, reduction, normalizer))
+        weights = _weights(pipeline.batches, reduction, normalizer)
+        end = LossEnd(loss_fn, targets, weights, keep_outputs=return_outputs)
         pipeline.train(end, schedule)
         if return_outputs:
-            return end.loss, gather([mapped(end.outputs[i], Tensor.detach) for i in range(microbatches)])
+            return end.loss, gather([end.outputs[i] for i in range(microbatches)])
         return end.loss
 
     def close(self) -> None:

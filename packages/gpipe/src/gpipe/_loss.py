@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from microbatch import Batch
 
-from ._value import entered
+from ._value import entered, mapped
 
 LossFunction = Callable[[Any, Any], Any]
 """From an output and a target to a scalar loss, or to the sum of losses and their count."""
@@ -23,15 +24,19 @@ class LossEnd:
         loss_fn: called with the output and the target of each micro-batch.
         targets: one for each micro-batch.
         weights: what the loss of each micro-batch counts in the whole.
+        keep_outputs: let no output go; else each goes with its micro-batch.
 
     Attributes:
-        outputs: of the last stage, by micro-batch, as leaves of the graph of the loss.
+        outputs: of the last stage, by micro-batch, detached, if they are kept.
     """
 
-    def __init__(self, loss_fn: LossFunction, targets: Sequence[Any], weights: Sequence[float]) -> None:
+    def __init__(
+        self, loss_fn: LossFunction, targets: Sequence[Any], weights: Sequence[float], *, keep_outputs: bool = False
+    ) -> None:
         self._loss_fn = loss_fn
         self._targets = targets
         self._weights = weights
+        self._keep_outputs = keep_outputs
         self._losses: list[Tensor] = []
         self._counts: list[Tensor | float] = []
         self._gradients: dict[int, list[Tensor | None]] = {}
@@ -44,7 +49,8 @@ class LossEnd:
         torch.autograd.backward(loss, torch.full_like(loss, weight))
         self._losses.append(loss.detach() * weight)
         self._gradients[i] = [leaf.grad for leaf in batch]
-        self.outputs[i] = batch
+        if self._keep_outputs:
+            self.outputs[i] = mapped(batch, Tensor.detach)
 
     def get_gradients(self, i: int) -> list[Tensor | None]:
         """The gradients of the outputs of a micro-batch."""
@@ -58,7 +64,8 @@ class LossEnd:
     @property
     def scale(self) -> float:
         """What all gradients are still to be multiplied by, once the last micro-batch has been seen."""
-        return 1.0 / float(sum(self._counts)) if self._counts else 1.0
+        count = float(sum(self._counts)) if self._counts else 1.0
+        return 1.0 / count if count else math.inf  # as where torch divides by zero
 
     @property
     def loss(self) -> Tensor:
