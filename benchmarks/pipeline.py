@@ -1,14 +1,14 @@
-"""How close the pipeline comes to its own limit, and to its peers: ratios of interleaved runs.
+"""How close the pipeline comes to its own limit, and to torchgpipe: ratios of interleaved runs.
 
     python benchmarks/pipeline.py --width 1024 256 64
 
 Workload W: 8 × (Linear(D, D) + GELU) on a batch of D rows that requires grad, two partitions on two CPU stages, forward
-and backward, one intra-op thread a worker. Four programs take turns: the plain loop over the micro-batches, GPipe,
+and backward, one intra-op thread a worker. The programs take turns: the plain loop over the micro-batches, GPipe,
 torchgpipe 0.0.7 where it is installed, and two unlinked plain loops in two threads, which tell how much of two cores
 the machine gives at the time.
 
-The speed-up of a pipeline of n stages on m micro-batches is at most m·n/(m+n−1). Efficiency is the measured speed-up
-over that limit, over half of the machine's own two-thread scaling.
+The speed-up of a pipeline of n stages on m micro-batches is at most m·n/(m+n−1), if nothing is recomputed and backwards
+are whole. Efficiency is the measured speed-up over that limit, over half of the machine's own two-thread scaling.
 """
 
 from __future__ import annotations
@@ -36,65 +36,60 @@ except ImportError:
 
 STAGES = 2
 CHECKPOINTS = ("never", "except_last", "always")
+SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
+HEADINGS = ("D=B", "way", "loop, ms", "speed-up", "two threads", "efficiency", "time / torchgpipe's")
+
+Programs = dict[str, Callable[[], None]]
 
 
 def main() -> None:
     options = _arguments()
     torch.set_num_threads(1)
-    table = Table(
-        title=f"W on two CPU stages, m={options.chunks}, {options.rounds} rounds; medians, in brackets the quartiles"
-    )
-    for column in (
-        "D=B",
-        "checkpoint",
-        "loop, ms",
-        "speed-up / loop",
-        "two threads",
-        "efficiency",
-        "time / torchgpipe's",
-    ):
-        table.add_column(column, justify="right")
+    table = Table(title=f"W, m={options.chunks}, {options.rounds} rounds: medians, in brackets the quartiles")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
     for width in options.width:
-        for checkpoint in options.checkpoint:
-            table.add_row(str(width), checkpoint, *_row(width, options.chunks, checkpoint, options.rounds))
+        for way in options.way:
+            table.add_row(str(width), way, *_row(_programs(width, options.chunks, way), way, options))
     console = Console(width=120)
     console.print(table)
     console.print(f"{_processor()}, torch {torch.__version__}, Python {platform.python_version()}")
 
 
-def _row(width: int, chunks: int, checkpoint: str, rounds: int) -> list[str]:
-    programs = _programs(width, chunks, checkpoint)
-    times = _interleaved(programs, rounds)
-    speedup = [a / b for a, b in zip(times["loop"], times["gpipe"], strict=True)]
-    scaling = [2 * a / b for a, b in zip(times["loop"], times["two threads"], strict=True)]
-    limit = chunks * STAGES / (chunks + STAGES - 1)
+def _row(programs: Programs, way: str, options: argparse.Namespace) -> list[str]:
+    times = _interleaved(programs, options.rounds)
+    speedup = _ratios(times["loop"], times["gpipe"])
+    scaling = [2 * ratio for ratio in _ratios(times["loop"], times["two threads"])]
+    limit = options.chunks * STAGES / (options.chunks + STAGES - 1)
     efficiency = median(speedup) / limit / (median(scaling) / 2)
-    peer = [a / b for a, b in zip(times["gpipe"], times["torchgpipe"], strict=True)] if "torchgpipe" in times else None
     return [
         f"{median(times['loop']) * 1e3:.2f}",
         _spread(speedup),
         _spread(scaling),
-        f"{efficiency:.2f}",
-        _spread(peer) if peer else "not installed",
+        "–" if way in ("except_last", "always") else f"{efficiency:.2f}",
+        _spread(_ratios(times["gpipe"], times["torchgpipe"])) if "torchgpipe" in times else "–",
     ]
 
 
-def _programs(width: int, chunks: int, checkpoint: str) -> dict[str, Callable[[], None]]:
+def _programs(width: int, chunks: int, way: str) -> Programs:
     batch = torch.randn(width, width)
-    plain = _model(width)
-    twin = _model(width)
-    pipe = GPipe(_model(width), [8, 8], devices=["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
+    plain, twin = _model(width), _model(width)
     threads = ThreadPoolExecutor(2, initializer=limit_threads, initargs=(1,))  # kept, as the pipe's own are
+    checkpoint = way if way in CHECKPOINTS else "never"
+    how = {"devices": ["cpu"] * STAGES, "chunks": chunks, "checkpoint": checkpoint}
+    pipe = GPipe(_model(width), [8, 8], **how)
     programs = {
         "loop": lambda: _loop(plain, batch, chunks),
-        "gpipe": lambda: _step(pipe, batch),
+        "gpipe": (lambda: _forward_and_backward(pipe, batch))
+        if way in CHECKPOINTS
+        else lambda: _step(pipe, batch, way),
         "two threads": lambda: _together(
             threads, lambda: _loop(plain, batch, chunks), lambda: _loop(twin, batch, chunks)
         ),
     }
     if torchgpipe is not None:
-        peer = torchgpipe.GPipe(_model(width), [8, 8], devices=["cpu"] * STAGES, chunks=chunks, checkpoint=checkpoint)
-        programs["torchgpipe"] = lambda: _step(peer, batch)
+        peer = torchgpipe.GPipe(_model(width), [8, 8], **how)
+        programs["torchgpipe"] = lambda: _forward_and_backward(peer, batch)
     return programs
 
 
@@ -103,9 +98,16 @@ def _model(width: int) -> nn.Sequential:
     return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())])
 
 
-def _step(model: nn.Module, batch: torch.Tensor) -> None:
+def _forward_and_backward(model: nn.Module, batch: torch.Tensor) -> None:
     model.zero_grad()
     model(batch.detach().requires_grad_()).sum().backward()
+
+
+def _step(pipe: GPipe, batch: torch.Tensor, schedule: str) -> None:
+    pipe.zero_grad()
+    pipe.step(
+        batch.detach().requires_grad_(), loss_fn=lambda output, _: output.sum(), reduction="sum", schedule=schedule
+    )
 
 
 def _loop(model: nn.Module, batch: torch.Tensor, chunks: int) -> None:
@@ -132,6 +134,10 @@ def _interleaved(programs: dict[str, Callable[[], None]], rounds: int) -> dict[s
     return times
 
 
+def _ratios(above: list[float], below: list[float]) -> list[float]:
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
 def _spread(values: list[float]) -> str:
     low, _, high = quantiles(values, n=4)
     return f"{median(values):.2f} [{low:.2f}–{high:.2f}]"
@@ -145,7 +151,13 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, nargs="+", default=[1024, 256, 64])
     parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--checkpoint", nargs="+", choices=CHECKPOINTS, default=["never", "always"])
+    parser.add_argument(
+        "--way",
+        nargs="+",
+        choices=CHECKPOINTS + SCHEDULES,
+        default=["never", "always", "1f1b", "zero_bubble"],
+        help="forward and backward with this checkpointing, or step() with this schedule",
+    )
     parser.add_argument("--rounds", type=int, default=20)
     return parser.parse_args()
 
