@@ -14,7 +14,9 @@ are whole. Efficiency is the measured speed-up over that limit, over half of the
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +46,7 @@ Programs = dict[str, Callable[[], None]]
 
 def main() -> None:
     options = _arguments()
-    torch.set_num_threads(1)
+    _give_every_thread_one()
     table = Table(title=f"W, m={options.chunks}, {options.rounds} rounds: medians, in brackets the quartiles")
     for heading in HEADINGS:
         table.add_column(heading, justify="right")
@@ -91,6 +93,13 @@ def _programs(width: int, chunks: int, way: str) -> Programs:
         peer = torchgpipe.GPipe(_model(width), [8, 8], **how)
         programs["torchgpipe"] = lambda: _forward_and_backward(peer, batch)
     return programs
+
+
+def _give_every_thread_one() -> None:
+    """Start again with one intra-op thread for every thread there will be: torchgpipe's are new in every run."""
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 def _model(width: int) -> nn.Sequential:
