@@ -128,8 +128,8 @@ def test_a_better_stage_never_hurts(problem, data):
 def test_stages_a_thousand_times_as_fast_take_a_thousandth(problem):
     faster = [replace(stage, speed=1024 * stage.speed) for stage in problem.stages]
     before, after = placed(problem), placed(replace(problem, stages=faster))
-    if before is None or isinstance(before.bottleneck, float):
-        return
+    if before is None or isinstance(before.bottleneck, float) or isinstance(after.bottleneck, float):
+        return  # a float is rounded, the one but not the other if only one of them is beyond floats
     assert after.bottleneck * 1024 == before.bottleneck
 
 

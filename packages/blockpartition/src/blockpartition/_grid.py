@@ -132,7 +132,8 @@ def joint_kind(*grids: Grid) -> type:
 
 
 def ceiling(value: Fraction, scale: int, kind: type) -> Number:
-    """`value / scale` as a `kind`, never less than it is."""
+    """`value / scale` as a `kind`, never less than it is; exact where that would be infinite."""
     exact = value / scale
     nearest = number(exact.numerator, exact.denominator, kind)
-    return nearest if nearest >= exact else math.nextafter(nearest, math.inf)
+    above = nearest if nearest >= exact else math.nextafter(nearest, math.inf)
+    return exact if above == math.inf else above
