@@ -1,7 +1,7 @@
 from dataclasses import replace
 from fractions import Fraction
 
-from hypothesis import given
+from hypothesis import example, given
 
 from blockpartition import Infeasible, Stage, place
 
@@ -36,6 +36,7 @@ def test_the_smallest_factor_would_do_and_no_smaller_one(problem):
 
 
 @given(placings(order="fixed"))
+@example(Placing([1.0, 1.7976931348623157e308], [Stage(1)], {}))
 def test_the_smallest_common_capacity_would_do(problem):
     stages = [replace(stage, capacity=0.25) for stage in problem.stages]
     error = refusal(problem.costs, stages, **problem.constraints)
