@@ -114,7 +114,7 @@ class Run:
         if isinstance(schedule, str):
             return _named(schedule, self._microbatches, self._checkpoint_stop, self._placement)
         validate(schedule, self._microbatches, self._placement)
-        return schedule.on(self._placement)
+        return schedule.recomputing(self._checkpoint_stop).on(self._placement)
 
     def _walk(self, walk: Walk, context: Context) -> None:
         """Let every worker walk its steps; raise the earliest failure if there is any."""

@@ -65,6 +65,20 @@ class Schedule(tuple[Program, ...]):
             return self.walk
         return merge(self, placement)
 
+    def recomputing(self, checkpoint_stop: int) -> Schedule:
+        """The same with a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
+
+        Where there is one already, it stays where it is.
+
+        >>> print(Schedule.parse("F0 F1 B0 B1").recomputing(1))
+        F0 F1 R0 B0 B1
+        """
+        walk = self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
+        present = {step for own in walk for step in own}
+        steps = [[each for step in own for each in _recomputing(step, present, checkpoint_stop)] for own in walk]
+        programs = [[s.action for own in steps for s in own if s.stage == j] for j in range(len(self))]
+        return Schedule(programs, None if self.walk is None else tuple(map(tuple, steps)))
+
     def __str__(self) -> str:
         walk = self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
         alone = all(step.stage == number for number, steps in enumerate(walk) for step in steps)
@@ -107,6 +121,14 @@ def _read(word: str, line: int) -> Step:
     letter, microbatch, stage = match.groups()
     kind = next(kind for kind, own in LETTERS.items() if own == letter)
     return Step(line if stage is None else int(stage), Action(kind, int(microbatch)))
+
+
+def _recomputing(step: Step, present: set[Step], checkpoint_stop: int) -> Iterator[Step]:
+    stage, (kind, i) = step
+    needed = Step(stage, Action("recompute", i))
+    if kind in ("backward", "backward_input") and i < checkpoint_stop and needed not in present:
+        yield needed
+    yield step
 
 
 def _places(walk: Walk) -> dict[int, int]:
