@@ -100,14 +100,14 @@ def whole(loss: str, output: Any, weights: list[Tensor]) -> Tensor:
     return found / LOSSES[loss][1].get("normalizer", 1)
 
 
-def pipe_of(recipe: Recipe, way: Way, model: nn.Sequential) -> GPipe:
+def pipe_of(recipe: Recipe, way: Way, model: nn.Sequential, checkpoint: str | None = None) -> GPipe:
     balance = recipe.balance(len(model))
     return GPipe(
         copy.deepcopy(model),
         balance,
         devices=way.devices(len(balance)),
         chunks=recipe.chunks,
-        checkpoint=recipe.checkpoint,
+        checkpoint=checkpoint or recipe.checkpoint,
         deferred_batch_norm=recipe.deferred,
     )
 
@@ -142,7 +142,7 @@ def stepped(pipe: GPipe, x: Tensor, weights: Any, way: Way, recipe: Recipe, **op
     return left(pipe, loss, output, leaf)
 
 
-@settings(SLOW, max_examples=SLOW.max_examples // 2)
+@SLOW
 @given(recipes(STEADY), ways)
 def test_step_is_forward_and_backward_of_the_model(recipe: Recipe, way: Way):
     model = recipe.model()
@@ -160,10 +160,10 @@ def test_step_is_forward_and_backward_of_the_model(recipe: Recipe, way: Way):
         assert_close(dict(pipe.state_dict()), dict(model.state_dict()), recipe)
 
 
-def lived(recipe: Recipe, way: Way) -> list[Any]:
-    """What two steps of training leave behind; empty if there is nothing to train."""
+def lived(recipe: Recipe, way: Way, checkpoint: str | None = None) -> list[Any]:
+    """What two steps of training leave behind."""
     results: list[Any] = []
-    with closing(pipe_of(recipe, way, recipe.model())) as pipe:
+    with closing(pipe_of(recipe, way, recipe.model(), checkpoint)) as pipe:
         with torch.no_grad():
             weights = [weights_for(pipe(x.clone()), recipe.seed) for x in recipe.batches()]
         torch.manual_seed(recipe.seed)
@@ -173,37 +173,24 @@ def lived(recipe: Recipe, way: Way) -> list[Any]:
         return [*results, dict(pipe.state_dict())]
 
 
-@settings(SLOW, max_examples=SLOW.max_examples // 5)
+@settings(SLOW, max_examples=SLOW.max_examples // 2)
 @given(recipes(), ways)
 def test_schedules_agree_about_random_numbers(recipe: Recipe, way: Way):
     """From one seed every schedule draws the same masks; sums over micro-batches may come in another order."""
     recipe = replace(recipe, training=True, input_needs_grad=True, dtype=DOUBLE)
-    try:
-        expected = lived(recipe, way)
-    except ValueError as error:
-        assert "does not require grad" in str(error)
-        return
+    expected = lived(recipe, way)
     for schedule in {*SCHEDULES} - {way.schedule}:
         assert_close(lived(recipe, replace(way, schedule=schedule)), expected, recipe)
 
 
-@settings(SLOW, max_examples=SLOW.max_examples // 5)
+@settings(SLOW, max_examples=SLOW.max_examples // 2)
 @given(recipes(), ways, st.sampled_from(MODES))
 def test_split_backward_and_recomputation_are_exact(recipe: Recipe, way: Way, mode: str):
     """Not only nearly: these do the same operations in the same order, on any thread."""
-    recipe = replace(recipe, training=True, input_needs_grad=True)
-    try:
-        expected = lived(recipe, replace(way, schedule="1f1b"))
-    except ValueError as error:
-        assert "does not require grad" in str(error)
-        return
-    found = lived(replace(recipe, checkpoint=_as_free(recipe, mode)), replace(way, schedule="zero_bubble", inline=True))
+    recipe = replace(recipe, training=True, input_needs_grad=True, checkpoint="always")
+    expected = lived(recipe, replace(way, schedule="1f1b"))
+    found = lived(recipe, replace(way, schedule="zero_bubble", inline=True), mode)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def _as_free(recipe: Recipe, mode: str) -> str:
-    """Layers that work in place get memory of their own only in models that are made for checkpointing."""
-    return mode if recipe.checkpoint != "never" else "never"
 
 
 @st.composite
@@ -268,13 +255,11 @@ def test_written_and_read_back(schedule: str, mode: str):
         assert_same(pipe, model)
 
 
-@pytest.mark.parametrize("text", ["F0 F1 B0 B1\nF0 B0 F1 B1", "F0 F1 I0 R1 I1 W0 W1\nF0 R0 B0 F1 B1"])
-def test_schedule_gets_the_recomputations_it_leaves_out(text: str):
-    model = linears()
-    pipe = piped(model, [1, 2], chunks=2, checkpoint="always")
-    pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=Schedule.parse(text))
-    F.mse_loss(model(rows()), rows()).backward()
-    assert_same(pipe, model)
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="nobody looks whether what is checkpointed is recomputed")
+def test_schedule_without_the_recomputations_that_the_mode_needs_is_refused():
+    pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
+    with pytest.raises(ValueError, match="R0"):
+        pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=Schedule.parse("F0 F1 B0 B1\nF0 B0 F1 B1"))
 
 
 @each_schedule
@@ -436,27 +421,23 @@ class TestRandomNumbers:
         pipe.close()
 
     @each_schedule
-    def test_layer_that_begins_to_draw_is_repeated_or_refused(self, schedule: str) -> None:
-        """Also where it has been seen not to draw before."""
+    def test_layer_that_begins_to_draw_is_refused_once(self, schedule: str) -> None:
+        """Nobody kept track of what it drew in the forward, so no recomputation can repeat it."""
         masks: list[Tensor] = []
 
         def masked(x: Tensor) -> Tensor:
-            if not draws:
-                return x
             masks.append(torch.rand_like(x.detach()))
             return x * masks[-1]
 
-        draws = False
-        pipe = piped(nn.Sequential(*linears(), Call(masked)), [2, 2], chunks=2, checkpoint="always")
-        pipe[3].function = masked
+        pipe = piped(nn.Sequential(*linears(), Call(lambda x: x)), [2, 2], chunks=2, checkpoint="always")
         pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
-        draws = True
-        try:
+        pipe[3].function = masked
+        with pytest.raises(RuntimeError, match="drew random numbers, for the first time"):
             pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
-        except RuntimeError as error:
-            assert "random" in str(error)
-        else:
-            assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks) / 2
+        masks.clear()
+        pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
+        assert len(masks) == 4
+        assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 2
 
 
 @each_schedule

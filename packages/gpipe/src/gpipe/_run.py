@@ -100,8 +100,10 @@ class Run:
         """Forwards and backwards as ``walk`` says; the gradients of the inputs, by micro-batch and tensor."""
         for i, batch in enumerate(batches):
             self._wiring.entrance.values.put(i, batch)
-        self._walk(walk, self._context)
-        self._look_for_draws()
+        try:
+            self._walk(walk, self._context)
+        finally:  # a refused recomputation promises that the next run knows who draws
+            self._look_for_draws()
         _all_wait([current_stream(device) for device in self._devices], self._streams)
         release(self._held(), 1.0 if self._end is None else self._end.scale)
         return [self._wiring.entrance.gradients.get(i) for i in range(self._microbatches)]
