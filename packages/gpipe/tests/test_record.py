@@ -26,8 +26,6 @@ from microbatch import Batch
 from .layers import Call, assert_same, linears, piped, rows
 from .models import one_thread as one_thread
 
-pytestmark = pytest.mark.timeout(60)
-
 MODES = ("never", "except_last", "always")
 
 

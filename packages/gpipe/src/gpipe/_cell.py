@@ -78,7 +78,7 @@ class Cell:
             self._stage.say_whole()
             self._left = []
             return self.backward(gradients)
-        found, weights = iter(parts[0]), parts[1]
+        found, weights = map(_laid_out, parts[0], leaves), parts[1]
         self._left = [each.backward for each in weights]
         return [next(found) if leaf.requires_grad else None for leaf in self.inputs]
 
@@ -123,6 +123,13 @@ def _explain(error: RuntimeError) -> None:
             "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
             "micro-batch has used up; compute it inside the layer, hand it to the pipe as an input, or detach it"
         ) from error
+
+
+def _laid_out(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """``gradient`` in memory as autograd would accumulate it in ``leaf``; kernels that read it may round by that."""
+    if gradient is None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
+        return gradient
+    return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
 class Circumstances:
