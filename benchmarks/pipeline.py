@@ -5,7 +5,8 @@
 Workload W: 8 × (Linear(D, D) + GELU) on a batch of D rows that requires grad, two partitions on two CPU stages, forward
 and backward, one intra-op thread a worker. The programs take turns: the plain loop over the micro-batches, GPipe,
 torchgpipe 0.0.7 where it is installed, and two unlinked plain loops in two threads, which tell how much of two cores
-the machine gives at the time.
+the machine gives at the time. With --pin these two and GPipe's workers are bound to cores of their own: some kernels
+put threads that wake each other on one core, and then nobody gains anything.
 
 The speed-up of a pipeline of n stages on m micro-batches is at most m·n/(m+n−1), if nothing is recomputed and backwards
 are whole. Efficiency is the measured speed-up over that limit, over half of the machine's own two-thread scaling.
@@ -18,7 +19,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median, quantiles
 
@@ -46,13 +47,13 @@ Programs = dict[str, Callable[[], None]]
 
 def main() -> None:
     options = _arguments()
-    _give_every_thread_one()
+    _start_again(OMP_NUM_THREADS="1", GPIPE_PIN_WORKERS=str(int(options.pin)))
     table = Table(title=f"W, m={options.chunks}, {options.rounds} rounds: medians, in brackets the quartiles")
     for heading in HEADINGS:
         table.add_column(heading, justify="right")
     for width in options.width:
         for way in options.way:
-            table.add_row(str(width), way, *_row(_programs(width, options.chunks, way), way, options))
+            table.add_row(str(width), way, *_row(_programs(width, options.chunks, way, options.pin), way, options))
     console = Console(width=120)
     console.print(table)
     console.print(f"{_processor()}, torch {torch.__version__}, Python {platform.python_version()}")
@@ -73,10 +74,11 @@ def _row(programs: Programs, way: str, options: argparse.Namespace) -> list[str]
     ]
 
 
-def _programs(width: int, chunks: int, way: str) -> Programs:
+def _programs(width: int, chunks: int, way: str, pin: bool) -> Programs:
     batch = torch.randn(width, width)
     plain, twin = _model(width), _model(width)
-    threads = ThreadPoolExecutor(2, initializer=limit_threads, initargs=(1,))  # kept, as the pipe's own are
+    cores = iter(sorted(os.sched_getaffinity(0)))
+    threads = ThreadPoolExecutor(2, initializer=_settle, initargs=(cores, pin))  # kept, as the pipe's own are
     checkpoint = way if way in CHECKPOINTS else "never"
     how = {"devices": ["cpu"] * STAGES, "chunks": chunks, "checkpoint": checkpoint}
     pipe = GPipe(_model(width), [8, 8], **how)
@@ -95,11 +97,17 @@ def _programs(width: int, chunks: int, way: str) -> Programs:
     return programs
 
 
-def _give_every_thread_one() -> None:
-    """Start again with one intra-op thread for every thread there will be: torchgpipe's are new in every run."""
-    if os.environ.get("OMP_NUM_THREADS") != "1":
-        os.environ["OMP_NUM_THREADS"] = "1"
+def _start_again(**variables: str) -> None:
+    """With these variables, in time for every thread that there will be: torchgpipe's are new in every run."""
+    if not variables.items() <= os.environ.items():
+        os.environ.update(variables)
         os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def _settle(cores: Iterator[int], pin: bool) -> None:
+    limit_threads(1)
+    if pin:
+        os.sched_setaffinity(0, {next(cores)})
 
 
 def _model(width: int) -> nn.Sequential:
@@ -166,6 +174,9 @@ def _arguments() -> argparse.Namespace:
         choices=CHECKPOINTS + SCHEDULES,
         default=["never", "always", "1f1b", "zero_bubble"],
         help="forward and backward with this checkpointing, or step() with this schedule",
+    )
+    parser.add_argument(
+        "--pin", action="store_true", help="bind our workers, and the two threads, to cores of their own"
     )
     parser.add_argument("--rounds", type=int, default=20)
     return parser.parse_args()

@@ -11,8 +11,10 @@ from ._split import recommend_auto_balance as recommend_auto_balance
 from ._split import split_module as split_module
 from ._split import verify_module as verify_module
 from ._timeline import Timeline as Timeline
+from ._value import Arguments as Arguments
 
 __all__ = [
+    "Arguments",
     "BalanceError",
     "DeferredBatchNorm",
     "GPipe",

@@ -1,8 +1,8 @@
 """What a recomputation needs to repeat a forward exactly: the same buffers, parameters and training flags.
 
 The first forward of a checkpointed cell runs like any other and then lets its graph go. It does not run under
-``no_grad``: torch chooses other kernels there, some of which draw other random numbers, and the recomputation would
-build the graph of a computation that never happened.
+``no_grad``: torch chooses other kernels there, and the recomputation would build the graph of a computation that
+never happened.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from ._batchnorm import DeferredBatchNorm
 from ._loss import LossEnd, LossFunction
 from ._split import BalanceError, Device, recommend_auto_balance, split_module
 from ._stage import Stage
-from ._value import Arguments as Arguments
-from ._value import mapped
+from ._value import Arguments, mapped
 from ._workers import Workers
 from .pipeline import Pipeline
 from .schedule import Schedule

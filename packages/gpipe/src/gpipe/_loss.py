@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from microbatch import Batch
 
+from ._hooks import HeldGradients
 from ._value import entered, mapped
 
 LossFunction = Callable[[Any, Any], Any]
@@ -40,12 +41,16 @@ class LossEnd:
         self._losses: list[Tensor] = []
         self._counts: list[Tensor | float] = []
         self._gradients: dict[int, list[Tensor | None]] = {}
+        self.held: HeldGradients | None = None
         self.outputs: dict[int, Batch] = {}
 
     def put_values(self, i: int, batch: Batch) -> None:
         """Compute the loss of a micro-batch, and the gradients of what it was computed from."""
         found = self._loss_fn(entered(batch).value, self._targets[i])
+        self._expect_alike(isinstance(found, tuple))
         loss, weight = self._counted(found) if isinstance(found, tuple) else (_checked(found), self._weights[i])
+        if self.held is None:
+            self.held = HeldGradients(self.parameters, every=self.scales)
         torch.autograd.backward(loss, torch.full_like(loss, weight))
         self._losses.append(loss.detach() * weight)
         self._gradients[i] = [leaf.grad for leaf in batch]
@@ -55,6 +60,11 @@ class LossEnd:
     def get_gradients(self, i: int) -> list[Tensor | None]:
         """The gradients of the outputs of a micro-batch."""
         return self._gradients.pop(i)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the loss itself, if it is a module."""
+        return list(self._loss_fn.parameters()) if isinstance(self._loss_fn, nn.Module) else []
 
     @property
     def scales(self) -> bool:
@@ -71,6 +81,13 @@ class LossEnd:
     def loss(self) -> Tensor:
         """The loss of the whole mini-batch, detached."""
         return torch.stack(self._losses).sum() * self.scale
+
+    def _expect_alike(self, counted: bool) -> None:
+        if self._losses and counted != self.scales:
+            raise ValueError(
+                "loss_fn returned (sum, count) for some micro-batches and a scalar for others, which have no common "
+                "mean; return the same for all"
+            )
 
     def _counted(self, found: tuple[Any, ...]) -> tuple[Tensor, float]:
         if len(found) != 2:

@@ -10,7 +10,7 @@ Source: zero bubble (Qi et al., arXiv 2401.10241).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,8 @@ def _branches(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Branc
     parameters = [id(parameter) for branch in branches for parameter in branch.parameters]
     if len(set(parameters)) < len(parameters) or any(_is_whole(edge.node) for b in branches for edge in b.edges):
         return None
+    if any(node.name() == "CheckpointFunctionBackward" for node in graph.nodes):  # refuses to run for some inputs only
+        return None
     return branches
 
 
@@ -82,6 +84,11 @@ class _Graph:
         for root in roots:
             self._note(root.node, root.output_nr)
             self._explore(root.node)
+
+    @property
+    def nodes(self) -> Iterable[Node]:
+        """All of them."""
+        return self._leads
 
     def leads_to_leaf(self, node: Node) -> bool:
         return self._leads[node]

@@ -138,7 +138,8 @@ class Run:
             self._workers.run(list(zip(streams, works, strict=True)), self._stop)
 
     def _held(self) -> list[HeldGradients]:
-        return [lane.held for lane in self._lanes if lane.held is not None]
+        held = [lane.held for lane in self._lanes] + ([] if self._end is None else [self._end.held])
+        return [each for each in held if each is not None]
 
     def _do(self, steps: Sequence[Step], context: Context) -> None:
         """Walk the steps of one worker, until one fails, or nothing is left that comes before a failure."""

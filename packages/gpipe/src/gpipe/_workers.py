@@ -115,11 +115,32 @@ class Workers:
         on_cpu = [j for j, device in enumerate(self._devices) if device.type == "cpu"]
         share = max(1, torch.get_num_threads() // max(1, len(on_cpu)))
         if share != self._share:
-            for j in on_cpu:
-                in_queues[j].put(Task(CPUStream, compute=partial(limit_threads, share)))
+            pins = _pins(len(on_cpu))
+            for j, pin in zip(on_cpu, pins, strict=True):
+                in_queues[j].put(Task(CPUStream, compute=partial(_settle, share, pin)))
             for j in on_cpu:
                 _result(out_queues[j].get())
             self._share = share
+
+
+def _pins(workers: int) -> list[set[int] | None]:
+    """The cores of each worker on the CPU, if ``GPIPE_PIN_WORKERS=1`` asks for that and there are enough.
+
+    Some kernels let threads that wake each other share one core while another idles. Pinning cures that; but several
+    processes that pin would all take the same cores, so it has to be asked for.
+    """
+    if os.environ.get("GPIPE_PIN_WORKERS") != "1" or not hasattr(os, "sched_getaffinity"):
+        return [None] * workers
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // max(1, workers)
+    return [set(cores[k * each : (k + 1) * each]) or None for k in range(workers)]
+
+
+def _settle(threads: int, cores: set[int] | None) -> None:
+    """Give the worker that calls this its share of the processor."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    limit_threads(threads)
 
 
 def _result(answer: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class Pipeline:
         """
         run = self._run(end)
         walk = run.walk(schedule)
-        before = _Gradients(stage.module for stage in self._stages)
+        before = _Gradients([*(p for stage in self._stages for p in stage.module.parameters()), *end.parameters])
         try:
             gradients = run.train(_entering(self.batches), walk)
         except BaseException as error:
@@ -114,8 +114,7 @@ class Pipeline:
 class _Gradients:
     """Which parameters have no gradient before a training step."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        parameters = [parameter for module in modules for parameter in module.parameters()]
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._empty = [parameter for parameter in parameters if parameter.grad is None]
         self._others = len(parameters) - len(self._empty)
 
