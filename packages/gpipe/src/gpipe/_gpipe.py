@@ -324,6 +324,8 @@ def _expect_training(devices: list[torch.device]) -> None:
 
 def _weights(batches: list[Batch], reduction: str, normalizer: float | Tensor | None) -> list[float]:
     """What the loss of each micro-batch counts in the loss of the whole."""
+    if normalizer is not None and float(normalizer) == 0:
+        raise ValueError("normalizer must not be 0: it is what the sum of all losses is divided by")
     if reduction == "sum":
         return [1.0 if normalizer is None else 1.0 / float(normalizer)] * len(batches)
     if reduction != "mean":
