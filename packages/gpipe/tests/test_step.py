@@ -750,8 +750,3 @@ def test_evaluation_trains_without_checkpoints():
 def test_programs_say_what_a_stage_holds():
     assert [in_flight(program) for program in one_forward_one_backward(32, 4)] == [4, 3, 2, 1]
     assert {in_flight(program) for program in fill_drain(32, 4)} == {32}
-
-
-def test_normalizer_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="normalizer must not be 0"):
-        piped(linears(), [1, 2]).step(rows(), rows(), loss_fn=F.mse_loss, reduction="sum", normalizer=0)
