@@ -77,8 +77,9 @@ class Pipeline:
         except BaseException as error:
             before.restore(error)
             raise
+        scale = end.scale
         flowing = [
-            (tensor, gradient * end.scale)
+            (tensor, gradient if scale == 1.0 else gradient * scale)
             for batch, each in zip(self.batches, gradients, strict=True)
             for tensor, gradient in zip(batch, each, strict=True)
             if gradient is not None
