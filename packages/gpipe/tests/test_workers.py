@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
-from gpipe._workers import Workers, _pins, placement
+from gpipe._workers import Workers, placement
 from streams import CPUStream
 
 from .layers import Call, OnBackward, assert_trains_like, linears, numbered, piped, rows, within
@@ -305,23 +305,3 @@ def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
         assert told.read() == b"1"
     assert os.waitpid(child, 0)[1] == 0
     assert_trains_like(pipe, linears())
-
-
-class TestPins:
-    @pytest.fixture(autouse=True)
-    def four_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GPIPE_PIN_WORKERS", "1")
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 6}, raising=False)
-
-    @pytest.mark.parametrize(
-        ("workers", "pins"),
-        [(1, [{0, 2, 4, 6}]), (2, [{0, 2}, {4, 6}]), (3, [{0}, {2}, {4}]), (5, [None] * 5), (0, [])],
-    )
-    def test_each_worker_has_cores_of_its_own_if_there_are_enough(
-        self, workers: int, pins: list[set[int] | None]
-    ) -> None:
-        assert _pins(workers) == pins
-
-    def test_nobody_is_pinned_unasked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("GPIPE_PIN_WORKERS")
-        assert _pins(2) == [None, None]

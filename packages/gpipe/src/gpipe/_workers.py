@@ -14,6 +14,8 @@ import torch
 
 from streams import AbstractStream, Context, CPUStream, InQueue, OutQueue, Task, limit_threads, spawn_workers
 
+from ._cores import Cores, bind, shares, usable
+
 Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]
 
@@ -53,7 +55,7 @@ class Workers:
         self._lock = threading.Lock()
         self._scope: ExitStack | None = None
         self._process = 0
-        self._share = 0
+        self._divided: tuple[int, Cores] | None = None
         self._queues: tuple[list[InQueue], list[OutQueue]] = ([], [])
 
     @classmethod
@@ -77,7 +79,7 @@ class Workers:
         with self._lock:
             in_queues, out_queues = self._open()
             try:
-                self._share_threads(in_queues, out_queues)
+                self._share_processor(in_queues, out_queues)
                 for queue, (stream, compute) in zip(in_queues, works, strict=True):
                     queue.put(Task(stream, compute=partial(self._work, compute, stop)))
                 return [_result(queue.get()) for queue in out_queues]
@@ -107,39 +109,27 @@ class Workers:
         if self._scope is None or self._process != os.getpid():
             scope = ExitStack()
             self._queues = scope.enter_context(spawn_workers(self._devices, shared=False, context=Context.plain()))
-            self._scope, self._process, self._share = scope, os.getpid(), 0
+            self._scope, self._process, self._divided = scope, os.getpid(), None
         return self._queues
 
-    def _share_threads(self, in_queues: Sequence[InQueue], out_queues: Sequence[OutQueue]) -> None:
-        """Divide the intra-op threads that the caller may use among the workers that compute on the CPU."""
+    def _share_processor(self, in_queues: Sequence[InQueue], out_queues: Sequence[OutQueue]) -> None:
+        """Divide the cores and intra-op threads that the caller may use among the workers that compute on the CPU."""
+        available = (torch.get_num_threads(), usable())
+        if available == self._divided:
+            return
+        threads, cores = available
         on_cpu = [j for j, device in enumerate(self._devices) if device.type == "cpu"]
-        share = max(1, torch.get_num_threads() // max(1, len(on_cpu)))
-        if share != self._share:
-            pins = _pins(len(on_cpu))
-            for j, pin in zip(on_cpu, pins, strict=True):
-                in_queues[j].put(Task(CPUStream, compute=partial(_settle, share, pin)))
-            for j in on_cpu:
-                _result(out_queues[j].get())
-            self._share = share
+        share = max(1, threads // max(1, len(on_cpu)))
+        for j, own in zip(on_cpu, shares(cores, len(on_cpu)), strict=True):
+            in_queues[j].put(Task(CPUStream, compute=partial(_settle, share, own)))
+        for j in on_cpu:
+            _result(out_queues[j].get())
+        self._divided = available
 
 
-def _pins(workers: int) -> list[set[int] | None]:
-    """The cores of each worker on the CPU, if ``GPIPE_PIN_WORKERS=1`` asks for that and there are enough.
-
-    Some kernels let threads that wake each other share one core while another idles. Pinning cures that; but several
-    processes that pin would all take the same cores, so it has to be asked for.
-    """
-    if os.environ.get("GPIPE_PIN_WORKERS") != "1" or not hasattr(os, "sched_getaffinity"):
-        return [None] * workers
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // max(1, workers)
-    return [set(cores[k * each : (k + 1) * each]) or None for k in range(workers)]
-
-
-def _settle(threads: int, cores: set[int] | None) -> None:
+def _settle(threads: int, cores: Cores) -> None:
     """Give the worker that calls this its share of the processor."""
-    if cores is not None:
-        os.sched_setaffinity(0, cores)
+    bind(cores)
     limit_threads(threads)
 
 

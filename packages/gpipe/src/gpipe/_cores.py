@@ -1,0 +1,63 @@
+"""Which cores each worker on the CPU computes on.
+
+Workers wake each other all the time, and some kernels take that as a reason to run both on one core while another
+idles. So each gets a share of the cores that the process may use: a set, within which the kernel may choose.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+Cores = frozenset[int]
+
+_VARIABLE = "GPIPE_PIN_WORKERS"
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
+
+
+def usable() -> Cores:
+    """The cores that the calling thread may use; none where the system does not tell."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def shares(cores: Collection[int], workers: int) -> list[Cores]:
+    """The cores of each worker: ``cores`` divided as evenly as can be, with neighbours together.
+
+    All of them for everybody where there are not enough to divide, and where ``GPIPE_PIN_WORKERS=0`` forbids it.
+    """
+    if len(cores) < workers or not _wanted():
+        return [frozenset(cores)] * workers
+    near = sorted(cores, key=_position)
+    ends = [len(near) * j // max(1, workers) for j in range(workers + 1)]
+    return [frozenset(near[begin:end]) for begin, end in pairwise(ends)]
+
+
+def bind(cores: Cores) -> None:
+    """Let the calling thread, and the threads that it starts, run on ``cores`` only; if none are known, anywhere."""
+    if cores:
+        with suppress(OSError):  # forbidden here: nothing is lost but time
+            os.sched_setaffinity(0, cores)
+
+
+def _wanted() -> bool:
+    value = os.environ.get(_VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{_VARIABLE} must be 1, to give workers on the CPU cores of their own, or 0; got {value!r}")
+    return value == "1"
+
+
+@cache
+def _position(core: int) -> tuple[int, int, int]:
+    """Equal packages and then equal physical cores stand together, as what they share is of use to one worker."""
+    return _read(core, "physical_package_id"), _read(core, "core_id"), core
+
+
+def _read(core: int, what: str) -> int:
+    try:
+        return int(Path(_TOPOLOGY.format(core, what)).read_text())
+    except (OSError, ValueError):
+        return core

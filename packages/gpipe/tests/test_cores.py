@@ -1,0 +1,124 @@
+"""Which cores each worker on the CPU computes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe
+from gpipe._cores import bind, shares, usable
+
+from .layers import Call, rows
+
+pytestmark = pytest.mark.timeout(30)
+
+many_cores = pytest.mark.skipif(len(usable()) < 2, reason="needs two cores, and a system that binds threads to them")
+core_sets = st.sets(st.integers(0, 255), min_size=1, max_size=64)
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread that may be bound without harm to the others."""
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+class TestShares:
+    @pytest.fixture(autouse=True)
+    def unset(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("GPIPE_PIN_WORKERS", raising=False)
+
+    @given(core_sets, st.integers(1, 64))
+    def test_every_core_has_one_owner_and_shares_are_even(self, cores: set[int], workers: int) -> None:
+        found = shares(cores, workers)
+        if len(cores) < workers:
+            assert found == [cores] * workers
+        else:
+            assert sorted(core for own in found for core in own) == sorted(cores)
+            assert max(map(len, found)) - min(map(len, found)) <= 1
+
+    def test_nobody_needs_a_share(self) -> None:
+        assert shares({0, 1}, 0) == []
+
+    def test_neighbours_stay_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Cores 0 and 2 are two threads of one physical core, as are 1 and 3.
+        monkeypatch.setattr("gpipe._cores._position", lambda core: (0, core % 2, core))
+        assert shares(range(4), 2) == [{0, 2}, {1, 3}]
+
+    def test_the_system_may_not_tell(self) -> None:
+        assert shares((), 2) == [frozenset()] * 2
+
+    def test_it_can_be_forbidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_PIN_WORKERS", "0")
+        assert shares({0, 1}, 2) == [{0, 1}] * 2
+
+    def test_another_word_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_PIN_WORKERS", "yes")
+        with pytest.raises(ValueError, match=r"GPIPE_PIN_WORKERS must be 1, .*, or 0; got 'yes'"):
+            shares({0, 1}, 2)
+
+
+class TestBind:
+    @many_cores
+    def test_the_thread_that_asks_is_bound_and_no_other(self, thread: ThreadPoolExecutor) -> None:
+        before = usable()
+        one = frozenset({min(before)})
+        thread.submit(bind, one).result()
+        assert thread.submit(usable).result() == one
+        assert usable() == before
+
+    def test_no_cores_bind_nobody(self, thread: ThreadPoolExecutor) -> None:
+        before = thread.submit(usable).result()
+        thread.submit(bind, frozenset()).result()
+        assert thread.submit(usable).result() == before
+
+    def test_a_system_that_forbids_it_loses_nothing(self, thread: ThreadPoolExecutor) -> None:
+        thread.submit(bind, frozenset({10**6})).result()
+
+
+@many_cores
+class TestPipe:
+    def seen(self) -> tuple[GPipe, list[frozenset[int]]]:
+        """A pipe of two stages, and the cores that each of them may use in a run."""
+        seen: list[frozenset[int]] = [frozenset()] * 2
+
+        def look(j: int) -> Callable[[Tensor], Tensor]:
+            def layer(x: Tensor) -> Tensor:
+                seen[j] = usable()
+                return x * 1
+
+            return layer
+
+        model = nn.Sequential(Call(look(0)), Call(look(1)))
+        return GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2), seen
+
+    def test_stages_have_cores_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("GPIPE_PIN_WORKERS", raising=False)
+        pipe, seen = self.seen()
+        pipe(rows())
+        first, second = seen
+        assert not first & second
+        assert first | second == usable()
+
+    def test_workers_follow_when_the_caller_is_bound_to_fewer(self, thread: ThreadPoolExecutor) -> None:
+        pipe, seen = self.seen()
+        pipe(rows())
+        one = frozenset({min(usable())})
+        thread.submit(bind, one).result()
+        thread.submit(pipe, rows()).result()
+        assert seen == [one, one]
+        assert os.sched_getaffinity(0) == usable()
+
+    def test_they_may_run_anywhere_if_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_PIN_WORKERS", "0")
+        pipe, seen = self.seen()
+        with torch.no_grad():
+            pipe(rows())
+        assert seen == [usable()] * 2
