@@ -26,6 +26,10 @@ class Lane:
         context: what the caller of the forward saw, for recomputations.
         random: where the random numbers of the run come from.
         end: where micro-batches turn around, if they do so inside the run.
+
+    Attributes:
+        held: gradients that grow out of sight; None before the first backward.
+        mixed: how many micro-batches may have added to gradients that were there before the run.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Lane:
         self._departure = departure
         self._microbatches = microbatches
         self.held: HeldGradients | None = None
+        self.mixed = 0
         self._end = end
         self._checkpoint_stop = checkpoint_stop if keep else 0
         self._keep = keep
@@ -99,10 +104,11 @@ class Lane:
         )
 
     def _hold(self) -> None:
-        """Before the first backward: keep hooks, and gradients that have to be scaled, out of it."""
+        """Before a backward: keep hooks, and gradients that have to be scaled, out of it."""
+        every = self._end is not None and self._end.scales
         if self.held is None:
-            every = self._end is not None and self._end.scales
             self.held = HeldGradients(self.stage.module.parameters(), every=every)
+        self.mixed += not every
 
     def _cell(self, i: int) -> Cell:
         stage = self.stage

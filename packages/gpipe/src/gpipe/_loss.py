@@ -50,7 +50,7 @@ class LossEnd:
         self._expect_alike(isinstance(found, tuple))
         loss, weight = self._counted(found) if isinstance(found, tuple) else (_checked(found), self._weights[i])
         if self.held is None:
-            self.held = HeldGradients(self.parameters, every=self.scales)
+            self.held = HeldGradients(self.parameters, every=True)
         torch.autograd.backward(loss, torch.full_like(loss, weight))
         self._losses.append(loss.detach() * weight)
         self._gradients[i] = [leaf.grad for leaf in batch]

@@ -108,6 +108,11 @@ class Run:
         release(self._held(), 1.0 if self._end is None else self._end.scale)
         return [self._wiring.entrance.gradients.get(i) for i in range(self._microbatches)]
 
+    @property
+    def mixed(self) -> int:
+        """How many micro-batches may have added to gradients that were there before."""
+        return max(lane.mixed for lane in self._lanes)
+
     def _halves(self) -> tuple[Walk, Walk]:
         return _halves(self._microbatches, self._checkpoint_stop, self._placement)
 

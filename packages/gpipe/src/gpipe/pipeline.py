@@ -67,7 +67,7 @@ class Pipeline:
 
         Gradients arrive in ``.grad``, also those of what the micro-batches were computed from. What a layer raises
         reaches the caller as in :meth:`run`. Then the ``.grad`` of a parameter that had none is None again; to others,
-        what had been computed so far has been added, and the error says so.
+        what had been computed so far has been added, and the error says of how many micro-batches.
         """
         run = self._run(end)
         walk = run.walk(schedule)
@@ -75,7 +75,7 @@ class Pipeline:
         try:
             gradients = run.train(_entering(self.batches), walk)
         except BaseException as error:
-            before.restore(error)
+            before.restore(error, run.mixed, len(self.batches))
             raise
         scale = end.scale
         flowing = [
@@ -119,15 +119,19 @@ class _Gradients:
         self._empty = [parameter for parameter in parameters if parameter.grad is None]
         self._others = len(parameters) - len(self._empty)
 
-    def restore(self, error: BaseException) -> None:
-        """After a failure: what had no gradient has none, and ``error`` says what became of the others."""
+    def restore(self, error: BaseException, mixed: int, microbatches: int) -> None:
+        """After a failure: what had no gradient has none, and ``error`` says what became of the others.
+
+        Args:
+            mixed: how many of the ``microbatches`` may have added to them.
+        """
         for parameter in self._empty:
             parameter.grad = None
-        if self._others:
+        if self._others and mixed:
             add_note(
                 error,
-                f"the .grad of {self._others} parameters may hold the gradients of some micro-batches of this step on "
-                "top of what it held before; call zero_grad() before the next step",
+                f"the .grad of {self._others} parameters held gradients before this step, and now may also hold those "
+                f"of up to {mixed} of its {microbatches} micro-batches; call zero_grad() before the next step",
             )
 
 
