@@ -134,10 +134,9 @@ def browser(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The pipeline against the plain loop and torchgpipe; arguments go to benchmarks/pipeline.py."""
-    install_house(session, "demo")
-    install(session, "torchgpipe==0.0.7")
-    session.run("python", "benchmarks/pipeline.py", *session.posargs)
+    """Every benchmark, beside its peers, written into docs/benchmarks; arguments go to python -m benchmarks."""
+    install_house(session, "bench")
+    session.run("python", "-m", "benchmarks", *(session.posargs or ["--write"]))
 
 
 def install(session: nox.Session, *what: str | Path) -> None:

@@ -1,84 +1,112 @@
-"""What the engine costs: microseconds a cell, forward and backward, on stages that do nothing.
-
-    python benchmarks/engine.py --sizes 4x64 64x64
-
-Beside it a plain loop of as many multiplications on one thread. Rounds are interleaved.
-"""
+"""What the engine costs: microseconds a cell (a micro-batch on a stage) where stages do nothing; and time to import."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from statistics import median
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import nn
+from torch import Tensor
 
-from gpipe import GPipe, inline
+import gpipe
 
+from . import empty
+from .report import Report, Table
+from .timing import spread
 
-def main() -> None:
-    options = _arguments()
-    if os.environ.get("OMP_NUM_THREADS") != "1":
-        os.environ["OMP_NUM_THREADS"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-    table = Table(title=f"Microseconds a cell, {options.rounds} rounds: medians, in brackets the fastest")
-    for heading in ("stages × micro-batches", "checkpoint", "plain loop", "on workers", "inline"):
-        table.add_column(heading, justify="right")
-    for size in options.sizes:
-        stages, microbatches = map(int, size.split("x"))
-        times = _times(_programs(stages, microbatches, options.checkpoint), options.rounds)
-        cells = (f"{median(t) / stages / microbatches:.1f} [{min(t) / stages / microbatches:.1f}]" for t in times)
-        table.add_row(f"{stages} × {microbatches}", options.checkpoint, *cells)
-    Console(width=100).print(table)
+PAGE = "engine.md"
+STAGES, MICROBATCHES = (2, 4, 8, 16, 32, 64), (1, 4, 16, 64, 256)
+FEW = ((2, 4), (4, 64))
+Times = tuple[float, float]  # seconds of a forward and of its backward
 
 
-def _programs(stages: int, microbatches: int, checkpoint: str) -> list[Callable[[], None]]:
-    rows = torch.ones(microbatches, 1, requires_grad=True)
-    empty = nn.Sequential(*(nn.Identity() for _ in range(stages)))
-    pipe = GPipe(empty, [1] * stages, devices=["cpu"] * stages, chunks=microbatches, checkpoint=checkpoint)
-
-    def loop() -> None:
-        for row in rows.chunk(microbatches):
-            y = row.detach().requires_grad_()
-            for _ in range(stages):
-                y = y * 1
-            y.backward(torch.ones(1, 1))
-
-    def on_workers() -> None:
-        pipe(rows).backward(torch.ones(microbatches, 1))
-
-    def on_this_thread() -> None:
-        with inline():
-            on_workers()
-
-    return [loop, on_workers, on_this_thread]
+def run(options: argparse.Namespace) -> Report:
+    torch.set_num_threads(1)
+    report = Report()
+    report.tables.append(_cells(options, report.figures))
+    report.tables.append(_import(options, report.figures))
+    return report
 
 
-def _times(programs: list[Callable[[], None]], rounds: int) -> list[list[float]]:
-    """Microseconds of each program, in turns, after a few rounds to get warm."""
-    times: list[list[float]] = [[] for _ in programs]
-    for k in range(rounds + 5):
-        for program, own in zip(programs, times, strict=True):
-            start = time.perf_counter()
-            program()
-            if k >= 5:
-                own.append((time.perf_counter() - start) * 1e6)
+def _cells(options: argparse.Namespace, figures: dict[str, float]) -> Table:
+    rounds = options.rounds or (3 if options.quick else 15)
+    headings = ("stages", "micro-batches", "loop", "workers", "forward", "backward", "checkpointed", "inline")
+    table = Table(PAGE, "engine", f"Microseconds a cell, {rounds} rounds: medians, in brackets the quartiles", headings)
+    for n, m in FEW if options.quick else product(STAGES, MICROBATCHES):
+        times = _rounds(_ways(n, m), rounds)
+        cell = 1e6 / (n * m)
+        both = {name: [sum(pair) for pair in pairs] for name, pairs in times.items()}
+        forward, backward = zip(*times["workers"], strict=True)
+        shown = [both["loop"], both["workers"], list(forward), list(backward), both["checkpointed"], both["inline"]]
+        table.add(n, m, *(spread(values, 1, scale=cell) for values in shown))
+        figures[f"engine {n}x{m}: workers"] = median(both["workers"]) * cell
+        figures[f"engine {n}x{m}: inline"] = median(both["inline"]) * cell
+    return table
+
+
+def _ways(stages: int, microbatches: int) -> dict[str, Callable[[], Times]]:
+    loop, one = empty.Loop(stages, microbatches), torch.ones(1, 1)
+    rows, ones = empty.rows(microbatches), torch.ones(microbatches, 1)
+    plain = empty.pipe(stages, microbatches)
+    checkpointed = empty.pipe(stages, microbatches, "always")
+
+    def looped() -> Times:
+        return _both(loop.forward, lambda outputs: [output.backward(one) for output in outputs])
+
+    def piped(pipe: gpipe.GPipe) -> Times:
+        return _both(lambda: pipe(rows), lambda output: output.backward(ones))
+
+    def inline() -> Times:
+        with gpipe.inline():
+            return piped(plain)
+
+    return {
+        "loop": looped,
+        "workers": lambda: piped(plain),
+        "checkpointed": lambda: piped(checkpointed),
+        "inline": inline,
+    }
+
+
+def _both(forward: Callable[[], Tensor | list[Tensor]], backward: Callable[..., object]) -> Times:
+    start = time.perf_counter()
+    output = forward()
+    middle = time.perf_counter()
+    backward(output)
+    return middle - start, time.perf_counter() - middle
+
+
+def _rounds(ways: dict[str, Callable[[], Times]], rounds: int, warmups: int = 3) -> dict[str, list[Times]]:
+    times: dict[str, list[Times]] = {name: [] for name in ways}
+    for k in range(-warmups, rounds):
+        for name, way in ways.items():
+            pair = way()
+            if k >= 0:
+                times[name].append(pair)
     return times
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["4x64", "64x64"], help="stages x micro-batches")
-    parser.add_argument("--checkpoint", choices=["never", "always"], default="never")
-    parser.add_argument("--rounds", type=int, default=35)
-    return parser.parse_args()
+_IMPORT = "import time, torch; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 
 
-if __name__ == "__main__":
-    main()
+def _import(options: argparse.Namespace, figures: dict[str, float]) -> Table:
+    """Fresh interpreters, which take turns."""
+    rounds = options.rounds or (2 if options.quick else 10)
+    packages = ("gpipe", "profiler", "microbatch", "streams", "blockpartition")
+    caption = f"Milliseconds to import, after `import torch`; {rounds} rounds: medians, in brackets the quartiles"
+    table = Table(PAGE, "import", caption, ("package", "ms"))
+    times: dict[str, list[float]] = {name: [] for name in packages}
+    for _, (name, own) in product(range(rounds), times.items()):
+        answer = subprocess.run(
+            [sys.executable, "-c", _IMPORT.format(name)], capture_output=True, text=True, check=True
+        )
+        own.append(float(answer.stdout))
+    for name, own in times.items():
+        table.add(f"`{name}`", spread(own, 1, scale=1e3))
+    figures["import: gpipe, ms"] = median(times["gpipe"]) * 1e3
+    return table

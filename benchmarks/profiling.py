@@ -1,7 +1,5 @@
 """How repeatable are balances by time, and how long does sizing without a device take?
 
-    python benchmarks/profiling.py [--repeats 10] [--timeout 1.0] [--threads 1] [--large] [--picture FILE.svg]
-
 Two profilers measure the same model by turns: ours (median of rounds) and, where it is installed, torchgpipe's (sum of
 rounds). The same exact partitioner cuts both, so that only the measurements differ. Every balance is judged by one
 reference, a long profile taken half before and half after. `spread` is how far the worst balance's bottleneck lies
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,9 +23,33 @@ from torch import nn
 from blockpartition import partition
 from profiler import profile, profile_sizes
 
+from .report import Report, Table
+
 Costs = Sequence[float]
 Model = tuple[nn.Sequential, torch.Tensor]
 Profiler = Callable[[nn.Sequential, torch.Tensor, float], Costs]
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "profile.svg"
+
+
+def run(options: argparse.Namespace) -> Report:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    repeats, timeout = (2, 0.05) if options.quick else (options.rounds or 10, 1.0)
+    report = Report([_balances(repeats, timeout)])
+    if not options.quick:
+        report.tables.append(_large())
+    if options.write and not options.quick:
+        draw(PICTURE)
+    return report
+
+
+def _balances(repeats: int, timeout: float) -> Table:
+    caption = f"{repeats} profiles of {timeout:g} s by each, in turns; the reference has {10 * timeout:g} s"
+    headings = ("model", "profiler", "spread", "loss", "noise", "different balances")
+    table = Table("profiler.md", "balances", caption, headings, left=2)
+    for make, partitions in ((convolutions, 3), (transformer, 4), (small, 4)):
+        compare(table, make, partitions, repeats, timeout)
+    return table
 
 
 def convolutions() -> Model:
@@ -63,7 +84,6 @@ def profilers() -> dict[str, Profiler]:
     try:
         from torchgpipe.balance.profile import profile_times as theirs
     except ImportError:
-        print("torchgpipe is not installed: measuring ours alone")
         return found
     found["torchgpipe 0.0.7"] = lambda model, sample, timeout: theirs(model, sample, timeout, torch.device("cpu"))
     return found
@@ -90,7 +110,7 @@ def measured(model: nn.Sequential, sample: torch.Tensor, repeats: int, timeout: 
     return runs
 
 
-def compare(make: Callable[[], Model], partitions: int, repeats: int, timeout: float) -> None:
+def compare(table: Table, make: Callable[[], Model], partitions: int, repeats: int, timeout: float) -> None:
     model, sample = make()
     before = ours(model, sample, 5 * timeout)
     runs = measured(model, sample, repeats, timeout)
@@ -98,17 +118,16 @@ def compare(make: Callable[[], Model], partitions: int, repeats: int, timeout: f
     truth = [statistics.mean(pair) for pair in zip(before, after, strict=True)]
     best = float(partition(truth, partitions).bottleneck)
     drift = bottleneck(after, partition(before, partitions).sizes) / float(partition(after, partitions).bottleneck)
-    print(f"\n{make.__name__}: {len(model)} layers, {partitions} partitions, {sum(truth) * 1e3:.1f} ms a round")
-    print(f"  the first half of the reference loses {drift - 1:.1%} by the second")
-    for name, costs in runs.items():
+    name = f"{make.__name__}, {len(model)} layers in {partitions}"
+    table.notes.append(f"{name}: the first half of the reference loses {drift - 1:.1%} by the second")
+    for profiler, costs in runs.items():
         balances = [partition(cost, partitions).sizes for cost in costs]
         found = [bottleneck(truth, balance) for balance in balances]
         spread, loss = max(found) / min(found) - 1, statistics.median(found) / best - 1
-        print(f"  {name:<17} spread {spread:6.1%}  loss {loss:6.1%}  noise {noise(costs):6.1%}  ", end="")
-        print(f"{len(set(balances))} different balances")
+        table.add(name, profiler, f"{spread:.1%}", f"{loss:.1%}", f"{noise(costs):.1%}", len(set(balances)))
 
 
-def large() -> None:
+def _large() -> Table:
     """A 70-billion-parameter Sequential that nobody could hold here."""
     with torch.device("meta"):
         block = [nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True) for _ in range(95)]
@@ -118,34 +137,13 @@ def large() -> None:
     began = time.perf_counter()
     sizes = profile_sizes(model, tokens, 8, 4.0, None)
     spent = time.perf_counter() - began
-    print(f"\n{parameters / 1e9:.1f}e9 parameters, {len(model)} layers, 8×4096 tokens in 8 chunks, Adam: ", end="")
-    print(f"{sum(sizes) / 2**40:.2f} TiB, counted in {spent:.1f} s")
+    caption = "Sizing a model on `meta`: 8 × 4096 tokens in 8 micro-batches, with Adam"
+    table = Table("profiler.md", "large", caption, ("layers", "parameters, 10⁹", "TiB", "seconds to count"), left=0)
+    table.add(len(model), f"{parameters / 1e9:.1f}", f"{sum(sizes) / 2**40:.2f}", f"{spent:.1f}")
+    return table
 
 
 def draw(path: Path) -> None:
     model, sample = transformer()
     found = profile(model, sample, device="cpu", timeout=5.0)
     path.write_text(found.picture(list(partition(found.seconds, 4).sizes)), encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--timeout", type=float, default=1.0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--large", action="store_true", help="size 70 billion parameters too")
-    parser.add_argument("--picture", type=Path, help="draw the transformer's layers and their balance")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, {options}")
-    for make, partitions in ((convolutions, 3), (transformer, 4), (small, 4)):
-        compare(make, partitions, options.repeats, options.timeout)
-    if options.large:
-        large()
-    if options.picture:
-        draw(options.picture)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,14 @@
 """How long blockpartition takes: against building prefix sums, against torchgpipe's solver, and under constraints.
 
-    python benchmarks/solve.py [--rounds 9] [--limit 1] [--largest 1000000]
-
-Prints Markdown. Times are of the processor, since everything runs on one thread and machines are shared. Ratios are
-taken within a round, where both sides run one after the other; given are the median and the least and largest round.
+Times are of the processor, since everything runs on one thread and machines are shared. Ratios are taken within a
+round, where both sides run one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import signal
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, product
@@ -21,54 +16,70 @@ from random import Random
 from time import process_time
 from typing import Any
 
-import blockpartition
 from blockpartition import Stage, place, solve
 
+from .report import Report, Table
+from .timing import ratios, repeats_within, spread, timed
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of each measurement")
-    parser.add_argument("--limit", type=float, default=1.0, help="seconds given to torchgpipe's solver for one problem")
-    parser.add_argument("--largest", type=int, default=10**6, help="most layers")
-    options = parser.parse_args()
-    print(_machine(), end="\n\n")
-    against_prefix_sums(options.rounds, options.largest)
-    against_torchgpipe(options.limit)
-    under_constraints(options.rounds)
+PAGE = "solve.md"
+LIMIT = 1.0  # seconds given to torchgpipe's solver for one problem
 
 
-def against_prefix_sums(rounds: int, largest: int) -> None:
-    _head("kind", "layers", "blocks", "prefix sums, ms", "solve, ms", "ratio", "least – largest")
+def run(options: argparse.Namespace) -> Report:
+    rounds = options.rounds or (2 if options.quick else 9)
+    report = Report()
+    report.tables.append(_against_prefix_sums(rounds, 10**4 if options.quick else 10**6, report.figures))
+    report.tables.append(_against_torchgpipe(2 if options.quick else 10))
+    report.tables.append(_under_constraints(rounds, 200 if options.quick else 2000))
+    return report
+
+
+def _against_prefix_sums(rounds: int, largest: int, figures: dict[str, float]) -> Table:
+    caption = f"{rounds} rounds of processor time: medians, in brackets the quartiles"
+    headings = ("kind", "layers", "blocks", "prefix sums, ms", "solve, ms", "ratio")
+    table = Table(PAGE, "prefix-sums", caption, headings)
     for kind, n, k in product(("int", "float"), (10**3, 2_000, 10**4, 10**5, 10**6), (8, 64, 512)):
         if n > largest or n <= k:
             continue
-        costs = _costs(kind, n)
-        base, ours = _interleaved(
-            rounds, lambda c=costs: list(accumulate(c, initial=0)), lambda c=costs, k=k: solve(c, k)
-        )
-        ratios = [b / a for a, b in zip(base, ours, strict=True)]
-        _row(
-            kind,
-            n,
-            k,
-            _ms(base),
-            _ms(ours),
-            f"{statistics.median(ratios):.2f}",
-            f"{min(ratios):.2f} – {max(ratios):.2f}",
-        )
+        base, ours = _times(_costs(kind, n), k, rounds)
+        table.add(kind, n, k, _ms(base), _ms(ours), spread(ratios(ours, base)))
+        figures[f"solve, {kind}, n={n}, k={k}: ms"] = statistics.median(ours) * 1e3
+        figures[f"solve, {kind}, n={n}, k={k}: ratio"] = statistics.median(ratios(ours, base))
+    return table
 
 
-def against_torchgpipe(limit: float) -> None:
+def _times(costs: list[Any], k: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of adding up, and of solving. Each turn is long enough for the clock of the processor."""
+    calls: tuple[Callable[[], object], ...] = (lambda: list(accumulate(costs, initial=0)), lambda: solve(costs, k))
+    repeats = [repeats_within(0.02, timed(call)) for call in calls]
+    rows = [[timed(call, n, process_time) for call, n in zip(calls, repeats, strict=True)] for _ in range(rounds)]
+    base, ours = zip(*rows, strict=True)
+    return list(base), list(ours)
+
+
+def _against_torchgpipe(problems: int) -> Table:
+    headings = (
+        "costs",
+        "layers",
+        "blocks",
+        "no answer",
+        "wrong blocks",
+        "bottleneck / least, worst",
+        "its time / ours",
+    )
+    caption = (
+        f"{problems} problems a row, drawn with fixed seeds; no answer means none in {LIMIT:g} s; times are medians"
+    )
+    table = Table(PAGE, "torchgpipe", caption, headings)
     try:
         from torchgpipe.balance import blockpartition as known
     except ImportError:
-        print("\ntorchgpipe is not installed here: nothing to compare with.")
-        return
-    titles = ("costs", "layers", "blocks", f"no answer in {limit:g} s", "wrong blocks", "bottleneck / least, worst")
-    _head(*titles, "its time / ours, median")
+        table.notes.append("torchgpipe is not installed: not measured")
+        return table
     for (name, draw), (n, k) in product(DRAWS.items(), ((8, 3), (24, 8), (100, 8), (100, 32))):
-        problems = [_drawn(draw, n, seed) for seed in range(10)]
-        _row(name, n, k, *_compare(known.solve, problems, k, limit))
+        drawn = [_drawn(draw, n, seed) for seed in range(problems)]
+        table.add(name, n, k, *_compare(known.solve, drawn, k, LIMIT))
+    return table
 
 
 DRAWS: dict[str, Callable[[Random], int]] = {
@@ -89,10 +100,10 @@ def _compare(other: Callable[..., Any], problems: list[list[int]], k: int, limit
     """How often the other solver gives up or errs, how far its answers are from the optimum, and its time."""
     silent, wrong, quality, times = 0, 0, [], []
     for costs in problems:
-        least, ours = _timed(lambda c=costs: max(map(sum, solve(c, k))))
+        least, ours = _answered(lambda c=costs: max(map(sum, solve(c, k))))
         try:
             with _time_limit(limit):
-                blocks, theirs = _timed(lambda c=costs: other(c, k))
+                blocks, theirs = _answered(lambda c=costs: other(c, k))
         except TimeoutError:
             silent += 1
             continue
@@ -106,14 +117,19 @@ def _compare(other: Callable[..., Any], problems: list[list[int]], k: int, limit
     return f"{silent} {share}", f"{wrong} {share}", *found
 
 
-def under_constraints(rounds: int) -> None:
-    _head("layers", "stages", "constraints", "place, ms", "least – largest")
+def _under_constraints(rounds: int, largest: int) -> Table:
+    caption = f"{rounds} rounds, fewer for many layers, of processor time: medians, in brackets the quartiles"
+    table = Table(PAGE, "constraints", caption, ("layers", "stages", "constraints", "place, ms"), left=3)
     for n, k in ((200, 16), (2_000, 64)):
+        if n > largest:
+            continue
         for name, call in _placements(n, k):
             if name.startswith("makespan") and n > 200:
                 continue
-            times = [_timed(call)[1] for _ in range(rounds if n <= 200 else max(3, rounds // 3))]
-            _row(n, k, name, _ms(times), f"{min(times) * 1e3:.1f} – {max(times) * 1e3:.1f}")
+            few = rounds if n <= 200 else max(2, rounds // 3)
+            times = [timed(call, clock=process_time) for _ in range(few)]
+            table.add(n, k, name, spread(times, 1, scale=1e3))
+    return table
 
 
 def _placements(n: int, k: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -144,17 +160,7 @@ def _costs(kind: str, n: int) -> list[Any]:
     return [random.randrange(1, 1000) if kind == "int" else random.random() for _ in range(n)]
 
 
-def _interleaved(rounds: int, *calls: Callable[[], object]) -> list[list[float]]:
-    """Seconds of each call in each round; short calls are repeated, and a first round warms up."""
-    repeats = [max(1, int(0.02 / _timed(call)[1])) for call in calls]
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for own, call, repeat in zip(times, calls, repeats, strict=True):
-            own.append(min(_timed(call)[1] for _ in range(repeat)))
-    return times
-
-
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+def _answered(call: Callable[[], Any]) -> tuple[Any, float]:
     start = process_time()
     result = call()
     return result, process_time() - start
@@ -178,24 +184,3 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 def _ms(times: list[float]) -> str:
     return f"{statistics.median(times) * 1e3:.3g}"
-
-
-def _head(*titles: str) -> None:
-    print()
-    _row(*titles)
-    _row(*("---" for _ in titles))
-
-
-def _row(*cells: object) -> None:
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-
-
-def _machine() -> str:
-    return (
-        f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, "
-        f"blockpartition {blockpartition.__version__}; `python benchmarks/solve.py {' '.join(sys.argv[1:])}`".rstrip()
-    )
-
-
-if __name__ == "__main__":
-    main()

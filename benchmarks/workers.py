@@ -1,46 +1,36 @@
-"""What a worker and a context cost, in microseconds, next to what the standard library has for it.
-
-    python benchmarks/workers.py
-
-All rows take turns within a round. A figure is the median over the rounds, in brackets the quartiles.
-"""
+"""What a worker and a context cost, in microseconds, next to what the standard library has for it."""
 
 from __future__ import annotations
 
 import argparse
-import platform
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from statistics import median, quantiles
 from threading import Thread
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import BaseTorchFunctionMode
 
 from streams import Context, CPUStream, Task, limit_threads, spawn_workers
 
+from .report import Report, Table
+from .timing import interleaved, spread
+
 CPU = torch.device("cpu")
 COLOUR: ContextVar[str] = ContextVar("COLOUR")
 
 
-def main() -> None:
-    options = _arguments()
+def run(options: argparse.Namespace) -> Report:
+    rounds, repeats = options.rounds or (3 if options.quick else 30), 50 if options.quick else 500
+    caption = f"Microseconds a call, {rounds} rounds of {repeats} calls: medians, in brackets the quartiles"
+    table = Table("streams.md", "workers", caption, ("what", "µs"))
     with ExitStack() as stack:
         programs = {**_workers(stack), **_contexts()}
-        table = Table(title=f"{options.rounds} rounds of {options.repeats} calls; medians, in brackets the quartiles")
-        table.add_column("what")
-        table.add_column("µs a call", justify="right")
-        for name, times in _interleaved(programs, options.rounds, options.repeats).items():
-            table.add_row(name, _spread(times))
-    console = Console(width=120)
-    console.print(table)
-    console.print(f"{_processor()}, torch {torch.__version__}, Python {platform.python_version()}")
+        for name, times in interleaved(programs, rounds, repeats=repeats).items():
+            table.add(name, spread(times, 1, scale=1e6))
+    return Report([table])
 
 
 def _workers(stack: ExitStack) -> dict[str, Callable[[], object]]:
@@ -101,39 +91,3 @@ def _nothing() -> None:
 def _apply(context: Context) -> None:
     with context.applied():
         pass
-
-
-def _interleaved(programs: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, program in programs.items():
-            times[name].append(_microseconds(program, repeats))
-    return times
-
-
-def _microseconds(program: Callable[[], object], repeats: int) -> float:
-    program()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        program()
-    return (time.perf_counter() - start) / repeats * 1e6
-
-
-def _spread(times: list[float]) -> str:
-    low, _, high = quantiles(times, n=4)
-    return f"{median(times):.1f} ({low:.1f} – {high:.1f})"
-
-
-def _processor() -> str:
-    return platform.processor() or platform.machine()
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=500)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

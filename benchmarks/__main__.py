@@ -1,0 +1,87 @@
+"""The command line: `python -m benchmarks [PART ...] [--quick] [--write]`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# One thread for each part and each contender, before any of them imports torch.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# In this order; `targets` reads what the others have found.
+PARTS = {
+    "compare": "time of a step: ours, the plain loop, torchgpipe, fairscale, torch.distributed.pipelining",
+    "footprint": "resident memory of the same",
+    "activations": "what a pipe keeps between forward and backward",
+    "engine": "microseconds a cell on stages that do nothing; time to import",
+    "hotspots": "where these microseconds go",
+    "solve": "blockpartition beside prefix sums and torchgpipe's solver",
+    "profiling": "how repeatable balances by time are",
+    "workers": "streams: workers and contexts",
+    "batches": "microbatch: cutting and joining",
+    "cuda": "one GPU, where there is one",
+    "targets": "what was to be reached, and what was",
+}
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    options = _arguments()
+    from rich.console import Console
+
+    from .machine import stamp
+    from .report import show_all, write
+
+    console = Console(width=160)
+    line = stamp(" ".join(["python -m nox -s bench --", *sys.argv[1:]]))
+    for part in options.parts or PARTS:
+        console.rule(part)
+        report = importlib.import_module(f"benchmarks.{part}").run(options)
+        show_all(console, report.tables)
+        if not options.quick:
+            _keep(part, {"stamp": line, "figures": report.figures})
+        for table in report.tables if options.write else ():
+            write(table, line)
+    console.print(line, markup=False, highlight=False)
+
+
+def _keep(part: str, found: dict[str, Any]) -> None:
+    """For the table of targets. Figures of other workloads, from an earlier run of the part, stay."""
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / f"{part}.json"
+    known = json.loads(file.read_text(encoding="utf-8"))["figures"] if file.exists() else {}
+    found["figures"] = {**known, **found["figures"]}
+    file.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _arguments() -> argparse.Namespace:
+    what = "\n".join(f"  {name:<12} {meaning}" for name, meaning in PARTS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog=f"parts, in this order if none is named:\n{what}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART")
+    parser.add_argument("--quick", action="store_true", help="a smoke: few rounds of little work, no measurement")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks/*.md")
+    parser.add_argument("--rounds", type=_positive, help="instead of each part's own number")
+    parser.add_argument("--workload", nargs="+", metavar="NAME", help="compare: only W, 'W 256', U-Net, ResNet, GPT-2")
+    parser.add_argument("--pin", action="store_true", help="compare: bind workers and the two loops to cores")
+    return parser.parse_args()
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0; got {text}")
+    return number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Who takes part, and in what: pure data, which goes to a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+CHECKPOINTS = ("never", "except_last", "always")
+SCHEDULES = ("fill_drain", "1f1b", "zero_bubble", "interleaved")
+STAGES = 2
+
+
+@dataclass(frozen=True)
+class Task:
+    """A workload in so many micro-batches; training, or else forward only, under no_grad in eval mode."""
+
+    workload: str
+    chunks: int
+    training: bool = True
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A library and how it is used. With a `schedule`, `step` does forward and backward."""
+
+    library: str
+    checkpoint: str = "never"
+    schedule: str = ""
+    threads: int = 1
+
+    @property
+    def way(self) -> str:
+        if self.library in ("loop", "two loops"):
+            return ""
+        if self.library == "plain":
+            return f"{self.threads} thread" + "s" * (self.threads > 1)
+        return ", ".join(part for part in (self.schedule, f"checkpoint {self.checkpoint}") if part)
+
+    @property
+    def name(self) -> str:
+        return f"{self.library}, {self.way}" if self.way else self.library
+
+
+LOOP = Contender("loop")
+TWO_LOOPS = Contender("two loops")
+BASELINES = [LOOP, TWO_LOOPS, Contender("plain"), Contender("plain", threads=2)]
+PEERS = ("torchgpipe", "fairscale", "distributed")
+
+
+def contenders(task: Task, *, quarters: bool) -> list[Contender]:
+    """All that can do `task`; interleaving wants a model that can be cut into quarters."""
+    if not task.training:
+        ways = [("gpipe", ""), ("torchgpipe", ""), ("fairscale", ""), ("distributed", "fill_drain")]
+        return BASELINES + [Contender(library, schedule=schedule) for library, schedule in ways]
+    modes = [Contender(library, mode) for library in ("gpipe", "torchgpipe", "fairscale") for mode in CHECKPOINTS]
+    steps = [Contender("gpipe", schedule=name) for name in SCHEDULES if quarters or name != "interleaved"]
+    distributed = [Contender("distributed", schedule=name) for name in SCHEDULES if quarters or name in _HALVES]
+    # It has no checkpointing of its own: each stage is wrapped in torch.utils.checkpoint.
+    distributed.append(Contender("distributed", "always", "fill_drain"))
+    return [*BASELINES, *modes, *steps, *distributed]
+
+
+_HALVES = ("fill_drain", "1f1b", "zero_bubble")
+
+
+def rival(ours: Contender, library: str, field: Iterable[Contender]) -> Contender | None:
+    """Whom of `library` `ours` is measured against: as much recomputed, by the same schedule if it can."""
+    schedule = (ours.schedule or "fill_drain") if library == "distributed" else ""
+    return next((one for one in field if one == Contender(library, ours.checkpoint, schedule)), None)

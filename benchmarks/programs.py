@@ -1,0 +1,200 @@
+"""The same training step in each library, as something to call. Runs in the contender's own process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .contenders import STAGES, Contender, Task
+from .workloads import Workload, by_name
+
+
+@dataclass
+class Program:
+    """`run` does one step and gives what it puts out when it trains nothing; `prepare` goes before it, untimed.
+
+    `module` has the gradients, under the names of the workload's model.
+    """
+
+    run: Callable[[], Tensor | None]
+    module: nn.Module
+    prepare: Callable[[], object] = lambda: None
+
+
+def build(contender: Contender, task: Task) -> Program:
+    torch.set_num_threads(contender.threads)
+    workload = by_name(task.workload)
+    program = LIBRARIES[contender.library](workload, contender, task)
+    return program if task.training else _without_gradients(program)
+
+
+def _without_gradients(program: Program) -> Program:
+    program.module.eval()
+    run = program.run
+
+    def forward() -> Tensor | None:
+        with torch.no_grad():
+            return run()
+
+    return Program(forward, program.module, program.prepare)
+
+
+def _model(workload: Workload, skips: str) -> nn.Sequential:
+    """The same parameters for everybody."""
+    torch.manual_seed(0)
+    return workload.model(importlib.import_module(skips))
+
+
+def _batch(workload: Workload) -> Tensor:
+    torch.manual_seed(1)
+    return workload.batch()
+
+
+def _loop(workload: Workload, contender: Contender, task: Task) -> Program:
+    model, batch = _model(workload, "gpipe.skip"), _batch(workload)
+
+    def train() -> None:
+        model.zero_grad()
+        # Leaves of their own: to go back through chunk() would cost a gradient of the whole batch for each of them.
+        chunks = [chunk.requires_grad_() for chunk in batch.detach().chunk(task.chunks)]
+        for chunk in chunks:
+            workload.loss(model(chunk)).backward()
+        torch.cat([_gradient(chunk) for chunk in chunks])
+
+    def forward() -> Tensor:
+        return torch.cat([model(chunk) for chunk in batch.chunk(task.chunks)])
+
+    return Program(train if task.training else forward, model)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def _two_loops(workload: Workload, contender: Contender, task: Task) -> Program:
+    """Two loops that know nothing of each other, each on a thread that is kept: what the machine gives to two."""
+    from streams import limit_threads
+
+    loops = [_loop(workload, contender, task) for _ in range(2)]
+    cores = iter(sorted(os.sched_getaffinity(0)) * 2) if hasattr(os, "sched_getaffinity") else None
+
+    def settle() -> None:
+        limit_threads(1)
+        torch.set_grad_enabled(task.training)
+        if cores is not None and os.environ.get("GPIPE_PIN_WORKERS") == "1":
+            os.sched_setaffinity(0, {next(cores)})
+
+    threads = ThreadPoolExecutor(2, initializer=settle)
+
+    def run() -> Tensor | None:
+        first, _ = [future.result() for future in [threads.submit(loop.run) for loop in loops]]
+        return first
+
+    return Program(run, loops[0].module)
+
+
+def _plain(workload: Workload, contender: Contender, task: Task) -> Program:
+    model, batch = _model(workload, "gpipe.skip"), _batch(workload)
+    return _by_module(model, model, batch, workload, task)
+
+
+def _by_module(call: nn.Module, names: nn.Module, batch: Tensor, workload: Workload, task: Task) -> Program:
+    """What a drop-in module is: forward, loss of all, backward."""
+
+    def train() -> None:
+        call.zero_grad()
+        workload.loss(call(batch.detach().requires_grad_())).backward()
+
+    return Program(train if task.training else lambda: call(batch), names)
+
+
+def _gpipe(workload: Workload, contender: Contender, task: Task) -> Program:
+    from gpipe import GPipe
+
+    model, batch = _model(workload, "gpipe.skip"), _batch(workload)
+    balance, devices = workload.balance, ["cpu"] * STAGES
+    if contender.schedule == "interleaved":
+        assert workload.quarters is not None
+        balance, devices = workload.quarters, ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
+    pipe = GPipe(model, balance, devices=devices, chunks=task.chunks, checkpoint=contender.checkpoint)
+    if not contender.schedule:
+        return _by_module(pipe, pipe, batch, workload, task)
+
+    def step() -> None:
+        pipe.zero_grad()
+        pipe.step(
+            batch.detach().requires_grad_(),
+            loss_fn=lambda output, _: workload.loss(output),
+            schedule=contender.schedule,
+            reduction="sum",
+        )
+
+    return Program(step, pipe)
+
+
+def _torchgpipe(workload: Workload, contender: Contender, task: Task) -> Program:
+    from torchgpipe import GPipe
+
+    return _ancestor(GPipe, "torchgpipe.skip", workload, contender, task)
+
+
+def _fairscale(workload: Workload, contender: Contender, task: Task) -> Program:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says of itself that it is deprecated
+        from fairscale.nn import Pipe
+
+        return _ancestor(Pipe, "fairscale.nn.pipe.skip", workload, contender, task)
+
+
+def _ancestor(pipe: Any, skips: str, workload: Workload, contender: Contender, task: Task) -> Program:
+    """torchgpipe, and fairscale's Pipe, which came of it."""
+    model, batch = _model(workload, skips), _batch(workload)
+    call = pipe(model, workload.balance, devices=["cpu"] * STAGES, chunks=task.chunks, checkpoint=contender.checkpoint)
+    if not task.training:
+        call.eval()
+    # It holds the same layers, but calls them by the numbers of their partitions.
+    return _by_module(call, model, batch, workload, task)
+
+
+def _distributed(workload: Workload, contender: Contender, task: Task) -> Program:
+    from . import distributed
+
+    model, batch = _model(workload, "benchmarks.handed"), _batch(workload)
+    return Program(*distributed.build(model, batch, workload, contender, task))
+
+
+def named_results(program: Program, output: Tensor | None) -> dict[str, Tensor]:
+    """What must be the same in all libraries: gradients of parameters after training, else the output."""
+    if output is not None:
+        return {"output": output.detach()}
+    # torchgpipe and fairscale put each layer that skips into a module of their own.
+    found = program.module.named_parameters()
+    return {name.replace(".module.", "."): p.grad for name, p in found if p.grad is not None}
+
+
+def slices(model: nn.Sequential, balance: tuple[int, ...]) -> Iterator[OrderedDict[str, nn.Module]]:
+    """The layers of each stage, under their own names."""
+    layers = iter(model.named_children())
+    for count in balance:
+        yield OrderedDict(next(layers) for _ in range(count))
+
+
+LIBRARIES: dict[str, Callable[[Workload, Contender, Task], Program]] = {
+    "loop": _loop,
+    "two loops": _two_loops,
+    "plain": _plain,
+    "gpipe": _gpipe,
+    "torchgpipe": _torchgpipe,
+    "fairscale": _fairscale,
+    "distributed": _distributed,
+}

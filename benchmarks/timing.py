@@ -1,0 +1,53 @@
+"""Rounds in which programs take turns, so that whatever else the machine does hits all alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median, quantiles
+
+Clock = Callable[[], float]
+
+
+def interleaved(
+    programs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    repeats: int = 1,
+    warmups: int = 2,
+    clock: Clock = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds a call of each program in each round: the mean of `repeats` calls in a row."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for k in range(-warmups, rounds):
+        for name, program in programs.items():
+            seconds = timed(program, repeats, clock)
+            if k >= 0:
+                times[name].append(seconds)
+    return times
+
+
+def timed(program: Callable[[], object], repeats: int = 1, clock: Clock = time.perf_counter) -> float:
+    start = clock()
+    for _ in range(repeats):
+        program()
+    return (clock() - start) / repeats
+
+
+def repeats_within(seconds: float, once: float, most: int = 1000) -> int:
+    """How many calls of `once` seconds make a turn of about `seconds`."""
+    return max(1, min(most, round(seconds / max(once, 1e-9))))
+
+
+def ratios(above: list[float], below: list[float]) -> list[float]:
+    """Round by round, since both sides of a round met the same machine."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def spread(values: list[float], digits: int = 2, scale: float = 1.0) -> str:
+    """The median, and in brackets the quartiles."""
+    scaled = [value * scale for value in values]
+    if len(scaled) < 2:
+        return f"{scaled[0]:.{digits}f}"
+    low, _, high = quantiles(scaled, n=4, method="inclusive")
+    return f"{median(scaled):.{digits}f} [{low:.{digits}f}–{high:.{digits}f}]"

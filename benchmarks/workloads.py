@@ -1,0 +1,187 @@
+"""What is trained: models that are the same in every library, and the batches they get.
+
+Each model is an `nn.Sequential`. Where it has skip connections, their vocabulary (`skippable`, `stash`, `pop`) is a
+module that the library under test brings along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Skips = Any  # a module with skippable, stash and pop
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`balance` makes two stages of about the same weight; `quarters`, where there are any, four."""
+
+    model: Callable[[Skips], nn.Sequential]
+    batch: Callable[[], Tensor]
+    loss: Callable[[Tensor], Tensor]  # of a micro-batch; they add up
+    balance: tuple[int, int]
+    quarters: tuple[int, int, int, int] | None = None
+    random: bool = False  # draws masks: gradients differ from run to run
+    looks_at_the_batch: bool = False  # batch norm: the whole mini-batch is another function than its micro-batches
+
+
+def by_name(name: str) -> Workload:
+    try:
+        return WORKLOADS[name]
+    except KeyError:
+        raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}; got {name!r}") from None
+
+
+def total(output: Tensor) -> Tensor:
+    return output.sum()
+
+
+def half_of_squares(output: Tensor) -> Tensor:
+    return output.square().sum() / 2
+
+
+def linear(width: int, _: Skips) -> nn.Sequential:
+    """W: eight blocks, as wide as the batch is long."""
+    return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())])
+
+
+def w(width: int) -> Workload:
+    def batch() -> Tensor:
+        # It requires grad, so that the first stage computes as much as the second.
+        return torch.randn(width, width, requires_grad=True)
+
+    return Workload(partial(linear, width), batch, total, (8, 8), (4, 4, 4, 4))
+
+
+def unet(channels: int, depth: int, skips: Skips) -> nn.Sequential:
+    """`depth` times down and up again; what a level made before it shrank is wanted on its way up."""
+    widths = [3, *(channels * 2**k for k in range(depth))]
+    down = [_down(skips, f"level{k}", _convolutions(*pair)) for k, pair in enumerate(pairwise(widths))]
+    bottom = _convolutions(widths[-1], widths[-1])
+    up = [
+        _up(skips, f"level{k}", _convolutions(2 * widths[k + 1], max(widths[k], channels)))
+        for k in reversed(range(depth))
+    ]
+    return nn.Sequential(*down, bottom, *up, nn.Conv2d(channels, 1, 1))
+
+
+def _down(skips: Skips, name: str, convolutions: nn.Module) -> nn.Module:
+    @skips.skippable(stash=[name])
+    class Down(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolutions = convolutions
+            self.shrink = nn.MaxPool2d(2)
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.convolutions(x)
+            yield skips.stash(name, x)
+            return self.shrink(x)
+
+    return Down()
+
+
+def _up(skips: Skips, name: str, convolutions: nn.Module) -> nn.Module:
+    @skips.skippable(pop=[name])
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolutions = convolutions
+            self.grow = nn.Upsample(scale_factor=2)
+
+        def forward(self, x: Tensor) -> Any:
+            skip = yield skips.pop(name)
+            return self.convolutions(torch.cat([self.grow(x), skip], dim=1))
+
+    return Up()
+
+
+def _convolutions(inside: int, outside: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inside, outside, 3, padding=1), nn.GELU(), nn.Conv2d(outside, outside, 3, padding=1), nn.GELU()
+    )
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm beside a shortcut; ReLUs work in place."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outside, outside, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outside),
+        )
+        same = inside == outside and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(inside, outside, 1, stride, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(channels: int, _: Skips) -> nn.Sequential:
+    """Four groups of two blocks; from group to group half as many pixels, twice as many channels."""
+    layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+    for inside, outside in pairwise([channels, channels, 2 * channels, 4 * channels, 8 * channels]):
+        layers += [Residual(inside, outside, 1 if inside == outside else 2), Residual(outside, outside, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * channels, 10))
+
+
+class Block(nn.Module):
+    """A block of GPT-2 that takes a tensor and gives one."""
+
+    def __init__(self, config: Any, k: int) -> None:
+        super().__init__()
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+        self.block = GPT2Block(config, layer_idx=k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.block(x)
+        return out if isinstance(out, Tensor) else out[0]
+
+
+def gpt2(width: int, blocks: int, _: Skips) -> nn.Sequential:
+    """A stack of GPT-2's blocks with its dropout, between a layer norm and a linear head."""
+    from transformers import GPT2Config
+
+    config = GPT2Config(n_embd=width, n_head=width // 64, n_layer=blocks, attn_implementation="sdpa")
+    stack = [Block(config, k) for k in range(blocks)]
+    return nn.Sequential(nn.LayerNorm(width), *stack, nn.Linear(width, width))
+
+
+WORKLOADS = {
+    "W 64": w(64),
+    "W 256": w(256),
+    "W 1024": w(1024),
+    "U-Net": Workload(
+        partial(unet, 16, 3),
+        lambda: torch.rand(32, 3, 48, 48, requires_grad=True),
+        half_of_squares,
+        balance=(4, 4),
+    ),
+    "ResNet": Workload(
+        partial(resnet, 16),
+        lambda: torch.rand(64, 3, 32, 32, requires_grad=True),
+        half_of_squares,
+        balance=(6, 8),
+        looks_at_the_batch=True,
+    ),
+    "GPT-2": Workload(
+        partial(gpt2, 256, 8),
+        lambda: torch.randn(8, 64, 256, requires_grad=True),
+        half_of_squares,
+        balance=(5, 5),
+        quarters=(3, 2, 2, 3),
+        random=True,
+    ),
+}
