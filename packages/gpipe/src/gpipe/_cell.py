@@ -13,6 +13,7 @@ from torch import Tensor
 from microbatch import Batch
 from streams import Context
 
+from . import _engine
 from ._checkpoint import Snapshot, Training, Witness, checkpointing, recomputing, restored, training_flags
 from ._partial import backward_inputs
 from ._random import CellRandom, Refusal, RunRandom
@@ -22,10 +23,6 @@ from ._value import cloned, cut, versions
 Result = TypeVar("Result")
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-# What torch.autograd.backward calls after checks of its own, which take longer than the backward of a small cell. The
-# gradients here come from other cells and have the right shapes.
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Cell:
@@ -59,7 +56,7 @@ class Cell:
         flowing = self._flowing(gradients)
         if flowing:
             outputs, seeds = zip(*flowing, strict=True)
-            self._backwards(lambda: _run_backward(outputs, seeds, False, False, (), True, accumulate_grad=True))
+            self._backwards(lambda: _engine.accumulate(outputs, seeds))
         return [leaf.grad for leaf in self.inputs]
 
     def backward_input(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

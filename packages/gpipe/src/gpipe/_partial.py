@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from . import _engine
 
 Gradients = list[Tensor | None]
 
@@ -31,7 +32,7 @@ class Weights(NamedTuple):
     """What is left to do for the parameters at a branch."""
 
     branch: Branch
-    gradients: list[Tensor | None]
+    gradients: Gradients
 
     def backward(self) -> None:
         """Accumulate their gradients."""
@@ -39,7 +40,7 @@ class Weights(NamedTuple):
         flowing = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
         if flowing:
             edges, gradients = zip(*flowing, strict=True)
-            torch.autograd.backward(edges, gradients, inputs=self.branch.parameters)
+            _engine.accumulate(edges, gradients, self.branch.parameters)
 
 
 def backward_inputs(
@@ -49,8 +50,7 @@ def backward_inputs(
     branches = _branches(outputs, leaves)
     if branches is None:
         return None
-    ends: list[Any] = [*leaves, *(edge for branch in branches for edge in branch.edges)]
-    found = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
+    found = _engine.gradients(outputs, seeds, [*leaves, *(edge for branch in branches for edge in branch.edges)])
     arrived = iter(found[len(leaves) :])
     return list(found[: len(leaves)]), [Weights(branch, [next(arrived) for _ in branch.edges]) for branch in branches]
 
@@ -58,13 +58,11 @@ def backward_inputs(
 def _branches(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Branch] | None:
     roots = [get_gradient_edge(output) for output in outputs]
     graph = _Graph(roots, {id(leaf) for leaf in leaves})
-    if not all(graph.leads_to_leaf(root.node) for root in roots):
+    if not all(graph.leads_to_leaf(root.node) for root in roots) or graph.is_checkpointed:
         return None
     branches = list(graph.branches())
     parameters = [id(parameter) for branch in branches for parameter in branch.parameters]
     if len(set(parameters)) < len(parameters) or any(_is_whole(edge.node) for b in branches for edge in b.edges):
-        return None
-    if any(node.name() == "CheckpointFunctionBackward" for node in graph.nodes):  # refuses to run for some inputs only
         return None
     return branches
 
@@ -75,64 +73,76 @@ def _is_whole(node: Node) -> bool:
 
 
 class _Graph:
-    """The nodes below ``roots``, and which of them lead to a leaf."""
+    """The nodes below ``roots``, and which of them lead to a leaf.
+
+    This is walked for every micro-batch. Asking a node for its children costs most, and is done once.
+    """
 
     def __init__(self, roots: Sequence[GradientEdge], leaves: set[int]) -> None:
+        self._roots = roots
         self._leaves = leaves
+        self._children: dict[Node, list[tuple[Node, int]]] = {}
         self._leads: dict[Node, bool] = {}
-        self._arrivals: dict[Node, dict[int, None]] = {}
         for root in roots:
-            self._note(root.node, root.output_nr)
             self._explore(root.node)
 
     @property
-    def nodes(self) -> Iterable[Node]:
-        """All of them."""
-        return self._leads
+    def is_checkpointed(self) -> bool:
+        """Whether there is a node that refuses to run for some inputs only: that of a reentrant checkpoint."""
+        return any(type(node).__name__ == "CheckpointFunctionBackward" for node in self._leads)
 
     def leads_to_leaf(self, node: Node) -> bool:
         return self._leads[node]
 
     def branches(self) -> Iterator[Branch]:
         """Every node on the way to a leaf from which a way to parameters leaves it."""
-        for node, leads in self._leads.items():
-            aside = [child for child, _ in node.next_functions if child is not None and not self._leads[child]]
-            if leads and aside:
-                parameters = {id(p): p for child in aside for p in _variables(child)}
-                edges = [GradientEdge(node, number) for number in self._arrivals[node]]
-                yield Branch(edges, list(parameters.values()))
+        arrivals = self._arrivals()
+        for node, numbers in arrivals.items():
+            aside = [child for child, _ in self._children[node] if not self._leads[child]]
+            if aside:
+                yield Branch([GradientEdge(node, number) for number in numbers], list(self._ends(aside)))
 
-    def _note(self, node: Node, number: int) -> None:
-        self._arrivals.setdefault(node, {})[number] = None
+    def _arrivals(self) -> dict[Node, dict[int, None]]:
+        """The nodes on the way to a leaf, with the numbers of their outputs at which gradients arrive."""
+        arrivals: dict[Node, dict[int, None]] = {}
+        for root in self._roots:
+            arrivals.setdefault(root.node, {})[root.output_nr] = None
+        for node, leads in self._leads.items():
+            for child, number in self._children[node] if leads else ():
+                if self._leads[child]:
+                    arrivals.setdefault(child, {})[number] = None
+        return arrivals
 
     def _explore(self, root: Node) -> None:
         """Visit nodes after all their children, without recursion: graphs are deep."""
-        stack: list[tuple[Node, bool]] = [(root, False)]
+        stack = [root]
         while stack:
-            node, done = stack.pop()
-            if node in self._leads:
-                continue
-            children = [(child, number) for child, number in node.next_functions if child is not None]
-            if done:
-                variable = getattr(node, "variable", None)
-                is_leaf = variable is not None and id(variable) in self._leaves
-                self._leads[node] = is_leaf or any(self._leads[child] for child, _ in children)
-                continue
-            stack.append((node, True))
-            for child, number in children:
-                self._note(child, number)
-                stack.append((child, False))
+            node = stack[-1]
+            children = self._children.get(node)
+            if children is None:
+                children = [(child, number) for child, number in node.next_functions if child is not None]
+                self._children[node] = children
+                stack += [child for child, _ in children if child not in self._children]
+            else:
+                stack.pop()
+                self._leads[node] = any(self._leads[child] for child, _ in children) or self._is_leaf(node)
+
+    def _is_leaf(self, node: Node) -> bool:
+        return not self._children[node] and id(_variable(node)) in self._leaves
+
+    def _ends(self, nodes: Iterable[Node]) -> Iterator[Tensor]:
+        """The tensors in whose ``.grad`` the ways below ``nodes`` end."""
+        stack = list(nodes)
+        seen = set(stack)
+        while stack:
+            node = stack.pop()
+            children = [child for child, _ in self._children[node] if child not in seen]
+            seen.update(children)
+            stack.extend(children)
+            if not self._children[node] and (variable := _variable(node)) is not None:
+                yield variable
 
 
-def _variables(node: Node) -> Iterator[Any]:
-    """The tensors in whose ``.grad`` the ways below ``node`` end."""
-    seen = {node}
-    stack = [node]
-    while stack:
-        node = stack.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            yield variable
-        children = [child for child, _ in node.next_functions if child is not None and child not in seen]
-        seen.update(children)
-        stack.extend(children)
+def _variable(node: Node) -> Any:
+    """The tensor that a node without children accumulates the gradient of; None if it does not."""
+    return getattr(node, "variable", None)
