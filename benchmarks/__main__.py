@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 # One thread for each part and each contender, before any of them imports torch.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -39,23 +38,30 @@ def main() -> None:
 
     console = Console(width=160)
     line = stamp(" ".join(["python -m nox -s bench --", *sys.argv[1:]]))
+    failed = []
     for part in options.parts or PARTS:
         console.rule(part)
-        report = importlib.import_module(f"benchmarks.{part}").run(options)
-        show_all(console, report.tables)
-        if not options.quick:
-            _keep(part, {"stamp": line, "figures": report.figures})
-        for table in report.tables if options.write else ():
-            write(table, line)
+        try:
+            for report in importlib.import_module(f"benchmarks.{part}").run(options):
+                show_all(console, report.tables)
+                if not options.quick:
+                    _keep(part, line, report.figures)
+                for table in report.tables if options.write else ():
+                    write(table, line)
+        except Exception:
+            console.print_exception()  # the other parts go on
+            failed.append(part)
     console.print(line, markup=False, highlight=False)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
-def _keep(part: str, found: dict[str, Any]) -> None:
-    """For the table of targets. Figures of other workloads, from an earlier run of the part, stay."""
+def _keep(part: str, stamp: str, figures: dict[str, float]) -> None:
+    """For the table of targets. Figures of an earlier run that this one has not measured stay."""
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{part}.json"
     known = json.loads(file.read_text(encoding="utf-8"))["figures"] if file.exists() else {}
-    found["figures"] = {**known, **found["figures"]}
+    found = {"stamp": stamp, "figures": {**known, **figures}}
     file.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -72,7 +78,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks/*.md")
     parser.add_argument("--rounds", type=_positive, help="instead of each part's own number")
     parser.add_argument("--workload", nargs="+", metavar="NAME", help="compare: only W, 'W 256', U-Net, ResNet, GPT-2")
-    parser.add_argument("--pin", action="store_true", help="compare: bind workers and the two loops to cores")
+    parser.add_argument("--unpinned", action="store_true", help="compare: let the kernel choose cores for everybody")
     return parser.parse_args()
 
 

@@ -6,13 +6,15 @@ the boundary tensors: the inputs of all stages but the first, whose input is the
 has to keep these, and beside them the whole graph of the micro-batches that it does not checkpoint. "Peak" is the most
 that lives at any time until the end of the backward, gradients included.
 
+A second table has what stages hold at their peaks by the schedule of `step`, as `gpipe.record(memory=True)` counts it.
+
 The pipe runs inline, because a dispatch mode sees one thread; the programs are the same. Nothing here is a time.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
@@ -38,7 +40,7 @@ MODELS: dict[str, Callable[[int], list[nn.Module]]] = {
 }
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> Iterator[Report]:
     boundary = (STAGES - 1) * ROWS * WIDTH * 4
     caption = (
         f"{STAGES} stages of {BLOCKS} blocks, {ROWS} rows of {WIDTH} numbers, {CHUNKS} micro-batches; in boundary "
@@ -49,7 +51,34 @@ def run(options: argparse.Namespace) -> Report:
     for (name, block), mode in product(MODELS.items(), CHECKPOINTS):
         kept, peak = _measured(block, mode)
         table.add(name, mode, *(f"{size / boundary:.2f}" for size in (kept, kept - boundary, peak)))
-    return Report([table])
+    yield Report([table])
+    yield _by_schedule()
+
+
+def _by_schedule() -> Report:
+    """Many micro-batches, of which a good schedule holds few at once."""
+    chunks, schedules = 32, ("fill_drain", "1f1b", "zero_bubble")
+    caption = f"{STAGES} stages of {BLOCKS} blocks (Linear, GELU), {chunks} micro-batches, nothing checkpointed"
+    headings = ("schedule", *(f"stage {j}, MiB" for j in range(STAGES)), "worst stage / fill-drain's")
+    table = Table("activations.md", "schedules", caption, headings)
+    peaks = {schedule: _peaks(schedule, chunks) for schedule in schedules}
+    ratios = {schedule: max(own) / max(peaks["fill_drain"]) for schedule, own in peaks.items()}
+    for schedule, own in peaks.items():
+        table.add(schedule, *(f"{size / 2**20:.2f}" for size in own), f"{ratios[schedule]:.3f}")
+    return Report([table], {f"saved activations, m={chunks}, n={STAGES}: 1f1b / fill_drain": ratios["1f1b"]})
+
+
+def _peaks(schedule: str, chunks: int) -> list[int]:
+    """Bytes that each stage holds at its peak."""
+    layers = [layer for _ in range(STAGES * BLOCKS) for layer in MODELS["Linear, GELU"](WIDTH)]
+    balance = [len(layers) // STAGES] * STAGES
+    pipe = GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * STAGES, chunks=chunks, checkpoint="never")
+    x = torch.randn(ROWS, WIDTH)
+    with gpipe.inline(), gpipe.record(memory=True) as timeline:
+        pipe.step(x, loss_fn=lambda output, _: output.sum(), reduction="sum", schedule=schedule)
+    peaks = timeline.peak_bytes
+    assert peaks is not None
+    return [peaks[j] for j in range(STAGES)]
 
 
 def _measured(block: Callable[[int], list[nn.Module]], mode: str) -> tuple[int, int]:

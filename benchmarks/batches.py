@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
@@ -17,7 +17,7 @@ from .timing import interleaved, ratios, repeats_within, spread, timed
 Call = Callable[[], object]
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> Iterator[Report]:
     torch.set_num_threads(1)
     rounds = options.rounds or (3 if options.quick else 30)
     caption = (
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> Report:
         size = f"{rows} × {width}, {chunks}"
         for name, reference, ours, theirs in _cuts(x, chunks):
             _add(table, name, reference, size, ours, theirs, rounds)
-    return Report([table])
+    yield Report([table])
 
 
 def _batches() -> tuple[Call, Call]:

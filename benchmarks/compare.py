@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 from .contenders import LOOP, PEERS, STAGES, TWO_LOOPS, Contender, Task, contenders, rival
@@ -15,20 +15,24 @@ from .workloads import WORKLOADS, by_name
 
 Comparable = Callable[[Contender], bool]
 PIPELINES = ("gpipe", *PEERS)
-HEADINGS = ("library", "way", "ms", "speed-up", "efficiency", *(f"ours / {library}'s" for library in PEERS))
+HEADINGS = (
+    "library",
+    "way",
+    "checkpoint",
+    "ms",
+    "speed-up",
+    "efficiency",
+    *(f"ours / {library}'s" for library in PEERS),
+)
 
 
-def run(options: argparse.Namespace) -> Report:
-    report = Report()
-    rules = Rules(rounds=options.rounds or (2 if options.quick else 10), pin=options.pin)
-    if options.quick:
-        rules = Rules(rounds=rules.rounds, turn=0.01, pin=options.pin)
+def run(options: argparse.Namespace) -> Iterator[Report]:
+    rounds, turn = (2, 0.01) if options.quick else (10, 0.1)
+    rules = Rules(rounds=options.rounds or rounds, turn=turn, pin=not options.unpinned)
     with Court(rules) as court:
         for task in _tasks(options):
             outcomes = court.play(task, _field(task), comparable(task))
-            report.tables.append(_table(task, outcomes, rules))
-            report.figures.update(_figures(task, outcomes))
-    return report
+            yield Report([_table(task, outcomes, rules)], _figures(task, outcomes))
 
 
 def comparable(task: Task) -> Comparable:
@@ -52,7 +56,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
 def _is_chosen(task: Task, options: argparse.Namespace) -> bool:
     if options.workload:
         return any(task.workload == name or task.workload.startswith(f"{name} ") for name in options.workload)
-    return not options.quick or task.chunks == 8
+    return not options.quick or (task.chunks == 8 and task.workload not in ("W 256", "W 1024"))
 
 
 def _field(task: Task) -> list[Contender]:
@@ -61,14 +65,13 @@ def _field(task: Task) -> list[Contender]:
 
 
 def _table(task: Task, outcomes: Outcomes, rules: Rules) -> Table:
-    table = Table(_page(task), _slug(task), _caption(task, outcomes, rules), HEADINGS, left=2)
+    table = Table(_page(task), _slug(task), _caption(task, outcomes, rules), HEADINGS, left=3)
     for contender, outcome in outcomes.items():
         if outcome.failure is not None:
-            table.add(contender.library, contender.way, f"– {table.note(outcome.failure)}", *["–"] * 5)
+            table.add(*contender.columns, f"– {table.note(outcome.failure)}", *["–"] * 5)
             continue
         table.add(
-            contender.library,
-            contender.way,
+            *contender.columns,
             spread(outcome.seconds, 2, scale=1e3),
             spread(ratios(outcomes[LOOP].seconds, outcome.seconds)),
             _optional(_efficiency(contender, task, outcomes)),
@@ -85,7 +88,7 @@ def _against(contender: Contender, library: str, outcomes: Outcomes) -> str:
 def _ratios_to(contender: Contender, library: str, outcomes: Outcomes) -> list[float]:
     """Our time over theirs, where there are both."""
     other = rival(contender, library, outcomes)
-    if contender.library != "gpipe" or other is None or None in (outcomes[contender].seconds, outcomes[other].seconds):
+    if contender.library != "gpipe" or other is None:
         return []
     ours, theirs = outcomes[contender], outcomes[other]
     return [] if ours.failure or theirs.failure else ratios(ours.seconds, theirs.seconds)
@@ -134,7 +137,7 @@ def _caption(task: Task, outcomes: Outcomes, rules: Rules) -> str:
     differences = [outcome.difference for outcome in outcomes.values() if outcome.difference is not None]
     if differences:
         parts.append(f"results differ from the loop's by at most {max(differences):.0e} of the largest")
-    return "; ".join([*parts, *(["workers pinned"] if rules.pin else [])])
+    return "; ".join([*parts, *([] if rules.pin else ["cores as the kernel chooses"])])
 
 
 def _title(task: Task) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 CHECKPOINTS = ("never", "except_last", "always")
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble", "interleaved")
 STAGES = 2
+PEERS = ("torchgpipe", "fairscale", "distributed")
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,22 @@ class Contender:
     threads: int = 1
 
     @property
-    def way(self) -> str:
-        if self.library in ("loop", "two loops"):
-            return ""
+    def columns(self) -> tuple[str, str, str]:
+        """Library, way, checkpointing; what makes no difference is left out."""
         if self.library == "plain":
-            return f"{self.threads} thread" + "s" * (self.threads > 1)
-        return ", ".join(part for part in (self.schedule, f"checkpoint {self.checkpoint}") if part)
+            return self.library, f"{self.threads} thread" + "s" * (self.threads > 1), ""
+        pipeline = self.library in ("gpipe", *PEERS)
+        return self.library, self.schedule, self.checkpoint if pipeline else ""
 
     @property
     def name(self) -> str:
-        return f"{self.library}, {self.way}" if self.way else self.library
+        library, way, checkpoint = self.columns
+        return ", ".join(part for part in (library, way, checkpoint and f"checkpoint {checkpoint}") if part)
 
 
 LOOP = Contender("loop")
 TWO_LOOPS = Contender("two loops")
 BASELINES = [LOOP, TWO_LOOPS, Contender("plain"), Contender("plain", threads=2)]
-PEERS = ("torchgpipe", "fairscale", "distributed")
 
 
 def contenders(task: Task, *, quarters: bool) -> list[Contender]:

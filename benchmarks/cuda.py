@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
@@ -22,12 +22,14 @@ WAYS = {"one stage": 1, "two stages on the same GPU": 2}
 Step = Callable[[], None]
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> Iterator[Report]:
     if not torch.cuda.is_available():
-        return Report([_nothing("cuda-time", "Time of a step"), _nothing("cuda-memory", "Peak of allocated memory")])
+        yield Report([_nothing("cuda-time", "Time of a step"), _nothing("cuda-memory", "Peak of allocated memory")])
+        return
     widths = (256,) if options.quick else (256, 1024, 4096)
     rounds = options.rounds or (3 if options.quick else 20)
-    return Report([_times(widths, rounds), _memory(widths)])
+    yield Report([_times(widths, rounds)])
+    yield Report([_memory(widths)])
 
 
 def _nothing(name: str, caption: str) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.checkpoint import checkpoint
 
 from .contenders import Contender, Task
+from .cores import take_share
 from .handed import Stage, connect
 from .workloads import Workload
 
@@ -28,9 +30,7 @@ Built = tuple[Callable[[], Tensor | None], nn.Module, Callable[[], object]]
 
 
 def build(model: nn.Sequential, batch: Tensor, workload: Workload, contender: Contender, task: Task) -> Built:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank = _rank()
     kind, each = SCHEDULES[contender.schedule]
     modules = _modules(model, workload.balance if each == 1 else workload.quarters)
     own = {j: _recomputing(module, contender) for j, module in enumerate(modules) if j % 2 == rank}
@@ -39,6 +39,14 @@ def build(model: nn.Sequential, batch: Tensor, workload: Workload, contender: Co
     schedule = kind(stages if each > 1 or _takes_a_list(kind) else stages[0], task.chunks, loss, scale_grads=False)
     parameters = _together(modules, rank)
     return _step(schedule, parameters, batch, rank, task), parameters, dist.barrier
+
+
+def _rank() -> int:
+    """This process's place, among two that keep their connection from task to task."""
+    if not dist.is_initialized():
+        take_share(int(os.environ["RANK"]), 2)  # before gloo starts threads of its own
+        dist.init_process_group("gloo")
+    return dist.get_rank()
 
 
 def _modules(model: nn.Sequential, balance: tuple[int, ...] | None) -> list[Stage]:

@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from statistics import median
 
@@ -25,18 +25,17 @@ FEW = ((2, 4), (4, 64))
 Times = tuple[float, float]  # seconds of a forward and of its backward
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> Iterator[Report]:
     torch.set_num_threads(1)
-    report = Report()
-    report.tables.append(_cells(options, report.figures))
-    report.tables.append(_import(options, report.figures))
-    return report
+    yield _cells(options)
+    yield _import(options)
 
 
-def _cells(options: argparse.Namespace, figures: dict[str, float]) -> Table:
+def _cells(options: argparse.Namespace) -> Report:
     rounds = options.rounds or (3 if options.quick else 15)
     headings = ("stages", "micro-batches", "loop", "workers", "forward", "backward", "checkpointed", "inline")
     table = Table(PAGE, "engine", f"Microseconds a cell, {rounds} rounds: medians, in brackets the quartiles", headings)
+    figures: dict[str, float] = {}
     for n, m in FEW if options.quick else product(STAGES, MICROBATCHES):
         times = _rounds(_ways(n, m), rounds)
         cell = 1e6 / (n * m)
@@ -46,7 +45,7 @@ def _cells(options: argparse.Namespace, figures: dict[str, float]) -> Table:
         table.add(n, m, *(spread(values, 1, scale=cell) for values in shown))
         figures[f"engine {n}x{m}: workers"] = median(both["workers"]) * cell
         figures[f"engine {n}x{m}: inline"] = median(both["inline"]) * cell
-    return table
+    return Report([table], figures)
 
 
 def _ways(stages: int, microbatches: int) -> dict[str, Callable[[], Times]]:
@@ -94,7 +93,7 @@ def _rounds(ways: dict[str, Callable[[], Times]], rounds: int, warmups: int = 3)
 _IMPORT = "import time, torch; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 
 
-def _import(options: argparse.Namespace, figures: dict[str, float]) -> Table:
+def _import(options: argparse.Namespace) -> Report:
     """Fresh interpreters, which take turns."""
     rounds = options.rounds or (2 if options.quick else 10)
     packages = ("gpipe", "profiler", "microbatch", "streams", "blockpartition")
@@ -108,5 +107,4 @@ def _import(options: argparse.Namespace, figures: dict[str, float]) -> Table:
         own.append(float(answer.stdout))
     for name, own in times.items():
         table.add(f"`{name}`", spread(own, 1, scale=1e3))
-    figures["import: gpipe, ms"] = median(times["gpipe"]) * 1e3
-    return table
+    return Report([table], {"import: gpipe, ms": median(times["gpipe"]) * 1e3})

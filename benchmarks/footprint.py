@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from .compare import comparable
 from .contenders import Contender, Task
@@ -26,18 +27,18 @@ CONTENDERS = [
 TASKS = [Task("W 1024", 8), Task("W 1024", 32), Task("U-Net", 8)]
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> Iterator[Report]:
     field = [one for one in CONTENDERS if one.library not in ("torchgpipe", "fairscale") or installed(one.library)]
     rules = Rules(rounds=options.rounds or 3, turn=0.01)
-    headings = ("library", "way", *(f"{task.workload}, m={task.chunks}" for task in _tasks(options)))
+    headings = ("library", "way", "checkpoint", *(f"{task.workload}, m={task.chunks}" for task in _tasks(options)))
     caption = f"MiB above what the process had before its first step, the most of {rules.rounds + 3} steps"
-    table = Table("memory.md", "footprint", caption, headings, left=2)
+    table = Table("memory.md", "footprint", caption, headings, left=3)
     # Each task has fresh processes: what one leaves to the allocator is no memory of the next.
     columns = [_column(task, field, rules) for task in _tasks(options)]
     for contender in field:
         cells = [_cell(column[contender], table) for column in columns]
-        table.add(contender.library, contender.way, *cells)
-    return Report([table])
+        table.add(*contender.columns, *cells)
+    yield Report([table])
 
 
 def _tasks(options: argparse.Namespace) -> list[Task]:

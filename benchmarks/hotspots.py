@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,10 +18,10 @@ from .report import Report, Table
 STAGES, MICROBATCHES, TOP = 4, 64, 25
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> Iterator[Report]:
     torch.set_num_threads(1)
     runs = options.rounds or (2 if options.quick else 20)
-    return Report([_table(_profiled(runs, checkpoint), runs, checkpoint) for checkpoint in ("never", "always")])
+    yield Report([_table(_profiled(runs, checkpoint), runs, checkpoint) for checkpoint in ("never", "always")])
 
 
 def _profiled(runs: int, checkpoint: str) -> pstats.Stats:

@@ -35,13 +35,13 @@ Outcomes = dict[Contender, Outcome]
 class Rules:
     """`turn` is how long the loop takes for the steps of a turn, in seconds; `limit` is for one answer.
 
-    With `pin`, workers and the two loops are bound to cores of their own.
+    With `pin` our workers, the two loops, and the ranks of torch.distributed have cores of their own.
     """
 
     rounds: int = 10
     turn: float = 0.1
     limit: float = 120.0
-    pin: bool = False
+    pin: bool = True
 
 
 class Court:

@@ -28,7 +28,7 @@ class Failure(Exception):  # noqa: N818
 class Process:
     """A contender at work; `failure` says why it is out, if it is."""
 
-    def __init__(self, contender: Contender, folder: Path, *, limit: float, pin: bool = False) -> None:
+    def __init__(self, contender: Contender, folder: Path, *, limit: float, pin: bool = True) -> None:
         self.contender, self.limit = contender, limit
         self.failure: str | None = None
         self._ranks = 2 if contender.library == "distributed" else 1

@@ -13,7 +13,7 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -31,16 +31,16 @@ Profiler = Callable[[nn.Sequential, torch.Tensor, float], Costs]
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "profile.svg"
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> Iterator[Report]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     repeats, timeout = (2, 0.05) if options.quick else (options.rounds or 10, 1.0)
-    report = Report([_balances(repeats, timeout)])
-    if not options.quick:
-        report.tables.append(_large())
-    if options.write and not options.quick:
+    yield Report([_balances(repeats, timeout)])
+    if options.quick:
+        return
+    yield Report([_large()])
+    if options.write:
         draw(PICTURE)
-    return report
 
 
 def _balances(repeats: int, timeout: float) -> Table:

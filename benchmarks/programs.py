@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .contenders import STAGES, Contender, Task
+from .cores import take_share
 from .workloads import Workload, by_name
 
 
@@ -86,13 +86,12 @@ def _two_loops(workload: Workload, contender: Contender, task: Task) -> Program:
     from streams import limit_threads
 
     loops = [_loop(workload, contender, task) for _ in range(2)]
-    cores = iter(sorted(os.sched_getaffinity(0)) * 2) if hasattr(os, "sched_getaffinity") else None
+    shares = iter(range(2))
 
     def settle() -> None:
         limit_threads(1)
         torch.set_grad_enabled(task.training)
-        if cores is not None and os.environ.get("GPIPE_PIN_WORKERS") == "1":
-            os.sched_setaffinity(0, {next(cores)})
+        take_share(next(shares), 2)
 
     threads = ThreadPoolExecutor(2, initializer=settle)
 
@@ -122,7 +121,8 @@ def _gpipe(workload: Workload, contender: Contender, task: Task) -> Program:
     from gpipe import GPipe
 
     model, batch = _model(workload, "gpipe.skip"), _batch(workload)
-    balance, devices = workload.balance, ["cpu"] * STAGES
+    balance: tuple[int, ...] = workload.balance
+    devices = ["cpu"] * STAGES
     if contender.schedule == "interleaved":
         assert workload.quarters is not None
         balance, devices = workload.quarters, ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]

@@ -25,19 +25,18 @@ PAGE = "solve.md"
 LIMIT = 1.0  # seconds given to torchgpipe's solver for one problem
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> Iterator[Report]:
     rounds = options.rounds or (2 if options.quick else 9)
-    report = Report()
-    report.tables.append(_against_prefix_sums(rounds, 10**4 if options.quick else 10**6, report.figures))
-    report.tables.append(_against_torchgpipe(2 if options.quick else 10))
-    report.tables.append(_under_constraints(rounds, 200 if options.quick else 2000))
-    return report
+    yield _against_prefix_sums(rounds, 10**4 if options.quick else 10**6)
+    yield Report([_against_torchgpipe(2 if options.quick else 10)])
+    yield Report([_under_constraints(rounds, 200 if options.quick else 2000)])
 
 
-def _against_prefix_sums(rounds: int, largest: int, figures: dict[str, float]) -> Table:
+def _against_prefix_sums(rounds: int, largest: int) -> Report:
     caption = f"{rounds} rounds of processor time: medians, in brackets the quartiles"
     headings = ("kind", "layers", "blocks", "prefix sums, ms", "solve, ms", "ratio")
     table = Table(PAGE, "prefix-sums", caption, headings)
+    figures: dict[str, float] = {}
     for kind, n, k in product(("int", "float"), (10**3, 2_000, 10**4, 10**5, 10**6), (8, 64, 512)):
         if n > largest or n <= k:
             continue
@@ -45,7 +44,7 @@ def _against_prefix_sums(rounds: int, largest: int, figures: dict[str, float]) -
         table.add(kind, n, k, _ms(base), _ms(ours), spread(ratios(ours, base)))
         figures[f"solve, {kind}, n={n}, k={k}: ms"] = statistics.median(ours) * 1e3
         figures[f"solve, {kind}, n={n}, k={k}: ratio"] = statistics.median(ratios(ours, base))
-    return table
+    return Report([table], figures)
 
 
 def _times(costs: list[Any], k: int, rounds: int) -> tuple[list[float], list[float]]:

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 COLOUR: ContextVar[str] = ContextVar("COLOUR")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> Iterator[Report]:
     rounds, repeats = options.rounds or (3 if options.quick else 30), 50 if options.quick else 500
     caption = f"Microseconds a call, {rounds} rounds of {repeats} calls: medians, in brackets the quartiles"
     table = Table("streams.md", "workers", caption, ("what", "µs"))
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> Report:
         programs = {**_workers(stack), **_contexts()}
         for name, times in interleaved(programs, rounds, repeats=repeats).items():
             table.add(name, spread(times, 1, scale=1e6))
-    return Report([table])
+    yield Report([table])
 
 
 def _workers(stack: ExitStack) -> dict[str, Callable[[], object]]:
