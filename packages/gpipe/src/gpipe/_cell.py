@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,8 +55,7 @@ class Cell:
         """
         flowing = self._flowing(gradients)
         if flowing:
-            outputs, seeds = zip(*flowing, strict=True)
-            self._backwards(lambda: _engine.accumulate(outputs, seeds))
+            self._backwards(_engine.accumulate, *zip(*flowing, strict=True))
         return [leaf.grad for leaf in self.inputs]
 
     def backward_input(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -70,7 +69,7 @@ class Cell:
             self._left = [partial(self.backward, gradients)]
             return [None] * len(self.inputs)
         outputs, seeds = zip(*flowing, strict=True)
-        parts = self._backwards(lambda: backward_inputs(outputs, seeds, leaves))
+        parts = self._backwards(backward_inputs, outputs, seeds, leaves)
         if parts is None:
             self._stage.say_whole()
             self._left = []
@@ -93,13 +92,13 @@ class Cell:
             if gradient is not None and output.requires_grad
         ]
 
-    def _backwards(self, work: Callable[[], Result]) -> Result:
+    def _backwards(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Let autograd do some of the backward, with the random numbers of the cell if that needs any."""
         try:
             if self._random is None:
-                return work()
+                return work(*arguments)
             with self._random.backward():
-                return work()
+                return work(*arguments)
         except RuntimeError as error:
             _explain(error)
             raise

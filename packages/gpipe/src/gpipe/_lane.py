@@ -9,7 +9,7 @@ from ._errors import add_note, shapes
 from ._hooks import HeldGradients
 from ._loss import LossEnd
 from ._place import At
-from ._ports import Ports
+from ._ports import Port, Ports
 from ._random import CellRandom, RunRandom
 from ._stage import Stage
 from ._value import cloned
@@ -35,8 +35,8 @@ class Lane:
     def __init__(
         self,
         stage: Stage,
-        arrival: Ports,
-        departure: Ports | LossEnd,
+        arrival: Port | Ports,
+        departure: Port | Ports | LossEnd,
         *,
         microbatches: int,
         checkpoint_stop: int,

@@ -63,7 +63,7 @@ class Link(Generic[Payload]):
         """Wait for the payload of a micro-batch. Raises :class:`Poisoned` if it will never come."""
         arrived = self._arrived
         while microbatch not in arrived:
-            i, parcel = self._next(microbatch)
+            i, parcel = self._queue.get() if self._patience is None else self._patiently(microbatch)
             if i != _POISON:
                 arrived[i] = parcel
             elif self._hopeless():
@@ -81,7 +81,7 @@ class Link(Generic[Payload]):
         """Let nobody wait here for what will not come."""
         self._queue.put((_POISON, None))
 
-    def _next(self, microbatch: int) -> tuple[int, Any]:
+    def _patiently(self, microbatch: int) -> tuple[int, Any]:
         while True:
             try:
                 return self._queue.get(timeout=self._patience)

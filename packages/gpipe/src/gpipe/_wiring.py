@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ._carry import Place, carrier
 from ._link import Channel
-from ._ports import Ports
+from ._ports import Port, Ports
 from .skip import SkipLayout
 
 
@@ -31,17 +31,21 @@ class Wiring:
         self._routes = layout.routes
         self._skips = [between(route.source, route.target, f"of skip {route.key[1]!r} ") for route in layout.routes]
 
-    def arrival(self, j: int) -> Ports:
+    def arrival(self, j: int) -> Port | Ports:
         """Where values come into stage ``j``."""
         skips = zip(self._routes, self._skips, strict=True)
-        return Ports(self._main[j], [channel for route, channel in skips if route.target == j])
+        return _port(self._main[j], [channel for route, channel in skips if route.target == j])
 
-    def departure(self, j: int) -> Ports:
+    def departure(self, j: int) -> Port | Ports:
         """Where values leave stage ``j``."""
         skips = zip(self._routes, self._skips, strict=True)
-        return Ports(self._main[j + 1], [channel for route, channel in skips if route.source == j])
+        return _port(self._main[j + 1], [channel for route, channel in skips if route.source == j])
 
     def poison(self) -> None:
         """Let nobody wait anywhere for what will not come."""
         for channel in (*self._main, *self._skips):
             channel.poison()
+
+
+def _port(main: Channel, skips: Sequence[Channel]) -> Port | Ports:
+    return Ports([main, *skips]) if skips else Port(main)
