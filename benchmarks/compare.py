@@ -72,7 +72,7 @@ def _table(task: Task, outcomes: Outcomes, rules: Rules) -> Table:
             continue
         table.add(
             *contender.columns,
-            spread(outcome.seconds, 2, scale=1e3),
+            spread(outcome.seconds, 2 if median(outcome.seconds) < 0.01 else 1, scale=1e3),
             spread(ratios(outcomes[LOOP].seconds, outcome.seconds)),
             _optional(_efficiency(contender, task, outcomes)),
             *(_against(contender, library, outcomes) for library in PEERS),

@@ -40,7 +40,7 @@ class Rules:
 
     rounds: int = 10
     turn: float = 0.1
-    limit: float = 120.0
+    limit: float = 300.0
     pin: bool = True
 
 
@@ -61,8 +61,9 @@ class Court:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
-            process.end()
+        for end in (Process.dismiss, Process.end):
+            for process in self._processes.values():
+                end(process)
         self._stack.close()
 
     def play(self, task: Task, contenders: list[Contender], comparable: Callable[[Contender], bool]) -> Outcomes:
@@ -70,8 +71,8 @@ class Court:
         processes = [self._process(contender) for contender in contenders]
         outcomes = {contender: Outcome() for contender in contenders}
         loop = processes[contenders.index(LOOP)]
-        _each(processes, lambda process: process.prepare(task))
-        _each(processes, lambda process: process.ask("run", 1))
+        _together(processes, "prepare", task)
+        _together(processes, "run", 1)
         if loop.failure is None:
             self._check([process for process in processes if comparable(process.contender)], loop, outcomes)
             self._rounds(task, processes, loop, outcomes)
@@ -110,6 +111,12 @@ def _each(processes: list[Process], work: Callable[[Process], Any]) -> None:
             except Failure as failure:
                 process.failure = str(failure)
                 process.end()
+
+
+def _together(processes: list[Process], name: str, *arguments: Any) -> None:
+    """Side by side, for what is not timed."""
+    _each(processes, lambda process: process.tell(name, *arguments))
+    _each(processes, Process.answers)
 
 
 def _compare(process: Process, outcome: Outcome, file: Path, names: set[str]) -> None:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from .contenders import Contender, Task
+from .contenders import Contender
 
 HOUSE = Path(__file__).parents[1]
 MODULE = ["-m", "benchmarks.contender"]
@@ -42,32 +42,51 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, *(TORCHRUN if self._ranks == 2 else []), *MODULE, address],
             cwd=HOUSE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GPIPE_PIN_WORKERS": str(int(pin))},
+            env=_environment(pin),
             stdout=self._written,
             stderr=self._written,
             start_new_session=True,
         )
 
-    def prepare(self, task: Task) -> None:
-        """Build the task's program. Only now is the process waited for, so that many can start side by side."""
-        if not self._connections:
-            self._meet()
-        self.ask("prepare", task)
-
     def ask(self, name: str, *arguments: Any) -> list[Any]:
         """The answers of its processes, one for each rank."""
+        self.tell(name, *arguments)
+        return self.answers()
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Ask, and leave the answers for later. Waits for the process to start if it must: many start side by side."""
+        if not self._connections:
+            self._meet()
         try:
             for connection in self._connections:
                 connection.send((name, *arguments))
         except OSError as error:
             raise Failure(self._epitaph()) from error
-        return self._answers()
 
-    def end(self) -> None:
-        """Ask it to end, give it a moment, then kill all that it started."""
+    def answers(self) -> list[Any]:
+        """In order of ranks. The first failure counts: the other rank may wait for this one for ever."""
+        answers: dict[Connection, Any] = {}
+        deadline = time.monotonic() + self.limit
+        while missing := [connection for connection in self._connections if connection not in answers]:
+            ready = wait(missing, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise Failure(f"no answer within {self.limit:g} s")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                worked, answers[connection] = self._received(connection)
+                if not worked:
+                    raise Failure(answers[connection])
+        return [answers[connection] for connection in self._connections]
+
+    def dismiss(self) -> None:
+        """Ask it to end, so that several do so side by side."""
         for connection in self._connections:
             with suppress(OSError):
                 connection.send(None)
+
+    def end(self) -> None:
+        """Ask it to end, give it a moment, then kill all that it started."""
+        self.dismiss()
         if self._connections and self.failure is None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
@@ -111,21 +130,6 @@ class Process:
             return self._received(connection), connection
         raise Failure(f"did not start within {self.limit:g} s")
 
-    def _answers(self) -> list[Any]:
-        """In order of ranks. The first failure counts: the other rank may wait for this one for ever."""
-        answers: dict[Connection, Any] = {}
-        deadline = time.monotonic() + self.limit
-        while missing := [connection for connection in self._connections if connection not in answers]:
-            ready = wait(missing, max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise Failure(f"no answer within {self.limit:g} s")
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                worked, answers[connection] = self._received(connection)
-                if not worked:
-                    raise Failure(answers[connection])
-        return [answers[connection] for connection in self._connections]
-
     def _received(self, connection: Connection) -> Any:
         try:
             return connection.recv()
@@ -137,3 +141,13 @@ class Process:
         self._written.seek(0)
         lines = [line for line in self._written.read().decode(errors="replace").splitlines() if line.strip()]
         return f"died: {lines[-1].strip()}" if lines else "died without a word"
+
+
+def _environment(pin: bool) -> dict[str, str]:
+    """One intra-op thread, and the modules that are found from here."""
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "GPIPE_PIN_WORKERS": str(int(pin)),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    return {**os.environ, **own}
