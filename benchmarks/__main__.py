@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 # One thread for each part and each contender, before any of them imports torch.
@@ -41,6 +42,7 @@ def main() -> None:
     failed = []
     for part in options.parts or PARTS:
         console.rule(part)
+        start = time.monotonic()
         try:
             for report in importlib.import_module(f"benchmarks.{part}").run(options):
                 show_all(console, report.tables)
@@ -51,6 +53,7 @@ def main() -> None:
         except Exception:
             console.print_exception()  # the other parts go on
             failed.append(part)
+        console.print(f"{part}: {time.monotonic() - start:.0f} s", highlight=False)
     console.print(line, markup=False, highlight=False)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

@@ -17,7 +17,7 @@ from .report import Report, Table
 from .timing import ratios, repeats_within, spread
 from .workloads import linear, total
 
-CHUNKS = 8
+CHUNKS, DEVICE = 8, "cuda:0"
 WAYS = {"one stage": 1, "two stages on the same GPU": 2}
 Step = Callable[[], None]
 
@@ -83,7 +83,7 @@ def _pipes(width: int) -> dict[tuple[str, str], Step]:
 def _pipe(width: int, stages: int, mode: str) -> Step:
     model, batch = _model(width), _batch(width)
     balance = [len(model) // stages] * stages
-    pipe = GPipe(model, balance, devices=["cuda:0"] * stages, chunks=CHUNKS, checkpoint=mode)
+    pipe = GPipe(model, balance, devices=[DEVICE] * stages, chunks=CHUNKS, checkpoint=mode)
 
     def step() -> None:
         _zero(pipe)
@@ -94,12 +94,12 @@ def _pipe(width: int, stages: int, mode: str) -> Step:
 
 def _model(width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return linear(width, None).to("cuda:0")
+    return linear(width, None).to(DEVICE)
 
 
 def _batch(width: int) -> Tensor:
     torch.manual_seed(1)
-    return torch.randn(width, width, device="cuda:0")
+    return torch.randn(width, width, device=DEVICE)
 
 
 def _zero(module: nn.Module) -> None:
