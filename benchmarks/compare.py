@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from statistics import median
 
-from .contenders import LOOP, PEERS, STAGES, TWO_LOOPS, Contender, Task, contenders, rival
-from .machine import installed
+from .contenders import LOOP, PEERS, STAGES, TWO_LOOPS, Contender, Task, can_run, contenders, rival
 from .match import Court, Outcomes, Rules
 from .report import Report, Table
 from .timing import ratios, spread
@@ -61,7 +60,7 @@ def _is_chosen(task: Task, options: argparse.Namespace) -> bool:
 
 def _field(task: Task) -> list[Contender]:
     everybody = contenders(task, quarters=by_name(task.workload).quarters is not None)
-    return [one for one in everybody if one.library not in ("torchgpipe", "fairscale") or installed(one.library)]
+    return [one for one in everybody if can_run(one)]
 
 
 def _table(task: Task, outcomes: Outcomes, rules: Rules) -> Table:

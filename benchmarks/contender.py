@@ -5,6 +5,7 @@ python -m benchmarks.contender SOCKET        # or both ranks of it, by torch.dis
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -38,6 +39,10 @@ class Server:
         self.program = build(self.contender, task)
         memory.forget_peak()
         self.before = memory.resident()
+
+    def preload(self) -> None:
+        """What torch itself imports when somebody first enters a dispatch mode or forks a generator."""
+        importlib.import_module("torch._dynamo")
 
     def run(self, times: int) -> list[tuple[float, float]]:
         """When each run began and ended, on the clock that all processes share."""

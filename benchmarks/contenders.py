@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .machine import installed
+
 CHECKPOINTS = ("never", "except_last", "always")
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble", "interleaved")
 STAGES = 2
@@ -62,6 +64,11 @@ def contenders(task: Task, *, quarters: bool) -> list[Contender]:
 
 
 _HALVES = ("fill_drain", "1f1b", "zero_bubble")
+
+
+def can_run(contender: Contender) -> bool:
+    """Whether its library is here; the others come with us, or with torch."""
+    return contender.library not in ("torchgpipe", "fairscale") or installed(contender.library)
 
 
 def rival(ours: Contender, library: str, field: Iterable[Contender]) -> Contender | None:

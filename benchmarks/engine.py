@@ -16,6 +16,7 @@ from torch import Tensor
 import gpipe
 
 from . import empty
+from .contenders import LOOP, Contender, can_run
 from .report import Report, Table
 from .timing import spread
 
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
     torch.set_num_threads(1)
     yield _cells(options)
     yield _import(options)
+    yield _first(options)
 
 
 def _cells(options: argparse.Namespace) -> Report:
@@ -108,3 +110,23 @@ def _import(options: argparse.Namespace) -> Report:
     for name, own in times.items():
         table.add(f"`{name}`", spread(own, 1, scale=1e3))
     return Report([table], {"import: gpipe, ms": median(times["gpipe"]) * 1e3})
+
+
+def _first(options: argparse.Namespace) -> Report:
+    """Fresh interpreters again: what a step does only once, such as importing parts of torch."""
+    rounds = options.rounds or (1 if options.quick else 5)
+    field = [
+        Contender(library, mode) for library in ("gpipe", "torchgpipe", "fairscale") for mode in ("never", "always")
+    ]
+    caption = f"Milliseconds of the first two steps of W, D=B=64; {rounds} rounds: medians, in brackets the quartiles"
+    table = Table(PAGE, "first-step", caption, ("library", "way", "checkpoint", "first", "next"), left=3)
+    times: dict[Contender, list[list[float]]] = {one: [] for one in (LOOP, *field) if can_run(one)}
+    for _, (contender, own) in product(range(rounds), times.items()):
+        command = [sys.executable, "-m", "benchmarks.first", contender.library, contender.checkpoint]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        own.append([float(word) for word in answer.stdout.split()])
+    for contender, pairs in times.items():
+        first, following = zip(*pairs, strict=True)
+        table.add(*contender.columns, spread(list(first), 0), spread(list(following), 1))
+    ours = times[Contender("gpipe")]
+    return Report([table], {"first step: gpipe, ms": median(first for first, _ in ours)})

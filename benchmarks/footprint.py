@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from .compare import comparable
-from .contenders import Contender, Task
-from .machine import installed
+from .contenders import Contender, Task, can_run
 from .match import Court, Outcome, Rules
 from .report import Report, Table
 
@@ -28,8 +27,8 @@ TASKS = [Task("W 1024", 8), Task("W 1024", 32), Task("U-Net", 8)]
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
-    field = [one for one in CONTENDERS if one.library not in ("torchgpipe", "fairscale") or installed(one.library)]
-    rules = Rules(rounds=options.rounds or 3, turn=0.01)
+    field = [one for one in CONTENDERS if can_run(one)]
+    rules = Rules(rounds=options.rounds or 3, turn=0.01, preload=True)
     headings = ("library", "way", "checkpoint", *(f"{task.workload}, m={task.chunks}" for task in _tasks(options)))
     caption = f"MiB above what the process had before its first step, the most of {rules.rounds + 3} steps"
     table = Table("memory.md", "footprint", caption, headings, left=3)

@@ -35,13 +35,15 @@ Outcomes = dict[Contender, Outcome]
 class Rules:
     """`turn` is how long the loop takes for the steps of a turn, in seconds; `limit` is for one answer.
 
-    With `pin` our workers, the two loops, and the ranks of torch.distributed have cores of their own.
+    With `pin` our workers, the two loops, and the ranks of torch.distributed have cores of their own. With
+    `preload` they import beforehand what the first step would, so that it is not taken for memory of the model.
     """
 
     rounds: int = 10
     turn: float = 0.1
     limit: float = 300.0
     pin: bool = True
+    preload: bool = False
 
 
 class Court:
@@ -71,6 +73,8 @@ class Court:
         processes = [self._process(contender) for contender in contenders]
         outcomes = {contender: Outcome() for contender in contenders}
         loop = processes[contenders.index(LOOP)]
+        if self.rules.preload:
+            _together(processes, "preload")
         _together(processes, "prepare", task)
         _together(processes, "run", 1)
         if loop.failure is None:
