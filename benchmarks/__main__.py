@@ -60,12 +60,12 @@ def main() -> None:
 
 
 def _keep(part: str, stamp: str, figures: dict[str, float]) -> None:
-    """For the table of targets. Figures of an earlier run that this one has not measured stay."""
+    """For the table of targets: each figure with its own stamp, since a later run may measure others."""
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{part}.json"
-    known = json.loads(file.read_text(encoding="utf-8"))["figures"] if file.exists() else {}
-    found = {"stamp": stamp, "figures": {**known, **figures}}
-    file.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    known.update((name, {"value": value, "stamp": stamp}) for name, value in figures.items())
+    file.write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
     rounds, turn = (2, 0.01) if options.quick else (10, 0.1)
     rules = Rules(rounds=options.rounds or rounds, turn=turn, pin=not options.unpinned)
     with Court(rules) as court:
-        for task in _tasks(options):
+        for task in tasks(options):
             outcomes = court.play(task, _field(task), comparable(task))
             yield Report([_table(task, outcomes, rules)], _figures(task, outcomes))
 
@@ -46,7 +46,7 @@ def comparable(task: Task) -> Comparable:
     return same
 
 
-def _tasks(options: argparse.Namespace) -> list[Task]:
+def tasks(options: argparse.Namespace) -> list[Task]:
     tasks = [Task(name, chunks) for name in WORKLOADS for chunks in ((8, 32) if name.startswith("W ") else (8,))]
     tasks += [Task(name, 8, training=False) for name in WORKLOADS if name.startswith("W ")]
     return [task for task in tasks if _is_chosen(task, options)]
@@ -64,7 +64,7 @@ def _field(task: Task) -> list[Contender]:
 
 
 def _table(task: Task, outcomes: Outcomes, rules: Rules) -> Table:
-    table = Table(_page(task), _slug(task), _caption(task, outcomes, rules), HEADINGS, left=3)
+    table = Table(*place(task), _caption(task, outcomes, rules), HEADINGS, left=3)
     for contender, outcome in outcomes.items():
         if outcome.failure is not None:
             table.add(*contender.columns, f"– {table.note(outcome.failure)}", *["–"] * 5)
@@ -143,12 +143,10 @@ def _title(task: Task) -> str:
     return f"{task.workload}, m={task.chunks}" + ("" if task.training else ", forward only")
 
 
-def _page(task: Task) -> str:
-    return "pipeline.md" if task.workload.startswith("W ") else "models.md"
-
-
-def _slug(task: Task) -> str:
-    return _title(task).lower().replace(", ", "-").replace(" ", "-").replace("=", "")
+def place(task: Task) -> tuple[str, str]:
+    """The page and the name of its table."""
+    page = "pipeline.md" if task.workload.startswith("W ") else "models.md"
+    return page, _title(task).lower().replace(", ", "-").replace(" ", "-").replace("=", "")
 
 
 def _optional(value: float | None) -> str:

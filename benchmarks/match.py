@@ -94,8 +94,9 @@ class Court:
 
     def _rounds(self, task: Task, processes: list[Process], loop: Process, outcomes: Outcomes) -> None:
         steps = repeats_within(self.rules.turn, _seconds(loop, 2), most=50)
-        for _ in track(range(self.rules.rounds), f"{task.workload}, m={task.chunks}", transient=True):
-            _each(processes, lambda process: outcomes[process.contender].seconds.append(_seconds(process, steps)))
+        for k in track(range(self.rules.rounds), f"{task.workload}, m={task.chunks}", transient=True):
+            turns = processes[:: -1 if k % 2 else 1]  # so that nobody always comes after the same other
+            _each(turns, lambda process: outcomes[process.contender].seconds.append(_seconds(process, steps)))
 
     def _process(self, contender: Contender) -> Process:
         known = self._processes.get(contender)

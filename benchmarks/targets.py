@@ -12,7 +12,7 @@ from pathlib import Path
 from .report import Report, Table
 
 RESULTS = Path(__file__).parent / "results"
-Figures = dict[str, float]
+Figures = dict[str, tuple[float, str]]  # value and stamp, by name
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ TARGETS = [
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
     figures = _figures()
-    table = Table(
-        "index.md", "targets", "What was to be reached, and what was", ("measure", "reach", "found", "", "at")
-    )
+    headings = ("measure", "reach", "found", "", "the worst is")
+    table = Table("index.md", "targets", "What was to be reached, and what was", headings, left=5)
     for target in TARGETS:
         _add(table, target, figures)
     yield Report([table])
@@ -88,18 +87,22 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
 
 def _add(table: Table, target: Target, figures: Figures) -> None:
     reach = f"{target.sign} {target.reach:g}{target.unit}"
-    found = [(value, name) for name, value in figures.items() if re.fullmatch(target.figures, name)]
+    found = [(value, name) for name, (value, _) in figures.items() if re.fullmatch(target.figures, name)]
     if not found:
         table.add(target.measure, reach, "not measured", "", "")
         return
     value, name = target.worst(found)
-    where = f"worst of {len(found)}: {name}" if len(found) > 1 else ""
-    table.add(target.measure, reach, f"{value:.2f}{target.unit}", "reached" if target.met(value) else "missed", where)
+    mark = table.note(figures[name][1])
+    where = f"of {len(found)}: {name}" if len(found) > 1 else ""
+    table.add(
+        target.measure, reach, f"{value:.2f}{target.unit} {mark}", "reached" if target.met(value) else "missed", where
+    )
 
 
 def _figures() -> Figures:
     """Of all parts, from their last runs that were no smokes."""
     found: Figures = {}
     for file in sorted(RESULTS.glob("*.json")):
-        found.update(json.loads(file.read_text(encoding="utf-8"))["figures"])
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        found.update((name, (figure["value"], figure["stamp"])) for name, figure in kept.items())
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +12,12 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need rich")
 pytest.importorskip("tabulate", reason="the benchmarks need tabulate")
 
-from benchmarks import handed, workloads
+from benchmarks import compare, handed, workloads
 from benchmarks.contenders import LOOP, TWO_LOOPS, Contender, Task, contenders, rival
 from benchmarks.handed import Stage, connect
 from benchmarks.match import Court, Rules
 from benchmarks.programs import build, named_results, slices
-from benchmarks.report import Table, markdown, write
+from benchmarks.report import PAGES, Table, markdown, write
 from benchmarks.targets import TARGETS, Target
 
 SMALL = ("W 64", "U-Net", "ResNet")
@@ -135,6 +136,12 @@ class TestTables:
         (tmp_path / "page.md").write_text("nothing\n")
         with pytest.raises(ValueError, match=r"page\.md must have one place for the table 'sizes'"):
             write(self.table(), "today", tmp_path)
+
+    def test_each_workload_has_its_place_in_the_pages(self) -> None:
+        options = argparse.Namespace(workload=None, quick=False)
+        for task in compare.tasks(options):
+            page, name = compare.place(task)
+            assert (PAGES / page).read_text(encoding="utf-8").count(f"<!-- begin: {name} -->") == 1
 
 
 class TestTargets:
