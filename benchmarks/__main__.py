@@ -16,6 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # In this order; `targets` reads what the others have found.
 PARTS = {
     "compare": "time of a step: ours, the plain loop, torchgpipe, fairscale, torch.distributed.pipelining",
+    "foretold": "`step` by each schedule beside what `simulate` says it should take",
     "footprint": "resident memory of the same",
     "activations": "what a pipe keeps between forward and backward",
     "engine": "microseconds a cell on stages that do nothing; time to import",
