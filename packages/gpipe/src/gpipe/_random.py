@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler import DispatchMode
 
 from ._modes import pushed
 
@@ -154,17 +155,12 @@ class Refusal(CellRandom):
         )
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
     """Hands the cell's generator to every operation that draws."""
 
     def __init__(self, cell: CellRandom) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._cell = cell
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # Otherwise a compiled layer that is called once under this mode runs eagerly for ever.
-        return True
 
     def __torch_dispatch__(
         self, operation: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._mode import DispatchMode
 from ._storages import storages
 
 
-class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Births(DispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, counts the bytes of storages that operations create, and the FLOPs they do.
 
     It holds storages weakly: whoever keeps one alive, Python or the autograd graph, it is counted exactly as long.
@@ -23,16 +23,11 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.peak = 0
         self.flops = 0
         self._now = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, torch.dtype]] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # A mode that looks into compiled code sends that code to eager for good, in the caller's module too.
-        return True
 
     def alive(self, without: Iterable[torch.Tensor] = ()) -> int:
         """Bytes of the storages born so far and not dead yet, except those of the tensors in ``without``."""
