@@ -1,6 +1,7 @@
 """One vocabulary for CUDA streams and the CPU, and workers that see what their caller saw."""
 
 from ._context import Context as Context
+from ._memory import keep_memory as keep_memory
 from ._record import record_stream as record_stream
 from ._spawn import spawn_workers as spawn_workers
 from ._stream import AbstractStream as AbstractStream
@@ -36,6 +37,7 @@ __all__ = [
     "default_stream",
     "get_device",
     "is_cuda",
+    "keep_memory",
     "limit_threads",
     "new_stream",
     "record_stream",
