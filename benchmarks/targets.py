@@ -63,6 +63,18 @@ TARGETS = [
         r"U-Net, m=8: gpipe, checkpoint always: time / torchgpipe",
         0.6,
     ),
+    Target(
+        "W, D=B=1024, zero bubble, memory kept: speed-up over the loop / two-thread scaling",
+        r"foretold, W 1024, memory kept, zero_bubble: speed-up / scaling",
+        1.85,
+        "≥",
+    ),
+    Target(
+        "the same over what `simulate` foretells",
+        r"foretold, W 1024, memory kept, zero_bubble: quotient",
+        0.95,
+        "≥",
+    ),
     Target("engine a cell, empty stages, n=4, m=64", r"engine 4x64: workers", 15, unit=" µs"),
     Target("engine a cell, empty stages, n=64, m=64", r"engine 64x64: workers", 60, unit=" µs"),
     Target(
