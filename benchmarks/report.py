@@ -90,5 +90,6 @@ def show_all(console: Console, tables: Iterable[Table]) -> None:
 
 
 def _escaped(text: str) -> str:
-    """A bar ends a cell, and an angle bracket may begin HTML."""
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    """A bar ends a cell, and an angle bracket may begin HTML, but for in code."""
+    parts = text.replace("|", "\\|").split("`")
+    return "`".join(part if k % 2 else part.replace("<", "&lt;") for k, part in enumerate(parts))
