@@ -155,6 +155,20 @@ def test_loss_function_may_work_in_place():
     assert output.shape == (6, 3)
 
 
+def test_loss_function_may_work_in_place_on_some_microbatches_only():
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if target[0, 0] == 6:  # the second micro-batch
+            output.mul_(2)
+        return output.square().mean()
+
+    model = linears()
+    pipe, x, targets = piped(model, [1, 2], chunks=3), rows(), torch.arange(18.0, dtype=DOUBLE).view(6, 3)
+    pipe.step(x, targets, loss_fn=loss_fn)
+    factors = torch.tensor([1, 1, 2, 2, 1, 1], dtype=DOUBLE)[:, None]
+    (model(x) * factors).square().mean().backward()
+    assert_same(pipe, model)
+
+
 class Scaled(nn.Module):
     """A loss with parameters."""
 

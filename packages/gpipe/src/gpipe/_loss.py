@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from microbatch import Batch
 
+from . import _engine
 from ._hooks import HeldGradients
 from ._value import entered, mapped
 
@@ -51,7 +52,7 @@ class LossEnd:
         loss, weight = self._counted(found) if isinstance(found, tuple) else (_checked(found), self._weights[i])
         if self.held is None:
             self.held = HeldGradients(self.parameters, every=True)
-        torch.autograd.backward(loss, torch.full_like(loss, weight))
+        _engine.accumulate((loss,), (torch.full_like(loss, weight),))
         self._losses.append(loss.detach() * weight)
         self._gradients[i] = [leaf.grad for leaf in batch]
         if self._keep_outputs:
