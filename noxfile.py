@@ -116,7 +116,7 @@ def long(session: nox.Session) -> None:
 @nox.session
 def mutation(session: nox.Session) -> None:
     """Small faults planted one by one in blockpartition, of which tests should find each; takes about an hour."""
-    install(session, "-e", "packages/blockpartition", *group("test"), "mutmut==3.8.*")
+    install(session, "-e", "packages/blockpartition", *group("mutation"))
     session.chdir("packages/blockpartition")
     session.run("mutmut", "run", "--max-children", "1", *session.posargs)
     session.run("mutmut", "results")
@@ -127,8 +127,7 @@ def browser(session: nox.Session) -> None:
     """Timelines in a real browser; skipped where there is no Chromium."""
     if not any(map(shutil.which, CHROMIUMS)):
         session.skip(f"no browser here: none of {', '.join(CHROMIUMS)} is on the path")
-    install_house(session, "test")
-    install(session, "playwright")
+    install_house(session, "browser")
     session.run("pytest", "tests/browser", *session.posargs)
 
 
