@@ -25,6 +25,8 @@ autodoc_inherit_docstrings = False
 
 html_theme = "furo"
 html_title = f"gpipe {release}"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 EXPLAINED = re.compile(r"([a-z]\w*(?:, \w+)*): (.+)")
 CODE_IN_A_WORD = re.compile(r"(?<!`)(`[^`]+`)(?=\w)")  # as in `Stage`s, where the mark-up wants an end
