@@ -27,12 +27,12 @@ def usable() -> Cores:
 def shares(cores: Collection[int], workers: int) -> list[Cores]:
     """The cores of each worker: ``cores`` divided as evenly as can be, with neighbours together.
 
-    All of them for everybody where there are not enough to divide, and where ``GPIPE_PIN_WORKERS=0`` forbids it.
+    All of them for everybody where there is nothing to divide, and where ``GPIPE_PIN_WORKERS=0`` forbids it.
     """
-    if len(cores) < workers or not _wanted():
+    if not _wanted() or workers < 2 or len(cores) < workers:
         return [frozenset(cores)] * workers
     near = sorted(cores, key=_position)
-    ends = [len(near) * j // max(1, workers) for j in range(workers + 1)]
+    ends = [len(near) * j // workers for j in range(workers + 1)]
     return [frozenset(near[begin:end]) for begin, end in pairwise(ends)]
 
 
