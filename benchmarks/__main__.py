@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import time
-from pathlib import Path
 
 # One thread for each part and each contender, before any of them imports torch.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,13 +26,13 @@ PARTS = {
     "cuda": "one GPU, where there is one",
     "targets": "what was to be reached, and what was",
 }
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     options = _arguments()
     from rich.console import Console
 
+    from .figures import keep
     from .machine import stamp
     from .report import show_all, write
 
@@ -48,7 +46,7 @@ def main() -> None:
             for report in importlib.import_module(f"benchmarks.{part}").run(options):
                 show_all(console, report.tables)
                 if not options.quick:
-                    _keep(part, line, report.figures)
+                    keep(part, line, report.figures)
                 for table in report.tables if options.write else ():
                     write(table, line)
         except Exception:
@@ -58,15 +56,6 @@ def main() -> None:
     console.print(line, markup=False, highlight=False)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
-
-
-def _keep(part: str, stamp: str, figures: dict[str, float]) -> None:
-    """For the table of targets: each figure with its own stamp, since a later run may measure others."""
-    RESULTS.mkdir(exist_ok=True)
-    file = RESULTS / f"{part}.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    known.update((name, {"value": value, "stamp": stamp}) for name, value in figures.items())
-    file.write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:

@@ -70,9 +70,7 @@ def _by_schedule() -> Report:
 
 def _peaks(schedule: str, chunks: int) -> list[int]:
     """Bytes that each stage holds at its peak."""
-    layers = [layer for _ in range(STAGES * BLOCKS) for layer in MODELS["Linear, GELU"](WIDTH)]
-    balance = [len(layers) // STAGES] * STAGES
-    pipe = GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * STAGES, chunks=chunks, checkpoint="never")
+    pipe = _pipe(MODELS["Linear, GELU"], chunks, "never")
     x = torch.randn(ROWS, WIDTH)
     with gpipe.inline(), gpipe.record(memory=True) as timeline:
         pipe.step(x, loss_fn=lambda output, _: output.sum(), reduction="sum", schedule=schedule)
@@ -83,9 +81,7 @@ def _peaks(schedule: str, chunks: int) -> list[int]:
 
 def _measured(block: Callable[[int], list[nn.Module]], mode: str) -> tuple[int, int]:
     """Bytes kept between forward and backward, and the most at any time."""
-    layers = [layer for _ in range(STAGES * BLOCKS) for layer in block(WIDTH)]
-    balance = [len(layers) // STAGES] * STAGES
-    pipe = GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * STAGES, chunks=CHUNKS, checkpoint=mode)
+    pipe = _pipe(block, CHUNKS, mode)
     x = torch.randn(ROWS, WIDTH)
     with gpipe.inline():
         pipe(x).sum().backward()  # gradients and all that is made once
@@ -94,3 +90,9 @@ def _measured(block: Callable[[int], list[nn.Module]], mode: str) -> tuple[int, 
             kept = births.alive() - output.untyped_storage().nbytes()
             output.sum().backward()
     return kept, births.peak
+
+
+def _pipe(block: Callable[[int], list[nn.Module]], chunks: int, mode: str) -> GPipe:
+    layers = [layer for _ in range(STAGES * BLOCKS) for layer in block(WIDTH)]
+    balance = [len(layers) // STAGES] * STAGES
+    return GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * STAGES, chunks=chunks, checkpoint=mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 
 import torch
@@ -14,7 +15,7 @@ from gpipe import GPipe
 
 from .contenders import CHECKPOINTS
 from .report import Report, Table
-from .timing import ratios, repeats_within, spread
+from .timing import ratios, repeats_within, spread, turns
 from .workloads import linear, total
 
 CHUNKS, DEVICE = 8, "cuda:0"
@@ -112,11 +113,7 @@ def _rounds(steps: dict[tuple[str, str], Step], rounds: int) -> dict[tuple[str, 
         _seconds(step, 3)
     # As many steps a turn as take the loop a few hundredths of a second: one alone would measure the launch.
     count = repeats_within(0.05, median(_seconds(steps["loop", ""], 1) for _ in range(3)), most=100)
-    times: dict[tuple[str, str], list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(_seconds(step, count))
-    return times
+    return turns({name: partial(_seconds, step, count) for name, step in steps.items()}, rounds)
 
 
 def _seconds(step: Step, count: int) -> float:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ import gpipe
 from . import empty
 from .contenders import LOOP, Contender, can_run
 from .report import Report, Table
-from .timing import spread
+from .timing import spread, turns
 
 PAGE = "engine.md"
 STAGES, MICROBATCHES = (2, 4, 8, 16, 32, 64), (1, 4, 16, 64, 256)
@@ -41,7 +42,7 @@ def _cells(options: argparse.Namespace) -> Report:
     table = Table(PAGE, "engine", f"Microseconds a cell, {rounds} rounds: medians, in brackets the quartiles", headings)
     figures: dict[str, float] = {}
     for n, m in FEW if options.quick else product(STAGES, MICROBATCHES):
-        times = _rounds(_ways(n, m), rounds)
+        times = turns(_ways(n, m), rounds, warmups=3)
         cell = 1e6 / (n * m)
         both = {name: [sum(pair) for pair in pairs] for name, pairs in times.items()}
         forward, backward = zip(*times["workers"], strict=True)
@@ -84,16 +85,6 @@ def _both(forward: Callable[[], Tensor | list[Tensor]], backward: Callable[..., 
     return middle - start, time.perf_counter() - middle
 
 
-def _rounds(ways: dict[str, Callable[[], Times]], rounds: int, warmups: int = 3) -> dict[str, list[Times]]:
-    times: dict[str, list[Times]] = {name: [] for name in ways}
-    for k in range(-warmups, rounds):
-        for name, way in ways.items():
-            pair = way()
-            if k >= 0:
-                times[name].append(pair)
-    return times
-
-
 _IMPORT = "import time, torch; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 
 
@@ -103,12 +94,10 @@ def _import(options: argparse.Namespace) -> Report:
     packages = ("gpipe", "profiler", "microbatch", "streams", "blockpartition")
     caption = f"Milliseconds to import, after `import torch`; {rounds} rounds: medians, in brackets the quartiles"
     table = Table(PAGE, "import", caption, ("package", "ms"))
-    times: dict[str, list[float]] = {name: [] for name in packages}
     with TemporaryDirectory() as folder:
-        for k, (name, own) in product(range(-1, rounds), times.items()):
-            seconds = float(_said(["-c", _IMPORT.format(name)], folder))
-            if k >= 0:  # the first time modules are compiled
-                own.append(seconds)
+        imports = {name: partial(_numbers, ["-c", _IMPORT.format(name)], folder) for name in packages}
+        found = turns(imports, rounds, warmups=1)  # the first time modules are compiled
+    times = {name: [seconds for (seconds,) in each] for name, each in found.items()}
     for name, own in times.items():
         table.add(f"`{name}`", spread(own, 1, scale=1e3))
     return Report([table], {"import: gpipe, ms": median(times["gpipe"]) * 1e3})
@@ -122,12 +111,13 @@ def _first(options: argparse.Namespace) -> Report:
     ]
     caption = f"Milliseconds of the first two steps of W, D=B=64; {rounds} rounds: medians, in brackets the quartiles"
     table = Table(PAGE, "first-step", caption, ("library", "way", "checkpoint", "first", "next"), left=3)
-    times: dict[Contender, list[list[float]]] = {one: [] for one in (LOOP, *field) if can_run(one)}
     with TemporaryDirectory() as folder:
-        for k, (contender, own) in product(range(-1, rounds), times.items()):
-            words = _said(["-m", "benchmarks.first", contender.library, contender.checkpoint], folder).split()
-            if k >= 0:
-                own.append([float(word) for word in words])
+        steps = {
+            one: partial(_numbers, ["-m", "benchmarks.first", one.library, one.checkpoint], folder)
+            for one in (LOOP, *field)
+            if can_run(one)
+        }
+        times = turns(steps, rounds, warmups=1)
     for contender, pairs in times.items():
         first, following = zip(*pairs, strict=True)
         table.add(*contender.columns, spread(list(first), 0), spread(list(following), 1))
@@ -135,8 +125,8 @@ def _first(options: argparse.Namespace) -> Report:
     return Report([table], {"first step: gpipe, ms": median(first for first, _ in ours)})
 
 
-def _said(arguments: list[str], folder: str) -> str:
-    """What a fresh interpreter prints, which keeps compiled modules in ``folder`` even where others must not."""
+def _numbers(arguments: list[str], folder: str) -> list[float]:
+    """The numbers a fresh interpreter prints; it keeps compiled modules in ``folder`` even where others must not."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -146,4 +136,4 @@ def _said(arguments: list[str], folder: str) -> str:
         check=True,
         timeout=300,
     )
-    return done.stdout
+    return [float(word) for word in done.stdout.split()]

@@ -15,13 +15,16 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
+import gpipe
+from gpipe.schedule import named
+from gpipe.simulate import StageCost, simulate
 from streams import keep_memory
 
-from .contenders import STAGES
+from .contenders import LOOP, STAGES, TWO_LOOPS, Contender, Task
+from .programs import build
 from .report import Report, Table
 from .timing import interleaved, ratios, spread
 
@@ -77,26 +80,9 @@ def _in_a_process(width: int, rounds: int, memory: str) -> Found:
 
 
 def _measure(width: int, rounds: int) -> Found:
-    from streams import limit_threads
-
-    from .contenders import Contender, Task
-    from .cores import take_share
-    from .programs import build
-
     task = Task(f"W {width}", CHUNKS)
-    programs: dict[str, Callable[[], object]] = {
-        name: build(Contender("gpipe", schedule=name), task).run for name in SCHEDULES
-    }
-    loops = [build(Contender("loop"), task).run for _ in range(2)]
-    shares = iter(range(2))
-
-    def settle() -> None:
-        limit_threads(1)
-        take_share(next(shares), 2)
-
-    threads = ThreadPoolExecutor(2, initializer=settle)
-    programs["loop"] = loops[0]
-    programs["two loops"] = lambda: [each.result() for each in [threads.submit(loop) for loop in loops]]
+    contenders = {"loop": LOOP, "two loops": TWO_LOOPS, **{n: Contender("gpipe", schedule=n) for n in SCHEDULES}}
+    programs = {name: build(contender, task).run for name, contender in contenders.items()}
     inline = {name: Inline(programs[name]) for name in SCHEDULES}
     times = interleaved(programs | {f"{name} inline": inline[name] for name in SCHEDULES}, rounds)
     return {"times": times, "foretold": {name: _foretold(name, inline[name].seen) for name in SCHEDULES}}
@@ -110,8 +96,6 @@ class Inline:
         self.seen: dict[tuple[int, str], list[float]] = defaultdict(list)
 
     def __call__(self) -> None:
-        import gpipe
-
         with gpipe.inline(), gpipe.record() as timeline:
             self._step()
         for event in timeline.events:
@@ -120,8 +104,6 @@ class Inline:
 
 def _foretold(schedule: str, seen: dict[tuple[int, str], list[float]]) -> float:
     """Seconds of a step whose every action takes its median."""
-    from gpipe.schedule import named
-    from gpipe.simulate import StageCost, simulate
 
     def cost(stage: int) -> StageCost:
         kinds = ("forward", "backward", "backward_input", "backward_weight")

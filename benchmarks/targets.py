@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+from .figures import Figures, kept
 from .report import Report, Table
-
-RESULTS = Path(__file__).parent / "results"
-Figures = dict[str, tuple[float, str]]  # value and stamp, by name
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ TARGETS = [
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
-    figures = _figures()
+    figures = kept()
     headings = ("measure", "reach", "found", "", "the worst is")
     table = Table("index.md", "targets", "What was to be reached, and what was", headings, left=5)
     for target in TARGETS:
@@ -109,12 +105,3 @@ def _add(table: Table, target: Target, figures: Figures) -> None:
     table.add(
         target.measure, reach, f"{value:.2f}{target.unit} {mark}", "reached" if target.met(value) else "missed", where
     )
-
-
-def _figures() -> Figures:
-    """Of all parts, from their last runs that were no smokes."""
-    found: Figures = {}
-    for file in sorted(RESULTS.glob("*.json")):
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        found.update((name, (figure["value"], figure["stamp"])) for name, figure in kept.items())
-    return found

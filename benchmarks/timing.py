@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from statistics import median, quantiles
+from typing import TypeVar
 
 Clock = Callable[[], float]
+Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
 
 
 def interleaved(
@@ -18,13 +22,18 @@ def interleaved(
     clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds a call of each program in each round: the mean of `repeats` calls in a row."""
-    times: dict[str, list[float]] = {name: [] for name in programs}
+    return turns({name: partial(timed, program, repeats, clock) for name, program in programs.items()}, rounds, warmups)
+
+
+def turns(programs: Mapping[Name, Callable[[], Result]], rounds: int, warmups: int = 0) -> dict[Name, list[Result]]:
+    """What each program returns in each round, after some that do not count."""
+    results: dict[Name, list[Result]] = {name: [] for name in programs}
     for k in range(-warmups, rounds):
         for name, program in programs.items():
-            seconds = timed(program, repeats, clock)
+            result = program()
             if k >= 0:
-                times[name].append(seconds)
-    return times
+                results[name].append(result)
+    return results
 
 
 def timed(program: Callable[[], object], repeats: int = 1, clock: Clock = time.perf_counter) -> float:
