@@ -18,8 +18,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen = config.getoption("-m")
+    many_examples = settings.get_current_profile_name() == "long"
     for item in items:
-        if settings.get_current_profile_name() == "long":  # twenty times as many examples: limits of files do not fit
+        if many_examples:  # the time limits that files set are for fewer
             item.add_marker(pytest.mark.timeout(1800), append=False)
         if "long" in item.keywords and "long" not in chosen:
             item.add_marker(pytest.mark.skip(reason="long: run with -m long"))

@@ -110,7 +110,7 @@ def long(session: nox.Session) -> None:
     """The tests too long for every day, then every property with twenty times as many examples."""
     install_house(session, "house-test")
     session.run("pytest", "-m", "long", "--timeout=1800", *session.posargs)
-    session.run("pytest", "--hypothesis-profile=long", "--timeout=1800", *session.posargs)
+    session.run("pytest", "--hypothesis-profile=long", *session.posargs)
 
 
 @nox.session
