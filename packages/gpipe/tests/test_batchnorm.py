@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from gpipe import DeferredBatchNorm, GPipe
+from gpipe import DeferredBatchNorm, GPipe, inline
+from gpipe.schedule import Schedule
 
 from .layers import Call
 from .models import one_thread as one_thread
@@ -52,6 +54,64 @@ def test_statistics_are_those_of_the_whole_mini_batch(problem: tuple[nn.Module, 
         pipe(x.clone().requires_grad_()).sum().backward()
         assert_same_statistics(pipe[0], plain)
     pipe.close()
+
+
+class Repeated(nn.Module):
+    """Calls batch norm as often as the first number of its input says, perhaps inside a checkpoint of its own."""
+
+    def __init__(self, norm: nn.Module, nested: str) -> None:
+        super().__init__()
+        self.norm = norm
+        self.nested = nested
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.detach().flatten()[0])):
+            if self.nested == "none":
+                x = self.norm(x) * 2 + 1
+            else:
+                x = checkpoint(self._norm, x, use_reentrant=self.nested == "reentrant")
+        return x
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return self.norm(x) * 2 + 1
+
+
+@st.composite
+def orders(draw: st.DrawFn, microbatches: int, stages: int) -> Schedule | str:
+    """A schedule by name, or one whose forwards come in any order, the same in all stages."""
+    if draw(st.booleans()):
+        return draw(st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]))
+    order = draw(st.permutations(range(microbatches)))
+    line = " ".join([*(f"F{i}" for i in order), *(f"B{i}" for i in reversed(order))])
+    return Schedule.parse("\n".join([line] * stages))
+
+
+@given(st.data())
+def test_whatever_calls_the_layer_and_in_whichever_order(data: st.DataObject):
+    calls = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
+    schedule, mode = data.draw(orders(len(calls), 2)), data.draw(st.sampled_from(MODES))
+    nested = data.draw(st.sampled_from(["none", "reentrant", "not reentrant"]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
+    parts = [torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in calls]
+    for part, times in zip(parts, calls, strict=True):
+        part[0, 0] = times + 0.5
+    plain = nn.BatchNorm1d(4, momentum=data.draw(st.sampled_from([0.1, None]))).double()
+    model = nn.Sequential(Repeated(copy.deepcopy(plain), nested), nn.Linear(4, 4).double())
+    pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=len(calls), checkpoint=mode, deferred_batch_norm=True)
+    x = torch.cat(parts).requires_grad_()
+    with inline():
+        pipe.step(x, loss_fn=lambda y, _: y.square().mean(), schedule=schedule)
+    for call in range(max(calls)):
+        plain(torch.cat([each[call] for part in parts for each in [_inputs(part)] if call < len(each)]))
+    assert_same_statistics(pipe[0].norm, plain)
+
+
+def _inputs(x: Tensor) -> list[Tensor]:
+    """What :class:`Repeated` hands to batch norm, call by call."""
+    inputs = [x]
+    for _ in range(int(x.flatten()[0])):
+        inputs.append(nn.functional.batch_norm(inputs[-1], None, None, training=True) * 2 + 1)
+    return inputs[:-1]
 
 
 @given(norms(), st.integers(1, 4))
@@ -254,3 +314,16 @@ def assert_same_statistics(found: nn.Module, expected: nn.Module) -> None:
     assert dict(found.named_buffers()).keys() == dict(expected.named_buffers()).keys()
     for (name, ours), theirs in zip(found.named_buffers(), expected.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_pipe_inside_a_recomputed_layer_counts_once():
+    plain = nn.BatchNorm1d(3).double()
+    inside = GPipe(
+        nn.Sequential(copy.deepcopy(plain)), [1], devices=["cpu"], checkpoint="never", deferred_batch_norm=True
+    )
+    pipe = GPipe(nn.Sequential(inside), [1], devices=["cpu"], chunks=2, checkpoint="always")
+    x = torch.randn(8, 3, dtype=torch.float64)
+    pipe(x.requires_grad_()).square().sum().backward()
+    for part in x.detach().chunk(2):
+        plain(part)
+    assert_same_statistics(inside[0], plain)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _LazyNormBase
 
-from ._checkpoint import is_recomputing
-from ._place import microbatch
+from ._place import place
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -18,11 +17,12 @@ Module = TypeVar("Module", bound=nn.Module)
 class DeferredBatchNorm(_BatchNorm):
     """Normalises each micro-batch by its own statistics, and updates the running ones once a mini-batch.
 
-    After the last micro-batch ``running_mean`` and ``running_var`` are what the plain layer would have made of the
-    whole mini-batch, with the unbiased variance; ``num_batches_tracked`` counts mini-batches. A recomputation updates
-    nothing.
+    After the last forward of a mini-batch ``running_mean`` and ``running_var`` are what the plain layer would have made
+    of the whole mini-batch, with the unbiased variance; ``num_batches_tracked`` counts mini-batches. A layer that is
+    called several times in a forward updates as often. A recomputation updates nothing.
 
-    Inside a pipe the last micro-batch is the one that really is the last. Elsewhere it is every ``chunks``-th forward.
+    Inside a pipe the mini-batch ends with the last forward of the stage, whichever micro-batch that is and whether or
+    not it calls the layer. Elsewhere it ends with every ``chunks``-th forward.
 
     Args:
         chunks: micro-batches of a mini-batch, where no pipe says it.
@@ -43,16 +43,16 @@ class DeferredBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True, device=device, dtype=dtype)
         self.chunks = chunks
-        self._reset_seen()
+        self._forwards = 0
+        self._seen = Moments()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """As batch norm: ``input`` of shape (N, C) or (N, C, ...)."""
         self._check_input_dim(input)
         if not self.training:
             return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-        if not is_recomputing():
-            with torch.no_grad():
-                self._see(input)
+        with torch.no_grad():
+            self._see(input)
         return batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
     @classmethod
@@ -83,43 +83,87 @@ class DeferredBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ValueError(f"expected an input of at least 2 dimensions (N, C, ...); got shape {tuple(input.shape)}")
 
-    def _reset_seen(self) -> None:
-        self._forwards = 0
-        self._count = 0
-        self._mean: Tensor | None = None
-        self._deviation: Tensor | None = None
-
     def _see(self, input: Tensor) -> None:  # noqa: A002
-        i, m = microbatch() or (self._forwards % self.chunks, self.chunks)
-        if i == 0:  # also after a mini-batch that failed half-way
-            self._reset_seen()
-        self._merge(input)
+        at = place()
+        if at is None:
+            self._see_alone(input)
+        elif at.statistics is not None:
+            at.statistics.see(self, at.microbatch, input)
+
+    def _see_alone(self, input: Tensor) -> None:  # noqa: A002
+        if self._forwards % self.chunks == 0:
+            self._seen = Moments()
+        self._seen.add(input)
         self._forwards += 1
-        if i == m - 1:
-            self._commit()
+        if self._forwards % self.chunks == 0:
+            self.update(self._seen)
+            self._seen = Moments()
 
-    def _merge(self, input: Tensor) -> None:  # noqa: A002
-        """Add ``input`` to what this mini-batch has shown, by the formula of Chan, Golub and LeVeque (1979)."""
-        rows = input.transpose(0, 1).flatten(1).to(torch.promote_types(input.dtype, torch.float32))
-        count, mean = rows.shape[1], rows.mean(1)
-        deviation = (rows - mean[:, None]).square_().sum(1)
-        if self._mean is None or self._deviation is None:
-            self._count, self._mean, self._deviation = count, mean, deviation
-            return
-        total = self._count + count
-        delta = mean - self._mean
-        self._deviation = self._deviation + deviation + delta.square() * (self._count * count / total)
-        self._mean = self._mean + delta * (count / total)
-        self._count = total
-
-    def _commit(self) -> None:
-        assert self._mean is not None
-        assert self._deviation is not None
+    def update(self, seen: Moments) -> None:
+        """Move the running statistics towards those of the mini-batch that was ``seen``, as batch norm does."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(self._mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_((self._deviation / max(self._count - 1, 1)).to(self.running_var.dtype), weight)
-        self._reset_seen()
+        self.running_mean.lerp_(seen.mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(seen.variance.to(self.running_var.dtype), weight)
+
+
+class Moments:
+    """Count, mean and squared deviation of each channel over some inputs.
+
+    Attributes:
+        mean: of shape (C,), at least in single precision.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.mean = torch.zeros(())
+        self._deviation = torch.zeros(())
+
+    @property
+    def variance(self) -> Tensor:
+        """The unbiased variance, of shape (C,)."""
+        return self._deviation / max(self._count - 1, 1)
+
+    def add(self, input: Tensor) -> None:  # noqa: A002
+        """Take in ``input`` of shape (N, C, ...), by the formula of Chan, Golub and LeVeque (1979)."""
+        rows = input.transpose(0, 1).flatten(1).to(torch.promote_types(input.dtype, torch.float32))
+        count, mean = rows.shape[1], rows.mean(1)
+        deviation = (rows - mean[:, None]).square_().sum(1)
+        if not self._count:
+            self._count, self.mean, self._deviation = count, mean, deviation
+            return
+        total = self._count + count
+        delta = mean - self.mean
+        self._deviation = self._deviation + deviation + delta.square() * (self._count * count / total)
+        self.mean = self.mean + delta * (count / total)
+        self._count = total
+
+
+class MiniBatchStatistics:
+    """What the deferred batch norms of a stage see of one mini-batch, until its last forward is done.
+
+    They belong to the run and not to the layers: those of a run that failed half-way are gone with it.
+    """
+
+    def __init__(self) -> None:
+        # A layer that a forward calls k times has k moments, and makes k updates, as in the plain model.
+        self._seen: dict[DeferredBatchNorm, list[Moments]] = {}
+        self._calls: dict[tuple[DeferredBatchNorm, int], int] = {}
+
+    def see(self, layer: DeferredBatchNorm, microbatch: int, input: Tensor) -> None:  # noqa: A002
+        """``layer`` normalises ``input`` of shape (N, C, ...)."""
+        call = self._calls[layer, microbatch] = self._calls.get((layer, microbatch), -1) + 1
+        moments = self._seen.setdefault(layer, [])
+        if call == len(moments):
+            moments.append(Moments())
+        moments[call].add(input)
+
+    def commit(self) -> None:
+        """All micro-batches have been seen: update the running statistics of every layer that was called."""
+        with torch.no_grad():
+            for layer, moments in self._seen.items():
+                for each in moments:
+                    layer.update(each)

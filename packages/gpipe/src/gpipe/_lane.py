@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from streams import Context
 
+from ._batchnorm import MiniBatchStatistics
 from ._cell import Cell, CheckpointedCell, Circumstances
 from ._errors import add_note, shapes
 from ._hooks import HeldGradients
 from ._loss import LossEnd
-from ._place import At
+from ._place import At, place
 from ._ports import Port, Ports
 from ._random import CellRandom, RunRandom
 from ._stage import Stage
@@ -57,6 +58,10 @@ class Lane:
         self._random = random
         self._circumstances = Circumstances(stage, context, random)
         self._cells: dict[int, Cell] = {}
+        self._forwards = 0
+        around = place()
+        # A run inside a layer that is being recomputed repeats one whose statistics have been counted.
+        self._statistics = MiniBatchStatistics() if around is None or around.statistics is not None else None
 
     def do(self, action: Action) -> None:
         """Do one action of the stage's program."""
@@ -67,30 +72,37 @@ class Lane:
         if self.stage.index == 0 and self.stage.may_change_input:
             inputs = cloned(inputs)  # what the caller gave stays as it is
         cell = self._cells[i] = self._cell(i)
-        with At(i, self._microbatches):
+        with At(i, self._statistics):
             outputs = cell.forward(inputs)
+        self._forwards += 1
+        if self._forwards == self._microbatches and self._statistics is not None:
+            self._statistics.commit()
         if not self._keep:
             del self._cells[i]
         self._departure.put_values(i, outputs)
 
     def recompute(self, i: int) -> None:
-        with At(i, self._microbatches):
+        with At(i):
             self._cells[i].recompute()
 
     def backward(self, i: int) -> None:
         seeds = self._departure.get_gradients(i)
         self._hold()
-        gradients = self._cells[i].backward(seeds)
+        with At(i):
+            gradients = self._cells[i].backward(seeds)
         del self._cells[i]
         self._arrival.put_gradients(i, gradients)
 
     def backward_input(self, i: int) -> None:
         seeds = self._departure.get_gradients(i)
         self._hold()
-        self._arrival.put_gradients(i, self._cells[i].backward_input(seeds))
+        with At(i):
+            gradients = self._cells[i].backward_input(seeds)
+        self._arrival.put_gradients(i, gradients)
 
     def backward_weight(self, i: int) -> None:
-        self._cells[i].backward_weight()
+        with At(i):
+            self._cells[i].backward_weight()
         del self._cells[i]
 
     def annotate(self, error: BaseException, action: Action) -> None:

@@ -1,32 +1,43 @@
-"""Where in a run the calling layer is."""
+"""Which micro-batch the calling thread works on."""
 
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._batchnorm import MiniBatchStatistics
+
+
+class At:
+    """A block in which this thread works on a micro-batch.
+
+    Args:
+        microbatch: its index in the mini-batch.
+        statistics: what batch norm has seen of the mini-batch so far. None in a recomputation or a backward, in which
+            a layer may run again, and must not count its input twice.
+    """
+
+    __slots__ = ("_before", "microbatch", "statistics")
+
+    def __init__(self, microbatch: int, statistics: MiniBatchStatistics | None = None) -> None:
+        self.microbatch = microbatch
+        self.statistics = statistics
+
+    def __enter__(self) -> None:
+        self._before, _here.place = _here.place, self
+
+    def __exit__(self, *_: object) -> None:
+        _here.place = self._before
 
 
 class _Here(threading.local):
-    microbatch: tuple[int, int] | None = None
+    place: At | None = None
 
 
 _here = _Here()
 
 
-def microbatch() -> tuple[int, int] | None:
-    """The micro-batch that the calling layer works on, and how many there are; None outside a pipe."""
-    return _here.microbatch
-
-
-class At:
-    """A block in which this thread works on micro-batch ``i`` of ``microbatches``."""
-
-    __slots__ = ("_before", "_now")
-
-    def __init__(self, i: int, microbatches: int) -> None:
-        self._now = i, microbatches
-
-    def __enter__(self) -> None:
-        self._before, _here.microbatch = _here.microbatch, self._now
-
-    def __exit__(self, *_: object) -> None:
-        _here.microbatch = self._before
+def place() -> At | None:
+    """The innermost block that this thread is in; None outside of a pipe."""
+    return _here.place
