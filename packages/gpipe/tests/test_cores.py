@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe
+from gpipe import GPipe, _workers, inline
 from gpipe._cores import bind, shares, usable
 
 from .layers import Call, rows
@@ -122,3 +124,34 @@ class TestPipe:
         with torch.no_grad():
             pipe(rows())
         assert seen == [usable()] * 2
+
+
+class TestCallersHelpers:
+    def ended(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Notes a number whenever the helpers of the calling thread are ended."""
+        calls: list[int] = []
+        monkeypatch.setattr(_workers, "pause_helpers", lambda: calls.append(threading.get_ident()))
+        return calls
+
+    def test_they_end_before_every_run_on_cpu_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("GPIPE_PAUSE_HELPERS", raising=False)
+        calls = self.ended(monkeypatch)
+        pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+        pipe(torch.ones(1, 2)).sum().backward()
+        assert calls == [threading.get_ident()] * 2
+
+    @pytest.mark.parametrize("value", ["0", "inline"])
+    def test_they_stay_if_that_is_asked_for_and_where_nobody_needs_their_cores(
+        self, monkeypatch: pytest.MonkeyPatch, value: str
+    ) -> None:
+        monkeypatch.setenv("GPIPE_PAUSE_HELPERS", value if value == "0" else "1")
+        calls = self.ended(monkeypatch)
+        pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+        with inline() if value == "inline" else nullcontext():
+            pipe(torch.ones(1, 2)).sum().backward()
+        assert not calls
+
+    def test_nonsense_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_PAUSE_HELPERS", "maybe")
+        with pytest.raises(ValueError, match=r"GPIPE_PAUSE_HELPERS must be 1, .*, or 0; got 'maybe'"):
+            GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])

@@ -15,7 +15,8 @@ from pathlib import Path
 
 Cores = frozenset[int]
 
-_VARIABLE = "GPIPE_PIN_WORKERS"
+_PIN = "GPIPE_PIN_WORKERS"
+_PAUSE = "GPIPE_PAUSE_HELPERS"
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
@@ -29,7 +30,7 @@ def shares(cores: Collection[int], workers: int) -> list[Cores]:
 
     All of them for everybody where there is nothing to divide, and where ``GPIPE_PIN_WORKERS=0`` forbids it.
     """
-    if not _wanted() or workers < 2 or len(cores) < workers:
+    if not _switched_on(_PIN, "to give workers on the CPU cores of their own") or workers < 2 or len(cores) < workers:
         return [frozenset(cores)] * workers
     near = sorted(cores, key=_position)
     ends = [len(near) * j // workers for j in range(workers + 1)]
@@ -43,10 +44,18 @@ def bind(cores: Cores) -> None:
             os.sched_setaffinity(0, cores)
 
 
-def _wanted() -> bool:
-    value = os.environ.get(_VARIABLE, "1")
+def pauses_callers_helpers() -> bool:
+    """Whether the caller's intra-op helper threads end before workers on the CPU start; not with GPIPE_PAUSE_HELPERS=0.
+
+    Raises ValueError if the variable is neither 0 nor 1.
+    """
+    return _switched_on(_PAUSE, "to end the caller's helper threads before a run")
+
+
+def _switched_on(variable: str, purpose: str) -> bool:
+    value = os.environ.get(variable, "1")
     if value not in ("0", "1"):
-        raise ValueError(f"{_VARIABLE} must be 1, to give workers on the CPU cores of their own, or 0; got {value!r}")
+        raise ValueError(f"{variable} must be 1, {purpose}, or 0; got {value!r}")
     return value == "1"
 
 

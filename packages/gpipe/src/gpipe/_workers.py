@@ -12,9 +12,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from streams import AbstractStream, Context, CPUStream, InQueue, OutQueue, Task, limit_threads, spawn_workers
+from streams import (
+    AbstractStream,
+    Context,
+    CPUStream,
+    InQueue,
+    OutQueue,
+    Task,
+    limit_threads,
+    pause_helpers,
+    spawn_workers,
+)
 
-from ._cores import Cores, bind, shares, usable
+from ._cores import Cores, bind, pauses_callers_helpers, shares, usable
 
 Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]
@@ -52,6 +62,7 @@ class Workers:
         self.placement = placement(devices)
         first = [self.placement.index(worker) for worker in range(len(set(self.placement)))]
         self._devices = [devices[j] for j in first]
+        self._pauses = pauses_callers_helpers() and any(device.type == "cpu" for device in self._devices)
         self._lock = threading.Lock()
         self._scope: ExitStack | None = None
         self._process = 0
@@ -80,6 +91,8 @@ class Workers:
             in_queues, out_queues = self._open()
             try:
                 self._share_processor(in_queues, out_queues)
+                if self._pauses:
+                    pause_helpers()  # else they spin on the cores that the workers are about to use
                 for queue, (stream, compute) in zip(in_queues, works, strict=True):
                     queue.put(Task(stream, compute=partial(self._work, compute, stop)))
                 return [_result(queue.get()) for queue in out_queues]

@@ -1,6 +1,7 @@
 """One vocabulary for CUDA streams and the CPU, and workers that see what their caller saw."""
 
 from ._context import Context as Context
+from ._idle import pause_helpers as pause_helpers
 from ._memory import keep_memory as keep_memory
 from ._record import record_stream as record_stream
 from ._spawn import spawn_workers as spawn_workers
@@ -40,6 +41,7 @@ __all__ = [
     "keep_memory",
     "limit_threads",
     "new_stream",
+    "pause_helpers",
     "record_stream",
     "spawn_workers",
     "use_device",

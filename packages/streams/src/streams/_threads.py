@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from threading import Thread
 
 import torch
 
-_LIBRARY = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
+from ._libraries import native
 
 
 def limit_threads(number: int) -> None:
@@ -42,17 +38,10 @@ def _limit_and_restore(number: int, before: int) -> None:
     thread.join()
 
 
-@cache
-def _setters() -> tuple[Callable[[int], object], ...]:
+def _setters() -> tuple[Callable[..., object], ...]:
     """What sets the number for one thread only: of OpenMP, and of MKL where torch is built with it.
 
-    Both are looked up through torch's own library, since a process may hold several OpenMP runtimes. Empty where
-    OpenMP cannot be reached that way.
+    Empty where OpenMP cannot be reached.
     """
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY))
-    except OSError:
-        return ()
-    names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
-    found = {name: getattr(library, name) for name in names if hasattr(library, name)}
-    return tuple(found.values()) if names[0] in found else ()
+    openmp, mkl = native("omp_set_num_threads"), native("MKL_Set_Num_Threads_Local")
+    return () if openmp is None else (openmp,) if mkl is None else (openmp, mkl)

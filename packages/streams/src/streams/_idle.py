@@ -1,0 +1,19 @@
+"""The helper threads that parallel operations leave behind."""
+
+from __future__ import annotations
+
+from ._libraries import native
+
+_SOFT = 1  # omp_pause_soft of OpenMP 5.0: what threads have of their own survives
+
+
+def pause_helpers() -> bool:
+    """End the helper threads that intra-op parallelism has started for this thread; whether OpenMP could be told.
+
+    After a parallel operation OpenMP's helpers do not sleep at once: they spin for some milliseconds, in case the next
+    operation comes soon. If other threads of the process are about to compute, that takes cores away from them. The
+    next parallel operation of this thread starts its helpers anew, which takes tens of microseconds for each. Other
+    threads' helpers are left alone. Does nothing inside a parallel region, or where torch uses another library.
+    """
+    pause = native("omp_pause_resource_all")
+    return pause is not None and pause(_SOFT) == 0
