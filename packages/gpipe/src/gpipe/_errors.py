@@ -12,14 +12,6 @@ class Poisoned(BaseException):
     """Another stage failed; there is nothing left to wait for. Never reaches the caller."""
 
 
-def add_note(error: BaseException, note: str) -> None:
-    """``error.add_note``, which Python 3.10 lacks; there the note is kept where newer tracebacks look for it."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", []), note]
-
-
 def shapes(value: object) -> str:
     """The types and shapes of all tensors in ``value``, in its own structure.
 

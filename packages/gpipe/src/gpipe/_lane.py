@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from streams import Context
+from streams import Context, add_note
 
 from ._batchnorm import MiniBatchStatistics
 from ._cell import Cell, CheckpointedCell, Circumstances
-from ._errors import add_note, shapes
+from ._errors import shapes
 from ._hooks import HeldGradients
 from ._loss import LossEnd
 from ._place import At, place

@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from profiler import DispatchMode
-
-from ._modes import pushed
+from streams import DispatchMode
 
 
 class RunRandom:
@@ -110,7 +108,7 @@ class CellRandom:
         before, _active.cell = getattr(_active, "cell", None), self
         _stand_in()
         try:
-            with pushed(_Draws(self)):
+            with _Draws(self).pushed():
                 yield
         finally:
             _active.cell = before

@@ -18,7 +18,6 @@ from profiler import Births
 
 from ._lane import Lane
 from ._link import Link, Payload
-from ._modes import pushed
 from ._timeline import Event, Timeline
 from .schedule import Action
 
@@ -73,7 +72,7 @@ class Recorder:
         stage = lane.stage
         births = self._births.get(stage.index)
         look = _look.of_thread = Look(partial(self._clock.now, stage.device))
-        with nullcontext() if births is None else pushed(births):
+        with nullcontext() if births is None else births.pushed():
             lane.do(action)
         end = self._clock.now(stage.device)
         held = None if births is None else births.alive(without=_gradients(stage.module))

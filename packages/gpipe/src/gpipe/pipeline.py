@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import Batch, Versions
-from streams import AbstractStream, new_stream
+from streams import AbstractStream, add_note, new_stream
 
 from ._autograd import attach
-from ._errors import add_note
 from ._loss import LossEnd
 from ._run import Run
 from ._stage import Stage

@@ -3,7 +3,6 @@
 from ._births import Births as Births
 from ._diff import LayerChange as LayerChange
 from ._diff import ProfileDiff as ProfileDiff
-from ._mode import DispatchMode as DispatchMode
 from ._profile import profile as profile
 from ._record import LayerProfile as LayerProfile
 from ._record import Profile as Profile
@@ -17,7 +16,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Births",
-    "DispatchMode",
     "LayerChange",
     "LayerProfile",
     "Profile",

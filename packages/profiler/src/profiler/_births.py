@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ._mode import DispatchMode
+from streams import DispatchMode
+
 from ._storages import storages
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from microbatch import Batch
-
-from ._notes import annotate
+from streams import add_note
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,7 +65,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        annotate(error, "the layer looks at values, and without a device there are none; use device='cpu'")
+        add_note(error, "the layer looks at values, and without a device there are none; use device='cpu'")
         raise
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from microbatch import Batch
+from streams import add_note
 
 from ._enter import enter_batch
-from ._notes import annotate
 from ._sandbox import detach
 from ._skips import SkipStore, routed
 
@@ -61,7 +61,7 @@ def _blaming(name: str, layer: nn.Module | None, batch: Batch) -> Iterator[None]
         yield
     except Exception as error:
         shapes = ", ".join(_describe(x) for x in batch) or "without tensors"
-        annotate(error, f"while profiling layer {name!r} ({type(layer).__name__}) on input {shapes}")
+        add_note(error, f"while profiling layer {name!r} ({type(layer).__name__}) on input {shapes}")
         raise
 
 

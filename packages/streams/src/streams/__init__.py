@@ -1,8 +1,10 @@
 """One vocabulary for CUDA streams and the CPU, and workers that see what their caller saw."""
 
 from ._context import Context as Context
+from ._dispatch import DispatchMode as DispatchMode
 from ._idle import pause_helpers as pause_helpers
 from ._memory import keep_memory as keep_memory
+from ._notes import add_note as add_note
 from ._record import record_stream as record_stream
 from ._spawn import spawn_workers as spawn_workers
 from ._stream import AbstractStream as AbstractStream
@@ -29,10 +31,12 @@ __all__ = [
     "CPUStream",
     "CPUStreamType",
     "Context",
+    "DispatchMode",
     "ExcInfo",
     "InQueue",
     "OutQueue",
     "Task",
+    "add_note",
     "as_cuda",
     "current_stream",
     "default_stream",

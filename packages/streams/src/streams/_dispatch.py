@@ -1,13 +1,15 @@
-"""A dispatch mode that costs no more than it does."""
+"""A dispatch mode that costs no more than what it does, and stays on one thread."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -21,6 +23,19 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         if "torch._dynamo" in sys.modules:
             _hide(type(self))  # type: ignore[arg-type]
+
+    @contextmanager
+    def pushed(self) -> Iterator[None]:
+        """Inside, the mode sees the operations of this thread.
+
+        Use this where several threads have modes. ``with mode`` also sets a flag of the whole process, which stays
+        wrong if threads leave their modes in another order than they entered them.
+        """
+        _push_mode(self)
+        try:
+            yield
+        finally:
+            _pop_mode()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

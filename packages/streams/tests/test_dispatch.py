@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 
-from profiler import Births, DispatchMode
+from streams import DispatchMode
 
 pytestmark = pytest.mark.timeout(120)
 
 FRESH = """
 import sys, torch
-from profiler import Births
-with Births() as births:
-    kept = torch.ones(2) + 1
-assert births.alive() == 8
+from streams import DispatchMode
+class Mode(DispatchMode):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        return operation(*args, **(kwargs or {})) * 2
+with Mode().pushed():
+    twos = torch.ones(2)
+assert twos.tolist() == [2.0, 2.0]
 print("torch._dynamo" in sys.modules)
 """
+
+
+class Counting(DispatchMode):
+    operations = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return operation(*args, **(kwargs or {}))
 
 
 def test_seconds_of_imports_are_not_spent() -> None:
@@ -57,7 +70,27 @@ def test_a_compiled_function_under_a_mode_is_compiled() -> None:
         return graph.forward
 
     compiled = torch.compile(lambda x: x * 2 + 1, backend=backend)
-    with Births():
+    with Counting():
         assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 3.0))
     torch._dynamo.reset()
     assert len(calls) == 1
+
+
+def test_a_pushed_mode_sees_its_own_thread_only() -> None:
+    mode, entered, computed = Counting(), Event(), Event()
+
+    def other() -> None:
+        assert entered.wait(30)
+        torch.ones(2)
+        computed.set()
+
+    with ThreadPoolExecutor(1) as executor:
+        done = executor.submit(other)
+        with mode.pushed():
+            entered.set()
+            assert computed.wait(30)
+            assert mode.operations == 0
+            torch.ones(2)
+        done.result()
+    torch.ones(2)
+    assert mode.operations == 1

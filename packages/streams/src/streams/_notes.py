@@ -1,0 +1,11 @@
+"""Notes on exceptions, on every version of Python."""
+
+from __future__ import annotations
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """``error.add_note(note)``. On Python 3.10, which has no notes, it is kept where newer tracebacks look for it."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), note]
