@@ -12,6 +12,7 @@ from torch import nn
 from microbatch import Batch
 
 from ._checkpoint import Buffers
+from ._plain import expect_plain
 from ._value import Arguments, SharedBatch, entered, marked, versions
 from .skip import SkipLayout
 from .skip._store import Key, routed
@@ -65,9 +66,9 @@ class Stage:
         return (output, *[store.pop(key) for key in self._stashes]) if self._stashes else output
 
     def _layers(self, value: Any) -> Any:
-        if isinstance(value, Arguments):
-            return self.module(*value.args, **value.kwargs)
-        return self.module(value)
+        output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
+        expect_plain(output, self.index)
+        return output
 
     @property
     def may_change_input(self) -> bool:

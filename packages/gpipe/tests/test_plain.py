@@ -1,0 +1,160 @@
+"""What is neither a tensor nor a constant may hide tensors, and is refused between stages and at the end."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from gpipe import GPipe, inline
+
+from .layers import Call, assert_trains_like, linears, piped, rows
+from .models import one_thread as one_thread
+
+MODES = ("never", "except_last", "always")
+
+
+@dataclass
+class Bare:
+    x: Any
+
+
+@dataclass
+class Registered:
+    x: Any
+
+
+_pytree.register_dataclass(Registered)
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Rows(list):
+    """Subclasses of containers are no trees."""
+
+
+class Lookup(dict):
+    pass
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+OPAQUE: dict[str, Callable[[Any], Any]] = {
+    "dataclass": Bare,
+    "slots": Slotted,
+    "list": lambda x: Rows([x]),
+    "dict": lambda x: Lookup(x=x),
+    "user dict": lambda x: UserDict(x=x),
+    "set": lambda x: {x},
+    "closure": lambda x: lambda: x,
+    "generator": lambda x: (each for each in [x]),
+    "module": lambda x: Call(lambda _: x),
+    "array": lambda x: np.array([x.detach()], dtype=object),
+}
+
+CONSTANTS = st.sampled_from(
+    [
+        *(None, True, 3, 2.5, 1j, "words", b"bytes", Fraction(1, 3), np.float32(2), np.int64(1), Colour.RED, ...),
+        *(slice(1, None), range(3), int, torch.float32, torch.device("cpu"), torch.strided, torch.channels_last),
+        torch.Size([2, 3]),
+    ]
+)
+
+
+def packings(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Callable[[Any], Any]]:
+    """Ways to put a value into containers, beside constants; the value is the only leaf that is not one."""
+    here = st.just(lambda x: x)
+
+    def deeper(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.one_of(
+            st.tuples(inner, leaf).map(lambda p: lambda x: (p[1], p[0](x))),
+            st.tuples(inner, leaf).map(lambda p: lambda x: [p[0](x), p[1]]),
+            st.tuples(inner, leaf).map(lambda p: lambda x: {"b": p[0](x), "a": p[1]}),
+            st.tuples(inner, leaf).map(lambda p: lambda x: OrderedDict(k=p[1], v=p[0](x))),
+            st.tuples(inner, leaf).map(lambda p: lambda x: Pair(p[0](x), p[1])),
+            st.tuples(inner, leaf).map(lambda p: lambda x: Registered((p[1], p[0](x)))),
+        )
+
+    return st.recursive(here, deeper, max_leaves=4)
+
+
+def only_tensor(value: Any) -> Any:
+    (found,) = (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return found
+
+
+@given(packings(CONSTANTS), st.sampled_from(MODES))
+def test_constants_beside_tensors_travel(pack: Callable[[Any], Any], mode: str):
+    model = nn.Sequential(*linears(1), Call(pack), Call(only_tensor), *linears(1))
+    with inline():
+        assert_trains_like(piped(model, [2, 1, 1], chunks=2, checkpoint=mode), model)
+
+
+@given(packings(CONSTANTS), st.sampled_from(sorted(OPAQUE)), st.booleans())
+def test_opaque_objects_are_refused_wherever_they_stand(pack: Callable[[Any], Any], name: str, last: bool):
+    layers = [*linears(1), Call(lambda x: pack(OPAQUE[name](x)))]
+    layers += [] if last else [Call(lambda value: rows())]
+    balance = [1, 1] if last else [2, 1]
+    pipe = GPipe(nn.Sequential(*layers), balance, devices=["cpu", "cpu"], chunks=2)
+    with (
+        inline(),
+        pytest.raises(TypeError, match=rf"output.* of partition {len(balance) - 2 + last} .*may hold tensors"),
+    ):
+        pipe.step(rows(), loss_fn=lambda value, _: only_tensor(value).sum())
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", OPAQUE)
+def test_opaque_objects_are_refused_on_workers(name: str, schedule: str):
+    model = nn.Sequential(*linears(1), Call(OPAQUE[name]), Call(lambda _: rows()))
+    with piped_open(model, [2, 1]) as pipe, pytest.raises(TypeError, match="register"):
+        pipe.step(rows(), loss_fn=lambda y, _: y.sum(), schedule=schedule)
+
+
+def test_the_error_names_path_type_and_the_way_out():
+    model = nn.Sequential(*linears(1), Call(lambda x: {"a": (x, Bare(x))}), Call(lambda value: value["a"][0]))
+    expected = r"output\['a'\]\[1\] of partition 0 is of type Bare.*register_dataclass\(Bare\)"
+    with piped_open(model, [2, 1]) as pipe, pytest.raises(TypeError, match=expected):
+        pipe(rows())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_registered_dataclass_travels(mode: str):
+    model = nn.Sequential(*linears(1), Call(lambda x: Registered((x, x * 2))), Call(lambda v: v.x[0] * v.x[1]))
+    assert_trains_like(piped(model, [2, 1], chunks=3, checkpoint=mode), model)
+
+
+class piped_open:  # noqa: N801
+    """A pipe, closed in the end."""
+
+    def __init__(self, model: nn.Sequential, balance: list[int]) -> None:
+        self.pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2)
+
+    def __enter__(self) -> GPipe:
+        return self.pipe
+
+    def __exit__(self, *_: object) -> None:
+        self.pipe.close()
