@@ -18,9 +18,9 @@ from gpipe._html import html
 from gpipe._svg import describe, svg
 from gpipe._timeline import Event, Timeline
 from gpipe._trace import read, trace
-from gpipe._units import format_bytes, format_seconds
 from gpipe.schedule import one_forward_one_backward
 from gpipe.simulate import StageCost, simulate
+from profiler.text import format_bytes, format_seconds
 
 from .timelines import fewer, timelines
 

@@ -1,8 +1,6 @@
 from hypothesis import given
 
 from profiler import LayerProfile, Profile
-from profiler._table import align
-from profiler._units import format_bytes, format_flops, format_seconds
 
 from .records import profiles
 from .strategies import fewer
@@ -41,15 +39,3 @@ def test_a_line_for_each_layer(profile):
     assert len(lines) >= len(profile) + 5
     for layer in profile:
         assert layer.name in str(profile)
-
-
-def test_columns_are_flush():
-    assert align([["a", "b"], ["long", "1"], ["c", "222"]], left=1) == "a       b\n─────────\nlong    1\nc     222"
-
-
-def test_three_digits():
-    assert [format_bytes(n) for n in (0, 1, 1023, 1024, 10 * 1024, 2**20 - 1, 2**60)] == [
-        "0 B", "1 B", "1023 B", "1.00 KiB", "10.0 KiB", "1024 KiB", "1024 PiB",
-    ]  # fmt: skip
-    assert [format_flops(n) for n in (0, 999, 1500, 12e9)] == ["0", "999", "1.50 k", "12.0 G"]
-    assert [format_seconds(s) for s in (0, 1e-7, 0.25, 90)] == ["0 ns", "100 ns", "250 ms", "90.0 s"]

@@ -7,15 +7,15 @@ dark, and each cell says in its title what it is.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+
+from profiler.svg import escaped
+from profiler.text import format_bytes, format_seconds, format_share, time_unit
 
 from ._actions import LETTERS, Kind
 from ._table import heading, kinds_in
 from ._timeline import Event, Timeline
-from ._units import format_bytes, format_seconds, format_share, time_unit
 
 LEFT, RIGHT, TOP, GAP = 92.0, 76.0, 34.0, 10.0
 LANE, STRIP = 30.0, 14.0
@@ -110,7 +110,7 @@ def _opening(width: float, height: float, scale: Scale, panels: Sequence[tuple[s
     gist = "; ".join(_gist(title, timeline) for title, timeline in panels)
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gpipe-timeline" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_escaped(gist)}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escaped(gist)}" '
         f'data-span="{scale.span!r}" data-width="{scale.width!r}" data-digits="{scale.digits}">',
         f"<style>{_STYLE}</style>",
         '<rect class="paper" width="100%" height="100%" rx="8"/>',
@@ -170,7 +170,7 @@ def _cell(event: Event, begin: float, stages: Sequence[int], scale: Scale) -> st
     return (
         f'<rect class="cell" x="{x:.2f}" width="{width:.2f}" height="{LANE:g}" fill="{fill}" '
         f'data-i="{event.microbatch}" data-letter="{LETTERS[event.kind]}">'
-        f"<title>{_escaped(describe(event, begin))}</title></rect>"
+        f"<title>{escaped(describe(event, begin))}</title></rect>"
     )
 
 
@@ -273,12 +273,4 @@ def _notes(panels: Sequence[tuple[str, Timeline]], scale: Scale) -> Iterator[str
 
 def _text(x: float, y: float, what: str, style: str = "") -> str:
     classes = f' class="{style}"' if style else ""
-    return f'<text{classes} x="{x:.2f}" y="{y:.2f}">{_escaped(what)}</text>'
-
-
-_UNSPEAKABLE = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-def _escaped(text: str) -> str:
-    """Fit for an element or an attribute; what XML has no word for is replaced."""
-    return escape(_UNSPEAKABLE.sub("\ufffd", text), {'"': "&quot;"})
+    return f'<text{classes} x="{x:.2f}" y="{y:.2f}">{escaped(what)}</text>'

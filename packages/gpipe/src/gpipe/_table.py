@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from profiler.text import align, format_bytes, format_seconds, format_share
+
 from ._actions import Kind
 from ._timeline import Event, Timeline
-from ._units import format_bytes, format_seconds, format_share
 
 _SPLIT: dict[Kind, str] = {
     "forward": "forward",
@@ -39,7 +40,7 @@ def table(timeline: Timeline) -> str:
     head = ["worker", "stages", "device", *(_SPLIT[kind] for kind in kinds), "waiting", "moved", "peak", "busy"]
     busy = timeline.utilisation
     rows = [_row(timeline, worker, lane, kinds, busy[worker]) for worker, lane in timeline.lanes.items()]
-    return "\n".join([heading(timeline), *_aligned([head, *rows], left=3)])
+    return f"{heading(timeline)}\n{align([head, *rows], left=3)}"
 
 
 def kinds_in(timeline: Timeline) -> list[Kind]:
@@ -61,15 +62,3 @@ def _row(timeline: Timeline, worker: int, lane: Sequence[Event], kinds: Sequence
         format_bytes(max(size for _, size in held)) if held else "–",
         format_share(busy),
     ]
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Columns two spaces apart, the first ``left`` of them flush left; a rule below the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(_padded(row, widths, left)).rstrip() for row in rows]
-    return [lines[0], "─" * max(map(len, lines)), *lines[1:]]
-
-
-def _padded(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
-    cells = zip(row, widths, strict=True)
-    return [cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(cells)]

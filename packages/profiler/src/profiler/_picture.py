@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from ._svg import INK, line, rect, text
-from ._units import format_cost
+from .svg import INK, line, rect, text
+from .text import format_cost
 
 if TYPE_CHECKING:
     from ._record import LayerProfile, Profile

@@ -1,11 +1,11 @@
-"""Profiles as text."""
+"""Profiles as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ._units import format_bytes, format_cost, format_flops, format_seconds
+from .text import align, format_bytes, format_cost, format_flops, format_seconds
 
 if TYPE_CHECKING:
     from ._diff import LayerChange, ProfileDiff
@@ -21,19 +21,6 @@ _COLUMNS = {
     "peak": "peak_bytes",
     "FLOPs": "flops",
 }
-
-
-def align(rows: Sequence[Sequence[str]], left: int) -> str:
-    """Columns two spaces apart, the first `left` of them flush left, the others flush right; a rule below the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
-    lines = ["  ".join(map(_justified, sides, row, widths)) for row in rows]
-    rule = "─" * len(lines[0])
-    return "\n".join(line.rstrip() for line in (lines[0], rule, *lines[1:]))
-
-
-def _justified(side: Callable[[str, int], str], cell: str, width: int) -> str:
-    return side(cell, width)
 
 
 def profile_table(profile: Profile) -> str:

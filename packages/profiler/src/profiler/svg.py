@@ -1,15 +1,23 @@
-"""The marks of an SVG that a chart is made of."""
+"""The elements of SVG that pictures are made of."""
 
 from __future__ import annotations
 
+import re
 from xml.sax.saxutils import escape
 
+__all__ = ["INK", "escaped", "line", "rect", "text"]
+
 INK = "#1a202c"
+_FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def escaped(text: str) -> str:
-    """XML knows no control characters, not even escaped ones."""
-    return escape("".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text))
+    """Fit for an element or an attribute; characters that XML forbids even escaped are replaced.
+
+    >>> escaped('a < "b"')
+    'a &lt; &quot;b&quot;'
+    """
+    return escape(_FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text), {'"': "&quot;"})
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:

@@ -1,0 +1,88 @@
+"""Reports as text: numbers with three digits and a unit, and aligned tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["align", "format_bytes", "format_cost", "format_flops", "format_seconds", "format_share", "time_unit"]
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "G", "T", "P", "E")
+_TIMES = ("ns", "µs", "ms", "s")
+
+
+def format_bytes(count: float) -> str:
+    """
+    >>> format_bytes(1536), format_bytes(12)
+    ('1.50 KiB', '12 B')
+    """
+    return _scaled(count, 1024, _BINARY)
+
+
+def format_flops(count: float) -> str:
+    """
+    >>> format_flops(2_000_000)
+    '2.00 M'
+    """
+    return _scaled(count, 1000, _DECIMAL).strip()
+
+
+def format_seconds(seconds: float) -> str:
+    """
+    >>> format_seconds(0.00125), format_seconds(33), format_seconds(0)
+    ('1.25 ms', '33.0 s', '0 s')
+    """
+    return _scaled(seconds * 1e9, 1000, _TIMES) if seconds else "0 s"
+
+
+def format_share(share: float) -> str:
+    """
+    >>> format_share(3 / 11)
+    '27.3 %'
+    """
+    return f"{share * 100:.1f} %"
+
+
+def format_cost(value: float, by: str) -> str:
+    """In the unit of the figure named ``by``.
+
+    >>> format_cost(1536, "latent_bytes")
+    '1.50 KiB'
+    """
+    if by.endswith("bytes"):
+        return format_bytes(value)
+    return format_seconds(value) if by.endswith("seconds") else format_flops(value)
+
+
+def time_unit(span: float) -> tuple[float, str]:
+    """The unit in which ``span`` seconds make a number of at least one: its length in seconds, and its name.
+
+    >>> time_unit(0.25)
+    (0.001, 'ms')
+    """
+    return next((unit for unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if span >= unit[0]), (1e-9, "ns"))
+
+
+def align(rows: Sequence[Sequence[str]], left: int) -> str:
+    """Columns two spaces apart, the first ``left`` of them flush left, the others flush right; a rule below the head.
+
+    >>> print(align([["name", "size"], ["a", "12 B"]], left=1))
+    name  size
+    ──────────
+    a     12 B
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
+    lines = ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in (lines[0], "─" * len(lines[0]), *lines[1:]))
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    """``value``, a number of the first unit, in the unit that leaves it less than ``base``, if there is one."""
+    power = 0
+    # 999.7 would be written with four digits, as 1000.
+    while abs(value) >= base - 0.5 and power < len(units) - 1:
+        value /= base
+        power += 1
+    digits = 0 if power == 0 and value == int(value) else max(0, 3 - len(str(int(abs(value)))))
+    return f"{value:.{digits}f} {units[power]}"
