@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe._html import html
-from gpipe._svg import describe, svg
-from gpipe._timeline import Event, Timeline
-from gpipe._trace import read, trace
+from gpipe import Event, Timeline
 from gpipe.schedule import one_forward_one_backward
 from gpipe.simulate import StageCost, simulate
+from gpipe.timeline._chrome import read, trace
+from gpipe.timeline._html import html
+from gpipe.timeline._svg import describe, svg
 from profiler.text import format_bytes, format_seconds
 
 from .timelines import fewer, timelines

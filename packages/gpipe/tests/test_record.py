@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe import GPipe, Timeline, record
-from gpipe._record import Look, Recorder, WatchedLink, recorder
-from gpipe._timeline import Event
+from gpipe import Event, GPipe, Timeline, record
 from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, requirement
+from gpipe.timeline._record import Look, Recorder, WatchedLink, recorder
 from microbatch import Batch
 
 from .layers import Call, assert_same, linears, piped, rows
@@ -77,7 +76,7 @@ def test_every_action_once_in_an_order_that_can_be(run: tuple[GPipe, str | None,
 
 def test_waiting_for_a_link_is_no_work(monkeypatch: pytest.MonkeyPatch):
     """By a clock that ticks whenever somebody looks at it: before an action, when its input is there, and after it."""
-    monkeypatch.setattr("gpipe._record.time", SimpleNamespace(perf_counter=map(float, count()).__next__))
+    monkeypatch.setattr("gpipe.timeline._record.time", SimpleNamespace(perf_counter=map(float, count()).__next__))
     pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
     with record() as timeline, gpipe.inline():
         stepped(pipe, "zero_bubble", 4)
@@ -99,7 +98,7 @@ class Courier:
 @pytest.mark.parametrize(("carrier", "moved"), [(Courier(), 24 + 8), (None, 0)])
 def test_bytes_that_cross_between_devices(monkeypatch: pytest.MonkeyPatch, carrier: Any, moved: int):
     look = Look(lambda: 0.0)
-    monkeypatch.setattr("gpipe._record._look", SimpleNamespace(of_thread=look))
+    monkeypatch.setattr("gpipe.timeline._record._look", SimpleNamespace(of_thread=look))
     link = WatchedLink("values", carrier)
     link.put(0, Batch((torch.zeros(3, dtype=torch.float64), None)))
     link.put(1, [None, torch.zeros(2)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe._timeline import Timeline
+from gpipe import Timeline
 from gpipe.schedule import (
     Schedule,
     Step,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe._timeline import Event, Timeline
+from gpipe import Event, Timeline
 
 from .timelines import KINDS, events, fewer, timelines
 

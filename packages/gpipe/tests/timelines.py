@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from gpipe._timeline import Event, Timeline
+from gpipe import Event, Timeline
 from gpipe.schedule import Schedule, fill_drain, interleaved, one_forward_one_backward, zero_bubble
 from gpipe.simulate import StageCost, simulate
 

@@ -20,12 +20,12 @@ from ._lane import Lane
 from ._link import Channel, Link
 from ._loss import LossEnd
 from ._random import RunRandom
-from ._record import WatchedLink, recorder
 from ._stage import Stage
 from ._wiring import Wiring
 from ._workers import Workers
 from .schedule import Action, Schedule, Step, Walk, fill_drain, halves, named, validate
 from .skip import SkipLayout
+from .timeline._record import WatchedLink, recorder
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""What happened in a run and when: recorded by :func:`gpipe.record`, or foretold by :func:`gpipe.simulate.simulate`."""
+"""What happened in a run and when, as plain data."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from os import PathLike, fspath
-from pathlib import Path
 from typing import Any
 
-from ._actions import LETTERS, Kind
+from .._actions import LETTERS, Kind
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,8 @@ class Event:
         return f"{LETTERS[self.kind]}{self.microbatch}@{self.stage}"
 
 
-class Timeline:
-    """The actions of a run, with what can be read off them; drawn by :meth:`save`.
-
-    ``str()`` is a table with a line for each worker.
+class Events:
+    """The actions of a run, with what can be read off them.
 
     Threads may :meth:`add` to it while it is being filled, and read it when they are done.
 
@@ -57,7 +53,7 @@ class Timeline:
         events: to begin with.
         workers: the worker of each stage; a stage not in there has one of its own, of the same number.
 
-    >>> timeline = Timeline([Event(j, 0, "forward", device="cpu", start=j, end=j + 1) for j in range(2)])
+    >>> timeline = Events([Event(j, 0, "forward", device="cpu", start=j, end=j + 1) for j in range(2)])
     >>> timeline.makespan, timeline.bubble
     (2, 0.5)
     """
@@ -166,54 +162,15 @@ class Timeline:
             return None
         return {owner: max((size for _, size in steps), default=0) for owner, steps in sorted(held.items())}
 
-    def table(self) -> str:
-        """A line for each worker: its seconds by kind of action, how it waited, what it moved and held."""
-        from ._table import table
-
-        return table(self)
-
-    def save(self, path: str | PathLike[str], *, title: str = "", beside: Mapping[str, Timeline] | None = None) -> None:
-        """Draw the timeline, as what the ending of ``path`` says.
-
-        ===========  =====================================================================================
-        ``.svg``     a picture
-        ``.html``    the picture in a page of its own: hovering shows the action, the wheel zooms
-        ``.json``    for https://ui.perfetto.dev and chrome://tracing; :meth:`load` reads it back
-        ===========  =====================================================================================
-
-        Args:
-            title: what the picture says above it.
-            beside: more timelines by their titles, drawn below in the same scale (pictures and pages only).
-
-        Raises ValueError for any other ending.
-        """
-        file = Path(fspath(path))
-        file.write_text(_drawing(self, file.suffix, title, beside or {}), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Timeline:
-        """The timeline that was saved as ``.json``; ValueError if the file is anything else."""
-        from ._trace import read
-
-        return read(Path(fspath(path)).read_text(encoding="utf-8"))
-
     def __len__(self) -> int:
         return len(self._events) + len(self._added)
 
     def __repr__(self) -> str:
         # Says nothing about time: it would have to wait for the device, and debuggers call this at any moment.
-        return f"<Timeline of {len(self)} actions>"
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_svg_(self) -> str:
-        from ._svg import svg
-
-        return svg([("", self)])
+        return f"<{type(self).__name__} of {len(self)} actions>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Timeline, (self.events, self.workers)
+        return type(self), (self.events, self.workers)
 
 
 def _covered(lane: Iterable[Event]) -> float:
@@ -228,20 +185,3 @@ def _covered(lane: Iterable[Event]) -> float:
 def _share(seconds: float, makespan: float) -> float:
     # A run that takes no time wastes none; and sums are rounded.
     return min(1.0, seconds / makespan) if makespan > 0 else 1.0
-
-
-def _drawing(timeline: Timeline, ending: str, title: str, beside: Mapping[str, Timeline]) -> str:
-    from ._html import html
-    from ._svg import svg
-    from ._trace import trace
-
-    panels = [(title, timeline), *beside.items()]
-    if ending == ".svg":
-        return svg(panels)
-    if ending == ".html":
-        return html(panels)
-    if ending != ".json":
-        raise ValueError(f"path: expected a name that ends in .svg, .html or .json, got the ending {ending!r}")
-    if beside:
-        raise ValueError("beside: a .json file holds one timeline; save the others under names of their own")
-    return trace(timeline, title)

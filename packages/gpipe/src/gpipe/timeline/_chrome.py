@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from ._timeline import Event, Timeline
+from ._events import Event, Events
 
 _MICROSECOND = 1e-6
 Entry = dict[str, Any]
 
 
-def trace(timeline: Timeline, title: str = "") -> str:
+def trace(timeline: Events, title: str = "") -> str:
     """The text of the file."""
     devices = sorted({event.device for event in timeline.events})
     entries = [
@@ -32,7 +32,7 @@ def trace(timeline: Timeline, title: str = "") -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def read(text: str) -> Timeline:
+def read(text: str) -> Events:
     """The timeline that ``text`` was made from."""
     try:
         content = json.loads(text)
@@ -40,10 +40,10 @@ def read(text: str) -> Timeline:
         events = [Event(**entry["args"]) for entry in content["traceEvents"] if entry["ph"] == "X"]
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"path: expected a file that Timeline.save wrote as .json, got another ({error!r})") from error
-    return Timeline(events, workers)
+    return Events(events, workers)
 
 
-def _names(timeline: Timeline, devices: list[str], title: str) -> Iterator[Entry]:
+def _names(timeline: Events, devices: list[str], title: str) -> Iterator[Entry]:
     for pid, device in enumerate(devices):
         yield _metadata("process_name", pid, 0, name=f"{title} {device}".strip())
     for worker, lane in timeline.lanes.items():
@@ -72,7 +72,7 @@ def _slices(lane: Iterable[Event], worker: int, devices: list[str]) -> Iterator[
         }
 
 
-def _memory(timeline: Timeline, device: str, pid: int) -> Iterator[Entry]:
+def _memory(timeline: Events, device: str, pid: int) -> Iterator[Entry]:
     stages = {event.stage for event in timeline.events if event.device == device}
     for moment, size in timeline.held(*stages):
         args = {"bytes": size}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from profiler.text import align, format_bytes, format_seconds, format_share
 
-from ._actions import Kind
-from ._timeline import Event, Timeline
+from .._actions import Kind
+from ._events import Event, Events
 
 _SPLIT: dict[Kind, str] = {
     "forward": "forward",
@@ -18,7 +18,7 @@ _SPLIT: dict[Kind, str] = {
 }
 
 
-def heading(timeline: Timeline) -> str:
+def heading(timeline: Events) -> str:
     """The gist, in a line."""
     if not timeline.events:
         return "no actions"
@@ -32,7 +32,7 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{'' if number == 1 else plural}"
 
 
-def table(timeline: Timeline) -> str:
+def table(timeline: Events) -> str:
     """See :meth:`Timeline.table`."""
     if not timeline.events:
         return heading(timeline)
@@ -43,13 +43,13 @@ def table(timeline: Timeline) -> str:
     return f"{heading(timeline)}\n{align([head, *rows], left=3)}"
 
 
-def kinds_in(timeline: Timeline) -> list[Kind]:
+def kinds_in(timeline: Events) -> list[Kind]:
     """The kinds of action that occur."""
     present = {event.kind for event in timeline.events}
     return [kind for kind in _SPLIT if kind in present]
 
 
-def _row(timeline: Timeline, worker: int, lane: Sequence[Event], kinds: Sequence[Kind], busy: float) -> list[str]:
+def _row(timeline: Events, worker: int, lane: Sequence[Event], kinds: Sequence[Kind], busy: float) -> list[str]:
     stages = sorted({event.stage for event in lane})
     held = timeline.held(*stages)
     return [

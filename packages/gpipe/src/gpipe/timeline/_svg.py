@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from profiler.svg import escaped
 from profiler.text import format_bytes, format_seconds, format_share, time_unit
 
-from ._actions import LETTERS, Kind
+from .._actions import LETTERS, Kind
+from ._events import Event, Events
 from ._table import heading, kinds_in
-from ._timeline import Event, Timeline
 
 LEFT, RIGHT, TOP, GAP = 92.0, 76.0, 34.0, 10.0
 LANE, STRIP = 30.0, 14.0
@@ -78,7 +78,7 @@ class Scale:
         return seconds / self.span * self.width if self.span > 0 else 0.0
 
 
-def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
+def svg(panels: Sequence[tuple[str, Events]]) -> str:
     """The timelines, each under its title, one below the other in the same scale."""
     span = max((timeline.makespan for _, timeline in panels), default=0.0)
     last = max((timeline.microbatches - 1 for _, timeline in panels), default=0)
@@ -95,7 +95,7 @@ def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
     )
 
 
-def _width(panels: Sequence[tuple[str, Timeline]]) -> float:
+def _width(panels: Sequence[tuple[str, Events]]) -> float:
     """Wide enough for the numbers in the cells, within reason."""
     cells = max((len(lane) for _, timeline in panels for lane in timeline.lanes.values()), default=0)
     return min(1500.0, max(640.0, 24.0 * cells))
@@ -106,7 +106,7 @@ def _pitch(scale: Scale) -> float:
     return LANE + GAP + (STRIP if scale.peak else 0.0)
 
 
-def _opening(width: float, height: float, scale: Scale, panels: Sequence[tuple[str, Timeline]]) -> list[str]:
+def _opening(width: float, height: float, scale: Scale, panels: Sequence[tuple[str, Events]]) -> list[str]:
     gist = "; ".join(_gist(title, timeline) for title, timeline in panels)
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gpipe-timeline" width="{width:.0f}" height="{height:.0f}" '
@@ -117,11 +117,11 @@ def _opening(width: float, height: float, scale: Scale, panels: Sequence[tuple[s
     ]
 
 
-def _gist(title: str, timeline: Timeline) -> str:
+def _gist(title: str, timeline: Events) -> str:
     return f"{title}: {heading(timeline)}" if title else heading(timeline)
 
 
-def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
+def _panel(title: str, timeline: Events, scale: Scale, y: float) -> Iterator[str]:
     yield _text(LEFT, y + 18, _gist(title, timeline), "gist")
     yield _text(LEFT + scale.width + 8, y + 18, "busy", "faint")
     busy, begin = timeline.utilisation, timeline.start
@@ -137,7 +137,7 @@ def _panel(title: str, timeline: Timeline, scale: Scale, y: float) -> Iterator[s
             yield _text(LEFT + scale.width + 8, top + LANE + STRIP - 3, format_bytes(most), "faint")
 
 
-def _most(timeline: Timeline) -> int:
+def _most(timeline: Events) -> int:
     """The most bytes that any worker keeps."""
     stages = [{event.stage for event in lane} for lane in timeline.lanes.values()]
     return max((size for own in stages for _, size in timeline.held(*own)), default=0)
@@ -252,7 +252,7 @@ def _ticks(span: float) -> list[tuple[float, str]]:
     return [(t * factor, f"{t:.10g} {unit}" if t == times[-1] else f"{t:.10g}") for t in times]
 
 
-def _legend(panels: Sequence[tuple[str, Timeline]], scale: Scale, y: float) -> Iterator[str]:
+def _legend(panels: Sequence[tuple[str, Events]], scale: Scale, y: float) -> Iterator[str]:
     x = LEFT
     present = {kind for _, timeline in panels for kind in kinds_in(timeline)}
     for kind in (kind for kind in COLOURS if kind in present):
@@ -262,7 +262,7 @@ def _legend(panels: Sequence[tuple[str, Timeline]], scale: Scale, y: float) -> I
     yield _text(LEFT, y + 10 + NOTES, "; ".join(_notes(panels, scale)), "faint")
 
 
-def _notes(panels: Sequence[tuple[str, Timeline]], scale: Scale) -> Iterator[str]:
+def _notes(panels: Sequence[tuple[str, Events]], scale: Scale) -> Iterator[str]:
     yield "grey: idle"
     timelines = [timeline for _, timeline in panels]
     if any(len({event.stage for event in lane}) > 1 for t in timelines for lane in t.lanes.values()):

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from microbatch import Batch
 from profiler import Births
 
-from ._lane import Lane
-from ._link import Link, Payload
-from ._timeline import Event, Timeline
-from .schedule import Action
+from .._lane import Lane
+from .._link import Link, Payload
+from ..schedule import Action
+from ._events import Event
+from ._timeline import Timeline
 
 
 @contextmanager

@@ -1,0 +1,224 @@
+"""What a schedule would take, from what its stages take: nothing is run.
+
+>>> from gpipe.schedule import fill_drain
+>>> timeline = simulate(fill_drain(8, 4), [StageCost(forward=1, backward=2)] * 4)
+>>> timeline.makespan, round(timeline.bubble, 3)
+(33.0, 0.273)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+from profiler import LayerProfile, Profile
+
+from .._actions import Kind, Program, Step
+from .._order import replay
+from ..schedule import Schedule
+from ._events import Event
+from ._timeline import Timeline
+
+__all__ = ["StageCost", "simulate", "stage_costs"]
+
+Transfer = float | Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage takes for one micro-batch.
+
+    Attributes:
+        forward, backward, recompute: seconds; a recomputation takes those of the forward, unless told otherwise.
+        backward_input, backward_weight: the seconds of the two parts of a split backward; what is not told of them is
+            the rest of the backward, or half of it each.
+        activation_bytes: what the stage keeps for the backward.
+        boundary_bytes: of the stage's input. They cross the link before it, forwards as a value and backwards as a
+            gradient, and are all that a checkpointed micro-batch keeps until its recomputation.
+        layers: their names, as text for people.
+
+    >>> StageCost(forward=1, backward=3, backward_input=1).seconds("backward_weight")
+    2
+    """
+
+    forward: float
+    backward: float
+    recompute: float | None = None
+    backward_input: float | None = None
+    backward_weight: float | None = None
+    activation_bytes: int = 0
+    boundary_bytes: int = 0
+    layers: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[:-1]:
+            value = getattr(self, field.name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{field.name}: expected a number that is not negative, got {value!r}")
+        for part in (self.backward_input, self.backward_weight):
+            if None in (self.backward_input, self.backward_weight) and part is not None and part > self.backward:
+                raise ValueError(
+                    f"backward: {self.backward!r} seconds are less than the {part!r} of one of its parts; give both"
+                )
+
+    def seconds(self, kind: Kind) -> float:
+        """How long an action of this kind takes."""
+        if kind == "recompute":
+            return self.forward if self.recompute is None else self.recompute
+        if kind == "backward_input":
+            return self._part(self.backward_input, self.backward_weight)
+        if kind == "backward_weight":
+            return self._part(self.backward_weight, self.backward_input)
+        return self.forward if kind == "forward" else self.backward
+
+    def _part(self, own: float | None, other: float | None) -> float:
+        if own is not None:
+            return own
+        return self.backward / 2 if other is None else self.backward - other
+
+
+def simulate(
+    schedule: Sequence[Program],
+    costs: Sequence[StageCost],
+    *,
+    placement: Sequence[int] | None = None,
+    transfer: Transfer = 0.0,
+) -> Timeline:
+    """The timeline of ``schedule`` if every action takes exactly the time that ``costs`` say.
+
+    A worker does its actions one by one in the order of the schedule, each as soon as its input is there. So no run
+    with these costs and this order can be faster, and a run with any lower cost takes no longer.
+
+    Args:
+        schedule: the program of each stage.
+        costs: of each stage.
+        placement: the worker of each stage; by default the schedule's own, or else a worker for each stage.
+        transfer: the seconds from worker to worker, or a function that gives them for a number of bytes. Links carry
+            any number of things at once, and keep no worker from working.
+
+    Raises ValueError if the numbers of stages differ, or the workers would wait for each other for ever.
+    """
+    schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
+    place = _placement(schedule) if placement is None else list(placement)
+    _expect_one_each(schedule, costs, place)
+    boundary = [_crossing(costs, place, j) for j in range(len(costs))]
+    seconds = transfer if callable(transfer) else lambda size: transfer
+
+    def arrives_after(source: Step, target: Step) -> float:
+        crossed = max(source.stage, target.stage)
+        return seconds(costs[crossed].boundary_bytes) if boundary[crossed] is not None else 0.0
+
+    spans = replay(schedule.on(place), lambda step: costs[step.stage].seconds(step.action.kind), arrives_after)
+    held = _held(schedule, costs)
+    return Timeline(
+        (
+            Event(
+                stage=step.stage,
+                microbatch=step.action.microbatch,
+                kind=step.action.kind,
+                device=f"device {place[step.stage]}",
+                start=span.start,
+                end=span.end,
+                wait=span.wait,
+                bytes_moved=_moved(step, boundary),
+                layers=costs[step.stage].layers,
+                held_bytes=held[step],
+            )
+            for step, span in spans.items()
+        ),
+        dict(enumerate(place)),
+    )
+
+
+def _placement(schedule: Schedule) -> list[int]:
+    own = {step.stage: worker for worker, steps in enumerate(schedule.walk or ()) for step in steps}
+    return [own.get(j, j) for j in range(len(schedule))]
+
+
+def _expect_one_each(schedule: Schedule, costs: Sequence[StageCost], placement: Sequence[int]) -> None:
+    for name, given in (("costs", costs), ("placement", placement)):
+        if len(given) != len(schedule):
+            raise ValueError(
+                f"{name}: expected one for each of the schedule's {len(schedule)} stages, got {len(given)}"
+            )
+
+
+def _crossing(costs: Sequence[StageCost], placement: Sequence[int], j: int) -> int | None:
+    """The bytes that stage j gets from another worker; None if the stage before is on its own."""
+    apart = j > 0 and placement[j - 1] != placement[j]
+    return costs[j].boundary_bytes if apart else None
+
+
+def _moved(step: Step, boundary: Sequence[int | None]) -> int:
+    if step.action.kind == "forward":
+        return boundary[step.stage] or 0
+    if step.action.kind in ("backward", "backward_input") and step.stage + 1 < len(boundary):
+        return boundary[step.stage + 1] or 0
+    return 0
+
+
+def _held(schedule: Schedule, costs: Sequence[StageCost]) -> dict[Step, int]:
+    """What each stage keeps after each of its steps."""
+    held: dict[Step, int] = {}
+    for j, (program, cost) in enumerate(zip(schedule, costs, strict=True)):
+        changes = _changes(program, cost)
+        held.update(zip((Step(j, action) for action in program), accumulate(changes), strict=True))
+    return held
+
+
+def _changes(program: Program, cost: StageCost) -> Iterable[int]:
+    checkpointed = {i for kind, i in program if kind == "recompute"}
+    for kind, i in program:
+        if kind == "forward":
+            yield cost.boundary_bytes if i in checkpointed else cost.activation_bytes
+        elif kind == "recompute":
+            yield cost.activation_bytes - cost.boundary_bytes
+        else:
+            yield 0 if kind == "backward_input" else -cost.activation_bytes
+
+
+def stage_costs(
+    profile: Profile, balance: Sequence[int], chunks: int | None = None, *, input_bytes: int = 0
+) -> list[StageCost]:
+    """The cost of each stage, from a profile of the layers.
+
+    Args:
+        profile: of the model, on a micro-batch.
+        balance: how many layers each stage has.
+        chunks: into how many micro-batches the mini-batch will be cut. If this is not what was profiled, seconds and
+            bytes are taken to be in proportion.
+        input_bytes: of a micro-batch's input, which the first stage keeps if it is checkpointed.
+
+    On CUDA a stage gets a copy of its input, which it keeps too; on a CPU this is the output that the stage before
+    keeps anyhow.
+
+    Raises ValueError if the balance does not fit, or the profile was made without running anything.
+    """
+    if sum(balance) != len(profile) or min(balance, default=1) < 1:
+        raise ValueError(
+            f"balance: expected positive numbers that sum up to {len(profile)} layers, got {list(balance)}"
+        )
+    if chunks is not None and chunks < 1:
+        raise ValueError(f"chunks: expected a positive number of micro-batches, got {chunks}")
+    profile.costs("seconds")  # says what is wrong with a profile that has none
+    scale = 1.0 if chunks is None else profile.chunks / chunks
+    ends = list(accumulate(balance))
+    stages = [profile.layers[end - size : end] for end, size in zip(ends, balance, strict=True)]
+    inputs = [input_bytes, *(round(layers[-1].output_bytes * scale) for layers in stages[:-1])]
+    copied = profile.device.startswith("cuda")
+    return [
+        _stage_cost(layers, scale, boundary, boundary if copied and j else 0)
+        for j, (layers, boundary) in enumerate(zip(stages, inputs, strict=True))
+    ]
+
+
+def _stage_cost(layers: Sequence[LayerProfile], scale: float, boundary: int, copied: int) -> StageCost:
+    return StageCost(
+        forward=scale * sum(layer.forward_seconds or 0.0 for layer in layers),
+        backward=scale * sum(layer.backward_seconds or 0.0 for layer in layers),
+        activation_bytes=round(scale * sum(layer.latent_bytes for layer in layers)) + copied,
+        boundary_bytes=boundary,
+        layers=", ".join(layer.name for layer in layers),
+    )

@@ -1,0 +1,67 @@
+"""A timeline: the events of a run, shown as a table, a picture, a page or a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+
+from ._chrome import read, trace
+from ._events import Events
+from ._html import html
+from ._svg import svg
+from ._table import table
+
+
+class Timeline(Events):
+    """The actions of a run: recorded by :func:`gpipe.record`, or predicted by :func:`gpipe.simulate.simulate`.
+
+    ``str()`` is a table with a line for each worker; :meth:`save` draws. :class:`Events` has what can be read off.
+    """
+
+    def table(self) -> str:
+        """A line for each worker: its seconds by kind of action, how it waited, what it moved and held."""
+        return table(self)
+
+    def save(self, path: str | PathLike[str], *, title: str = "", beside: Mapping[str, Timeline] | None = None) -> None:
+        """Draw the timeline, as what the ending of ``path`` says.
+
+        ===========  =====================================================================================
+        ``.svg``     a picture
+        ``.html``    the picture in a page of its own: hovering shows the action, the wheel zooms
+        ``.json``    for https://ui.perfetto.dev and chrome://tracing; :meth:`load` reads it back
+        ===========  =====================================================================================
+
+        Args:
+            title: what the picture says above it.
+            beside: more timelines by their titles, drawn below in the same scale (pictures and pages only).
+
+        Raises ValueError for any other ending.
+        """
+        file = Path(fspath(path))
+        file.write_text(_drawing(self, file.suffix, title, beside or {}), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Timeline:
+        """The timeline that was saved as ``.json``; ValueError if the file is anything else."""
+        events = read(Path(fspath(path)).read_text(encoding="utf-8"))
+        return cls(events.events, events.workers)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_svg_(self) -> str:
+        return svg([("", self)])
+
+
+def _drawing(timeline: Timeline, ending: str, title: str, beside: Mapping[str, Timeline]) -> str:
+    panels = [(title, timeline), *beside.items()]
+    if ending == ".svg":
+        return svg(panels)
+    if ending == ".html":
+        return html(panels)
+    if ending != ".json":
+        raise ValueError(f"path: expected a name that ends in .svg, .html or .json, got the ending {ending!r}")
+    if beside:
+        raise ValueError("beside: a .json file holds one timeline; save the others under names of their own")
+    return trace(timeline, title)
