@@ -33,6 +33,33 @@ def least_squares(costs: list, k: int) -> Fraction:
     return min(sum((load**2 for load in choice), Fraction(0)) for choice in choices if max(choice) == bottleneck)
 
 
+def taut_string(low: list[int], high: list[int]) -> list[Fraction]:
+    """Heights of the shortest path through the gates: from each bend, look along all gates for the next one."""
+    heights = [Fraction(low[0])]
+    while len(heights) < len(low):
+        at, start = len(heights) - 1, heights[-1]
+        turn, goal = _line_of_sight(low, high, at, start)
+        heights += [start + (goal - start) * Fraction(i - at, turn - at) for i in range(at + 1, turn + 1)]
+    return heights
+
+
+def _line_of_sight(low: list[int], high: list[int], at: int, start: Fraction) -> tuple[int, int]:
+    """The gate, and the height there, at which the string that starts at (at, start) bends first."""
+
+    def slope(i: int, height: int) -> Fraction:
+        return Fraction(height - start, i - at)
+
+    floor = ceiling = at + 1
+    for i in range(at + 1, len(low)):
+        if slope(i, low[i]) > slope(ceiling, high[ceiling]):
+            return ceiling, high[ceiling]
+        if slope(i, high[i]) < slope(floor, low[floor]):
+            return floor, low[floor]
+        floor = max(floor, i, key=lambda gate: (slope(gate, low[gate]), gate))
+        ceiling = min(ceiling, i, key=lambda gate: (slope(gate, high[gate]), -gate))
+    return len(low) - 1, low[-1]
+
+
 @dataclass
 class Outcome:
     """What a placement comes to."""

@@ -2,6 +2,7 @@ from fractions import Fraction
 from itertools import accumulate
 from random import Random
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +10,8 @@ from blockpartition import partition, verify
 from blockpartition._even import taut_string
 
 from . import instances, oracle
+from .cases import cases
+from .counting import steps
 from .strategies import large_problems, problems
 
 
@@ -75,3 +78,46 @@ def test_the_string_is_taut(gates):
     assert all(low <= height <= high for height, (low, high) in zip(heights, gates, strict=True))
     for i, (low, high) in enumerate(gates[1:-1], 1):
         assert heights[i] == min(max((heights[i - 1] + heights[i + 1]) / 2, low), high)
+
+
+@given(gate_lists())
+def test_the_string_is_the_one_found_by_looking_along_all_gates(gates):
+    low, high = map(list, zip(*gates, strict=True))
+    assert list(map(Fraction, *taut_string(low, high))) == oracle.taut_string(low, high)
+
+
+GROWTHS = {
+    "convex": lambda n: [i * i for i in range(n)] + [10**15],
+    "convex, falling": lambda n: [10**15] + [i * i for i in range(n, 0, -1)],
+    "doubling": lambda n: [2**i for i in range(n)],
+    "one in front": lambda n: [10**15] + [1] * n,
+    "equal": lambda n: [7] * n,
+    "valley": lambda n: [(i - n // 2) ** 2 for i in range(n)],
+    "sawtooth": lambda n: [i % 17 * 1000 + i for i in range(n)],
+}
+
+
+@pytest.mark.timeout(60)
+@cases("growth", list(GROWTHS))
+@cases("share", [2, 3, 10])
+def test_eight_times_as_many_layers_and_blocks_take_about_eight_times_as_many_steps(growth, share):
+    """Lines run, not seconds. A search that bisects may take a few more passes."""
+    costs = GROWTHS[growth]
+    few, many = (steps(partition, costs(n), n // share) for n in (300, 2400))
+    assert many < 8 * 1.6 * few
+
+
+@pytest.mark.timeout(60)
+def test_the_string_takes_few_steps_a_gate():
+    """Through gates that bend it at each of them, late or never."""
+    n = 2000
+    rising = list(accumulate(range(n)))
+    falling = list(accumulate(range(n, 0, -1)))
+    for low, high in [
+        (rising, rising),
+        (rising, [*(height + 10**6 for height in rising[:-1]), rising[-1]]),
+        ([0, *falling[1:]], [0, *(height + 5 for height in falling[1:-1]), falling[-1]]),
+        ([0] * (n - 1) + [10**9], [0, *range(1, n - 1), 10**9]),
+        ([*range(n - 1), 10**9], [0, *(10**9 for _ in range(n - 1))]),
+    ]:
+        assert steps(taut_string, low, high) < 80 * n

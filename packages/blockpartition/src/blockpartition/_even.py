@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
 Gate = tuple[int, int]
 
 
-def gates(prefix: list[int], blocks: int, bottleneck: int) -> tuple[list[int], list[int]]:
-    """For each end of a block the first and the last position it has in any optimal partition into non-empty blocks."""
-    n = len(prefix) - 1
-    last = [0]
-    for j in range(1, blocks + 1):
-        reach = bisect_right(prefix, prefix[last[-1]] + bottleneck, last[-1]) - 1
-        last.append(min(reach, n - blocks + j))
+def gates(prefix: list[int], bottleneck: int, latest: list[int]) -> tuple[list[int], list[int]]:
+    """For each end of a block the first and the last position it has in any optimal partition into non-empty blocks.
+
+    latest: the ends of blocks that are filled up to the bottleneck from the left.
+    """
+    n, blocks = len(prefix) - 1, len(latest)
+    last = [0, *map(min, latest, range(n - blocks + 1, n + 1))]
     first = [n]
     for j in range(blocks - 1, -1, -1):
         reach = bisect_left(prefix, prefix[first[-1]] - bottleneck, 0, first[-1])
@@ -22,16 +24,16 @@ def gates(prefix: list[int], blocks: int, bottleneck: int) -> tuple[list[int], l
     return first[::-1], last
 
 
-def near_even(prefix: list[int], blocks: int, bottleneck: int) -> list[int]:
-    """Ends of blocks close to the taut string through the gates, in O(k log n) where the string bends seldom.
+def near_even(prefix: list[int], bottleneck: int, latest: list[int]) -> list[int]:
+    """Ends of blocks close to the taut string through the gates, in O(k log n).
 
     Without gates the string is straight and the targets are the quantiles of the total.
     """
     # Lists of ints only: a thousand tuples would wake the garbage collector, which looks at every prefix sum.
-    firsts, lasts = gates(prefix, blocks, bottleneck)
+    firsts, lasts = gates(prefix, bottleneck, latest)
     heights, parts = taut_string([prefix[first] for first in firsts], [prefix[last] for last in lasts])
     ends = [0]
-    for j in range(1, blocks + 1):
+    for j in range(1, len(firsts)):
         # Never empty: from any end inside its gate one block reaches the next gate.
         first = max(firsts[j], ends[-1] + 1)
         last = min(lasts[j], bisect_right(prefix, prefix[ends[-1]] + bottleneck, first, lasts[j] + 1) - 1)
@@ -40,14 +42,12 @@ def near_even(prefix: list[int], blocks: int, bottleneck: int) -> list[int]:
 
 
 def taut_string(low: list[int], high: list[int]) -> tuple[list[int], list[int]]:
-    """Heights, as numerators and denominators, of the shortest path through the gates low … high at 0, 1, 2, …
+    """Heights, as numerators and denominators, of the shortest path through the gates low … high at 0, 1, 2, …; O(k).
 
     Of all paths it has the most even steps: the least sum of any convex function of them.
     """
     heights, parts = [low[0]], [1]
-    while len(heights) < len(low):
-        at, start = len(heights) - 1, heights[-1]
-        turn, goal = _next_bend(low, high, at, start)
+    for (at, start), (turn, goal) in pairwise(_bends(low, high)):
         heights += [start * (turn - i) + goal * (i - at) for i in range(at + 1, turn)]
         parts += [turn - at] * (turn - at - 1)
         heights.append(goal)
@@ -55,20 +55,47 @@ def taut_string(low: list[int], high: list[int]) -> tuple[list[int], list[int]]:
     return heights, parts
 
 
-def _next_bend(low: list[int], high: list[int], at: int, start: int) -> tuple[int, int]:
-    """Where, and how high, the string from (at, start) bends first: the end of the line of sight through the gates."""
-    floor = ceiling = at + 1
-    for i in range(at + 1, len(low)):
-        # Steeper than the lowest ceiling so far: the string bends there, and the same with the highest floor.
-        if (low[i] - start) * (ceiling - at) > (high[ceiling] - start) * (i - at):
-            return ceiling, high[ceiling]
-        if (high[i] - start) * (floor - at) < (low[floor] - start) * (i - at):
-            return floor, low[floor]
-        if (low[i] - start) * (floor - at) >= (low[floor] - start) * (i - at):
-            floor = i
-        if (high[i] - start) * (ceiling - at) <= (high[ceiling] - start) * (i - at):
-            ceiling = i
-    return len(low) - 1, low[-1]
+def _bends(low: list[int], high: list[int]) -> Iterator[tuple[int, int]]:
+    """Where, and how high, the string through the gates begins, bends and ends.
+
+    From the last bend that is certain, the next gates can be seen in a funnel: above it the ceilings, of which a chain
+    with rising slopes is in the way, below it the floors, a chain with falling slopes. A new ceiling below the first
+    floor of the chain closes the funnel: the string bends at that floor, and the same the other way round. Each gate
+    enters and leaves each chain once (Lee and Preparata 1984).
+    """
+    at, start, goal = 0, low[0], len(low) - 1
+    yield at, start
+    ceilings: deque[int] = deque()
+    floors: deque[int] = deque()
+    for i in range(1, len(low)):
+        _extend(ceilings, high, i, at, start, 1)
+        while floors and len(ceilings) == 1 and _turn(at, start, floors[0], low[floors[0]], i, high[i]) < 0:
+            at = floors.popleft()
+            start = low[at]
+            yield at, start
+        _extend(floors, low, i, at, start, -1)
+        while len(floors) == 1 and _turn(at, start, ceilings[0], high[ceilings[0]], i, low[i]) > 0:
+            at = ceilings.popleft()
+            start = high[at]
+            yield at, start
+    if at < goal:
+        yield goal, low[goal]
+
+
+def _extend(chain: deque[int], heights: list[int], i: int, at: int, start: int, side: int) -> None:
+    """Add a gate to the chain that begins at (at, start), without those that it puts out of sight."""
+    while chain:
+        before = chain[-2] if len(chain) > 1 else at
+        origin = heights[before] if len(chain) > 1 else start
+        if side * _turn(before, origin, chain[-1], heights[chain[-1]], i, heights[i]) > 0:
+            break
+        chain.pop()
+    chain.append(i)
+
+
+def _turn(at: int, start: int, via: int, middle: int, to: int, end: int) -> int:
+    """Positive where the way from (at, start) to (to, end) passes above (via, middle), negative where below."""
+    return (end - start) * (via - at) - (middle - start) * (to - at)
 
 
 def _nearest(prefix: list[int], target: int, parts: int, first: int, last: int) -> int:
@@ -79,9 +106,9 @@ def _nearest(prefix: list[int], target: int, parts: int, first: int, last: int) 
     return right
 
 
-def most_even(prefix: list[int], blocks: int, bottleneck: int) -> list[int]:
+def most_even(prefix: list[int], bottleneck: int, latest: list[int]) -> list[int]:
     """Ends of the optimal partition with the least sum of squared loads, earliest ends among equals; O(k n log n)."""
-    passages = zip(*gates(prefix, blocks, bottleneck), strict=True)
+    passages = zip(*gates(prefix, bottleneck, latest), strict=True)
     best = {0: 0}
     origins = []
     for here, there in pairwise(passages):

@@ -31,7 +31,7 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     grid = read(items, "sequence")
     blocks = check_blocks(partitions, len(items))
     prefix = prefix_sums(grid.units)
-    ends = near_even(prefix, blocks, least_bottleneck(prefix, blocks))
+    ends = near_even(prefix, *least_bottleneck(prefix, blocks, max(grid.units)))
     return [items[start:end] for start, end in pairwise(ends)]
 
 
@@ -49,8 +49,8 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     grid = read(costs)
     blocks = check_blocks(partitions, len(grid.units))
     prefix = prefix_sums(grid.units)
-    bottleneck = least_bottleneck(prefix, blocks)
-    ends = _TIE_BREAKS[even](prefix, blocks, bottleneck)
+    bottleneck, latest = least_bottleneck(prefix, blocks, max(grid.units))
+    ends = _TIE_BREAKS[even](prefix, bottleneck, latest)
     return _describe(grid, prefix, ends, bottleneck)
 
 
