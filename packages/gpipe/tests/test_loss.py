@@ -83,15 +83,22 @@ def test_mean_weighs_microbatches_by_their_rows(count: int, chunks: int, schedul
     assert_same(pipe, model)
 
 
-@pytest.mark.parametrize("count", [2, 2.0, torch.tensor(2), torch.tensor(2.0, dtype=DOUBLE, requires_grad=True)])
+@pytest.mark.parametrize("count", [2, 2.0, True, torch.tensor(2), torch.tensor([[2.0]], dtype=DOUBLE)])
 def test_counts_are_any_numbers(count: Any):
     model = linears()
     pipe = piped(model, [1, 2], chunks=3)
     loss = pipe.step(rows(), rows(), loss_fn=lambda o, t: (F.mse_loss(o, t, reduction="sum"), count))
-    expected = F.mse_loss(model(rows()), rows(), reduction="sum") / 6
+    expected = F.mse_loss(model(rows()), rows(), reduction="sum") / (3 * int(count))
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("count", [torch.tensor(200, dtype=torch.uint8), torch.tensor(257.0, dtype=torch.bfloat16)])
+def test_counts_add_up_in_any_dtype(count: Tensor):
+    pipe = piped(linears(), [1, 2], chunks=3)
+    loss = pipe.step(rows(), loss_fn=lambda o, _: (o.sum() * 0 + 1, count))
+    assert loss.item() == pytest.approx(1 / float(count))
 
 
 @each_schedule
@@ -266,6 +273,17 @@ class TestBadLosses:
             (lambda o, t: (t.sum(), 3), ValueError, "does not require grad"),
             (lambda o, t: (o.sum(), 3, 4), ValueError, r"tuple of 3; expected a scalar loss, or \(sum, count\)"),
             (lambda o, t: (), ValueError, "tuple of 0"),
+            (lambda o, t: (o + 1j).sum(), TypeError, r"complex128; expected a real scalar: take its \.real or \.abs"),
+            (lambda o, t: ((o + 1j).sum(), 3), TypeError, "complex128"),
+            (lambda o, t: (o.sum(), o.square().sum()), ValueError, r"count that requires grad.*count\.detach\(\)"),
+            (lambda o, t: (o.sum(), torch.ones(3)), ValueError, r"count of shape \(3,\); expected one number"),
+            (
+                lambda o, t: (o.sum(), torch.ones(()) * 1j),
+                TypeError,
+                "count of torch.complex64; expected a real number",
+            ),
+            (lambda o, t: (o.sum(), "3"), TypeError, "count of str; expected a real number"),
+            (lambda o, t: (o.sum(), None), TypeError, "count of NoneType"),
         ],
     )
     @each_schedule

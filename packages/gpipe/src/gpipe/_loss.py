@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class LossEnd:
         self._weights = weights
         self._keep_outputs = keep_outputs
         self._losses: list[Tensor] = []
-        self._counts: list[Tensor | float] = []
+        self._counts: list[Any] = []
         self._gradients: dict[int, list[Tensor | None]] = {}
         self.held: HeldGradients | None = None
         self.outputs: dict[int, Batch] = {}
@@ -75,7 +76,7 @@ class LossEnd:
     @property
     def scale(self) -> float:
         """What all gradients are still to be multiplied by, once the last micro-batch has been seen."""
-        count = float(sum(self._counts)) if self._counts else 1.0
+        count = math.fsum(map(float, self._counts)) if self._counts else 1.0  # not in the dtype of a small integer
         return 1.0 / count if count else math.inf  # as where torch divides by zero
 
     @property
@@ -94,8 +95,24 @@ class LossEnd:
         if len(found) != 2:
             raise ValueError(f"loss_fn returned a tuple of {len(found)}; expected a scalar loss, or (sum, count)")
         total, count = found
-        self._counts.append(count.detach() if isinstance(count, Tensor) else count)
+        _expect_number(count)
+        self._counts.append(count)
         return _checked(total), 1.0
+
+
+def _expect_number(count: object) -> None:
+    """ValueError or TypeError unless ``count`` is one real number that nothing is trained through."""
+    if not isinstance(count, Tensor | Real) or (isinstance(count, Tensor) and count.is_complex()):
+        kind = count.dtype if isinstance(count, Tensor) else type(count).__name__
+        raise TypeError(f"loss_fn returned a count of {kind}; expected a real number, or a tensor of one")
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise ValueError(f"loss_fn returned a count of shape {tuple(count.shape)}; expected one number: take its sum")
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise ValueError(
+            "loss_fn returned a count that requires grad, but gradients flow through the sum only, since the count of "
+            "the whole is not known when they do; return (sum, count.detach()) if it is to be a constant, else use "
+            "pipe(input) and backward()"
+        )
 
 
 def _checked(loss: object) -> Tensor:
@@ -106,6 +123,8 @@ def _checked(loss: object) -> Tensor:
             f"loss_fn returned a tensor of shape {tuple(loss.shape)}; expected a scalar: take its mean, or return "
             "(loss.sum(), loss.numel())"
         )
+    if loss.is_complex():
+        raise TypeError(f"loss_fn returned {loss.dtype}; expected a real scalar: take its .real or .abs()")
     if not loss.requires_grad:
         raise ValueError(
             "loss_fn returned a loss that does not require grad: it does not depend on the output, or no parameter "

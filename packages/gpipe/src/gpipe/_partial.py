@@ -11,12 +11,15 @@ Source: zero bubble (Qi et al., arXiv 2401.10241).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from . import _engine
+from ._value import Enter, memory
 
 Gradients = list[Tensor | None]
 
@@ -33,32 +36,88 @@ class Weights(NamedTuple):
 
     branch: Branch
     gradients: Gradients
+    hooked: bool
+    """Whether the gradients have been through the hooks of the tensor that they belong to."""
 
     def backward(self) -> None:
         """Accumulate their gradients."""
         pairs = zip(self.branch.edges, self.gradients, strict=True)
         flowing = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
-        if flowing:
-            edges, gradients = zip(*flowing, strict=True)
+        if not flowing:
+            return
+        edges, gradients = zip(*flowing, strict=True)
+        with _replaced(flowing) if self.hooked else nullcontext():
             _engine.accumulate(edges, gradients, self.branch.parameters)
+
+
+@contextmanager
+def _replaced(flowing: Sequence[tuple[GradientEdge, Tensor]]) -> Iterator[None]:
+    """Inside, a node works on the gradients in ``flowing``, whatever hooks of tensors make of what it gets."""
+    handle = flowing[0][0].node.register_prehook(partial(_put, flowing))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _put(flowing: Sequence[tuple[GradientEdge, Tensor]], gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """``gradients`` of all outputs of a node, with those in ``flowing`` in their places."""
+    own = {edge.output_nr: gradient for edge, gradient in flowing}
+    return tuple([own.get(number, gradient) for number, gradient in enumerate(gradients)])
 
 
 def backward_inputs(
     outputs: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Gradients, list[Weights]] | None:
     """The gradients of ``leaves``, given those of ``outputs``, and what is left to do; None if it cannot be split."""
-    branches = _branches(outputs, leaves)
+    graph = _Graph([get_gradient_edge(output) for output in outputs], {id(leaf) for leaf in leaves})
+    branches = _branches(graph)
     if branches is None:
         return None
-    found = _engine.gradients(outputs, seeds, [*leaves, *(edge for branch in branches for edge in branch.edges)])
-    arrived = iter(found[len(leaves) :])
-    return list(found[: len(leaves)]), [Weights(branch, [next(arrived) for _ in branch.edges]) for branch in branches]
+    edges = [edge for branch in branches for edge in branch.edges]
+    custom = graph.is_custom
+    with _copied(edges if custom else ()) as copies:
+        found = _engine.gradients(outputs, seeds, [*leaves, *edges])
+    arrived = iter(copies if custom else found[len(leaves) :])
+    weights = [Weights(branch, [next(arrived) for _ in branch.edges], hooked=custom) for branch in branches]
+    return _alone(found[: len(leaves)], [gradient for each in weights for gradient in each.gradients]), weights
 
 
-def _branches(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Branch] | None:
-    roots = [get_gradient_edge(output) for output in outputs]
-    graph = _Graph(roots, {id(leaf) for leaf in leaves})
-    if not all(graph.leads_to_leaf(root.node) for root in roots) or graph.is_checkpointed:
+def _alone(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> Gradients:
+    """``found`` in memory of their own: the stage that they are sent to may overwrite them before all else is done."""
+    taken = {memory(gradient) for gradient in kept if gradient is not None}
+    alone: Gradients = []
+    for gradient in found:
+        shared = gradient is not None and memory(gradient) in taken
+        alone.append(gradient.clone() if shared and gradient is not None else gradient)
+        taken.update([] if gradient is None else [memory(gradient)])
+    return alone
+
+
+@contextmanager
+def _copied(edges: Sequence[GradientEdge]) -> Iterator[Gradients]:
+    """Around the first part; when the block has ended, copies of what arrived at ``edges``, taken when it did.
+
+    A custom Function may overwrite the gradient that it gets, and in an ordinary backward the parameters have theirs
+    by then.
+    """
+    copies: Gradients = []
+    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+
+    def keep(node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+        arrived[node] = tuple([None if gradient is None else gradient.clone() for gradient in gradients])
+
+    handles = [node.register_prehook(partial(keep, node)) for node in dict.fromkeys(edge.node for edge in edges)]
+    try:
+        yield copies
+    finally:
+        for handle in handles:
+            handle.remove()  # the second part starts at the same nodes
+    copies += [arrived[edge.node][edge.output_nr] if edge.node in arrived else None for edge in edges]
+
+
+def _branches(graph: _Graph) -> list[Branch] | None:
+    if not all(graph.leads_to_leaf(root.node) for root in graph.roots) or graph.is_checkpointed:
         return None
     branches = list(graph.branches())
     parameters = [id(parameter) for branch in branches for parameter in branch.parameters]
@@ -79,7 +138,7 @@ class _Graph:
     """
 
     def __init__(self, roots: Sequence[GradientEdge], leaves: set[int]) -> None:
-        self._roots = roots
+        self.roots = roots
         self._leaves = leaves
         self._children: dict[Node, list[tuple[Node, int]]] = {}
         self._leads: dict[Node, bool] = {}
@@ -90,6 +149,11 @@ class _Graph:
     def is_checkpointed(self) -> bool:
         """Whether there is a node that refuses to run for some inputs only: that of a reentrant checkpoint."""
         return any(type(node).__name__ == "CheckpointFunctionBackward" for node in self._leads)
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether there is a node written in Python, other than those by which tensors enter a stage."""
+        return any(getattr(node, "_forward_cls", Enter) is not Enter for node in self._leads)
 
     def leads_to_leaf(self, node: Node) -> bool:
         return self._leads[node]
@@ -105,7 +169,7 @@ class _Graph:
     def _arrivals(self) -> dict[Node, dict[int, None]]:
         """The nodes on the way to a leaf, with the numbers of their outputs at which gradients arrive."""
         arrivals: dict[Node, dict[int, None]] = {}
-        for root in self._roots:
+        for root in self.roots:
             arrivals.setdefault(root.node, {})[root.output_nr] = None
         for node, leads in self._leads.items():
             for child, number in self._children[node] if leads else ():

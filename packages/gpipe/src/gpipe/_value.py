@@ -40,12 +40,12 @@ def marked(outputs: Batch, inputs: Batch) -> Batch:
     shared = isinstance(inputs, SharedBatch)
     if outputs.atomic and not shared:
         return outputs
-    memory = [_memory(tensor) for tensor in outputs]
-    known = {_memory(tensor) for tensor in inputs} if shared else set()
-    return SharedBatch(outputs.value) if len({*memory}) < len(memory) or not known.isdisjoint(memory) else outputs
+    own = [memory(tensor) for tensor in outputs]
+    known = {memory(tensor) for tensor in inputs} if shared else set()
+    return SharedBatch(outputs.value) if len({*own}) < len(own) or not known.isdisjoint(own) else outputs
 
 
-def _memory(tensor: Tensor) -> int:
+def memory(tensor: Tensor) -> int:
     """Equal for tensors that share their memory."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
@@ -78,17 +78,18 @@ def _leaf(tensor: Tensor) -> Tensor:
 def _enter(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return tensor
-    entered: Tensor = _Enter.apply(tensor)  # type: ignore[no-untyped-call]
+    entered: Tensor = Enter.apply(tensor)  # type: ignore[no-untyped-call]
     return entered
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """The identity. Its output is no leaf, and has the version counter of its input, so that no change is missed."""
 
     @staticmethod
-    def forward(ctx: object, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # where no gradient flows there is none, and not one of zeros
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
         return gradient

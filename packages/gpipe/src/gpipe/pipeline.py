@@ -81,7 +81,7 @@ class Pipeline:
             (tensor, gradient if scale == 1.0 else gradient * scale)
             for batch, each in zip(self.batches, gradients, strict=True)
             for tensor, gradient in zip(batch, each, strict=True)
-            if gradient is not None
+            if gradient is not None and tensor.requires_grad  # a layer may have made its leaf require grad
         ]
         torch.autograd.backward([tensor for tensor, _ in flowing], [gradient for _, gradient in flowing])
 

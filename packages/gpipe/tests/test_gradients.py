@@ -1,0 +1,206 @@
+"""Which gradients are there after a backward: None stays None, and what arrives is not changed on the way."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe._partial import backward_inputs
+from gpipe.schedule import SCHEDULES
+
+from .layers import DOUBLE, Call, assert_same, linears, piped, rows
+from .models import one_thread as one_thread
+
+MODES = ("never", "except_last", "always")
+pytestmark = pytest.mark.timeout(60)
+
+
+class Blocks(torch.autograd.Function):
+    """The identity, through which no gradient flows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+class Overwrites(torch.autograd.Function):
+    """The identity times two, which computes its gradient in the memory of the one that arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else gradient.mul_(2)
+
+
+class Shifted(nn.Module):
+    """Hands the gradient that arrives at its parameter on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(3, dtype=DOUBLE))
+        self.same = nn.Parameter(torch.ones(2, 3, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.same if len(x) == 2 else self.shift
+        return x + shift
+
+
+class Hooked(nn.Module):
+    """A linear layer whose hook of a tensor changes the gradient there."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=DOUBLE)
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.linear(x)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: None if gradient is None else gradient * 2)
+        return output.sin() if self.inside else output
+
+
+class Residual(nn.Module):
+    """Two ways of which the one that was computed last gets its gradient first."""
+
+    def __init__(self, before: nn.Module, after: nn.Module) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.before(x)
+        return self.after(x) + first
+
+
+def linear() -> nn.Module:
+    return nn.Linear(3, 3, dtype=DOUBLE)
+
+
+LAYERS = {
+    "linear": linear,
+    "shifted": Shifted,
+    "blocks": lambda: Call(Blocks.apply),
+    "overwrites": lambda: Call(Overwrites.apply),
+    "in place": lambda: Call(lambda x: x.add_(1)),
+    "hooked": lambda: Hooked(False),
+    "hooked inside": lambda: Hooked(True),
+    "residual": lambda: Residual(linear(), nn.Sequential(linear(), Call(Overwrites.apply))),
+    "corrupting": lambda: Residual(nn.Sequential(linear(), Call(lambda x: x + 0)), Call(Overwrites.apply)),
+}
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
+    names = ["linear", *draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=5))]
+    cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1), max_size=2)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(LAYERS[name]() for name in names))
+    return model, [b - a for a, b in zip([0, *cuts], [*cuts, len(names)], strict=True)]
+
+
+@given(stacks(), st.sampled_from(sorted(SCHEDULES)), st.sampled_from(MODES), st.booleans(), st.booleans())
+def test_functions_that_block_or_overwrite_gradients(
+    stack: tuple[nn.Sequential, list[int]], schedule: str, mode: str, inline: bool, grad: bool
+):
+    """The model sees micro-batches too, since some of the parameters fit one only."""
+    model, balance = stack
+    pipe = piped(model, balance, chunks=3, checkpoint=mode)
+    x, y = rows(grad=grad), rows(grad=grad)
+    with gpipe.inline() if inline else nullcontext():
+        pipe.step(x, loss_fn=lambda o, _: o.square().sum(), reduction="sum", schedule=schedule)
+    for part in y.chunk(3):
+        model(part * 1).square().sum().backward()
+    pipe.close()
+    assert_same(pipe, model)
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("layers", [[Shifted], [Shifted, Shifted, linear], [lambda: Call(lambda x: x + 0), Shifted]])
+def test_gradients_that_are_sent_on_are_nobody_elses(layers: list[Any]):
+    """The stage before may overwrite them before this one is through with its weights."""
+    first, second = rows(2, grad=True), rows(2, grad=True)
+    output = nn.Sequential(*(layer() for layer in layers))(first + second)
+    found, weights = backward_inputs([output], [torch.ones_like(output)], [first, second]) or ([], [])
+    kept = {gradient.data_ptr() for each in weights for gradient in each.gradients if gradient is not None}
+    sent = {gradient.data_ptr() for gradient in found if gradient is not None}
+    assert len(sent) == 2
+    assert kept
+    assert kept.isdisjoint(sent)
+
+
+@pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
+@pytest.mark.parametrize("mode", MODES)
+def test_blocked_gradients_stay_none(mode: str, where: Any):
+    def model() -> nn.Sequential:
+        a, b, c = linears()
+        return nn.Sequential(a, Call(Blocks.apply), b, c)
+
+    plain, x = model(), rows(grad=True)
+    plain(x).square().sum().backward()
+    assert x.grad is None
+    for schedule in (None, *sorted(SCHEDULES)):
+        pipe, x = piped(model(), [1, 1, 2], chunks=3, checkpoint=mode), rows(grad=True)
+        with where():
+            if schedule is None:
+                pipe(x).square().sum().backward()
+            else:
+                pipe.step(x, loss_fn=lambda o, _: o.square().sum(), reduction="sum", schedule=schedule)
+        pipe.close()
+        assert_same(pipe, plain)
+        assert x.grad is None
+
+
+def forced(x: Tensor) -> Tensor:
+    """Energy and forces: differentiates with respect to its input in the forward."""
+    x.requires_grad_()
+    energy = x.pow(3).sum(1, keepdim=True)
+    (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return torch.cat([energy, force], 1)
+
+
+@pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("balance", [[1, 2], [2, 1]])
+def test_first_layer_that_makes_its_input_require_grad(mode: str, balance: list[int], where: Any):
+    first = Call(forced)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(first, nn.Linear(4, 3, dtype=DOUBLE), nn.Linear(3, 2, dtype=DOUBLE))
+    model(rows()).square().sum().backward()
+    for schedule in (None, *sorted(SCHEDULES)):
+        pipe, x = piped(model, balance, chunks=3, checkpoint=mode), rows()
+        pipe.zero_grad()
+        with where():
+            if schedule is None:
+                pipe(x).square().sum().backward()
+            else:
+                pipe.step(x, loss_fn=lambda o, _: o.square().sum(), reduction="sum", schedule=schedule)
+        pipe.close()
+        assert_same(pipe, model)
+        assert not x.requires_grad  # it is the micro-batches that the layer sees
+        assert x.grad is None
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_later_layer_that_makes_its_input_require_grad(schedule: str):
+    model = nn.Sequential(nn.Identity(), Call(forced), nn.Linear(4, 2, dtype=DOUBLE))
+    pipe = piped(model, [1, 1, 1], chunks=3)
+    pipe.step(rows(), loss_fn=lambda o, _: o.square().sum(), reduction="sum", schedule=schedule)
+    model(rows()).square().sum().backward()
+    assert_same(pipe, model)
