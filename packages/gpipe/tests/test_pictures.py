@@ -19,7 +19,7 @@ from gpipe.schedule import one_forward_one_backward
 from gpipe.simulate import StageCost, simulate
 from gpipe.timeline._chrome import read, trace
 from gpipe.timeline._html import html
-from gpipe.timeline._svg import describe, svg
+from gpipe.timeline._svg import NAMES, describe, svg
 from profiler.text import format_bytes, format_seconds
 
 from .timelines import fewer, timelines
@@ -49,6 +49,15 @@ def readable(text: str) -> str:
 
 def uniform(m: int, n: int, **more: int) -> Timeline:
     return simulate(one_forward_one_backward(m, n), [StageCost(0.001, 0.002, **more)] * n)
+
+
+def _places(timeline: Timeline) -> list[float]:
+    """Where numbers and strips are drawn, in pixels from the left edge of their lane."""
+    picture = drawn(svg([("", timeline)]))
+    numbers = [float(each.get("x", "nan")) for text in picture.iter(f"{SVG}text") if text.get("class") == "number"
+               for each in text.iter(f"{SVG}tspan")]  # fmt: skip
+    strips = [float(x) for path in picture.iter(f"{SVG}path") for x in re.findall(r"H([-\d.]+)", path.get("d", ""))]
+    return numbers + strips
 
 
 class TestPicture:
@@ -131,6 +140,38 @@ class TestPicture:
         timeline = simulate(one_forward_one_backward(2, 4), [StageCost(1, 1)] * 4, placement=[0, 1, 0, 1])
         forwards = {each.get("fill") for each in cells(svg([("", timeline)])) if each.get("data-letter") == "F"}
         assert len(forwards) == 2
+
+    @fewer
+    @given(timelines, st.sampled_from([0.0, 3.25, 4096.0]))
+    def test_only_times_within_the_run_are_drawn(self, timeline: Timeline, delay: float) -> None:
+        """A run that is recorded late in a session looks like one at its beginning."""
+        later = Timeline(
+            (replace(each, start=each.start + delay, end=each.end + delay) for each in timeline.events),
+            timeline.workers,
+        )
+        for now, then in zip(*map(_places, (timeline, later)), strict=True):
+            assert then == pytest.approx(now, abs=0.02)
+
+    @fewer
+    @given(timelines)
+    def test_numbers_and_strips_are_within_their_lane(self, timeline: Timeline) -> None:
+        picture = svg([("", timeline)])
+        width = float(drawn(picture).get("data-width", "nan"))
+        assert all(-0.02 <= x <= width + 0.02 for x in _places(timeline))
+
+    @fewer
+    @given(st.lists(timelines, min_size=1, max_size=3))
+    def test_the_legend_names_every_kind_that_occurs_and_no_other(self, shown: list[Timeline]) -> None:
+        texts = said(svg([(str(k), timeline) for k, timeline in enumerate(shown)]))
+        kinds = {each.kind for timeline in shown for each in timeline.events}
+        assert {kind for kind, name in NAMES.items() if name in texts} == kinds
+
+    @pytest.mark.parametrize("place", [0, 1])
+    def test_an_empty_panel_beside_a_full_one(self, place: int) -> None:
+        panels = [("full", uniform(2, 2)), ("empty", Timeline())]
+        texts = said(svg(panels[:: -1 if place else 1]))
+        assert "empty: no actions" in texts
+        assert len(cells(svg(panels))) == len(uniform(2, 2).events)
 
     def test_nothing_happened(self) -> None:
         assert "no actions" in said(svg([("", Timeline())]))

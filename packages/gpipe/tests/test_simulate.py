@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gpipe import Timeline
 from gpipe.schedule import (
+    Action,
     Schedule,
     Step,
     fill_drain,
@@ -181,6 +182,30 @@ class TestMemory:
             ("B0@0", 0),
         ]
 
+    @fewer
+    @given(problems())
+    def test_a_micro_batch_is_kept_until_its_last_backward(self, problem: Problem) -> None:
+        """The gradients of the weights need the activations: a backward for the inputs alone frees nothing."""
+        schedule, costs, placement = problem
+        timeline = simulate(schedule, costs, placement=placement)
+        held = {Step(e.stage, Action(e.kind, e.microbatch)): e.held_bytes for e in timeline.events}
+        for j, program in enumerate(schedule):
+            last = {action.microbatch: k for k, action in enumerate(program)}
+            recomputed = {action.microbatch: k for k, action in enumerate(program) if action.kind == "recompute"}
+            begun = {action.microbatch: k for k, action in enumerate(program) if action.kind == "forward"}
+            for k, action in enumerate(program):
+                alive = [i for i in last if begun[i] <= k < last[i]]
+                inputs = [i for i in alive if k < recomputed.get(i, -1)]
+                whole = len(alive) - len(inputs)
+                expected = whole * costs[j].activation_bytes + len(inputs) * costs[j].boundary_bytes
+                assert held[Step(j, action)] == expected
+
+    def test_two_stages_of_a_device_have_their_peak_together(self) -> None:
+        costs = [StageCost(1, 2, activation_bytes=size) for size in (1, 10, 100, 1000)]
+        timeline = simulate(fill_drain(3, 4), costs, placement=[0, 1, 0, 1])
+        assert timeline.peak_bytes == {0: 3, 1: 30, 2: 300, 3: 3000}
+        assert timeline.device_peak_bytes == {"device 0": 303, "device 1": 3030}
+
     @given(st.integers(1, 8), st.integers(1, 8))
     def test_1f1b_keeps_what_is_on_its_way(self, m: int, n: int) -> None:
         timeline = simulate(one_forward_one_backward(m, n), [StageCost(1, 2, activation_bytes=7)] * n)
@@ -201,6 +226,20 @@ class TestLinks:
             (2, "forward"): 10,
             (2, "backward"): 0,
         }
+
+    @fewer
+    @given(problems())
+    def test_every_crossing_carries_a_value_forth_and_a_gradient_back(self, problem: Problem) -> None:
+        schedule, costs, placement = problem
+        timeline = simulate(schedule, costs, placement=placement)
+        microbatches = 1 + max(action.microbatch for action in schedule[0])
+        for kinds, behind in (({"forward"}, 0), ({"backward", "backward_input"}, 1)):
+            for j in range(len(schedule)):
+                moved = sum(e.bytes_moved for e in timeline.events if e.stage == j and e.kind in kinds)
+                k = j + behind
+                crosses = 0 < k < len(schedule) and placement[k - 1] != placement[k]
+                assert moved == (microbatches * costs[k].boundary_bytes if crosses else 0)
+        assert sum(e.bytes_moved for e in timeline.events if e.kind in ("recompute", "backward_weight")) == 0
 
     @fewer
     @given(problems(), exact_seconds)

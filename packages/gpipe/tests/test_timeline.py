@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe import Event, Timeline
+from profiler.text import format_bytes, format_seconds
 
 from .timelines import KINDS, events, fewer, timelines
 
@@ -182,6 +184,17 @@ class TestTable:
     @given(timelines)
     def test_lines_do_not_end_in_blanks(self, timeline: Timeline) -> None:
         assert [line for line in timeline.table().splitlines() if line != line.rstrip()] == []
+
+    @fewer
+    @given(timelines)
+    def test_columns_add_up_what_the_actions_of_a_worker_say(self, timeline: Timeline) -> None:
+        head, _, *lines = str(timeline).splitlines()[1:] or ["", ""]
+        for line, lane in zip(lines, timeline.lanes.values(), strict=True):
+            columns = dict(zip(head.split()[3:], re.split(r"  +", line.strip())[3:], strict=True))
+            held = timeline.held(*{each.stage for each in lane})
+            assert columns["waiting"] == format_seconds(sum(each.wait for each in lane))
+            assert columns["moved"] == format_bytes(sum(each.bytes_moved for each in lane))
+            assert columns["peak"] == (format_bytes(max(size for _, size in held)) if held else "–")
 
     def test_an_example(self) -> None:
         timeline = Timeline(
