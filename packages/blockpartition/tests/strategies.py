@@ -31,6 +31,13 @@ def costs(min_size: int = 1, max_size: int = MAX_LAYERS) -> st.SearchStrategy[li
     return st.one_of([st.lists(kind, min_size=min_size, max_size=max_size) for kind in kinds])
 
 
+# What may stand in a field that somebody has forged.
+ODDITIES = st.one_of(
+    st.integers(-1, 9), st.floats(), st.fractions(), st.booleans(), st.none(), st.text(max_size=2), st.just(()),
+    st.lists(st.integers(-1, 9) | st.none() | st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=4).map(tuple),
+)  # fmt: skip
+
+
 @st.composite
 def problems(draw: st.DrawFn, min_size: int = 1, max_size: int = MAX_LAYERS) -> tuple[list, int]:
     """Costs and a number of blocks they can fill."""

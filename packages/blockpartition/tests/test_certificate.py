@@ -1,5 +1,5 @@
-from dataclasses import replace
-from itertools import accumulate, pairwise
+from dataclasses import fields, replace
+from itertools import accumulate, combinations_with_replacement
 from random import Random
 
 import pytest
@@ -10,28 +10,60 @@ from blockpartition import Partition, partition, place, verify
 
 from . import oracle
 from .cases import cases
-from .strategies import problems
+from .strategies import ODDITIES, problems
 
 
-@given(problems(), st.data())
-def test_a_worse_partition_has_no_proof(problem, data):
-    """Whatever witness comes with it, drawn or left over from the optimum."""
+def truthful(costs, ends, witness) -> Partition:
+    """A partition with these ends that says nothing untrue about itself, but for what the witness proves."""
+    placed = place(costs, len(ends) - 1, pin=ends[1:-1])
+    return Partition(placed.sizes, placed.loads, placed.bottleneck, placed.lower_bound, placed.imbalance, witness)
+
+
+@given(problems(max_size=6), st.data())
+def test_no_witness_proves_a_worse_partition(problem, data):
+    """Not even where it is worse by one unit; and one of them proves each of the best."""
     costs, k = problem
-    best = partition(costs, k)
     ends = data.draw(st.sampled_from(list(oracle.all_ends(len(costs), k))))
-    loads = oracle.loads(costs, ends)
-    if max(loads) == oracle.least_bottleneck(costs, k):
+    best = max(oracle.loads(costs, ends)) == oracle.least_bottleneck(costs, k)
+    witnesses = list(combinations_with_replacement(range(len(costs)), k))
+    assert any(accepted(truthful(costs, ends, witness), costs) for witness in witnesses) == best
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=6), st.data())
+def test_no_witness_proves_what_is_worse_by_one(costs, data):
+    k = data.draw(st.integers(2, len(costs)))
+    least = oracle.least_bottleneck(costs, k)
+    for ends in oracle.all_ends(len(costs), k):
+        if max(oracle.loads(costs, ends)) == least + 1:
+            for witness in combinations_with_replacement(range(len(costs)), k):
+                assert not accepted(truthful(costs, ends, witness), costs)
+
+
+@given(problems(max_size=6), st.sampled_from([field.name for field in fields(Partition)]), ODDITIES)
+def test_no_field_can_be_forged(problem, name, value):
+    """Whatever stands in a field: verify returns only if the field is true, and raises nothing unforeseen."""
+    costs, k = problem
+    honest = partition(costs, k)
+    forged = replace(honest, **{name: value})
+    try:
+        verify(forged, costs)
+    except (TypeError, ValueError):
         return
-    worse = replace(
-        partition(costs, k),
-        sizes=tuple(end - start for start, end in pairwise(ends)),
-        loads=tuple(loads),
-        bottleneck=max(loads),
-    )
-    drawn = data.draw(st.lists(st.integers(0, len(costs)), min_size=k, max_size=k).map(sorted).map(tuple))
-    for witness in (best.witness, drawn):
-        with pytest.raises(ValueError, match=r"^(witness|loads|the bottleneck)"):
-            verify(replace(worse, witness=witness), costs)
+    if name == "sizes":
+        assert max(oracle.loads(costs, (0, *accumulate(value)))) == oracle.least_bottleneck(costs, k)
+    elif name != "witness":  # there may be many proofs
+        assert value == getattr(honest, name)
+        assert not isinstance(value, bool)
+
+
+@given(problems(min_size=2), st.data())
+def test_as_many_blocks_as_were_asked_for(problem, data):
+    costs, k = problem
+    other = data.draw(st.integers(1, len(costs)).filter(lambda count: count != k))
+    for found, stages in ((partition(costs, k), None), (place(costs, k), k)):
+        verify(found, costs, stages, partitions=k)
+        with pytest.raises(ValueError, match=rf"^the partition has {k} blocks, {other} were asked for$"):
+            verify(found, costs, stages, partitions=other)
 
 
 def accepted(found: Partition, costs) -> bool:
@@ -68,6 +100,8 @@ GOOD = partition([1, 2, 3, 4, 5, 6], 3)
         ({"loads": (6, 9, 7)}, r"^loads are \(6, 9, 6\), the partition says \(6, 9, 7\)$"),
         ({"bottleneck": 8}, r"^the bottleneck is 9, the partition says 8$"),
         ({"lower_bound": 8}, r"^the lower bound is 7, the partition says 8$"),
+        ({"imbalance": 1.0}, r"^the imbalance is 1.2857142857142858, the partition says 1.0$"),
+        ({"gap": 0.1}, r"^the gap is 0, the partition says 0.1$"),
         ({"witness": (2, 4)}, r"^the witness has 2 ends for 3 blocks$"),
         ({"witness": (3, 4, 6)}, r"^witness\[2\] is 6; it has to lie in 4 … 5$"),
         ({"witness": (3, 2, 5)}, r"^witness\[1\] is 2; it has to lie in 3 … 5$"),
@@ -77,6 +111,50 @@ GOOD = partition([1, 2, 3, 4, 5, 6], 3)
 def test_each_field_is_checked(change, message):
     with pytest.raises(ValueError, match=message):
         verify(replace(GOOD, **change), [1, 2, 3, 4, 5, 6])
+
+
+@cases(
+    ("arguments", "message"),
+    [
+        (("nonsense", [1, 2]), r"^partition must be a Partition, got 'nonsense' of type str$"),
+        ((None, [1, 2]), r"^partition must be a Partition, got None of type NoneType$"),
+        (([[1], [2]], [1, 2]), r"^partition must be a Partition, got \[\[1\], \[2\]\] of type list$"),
+        ((replace(GOOD, sizes=6), [1, 2]), r"^sizes must be a tuple, got 6 of type int$"),
+        ((replace(GOOD, sizes=(3, 2.0, 1)), [1, 2]), r"^sizes\[1\] must be an int, got 2.0 of type float$"),
+        ((replace(GOOD, witness=None), range(1, 7)), r"^witness must be a tuple, got None of type NoneType$"),
+        ((replace(GOOD, witness=(3, "4", 5)), range(1, 7)), r"^witness\[1\] must be an int, got '4' of type str$"),
+        ((GOOD, [1, 2, 3, 4, 5, "6"]), r"^costs\[5\] must be an int, a float or a Fraction, got '6' of type str$"),
+    ],
+)
+def test_nonsense_is_named(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        verify(*arguments)
+
+
+@cases(
+    ("keywords", "error", "message"),
+    [
+        ({"gap": "1%"}, TypeError, r"^gap must be an int, a float or a Fraction, got '1%' of type str$"),
+        ({"gap": -1}, ValueError, r"^gap must not be negative, got -1$"),
+        ({"partitions": 0}, ValueError, r"^partitions must be at least 1, got 0$"),
+        ({"partitions": 3.0}, TypeError, r"^partitions must be an int, got 3.0 of type float$"),
+        ({"objective": []}, ValueError, r"^objective must be one of 'bottleneck', 'makespan', got \[\]$"),
+        ({"objective": "makespan"}, TypeError, r"^a plain partition knows no stages"),
+    ],
+)
+def test_impossible_arguments(keywords, error, message):
+    with pytest.raises(error, match=message):
+        verify(GOOD, [1, 2, 3, 4, 5, 6], **keywords)
+
+
+def test_an_unknown_constraint_is_named():
+    with pytest.raises(TypeError, match=r"^verify\(\) got an unexpected keyword argument 'forbidden'$"):
+        verify(place([1, 2], 2), [1, 2], 2, forbidden=[1])
+
+
+def test_a_list_is_as_good_as_a_tuple():
+    """As after a way through JSON."""
+    verify(replace(GOOD, **{name: list(getattr(GOOD, name)) for name in ("sizes", "loads", "witness")}), range(1, 7))
 
 
 def test_a_witness_of_a_plain_partition():

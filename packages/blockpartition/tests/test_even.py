@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpartition import partition, verify
-from blockpartition._even import taut_string
+from blockpartition._even import _nearest, taut_string
 
 from . import instances, oracle
 from .cases import cases
@@ -121,3 +121,19 @@ def test_the_string_takes_few_steps_a_gate():
         ([*range(n - 1), 10**9], [0, *(10**9 for _ in range(n - 1))]),
     ]:
         assert steps(taut_string, low, high) < 80 * n
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 60), st.integers(1, 4), st.data())
+def test_a_cut_is_the_nearest_to_its_target_and_of_two_the_earlier(costs, target, parts, data):
+    prefix = list(accumulate(costs, initial=0))
+    first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(costs))] * 2)))
+    distances = {end: abs(parts * prefix[end] - target) for end in range(first, last + 1)}
+    found = _nearest(prefix, target, parts, first, last)
+    assert distances[found] == min(distances.values())
+    if prefix[found] != prefix[last]:  # behind the target, layers of zero are left to the next block
+        assert found == min(distances, key=distances.__getitem__)
+
+
+def test_halfway_between_two_cuts_the_earlier_is_taken():
+    assert partition([1, 1, 1], 2).sizes == (1, 2)
+    assert partition([2, 2, 2, 2, 2], 2).sizes == (2, 3)

@@ -97,3 +97,11 @@ def test_numpy_scalars_are_numbers_where_numpy_is():
     assert read([numpy.float32(0.5), numpy.float64(0.25), numpy.int64(2)]).units == [2, 1, 8]
     with pytest.raises(TypeError, match=r"costs\[0\]"):
         read([numpy.bool_(True)])
+
+
+@cases("bad", [-(10**5000), Fraction(-(10**5000), 3)])
+def test_a_number_too_long_to_print_is_refused_for_what_it_is(bad):
+    with pytest.raises(ValueError, match=r"^sequence\[0\] must not be negative, got a number too long to print$"):
+        solve([bad], 1)
+    with pytest.raises(ValueError, match=r"^2 layers cannot fill a number too long to print stages"):
+        solve([1, 2], 10**5000)

@@ -77,6 +77,33 @@ def test_a_layer_that_fits_nowhere():
     )
 
 
+def test_of_several_layers_that_fit_nowhere_the_first_is_named():
+    assert refusal([1, 7, 1, 9, 8], [Stage(1, 4), Stage(1, 5)]).layer == 1
+
+
+@given(placings(max_layers=6, forbid=[], order="fixed"))
+def test_the_first_layer_that_fits_on_no_stage_is_named(problem):
+    """Each layer by itself, on each stage with what is in flight there, against a problem of that layer alone."""
+    error = refusal(problem.costs, problem.stages, **problem.constraints)
+    if error is None or "capacit" not in str(error):
+        return
+    k = len(problem.stages)
+    in_flight, m = problem.constraints["in_flight"], problem.constraints["microbatches"]
+    named = {"1f1b": [min(m, k - j) for j in range(k)], "fill_drain": [m] * k, None: [1] * k}
+    factors = in_flight if isinstance(in_flight, list) else named[in_flight]
+
+    def fits(i: int) -> bool:
+        vectors = {name: problem.constraints[name] for name in ("memory", "activations")}
+        alone = {name: values and values[i : i + 1] for name, values in vectors.items()}
+        return any(
+            refusal([problem.costs[i]], [stage], in_flight=[factor], **alone) is None
+            for stage, factor in zip(problem.stages, factors, strict=True)
+        )
+
+    homeless = [i for i in range(len(problem.costs)) if not fits(i)]
+    assert error.layer == (homeless[0] if homeless else None)
+
+
 def test_layers_that_no_cut_may_part():
     error = refusal([1, 4, 4, 1], [Stage(1, 5), Stage(1, 5)], forbid=[2])
     assert (error.layer, error.scale, error.capacity) == (1, Fraction(9, 5), 9)
@@ -137,3 +164,12 @@ def test_makespan_and_bottleneck_explain_alike():
 
 def test_infeasible_is_a_value_error():
     assert issubclass(Infeasible, ValueError)
+
+
+def test_a_need_too_long_to_print_does_not_hide_the_reason():
+    error = refusal([10**5000, 1], [Stage(1, 4), Stage(1, 5)])
+    assert error.layer == 0
+    assert str(error) == (
+        "layer 0 needs a number too long to print at least and fits on no stage; "
+        "capacities a number too long to print times as large are the least that would do"
+    )

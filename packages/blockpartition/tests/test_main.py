@@ -152,6 +152,34 @@ def test_the_command_as_a_program():
     assert json.loads(done.stdout)["sizes"] == [2, 1]
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pipe that can be closed")
+@cases("more", [[], ["--json"]])
+def test_a_reader_that_leaves_early_is_no_error(more):
+    """Like `… | head -1`."""
+    command = [sys.executable, "-m", "blockpartition", "20000", *more]
+    program = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment()
+    )
+    program.stdout.close()
+    _, errors = program.communicate(b"1 " * 20_000)
+    assert (program.returncode, errors) == (1, b"")
+
+
+def test_numbers_may_have_any_number_of_digits(run):
+    long = "1" + "0" * 5000
+    printed = run("2", "--costs", long, "1", long + "/3", "--json")
+    assert json.loads(printed, parse_int=str)["sizes"] == ["1", "2"]
+    assert long in run("1", "--costs", long)
+
+
+@pytest.mark.skipif(not hasattr(sys, "get_int_max_str_digits"), reason="this Python has no such limit")
+def test_the_limit_on_digits_is_as_before(run):
+    before = sys.get_int_max_str_digits()
+    run("1", "--costs", "1")
+    assert sys.get_int_max_str_digits() == before
+
+
 def _environment():
     import os
 

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpartition import Infeasible, Stage, partition, place, verify
+from blockpartition._bottleneck import _closest
 
 from . import oracle
 from .instances import placing
@@ -266,3 +267,11 @@ def test_very_large_placements_prove_themselves(n):
     costs, memory = ([random.randrange(1000) for _ in range(n)] for _ in range(2))
     stages = [Stage(random.choice([1, 2, Fraction(3, 2)]), sum(memory) // 4) for _ in range(8)]
     verify(place(costs, stages, memory=memory), costs, stages, memory=memory)
+
+
+@given(st.sets(st.integers(0, 12)), st.integers(-2, 15), st.integers(0, 12), st.integers(0, 12))
+def test_a_cut_is_the_reachable_one_closest_to_its_target(positions, target, first, last):
+    """Whichever side of the target it lies on, and of two the earlier."""
+    intervals = [(p, p) for p in sorted(positions)]
+    allowed = [p for p in sorted(positions) if first <= p <= last]
+    assert _closest(intervals, target, first, last) == min(allowed, key=lambda p: abs(p - target), default=None)

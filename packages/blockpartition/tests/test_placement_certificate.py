@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from random import Random
 
@@ -10,7 +10,7 @@ from blockpartition import Infeasible, Placement, Stage, place, verify
 
 from . import instances, oracle
 from .cases import cases
-from .strategies import placings
+from .strategies import ODDITIES, placings
 
 
 def accepted(found, problem, objective) -> bool:
@@ -98,7 +98,11 @@ def test_the_good_ones_are_good():
         ({"bottleneck": 4}, r"^bottleneck should be 5, the placement says 4$"),
         ({"lower_bound": 5}, r"^lower_bound should be 4, the placement says 5$"),
         ({"makespan": 17}, r"^makespan should be 19, the placement says 17$"),
-        ({"gap": 0.5}, r"^gap is 0.5, more than 0$"),
+        ({"gap": 0.5}, r"^gap should be 0, the placement says 0.5$"),
+        ({"gap": -0.5}, r"^gap must not be negative, got -0.5$"),
+        ({"imbalance": 1.0}, r"^imbalance should be 1.25, the placement says 1.0$"),
+        ({"makespan": None}, r"^makespan should be 19, the placement says None$"),
+        ({"witness": (((0, 0, 0),), *GOOD.witness[1:])}, r"^witness\[0\]\[0\] is \(0, 0, 0\); an interval has a first"),
         ({"witness": GOOD.witness[:2]}, r"^the witness is about 2 sets of stages, there are 3$"),
         ({"witness": ((), *GOOD.witness[1:])}, r"^the witness does not start at layer 0$"),
         ({"witness": (*GOOD.witness[:2], ((0, 5),))}, r"^the witness reaches the end: it proves nothing$"),
@@ -108,6 +112,59 @@ def test_the_good_ones_are_good():
 def test_each_field_is_checked(change, message):
     with pytest.raises(ValueError, match=message):
         verify(replace(GOOD, **change), COSTS, STAGES, **CONSTRAINTS)
+
+
+@cases(
+    ("change", "message"),
+    [
+        ({"order": 1}, r"^order must be a tuple, got 1 of type int$"),
+        ({"order": (0, "1")}, r"^order\[1\] must be an int, got '1' of type str$"),
+        ({"gap": None}, r"^gap must be an int, a float or a Fraction, got None of type NoneType$"),
+        ({"witness": 3}, r"^witness must be a tuple, got 3 of type int$"),
+        ({"witness": (1, 2, 3)}, r"^witness\[0\] must be a tuple, got 1 of type int$"),
+        (
+            {"witness": (((0, "0"),), *GOOD.witness[1:])},
+            r"^witness\[0\]\[0\]\[1\] must be an int, got '0' of type str$",
+        ),
+    ],
+)
+def test_nonsense_in_a_field_is_named(change, message):
+    with pytest.raises(TypeError, match=message):
+        verify(replace(GOOD, **change), COSTS, STAGES, **CONSTRAINTS)
+
+
+@given(
+    placings(max_layers=5),
+    st.sampled_from([field.name for field in fields(Placement)]),
+    st.sampled_from(["bottleneck", "makespan"]),
+    ODDITIES,
+)
+def test_no_field_can_be_forged(problem, name, objective, value):
+    """Whatever stands in a field: verify returns only if the field is true, and raises nothing unforeseen."""
+    try:
+        honest = place(problem.costs, problem.stages, **problem.constraints, objective=objective)
+    except Infeasible:
+        return
+    forged = replace(honest, **{name: value})
+    try:
+        verify(forged, problem.costs, problem.stages, objective=objective, gap=1, **problem.constraints)
+    except (TypeError, ValueError):
+        return
+    if name in ("sizes", "order"):  # another placement, just as good and with the same description
+        assert sum(forged.sizes) == len(problem.costs)
+        assert sorted(forged.order) == list(range(len(problem.stages)))
+    elif name == "gap":  # to promise less than what is proven is true as well
+        assert objective == "makespan" or value == 0
+        assert 0 <= value <= 1
+    elif name != "witness":
+        assert value == getattr(honest, name)
+        assert not isinstance(value, bool)
+
+
+def test_without_microbatches_there_is_no_makespan():
+    found = place([1, 2, 3], 2)
+    with pytest.raises(ValueError, match=r"^makespan should be None, the placement says 7$"):
+        verify(replace(found, makespan=7), [1, 2, 3], 2)
 
 
 def test_a_pinned_cut_is_missed():

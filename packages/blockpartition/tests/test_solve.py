@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpartition import partition, solve, verify
+from blockpartition import Stage, partition, place, solve, verify
 
 from . import instances, oracle
 from .cases import cases
@@ -157,7 +157,7 @@ def test_numbers_from_all_over_the_range_of_floats_end_the_search():
         verify(partition(items, k), items)
 
 
-@cases("even", ["fair", None, 1])
+@cases("even", ["fair", None, 1, [], {}, ["quantile"]])
 def test_unknown_tie_breaks_are_named(even):
     with pytest.raises(ValueError, match=r"even must be one of 'quantile', 'exact', got"):
         partition([1], 1, even=even)
@@ -180,10 +180,23 @@ def test_impossible_numbers_of_blocks(call, k, error, message):
         call([1, 2, 3], k)
 
 
-@cases("call", [lambda items: solve(items, 1), lambda items: partition(items, 1)])
+@cases(
+    "call",
+    [
+        lambda items: solve(items, 1),
+        lambda items: partition(items, 1),
+        lambda items: place(items, 1),
+        lambda items: place(items, [Stage()]),
+    ],
+)
 def test_no_layers_make_no_block(call):
-    with pytest.raises(ValueError, match=r"^0 layers cannot fill 1 stages"):
+    with pytest.raises(ValueError, match=r"^there are no layers, and each stage needs at least one$"):
         call([])
+
+
+def test_one_layer_is_told_as_one():
+    with pytest.raises(ValueError, match=r"^1 layer cannot fill 2 stages; use at most 1$"):
+        solve([3], 2)
 
 
 @given(st.integers(1, 9))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
@@ -22,12 +24,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read costs, print their partition."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    with _numbers_of_any_length():
+        try:
+            costs = _costs(sys.stdin.read() if options.costs is None else " ".join(options.costs))
+            found = partition(costs, options.partitions, even=options.even)
+        except ValueError as error:
+            parser.error(str(error))
+        print(_as_json(found, costs) if options.json else _as_bars(found, costs))
+
+
+def run() -> None:
+    """The program: quiet where the reader of its output, such as `head`, has gone."""
     try:
-        costs = _costs(sys.stdin.read() if options.costs is None else " ".join(options.costs))
-        found = partition(costs, options.partitions, even=options.even)
-    except ValueError as error:
-        parser.error(str(error))
-    print(_as_json(found, costs) if options.json else _as_bars(found, costs))
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more on its way out, which would fail again, with a message.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+@contextmanager
+def _numbers_of_any_length() -> Iterator[None]:
+    """Without the limit on the digits of ints, which guards servers against what strangers send them."""
+    if not hasattr(sys, "set_int_max_str_digits"):  # before Python 3.10.7 there is no limit
+        yield
+        return
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,4 +118,4 @@ def _can_print(text: str) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    run()

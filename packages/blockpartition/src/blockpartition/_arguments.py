@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
-from ._grid import Grid, read
+from ._grid import Grid, read, shown
 from ._stages import Stage
 
 InFlight: TypeAlias = Literal["1f1b", "fill_drain"] | Sequence[int]
@@ -15,26 +15,36 @@ InFlight: TypeAlias = Literal["1f1b", "fill_drain"] | Sequence[int]
 def integer(value: Any, name: str, least: int) -> int:
     """An int that is at least so large."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be an int, got {shown(value)} of type {type(value).__name__}")
     count = operator.index(value)
     if count < least:
-        raise ValueError(f"{name} must be at least {least}, got {count}")
+        raise ValueError(f"{name} must be at least {least}, got {shown(count)}")
     return count
+
+
+def switch(value: Any, name: str) -> bool:
+    """True or False, and nothing that only counts as one of them."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)} of type {type(value).__name__}")
+    return value
 
 
 def block_count(value: Any, name: str, layers: int) -> int:
     """A number of blocks that so many layers can fill."""
     count = integer(value, name, 1)
+    if layers == 0:
+        raise ValueError("there are no layers, and each stage needs at least one")
     if count > layers:
-        raise ValueError(f"{layers} layers cannot fill {count} stages; use at most {layers}")
+        are = "1 layer cannot" if layers == 1 else f"{layers} layers cannot"
+        raise ValueError(f"{are} fill {shown(count)} stages; use at most {layers}")
     return count
 
 
 def choice(value: Any, name: str, options: Iterable[str]) -> str:
     """One of the known names."""
     known = list(options)
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(value)}")
     return str(value)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_left
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from ._arguments import choice
-from ._grid import Grid, Number, read
+from ._arguments import choice, integer
+from ._fields import integers, same
+from ._grid import Grid, Number, ratio, read, shown
 from ._model import read_model
 from ._partition import Partition, Placement, check_sizes
 from ._placement_certificate import check_placement
@@ -34,6 +36,7 @@ def verify(
     costs: Iterable[Any],
     stages: int | Iterable[Stage] | None = None,
     *,
+    partitions: int | None = None,
     objective: Literal["bottleneck", "makespan"] = "bottleneck",
     gap: Number = 0,
     **constraints: Any,
@@ -41,16 +44,44 @@ def verify(
     """Return if the partition is valid for these costs and provably optimal; raise ValueError with the reason if not.
 
     Optimality is read off the partition's witness, in O(k) once the prefix sums are there: the solver is not asked.
-    What `place` returned is checked with the arguments that `place` was given.
+    What `place` returned is checked with the arguments that `place` was given. Every field is checked: against the
+    costs, or, as the witness and a gap, as the proof that it is.
+
+    Args:
+        partition: what `partition` or `place` returned.
+        costs: the costs it was made of.
+        stages: for a placement, the stages it was made for.
+        partitions: how many blocks were asked for; if left out, as many as there are.
+        objective: what the placement was made for.
+        gap: how far above the least a makespan may be.
+        constraints: the other arguments of `place`.
+
+    Raises:
+        TypeError: something is not of the type it should have, a field of the partition included.
+        ValueError: the partition is invalid, not proven optimal, or says something untrue about itself.
     """
+    if not isinstance(partition, Partition):
+        raise TypeError(f"partition must be a Partition, got {shown(partition)} of type {type(partition).__name__}")
     choice(objective, "objective", ["bottleneck", "makespan"])
+    slack = Fraction(*ratio(gap, "gap"))
+    sizes = integers(partition.sizes, "sizes")
+    if partitions is not None and integer(partitions, "partitions", 1) != len(sizes):
+        raise ValueError(f"the partition has {len(sizes)} blocks, {partitions} were asked for")
     if isinstance(partition, Placement):
         if stages is None:
             raise TypeError("a placement is verified with the arguments it was made with: stages is missing")
-        return check_placement(partition, read_model(costs, stages, **constraints), objective, Fraction(gap))
-    if stages is not None or constraints:
+        return check_placement(partition, read_model(costs, stages, **_known(constraints)), objective, slack)
+    if stages is not None or constraints or objective != "bottleneck":
         raise TypeError("a plain partition knows no stages; only what `place` returns does")
     return _check_partition(partition, costs)
+
+
+def _known(constraints: dict[str, Any]) -> dict[str, Any]:
+    """The constraints, if `place` knows them all."""
+    unknown = constraints.keys() - inspect.signature(read_model).parameters.keys()
+    if unknown:
+        raise TypeError(f"verify() got an unexpected keyword argument {min(unknown)!r}")
+    return constraints
 
 
 def _check_partition(partition: Partition, costs: Iterable[Any]) -> None:
@@ -62,25 +93,31 @@ def _check_partition(partition: Partition, costs: Iterable[Any]) -> None:
 
 
 def _check_loads(partition: Partition, grid: Grid, prefix: list[int]) -> None:
-    loads = tuple(grid.value(prefix[end] - prefix[start]) for start, end in pairwise(_ends(partition)))
-    if partition.loads != loads:
-        raise ValueError(f"loads are {loads}, the partition says {partition.loads}")
-    if partition.bottleneck != max(loads):
-        raise ValueError(f"the bottleneck is {max(loads)}, the partition says {partition.bottleneck}")
-    blocks, total = len(loads), prefix[-1]
+    sums = [prefix[end] - prefix[start] for start, end in pairwise(_ends(partition))]
+    total, blocks = prefix[-1], len(sums)
     bound = max(Fraction(total, blocks), Fraction(max(grid.units)))
-    expected = grid.value(bound.numerator, bound.denominator)
-    if partition.lower_bound != expected:
-        raise ValueError(f"the lower bound is {expected}, the partition says {partition.lower_bound}")
+    loads = tuple(map(grid.value, sums))
+    if not same(partition.loads, loads):
+        raise ValueError(f"loads are {shown(loads, str)}, the partition says {shown(partition.loads, str)}")
+    expected = {
+        "bottleneck": max(loads),
+        "lower bound": grid.value(bound.numerator, bound.denominator),
+        "imbalance": float(Fraction(max(sums) * blocks, total)) if total else 1.0,
+        "gap": 0,
+    }
+    for name, value in expected.items():
+        said = getattr(partition, name.replace(" ", "_"))
+        if not same(said, value):
+            raise ValueError(f"the {name} is {shown(value, str)}, the partition says {shown(said, str)}")
 
 
 def _check_witness(partition: Partition, prefix: list[int]) -> None:
-    n, ends = len(prefix) - 1, [0, *partition.witness]
+    n, witness = len(prefix) - 1, integers(partition.witness, "witness")
     # The stored bottleneck may be a rounded float: the proof is about the exact one.
     bottleneck = max(prefix[end] - prefix[start] for start, end in pairwise(_ends(partition)))
-    if len(partition.witness) != len(partition.sizes):
-        raise ValueError(f"the witness has {len(partition.witness)} ends for {len(partition.sizes)} blocks")
-    for j, (start, end) in enumerate(pairwise(ends)):
+    if len(witness) != len(partition.sizes):
+        raise ValueError(f"the witness has {len(witness)} ends for {len(partition.sizes)} blocks")
+    for j, (start, end) in enumerate(pairwise([0, *witness])):
         if not start <= end < n:
             raise ValueError(f"witness[{j}] is {end}; it has to lie in {start} … {n - 1}")
         if prefix[end + 1] - prefix[start] < bottleneck:

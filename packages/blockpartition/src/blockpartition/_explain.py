@@ -6,7 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from ._bottleneck import least_slowest
-from ._grid import Number, ceiling, number
+from ._grid import Number, ceiling, number, shown
 from ._infeasible import Infeasible
 from ._measure import Measure
 from ._model import Model
@@ -50,7 +50,7 @@ def _describe_layer(model: Model, layer: int) -> str:
     need = min(slot.need.of(layer, layer + 1) for slot in slots)
     first, last = model.positions[layer], model.positions[layer + 1] - 1
     who = f"layer {first} needs" if first == last else f"layers {first} to {last}, which no cut may part, need"
-    return f"{who} {model.memory(need)} at least and fit{'s' * (first == last)} on no stage"
+    return f"{who} {shown(model.memory(need), str)} at least and fit{'s' * (first == last)} on no stage"
 
 
 def _one_for_all(model: Model, scale: Fraction | None) -> Number | None:
@@ -65,7 +65,9 @@ def _one_for_all(model: Model, scale: Fraction | None) -> Number | None:
 
 def _advice(scale: Fraction | None, capacity: Number | None) -> str:
     if capacity is not None:
-        return f"a capacity of {capacity} on each stage is the least that would do"
+        return f"a capacity of {shown(capacity, str)} on each stage is the least that would do"
     if scale is None:
         return "no factor on the capacities would do: a stage with capacity 0 is in the way"
-    return f"capacities {number(*scale.as_integer_ratio(), float)} times as large are the least that would do"
+    return (
+        f"capacities {shown(number(*scale.as_integer_ratio(), float), str)} times as large are the least that would do"
+    )

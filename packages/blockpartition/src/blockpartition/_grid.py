@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
@@ -97,10 +97,10 @@ def ratio(x: Any, name: str) -> tuple[int, int]:
 
 def _ratio(x: Any, name: str) -> tuple[int, int]:
     if isinstance(x, bool) or not isinstance(x, Real):
-        raise TypeError(f"{name} must be an int, a float or a Fraction, got {x!r} of type {type(x).__name__}")
+        raise TypeError(f"{name} must be an int, a float or a Fraction, got {shown(x)} of type {type(x).__name__}")
     numerator, denominator = _integer_ratio(x, name)
     if numerator < 0:
-        raise ValueError(f"{name} must not be negative, got {x!r}")
+        raise ValueError(f"{name} must not be negative, got {shown(x)}")
     return numerator, denominator
 
 
@@ -110,13 +110,21 @@ def _integer_ratio(x: Any, name: str) -> tuple[int, int]:
     try:
         numerator, denominator = x.as_integer_ratio()
     except (ValueError, OverflowError):
-        raise ValueError(f"{name} must be finite, got {x!r}") from None
+        raise ValueError(f"{name} must be finite, got {shown(x)}") from None
     return int(numerator), int(denominator)
 
 
 def _refuse_negative(numbers: Sequence[Any], name: str) -> None:
     i, x = next((i, x) for i, x in enumerate(numbers) if x < 0)
-    raise ValueError(f"{name}[{i}] must not be negative, got {x!r}")
+    raise ValueError(f"{name}[{i}] must not be negative, got {shown(x)}")
+
+
+def shown(x: Any, form: Callable[[Any], str] = repr) -> str:
+    """The value for a message; Python refuses to print ints of more than some thousand digits."""
+    try:
+        return form(x)
+    except ValueError:
+        return "a number too long to print"
 
 
 def join(*grids: Grid) -> tuple[list[list[int]], int]:

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from ._arguments import InFlight, choice, cut_set, in_flight_factors, integer, speeds, stage_list, transfers, vector
+from ._arguments import (
+    InFlight,
+    choice,
+    cut_set,
+    in_flight_factors,
+    integer,
+    speeds,
+    stage_list,
+    switch,
+    transfers,
+    vector,
+)
 from ._bottleneck import Chosen
 from ._grid import Grid, Number, join, joint_kind, number, read
 from ._infeasible import Infeasible
@@ -98,7 +109,9 @@ def read_model(
         return Slot(stage, time, paces.units[stage], *needs.on(stage, factors[place]))
 
     sets = lattice(kinds, slot) if free else chain(len(devices), slot)
-    problem = Problem(sets.into, sets.depth, len(positions) - 1, _at_cuts(positions, paid), overlap, pins)
+    problem = Problem(
+        sets.into, sets.depth, len(positions) - 1, _at_cuts(positions, paid), switch(overlap, "overlap"), pins
+    )
     kind = joint_kind(work, cut_costs, paces)
     return Model(work, devices, problem, positions, kinds, needs, scale, kind, count)
 

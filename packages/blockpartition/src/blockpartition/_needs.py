@@ -37,7 +37,7 @@ class Needs:
 
 def read_needs(memory: Grid, activations: Grid, stages: list[Stage], positions: list[int]) -> Needs:
     """The needs and capacities on one grid."""
-    capacities = read([stage.capacity or 0 for stage in stages], "capacity of stage")
+    capacities = read([0 if stage.capacity is None else stage.capacity for stage in stages], "capacity of stage")
     (once, each, rooms), scale = join(memory, activations, capacities)
     return Needs(
         measure_at(positions, once).prefix,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from ._fields import entries_of, integers, same
+from ._grid import number, ratio, shown
 from ._model import Model
 from ._partition import Placement, check_sizes
 from ._problem import Bound, Problem, Slot
@@ -20,12 +22,13 @@ def check_placement(placement: Placement, model: Model, objective: str, gap: Fra
     A bottleneck takes a pass over the positions for each step between sets of stages, a makespan one over all pairs of
     positions for each of these and each bound of the witness.
     """
+    if objective == "makespan" and model.microbatches is None:
+        raise ValueError("a makespan depends on how many micro-batches there are: say microbatches=…")
     blocks = _blocks(placement, model)
     for block in blocks:
         _check_room(block, model)
     _check_numbers(placement, model, blocks)
-    if placement.gap > gap:
-        raise ValueError(f"gap is {placement.gap}, more than {gap}")
+    _check_gap(placement, objective, gap)
     slowest = max(model.problem.time(*block) for block in blocks)
     if objective == "bottleneck":
         _check_reach(placement, model, slowest)
@@ -36,7 +39,7 @@ def check_placement(placement: Placement, model: Model, objective: str, gap: Fra
 def _blocks(placement: Placement, model: Model) -> list[Block]:
     """The blocks at the positions of the problem, on its slots."""
     k = len(model.stages)
-    if sorted(placement.order) != list(range(k)) or len(placement.sizes) != k:
+    if sorted(integers(placement.order, "order")) != list(range(k)) or len(placement.sizes) != k:
         raise ValueError(f"{len(placement.sizes)} blocks on stages {placement.order}; each of {k} stages needs one")
     check_sizes(placement.sizes, len(model.costs.units))
     layers = [0, *accumulate(placement.sizes)]
@@ -73,22 +76,32 @@ def _check_numbers(placement: Placement, model: Model, blocks: list[Block]) -> N
     sums = [0, *accumulate(model.costs.units)]
     times = [model.problem.time(*block) for block in blocks]
     ends = [0, *accumulate(placement.sizes)]
-    expected = {
+    mean = model.mean_time
+    expected: dict[str, Any] = {
         "loads": tuple(model.costs.value(sums[end] - sums[start]) for start, end in pairwise(ends)),
         "times": tuple(map(model.time, times)),
         "bottleneck": model.time(max(times)),
-        "lower_bound": model.time(max(model.mean_time, model.heaviest_time)),
+        "lower_bound": model.time(max(mean, model.heaviest_time)),
+        "imbalance": number(*(max(times) / mean).as_integer_ratio(), float) if mean else 1.0,
+        "makespan": None if model.microbatches is None else model.time(_makespan(model, blocks)),
     }
-    if model.microbatches is not None:
-        expected["makespan"] = model.time(_makespan(model, blocks))
     for name, value in expected.items():
-        if getattr(placement, name) != value:
-            raise ValueError(f"{name} should be {value}, the placement says {getattr(placement, name)}")
+        said = getattr(placement, name)
+        if not same(said, value):
+            raise ValueError(f"{name} should be {shown(value, str)}, the placement says {shown(said, str)}")
+
+
+def _check_gap(placement: Placement, objective: str, gap: Fraction) -> None:
+    """A gap is part of what the witness of a makespan proves; a bottleneck has none."""
+    stated = Fraction(*ratio(placement.gap, "gap"))
+    if objective == "bottleneck" and stated:
+        raise ValueError(f"gap should be 0, the placement says {shown(placement.gap, str)}")
+    if stated > gap:
+        raise ValueError(f"gap is {shown(placement.gap, str)}, more than {shown(gap, str)}")
 
 
 def _makespan(model: Model, blocks: list[Block]) -> Fraction:
-    if model.microbatches is None:
-        raise ValueError("a makespan depends on how many micro-batches there are: say microbatches=…")
+    assert model.microbatches is not None, model
     slowest = max(model.problem.time(*block) for block in blocks)
     return _latency(model.problem, blocks) + (model.microbatches - 1) * slowest
 
@@ -104,9 +117,10 @@ def _latency(problem: Problem, blocks: list[Block]) -> Fraction:
 def _check_reach(placement: Placement, model: Model, slowest: Fraction) -> None:
     """Faster blocks stay within the witness, by induction over the sets of stages, and the witness misses the end."""
     problem, below = model.problem, Bound(slowest, strict=True)
-    if len(placement.witness) != len(problem.into):
-        raise ValueError(f"the witness is about {len(placement.witness)} sets of stages, there are {len(problem.into)}")
-    allowed = [_positions_in(intervals, model.positions) for intervals in placement.witness]
+    witness = entries_of(placement.witness, "witness")
+    if len(witness) != len(problem.into):
+        raise ValueError(f"the witness is about {len(witness)} sets of stages, there are {len(problem.into)}")
+    allowed = [_positions_in(_intervals(entry, f"witness[{i}]"), model.positions) for i, entry in enumerate(witness)]
     if 0 not in allowed[0]:
         raise ValueError("the witness does not start at layer 0")
     if problem.n in allowed[-1]:
@@ -117,6 +131,14 @@ def _check_reach(placement: Placement, model: Model, slowest: Fraction) -> None:
             denied = {end for end in ends - allowed[state] if end <= problem.last_position(state)}
             if denied:
                 raise ValueError(f"the witness denies that a faster block can end at {model.positions[min(denied)]}")
+
+
+def _intervals(values: Any, name: str) -> list[tuple[int, int]]:
+    pairs = [integers(pair, f"{name}[{i}]") for i, pair in enumerate(entries_of(values, name))]
+    for i, pair in enumerate(pairs):
+        if len(pair) != 2:
+            raise ValueError(f"{name}[{i}] is {tuple(pair)}; an interval has a first and a last layer")
+    return [(first, last) for first, last in pairs]
 
 
 def _positions_in(intervals: Iterable[tuple[int, int]], positions: list[int]) -> set[int]:
@@ -144,7 +166,11 @@ def _fits(problem: Problem, start: int, end: int, slot: Slot, limit: int) -> boo
 def _check_thresholds(placement: Placement, model: Model, value: Fraction) -> None:
     """Between each two neighbouring bounds on the slowest block nothing finishes earlier, but for the gap."""
     assert model.microbatches is not None, model
-    bounds = [Fraction(0), *(threshold * model.scale for threshold in placement.witness), None]
+    thresholds = [
+        Fraction(*ratio(threshold, f"witness[{i}]"))
+        for i, threshold in enumerate(entries_of(placement.witness, "witness"))
+    ]
+    bounds = [Fraction(0), *(threshold * model.scale for threshold in thresholds), None]
     for floor, ceiling in pairwise(bounds):
         assert floor is not None, bounds
         least = _least_latency(

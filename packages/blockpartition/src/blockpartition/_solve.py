@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Literal, SupportsIndex, TypeVar
+from typing import Any, Literal, TypeVar
 
+from ._arguments import block_count, choice
 from ._certificate import witness
 from ._even import most_even, near_even, prefix_sums, sizes_of
 from ._exact import least_bottleneck
@@ -29,7 +29,7 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     """
     items = sequence if isinstance(sequence, list) else list(sequence)
     grid = read(items, "sequence")
-    blocks = check_blocks(partitions, len(items))
+    blocks = block_count(partitions, "partitions", len(items))
     prefix = prefix_sums(grid.units)
     ends = near_even(prefix, *least_bottleneck(prefix, blocks, max(grid.units)))
     return [items[start:end] for start, end in pairwise(ends)]
@@ -44,13 +44,12 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     >>> partition([1, 2, 3, 4, 5, 6], 3).sizes
     (3, 2, 1)
     """
-    if even not in _TIE_BREAKS:
-        raise ValueError(f"even must be one of {', '.join(map(repr, _TIE_BREAKS))}, got {even!r}")
+    choose = _TIE_BREAKS[choice(even, "even", _TIE_BREAKS)]
     grid = read(costs)
-    blocks = check_blocks(partitions, len(grid.units))
+    blocks = block_count(partitions, "partitions", len(grid.units))
     prefix = prefix_sums(grid.units)
     bottleneck, latest = least_bottleneck(prefix, blocks, max(grid.units))
-    ends = _TIE_BREAKS[even](prefix, bottleneck, latest)
+    ends = choose(prefix, bottleneck, latest)
     return _describe(grid, prefix, ends, bottleneck)
 
 
@@ -65,15 +64,3 @@ def _describe(grid: Grid, prefix: list[int], ends: list[int], bottleneck: int) -
         imbalance=bottleneck * blocks / total if total else 1.0,
         witness=witness(prefix, blocks, bottleneck),
     )
-
-
-def check_blocks(blocks: Any, layers: int) -> int:
-    """The number of blocks, if that many can be filled."""
-    if isinstance(blocks, bool) or not isinstance(blocks, SupportsIndex):
-        raise TypeError(f"partitions must be an int, got {blocks!r} of type {type(blocks).__name__}")
-    count = operator.index(blocks)
-    if count < 1:
-        raise ValueError(f"partitions must be at least 1, got {count}")
-    if count > layers:
-        raise ValueError(f"{layers} layers cannot fill {count} stages; use at most {layers}")
-    return count
