@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -13,18 +15,21 @@ from torch import Tensor, nn
 from microbatch import Batch, check, gather, scatter_views
 from streams import AbstractStream, new_stream
 
+from ._arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
+from ._arguments import Device, checked_checkpoint, checked_chunks, checked_devices, checked_flag, checked_sizes
 from ._autograd import tied
 from ._batchnorm import DeferredBatchNorm
+from ._layers import Held, expect_replacement, refuse
 from ._loss import LossEnd, LossFunction
-from ._split import BalanceError, Device, recommend_auto_balance, split_module
+from ._placement import expect_movable, expect_same_device, move, moving_denied, untouched_on_failure
+from ._split import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
 from ._stage import Stage
+from ._transforms import not_compiled, refuse_transforms
 from ._value import Arguments, mapped
 from ._workers import Workers
 from .pipeline import Pipeline
 from .schedule import Schedule
 from .skip import SkipLayout, inspect_skip_layout, verify_skippables
-
-CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 class GPipe(nn.Module):
@@ -53,11 +58,14 @@ class GPipe(nn.Module):
         partitions: an ``nn.ModuleList`` of ``nn.Sequential``: the same layers under the same names, by partition.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``.
+        TypeError: ``module`` is no ``nn.Sequential``, or does more than compute its layers in a row; an argument is of
+            another type.
         BalanceError: a ValueError; ``balance`` is missing or does not fit.
-        ValueError: ``chunks`` or ``checkpoint`` is not what it may be, a layer occurs twice, or partitions share
-            parameters.
+        ValueError: ``chunks`` or ``checkpoint`` is not what it may be, a layer occurs twice, partitions share
+            parameters, or a device is missing or cannot hold its partition.
         IndexError: there are fewer devices than partitions.
+
+    On any error ``module`` is as it was: no layer has moved.
 
     Source: GPipe (arXiv 1811.06965); torchgpipe (arXiv 2004.09910).
 
@@ -67,11 +75,12 @@ class GPipe(nn.Module):
     torch.Size([8, 2])
     """
 
-    balance: list[int]
-    devices: list[torch.device]
-    chunks: int
-    checkpoint: str
-    partitions: nn.ModuleList
+    _balance: list[int]
+    _devices: list[torch.device]
+    _chunks: int
+    _checkpoint: str
+    _partitions: nn.ModuleList
+    _deferred: bool
     _layout: SkipLayout
     _stages: list[Stage]
     _copy_streams: list[list[AbstractStream]]
@@ -88,24 +97,62 @@ class GPipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.chunks = _chunks(chunks)
-        self.checkpoint = _checkpoint(checkpoint)
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
         if balance is None:
             raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
-        balance = list(balance)
-        partitions, self.balance, self.devices = split_module(module, balance, _devices(devices, len(balance)))
+        expect_sequential(module)
+        sizes = checked_sizes(balance, len(module))
+        places: Sequence[Device] = checked_devices(devices, len(sizes))
         verify_skippables(module)
-        if deferred_batch_norm:
-            DeferredBatchNorm.convert_deferred_batch_norm(partitions, self.chunks)
+        with untouched_on_failure(module):
+            partitions, self.__dict__["_balance"], self.__dict__["_devices"] = split_module(module, sizes, places)
+            if self._deferred:
+                DeferredBatchNorm.convert_deferred_batch_norm(partitions, self.chunks)
         self.training = module.training
         # Registered are the layers themselves, so that every name is the wrapped module's, whatever the balance. In
         # _modules a layer may have the name of an attribute.
         for partition in partitions:
             self._modules.update(partition._modules)
         # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
-        self.__dict__["partitions"] = partitions
+        self.__dict__["_partitions"] = partitions
         self._prepare()
 
+    @property
+    def balance(self) -> list[int]:
+        """Layers of each partition."""
+        return list(self._balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return list(self._devices)
+
+    @property
+    def chunks(self) -> int:
+        """How many micro-batches a mini-batch is cut into; may be set."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self.__dict__["_chunks"] = checked_chunks(chunks)
+
+    @property
+    def checkpoint(self) -> str:
+        """Which micro-batches are checkpointed; may be set, for the runs that begin afterwards."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, mode: str) -> None:
+        self.__dict__["_checkpoint"] = checked_checkpoint(mode)
+
+    @property
+    def partitions(self) -> nn.ModuleList:
+        """The layers by partition: a view, in which a layer may be replaced."""
+        return self._partitions
+
+    @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute in a pipeline. Takes and gives what the wrapped module takes and gives.
 
@@ -116,9 +163,10 @@ class GPipe(nn.Module):
         Raises:
             TypeError, ValueError: ``input`` cannot be cut into micro-batches, or the output not be put together.
         """
+        refuse_transforms()
         inputs = args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
         check(inputs)
-        if not self.devices:
+        if not self._devices:
             return inputs
         pipeline = self._pipeline(inputs)
         pipeline.run()
@@ -150,6 +198,7 @@ class GPipe(nn.Module):
         return_outputs: Literal[True],
     ) -> tuple[Tensor, Any]: ...
 
+    @not_compiled
     def step(
         self,
         input: Any,  # noqa: A002
@@ -195,11 +244,12 @@ class GPipe(nn.Module):
         >>> pipe.step(torch.zeros(8, 4), torch.zeros(8, 2), loss_fn=nn.functional.mse_loss).requires_grad
         False
         """
-        _expect_training(self.devices)
+        refuse_transforms()
+        _expect_training(self._devices)
         check(input)
         pipeline = self._pipeline(input)
         microbatches = len(pipeline.batches)
-        targets = _targets(target, self._stages[-1].device, microbatches, self.chunks)
+        targets = _targets(target, self._stages[-1].device, microbatches, self._chunks)
         weights = _weights(pipeline.batches, reduction, normalizer)
         end = LossEnd(loss_fn, targets, weights, keep_outputs=return_outputs)
         pipeline.train(end, schedule)
@@ -220,35 +270,61 @@ class GPipe(nn.Module):
     def __getitem__(self, index: int | slice) -> nn.Module:
         return self._whole()[index]
 
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        """Put ``layer`` in the place of another one; it is moved to the device of its partition."""
+        self._modules[list(self._modules)[index]] = layer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of any module; a layer may be replaced, and what says how the layers are divided stays as it is."""
+        # As in _modules, a layer may have the name of an attribute.
+        modules = self.__dict__.get("_modules", {})
+        if isinstance(value, nn.Module) and name in modules:
+            modules[name] = value
+        elif name in _FIXED:
+            raise AttributeError(
+                f"{name} of a pipe cannot be set, because the layers are on their devices; make a new pipe of them: "
+                "GPipe(pipe[:], balance=..., devices=...)"
+            )
+        elif name in ("chunks", "checkpoint") and not isinstance(value, (nn.Module, nn.Parameter)):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def train(self, mode: bool = True) -> GPipe:
         super().train(mode)
-        for container in (self.partitions, *self.partitions):
+        for container in (self._partitions, *self._partitions):
             container.training = mode
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Change the dtype of parameters and buffers, as any module does; their device is the pipe's business."""
         if torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
-            raise _moving_denied("to()")
+            raise moving_denied("to()")
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Device | None = None) -> GPipe:
-        raise _moving_denied("cuda()")
+        raise moving_denied("cuda()")
 
     def cpu(self) -> GPipe:
-        raise _moving_denied("cpu()")
+        raise moving_denied("cpu()")
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> GPipe:
-        raise _moving_denied("to_empty()")
+        raise moving_denied("to_empty()")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPipe:
+        """What a module around the pipe calls when it is moved or changes its dtype. Only the latter is for a pipe."""
+        expect_same_device(fn, (*self.parameters(), *self.buffers()))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def extra_repr(self) -> str:
-        return f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+        return f"balance={self._balance}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
 
     def __repr__(self) -> str:
         """The tree of partitions, each with its device."""
         blocks = (
             f"  ({j}) on {device}: {_indented(repr(partition))}"
-            for j, (device, partition) in enumerate(zip(self.devices, self.partitions, strict=True))
+            for j, (device, partition) in enumerate(zip(self._devices, self._partitions, strict=True))
         )
         return "\n".join([f"GPipe({self.extra_repr()}", *blocks, ")"])
 
@@ -258,6 +334,8 @@ class GPipe(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # A shallow copy has containers of its own, which change with it.
+        self.__dict__["_partitions"] = nn.ModuleList(map(copy.copy, self._partitions))
         self._prepare()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -271,16 +349,13 @@ class GPipe(nn.Module):
 
     def _pipeline(self, inputs: Any) -> Pipeline:
         """The micro-batches of ``inputs`` at the entrance of the stages."""
-        for partition in self.partitions:
-            # Somebody may have put another layer in the place of one.
-            partition._modules.update({name: self._modules[name] for name in partition._modules})
         first = self._stages[0].device
         value = mapped(Batch(inputs), lambda tensor: tensor.to(first)).value
-        views, versions = scatter_views(value, self.chunks)
+        views, versions = scatter_views(value, self._chunks)
         return Pipeline(
             tied(value, views),
             self._stages,
-            self.devices,
+            self._devices,
             self._copy_streams,
             self._layout,
             self._checkpoint_stop(len(views)),
@@ -290,14 +365,49 @@ class GPipe(nn.Module):
 
     def _prepare(self) -> None:
         """What a pipe needs in the process it runs in."""
-        layout = inspect_skip_layout(list(self.partitions))
+        self._hold()
+        self._lay_out()
+        self.__dict__["_copy_streams"] = [[new_stream(device)] for device in self._devices]
+        self.__dict__["_workers"] = Workers.for_owner(self, self._devices)
+
+    def _hold(self) -> None:
+        """Let every change of the layers, here or in a partition, go through :meth:`_change`."""
+        change = weakref.WeakMethod(self._change)
+        partitions = self._partitions
+        for module in (self, *partitions):
+            module._modules = Held(module._modules, change)
+        partitions._modules = Held(partitions._modules, lambda: refuse)
+        for partition in partitions:
+            partition._parameters = Held(partition._parameters, lambda: refuse)
+            partition._buffers = Held(partition._buffers, lambda: refuse)
+
+    def _lay_out(self) -> None:
+        """What the engine sees of the layers; what it has learned about them is forgotten."""
+        layout = inspect_skip_layout(list(self._partitions))
         self.__dict__["_layout"] = layout
         self.__dict__["_stages"] = [
             Stage(j, partition, device, layout)
-            for j, (partition, device) in enumerate(zip(self.partitions, self.devices, strict=True))
+            for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True))
         ]
-        self.__dict__["_copy_streams"] = [[new_stream(device)] for device in self.devices]
-        self.__dict__["_workers"] = Workers.for_owner(self, self.devices)
+
+    def _change(self, name: str, layer: nn.Module | None) -> None:
+        """Put ``layer`` in the place of the one called ``name``, in the pipe and its partition."""
+        layer = expect_replacement(name, layer)
+        if layer is self._modules[name]:
+            return
+        j, partition = next((j, part) for j, part in enumerate(self._partitions) if name in part._modules)
+        layers: dict[str, Any] = {**self._modules, name: layer}
+        whole = nn.Sequential(OrderedDict(layers))
+        verify_module(whole, self._balance)
+        verify_skippables(whole)
+        expect_movable(layer, self._devices[j], j)
+        with untouched_on_failure(layer):
+            move(layer, self._devices[j])
+            if self._deferred:
+                layer = DeferredBatchNorm.convert_deferred_batch_norm(layer, self._chunks)
+        for module in (self, partition):
+            dict.__setitem__(module._modules, name, layer)
+        self._lay_out()
 
     def _whole(self) -> nn.Sequential:
         return nn.Sequential(OrderedDict(self.named_children()))
@@ -306,9 +416,10 @@ class GPipe(nn.Module):
         """The first micro-batch that is not checkpointed."""
         if not self.training:
             return 0
-        return {"always": microbatches, "except_last": microbatches - 1, "never": 0}[self.checkpoint]
+        return {"always": microbatches, "except_last": microbatches - 1, "never": 0}[self._checkpoint]
 
 
+_FIXED = ("balance", "devices", "partitions")
 _OF_THIS_PROCESS = ("_layout", "_stages", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
@@ -349,41 +460,6 @@ def _targets(target: Any, device: torch.device, microbatches: int, chunks: int) 
             "same number of rows"
         )
     return [batch.value for batch in targets]
-
-
-def _devices(devices: Iterable[Device] | None, partitions: int) -> list[Device]:
-    if devices is not None:
-        return [_device(device) for device in devices]
-    if torch.cuda.is_available():
-        return [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
-    return [torch.device("cpu")] * partitions
-
-
-def _device(device: Device) -> torch.device:
-    if isinstance(device, str) and device.split(":")[0] == "gpu":
-        raise ValueError(f"there is no device type 'gpu'; write {device.replace('gpu', 'cuda')!r} (got {device!r})")
-    return torch.device(device)
-
-
-def _chunks(chunks: int) -> int:
-    number = int(chunks)
-    if number <= 0:
-        raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
-    return number
-
-
-def _checkpoint(mode: str) -> str:
-    mode = str(mode)
-    if mode not in CHECKPOINT_MODES:
-        raise ValueError(f"checkpoint is not one of {', '.join(map(repr, CHECKPOINT_MODES))}: {mode!r}")
-    return mode
-
-
-def _moving_denied(method: str) -> TypeError:
-    return TypeError(
-        f"denied to move parameters and buffers by {method}, because GPipe manages device placement; "
-        "say devices=... when you make it"
-    )
 
 
 def _indented(text: str) -> str:

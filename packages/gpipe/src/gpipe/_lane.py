@@ -82,6 +82,7 @@ class Lane:
         self._departure.put_values(i, outputs)
 
     def recompute(self, i: int) -> None:
+        self.stage.expect_current()
         with At(i):
             self._cells[i].recompute()
 

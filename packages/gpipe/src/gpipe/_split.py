@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-Device = torch.device | int | str
+from ._arguments import Device, checked_sizes, parsed_device
+from ._container import expect_plain
+from ._layers import refuse_more
+from ._placement import expect_movable, move, untouched_on_failure
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Partition(nn.Sequential):
@@ -22,6 +27,23 @@ class Partition(nn.Sequential):
         for layer in others:
             value = layer(value)
         return value
+
+    # These number the layers from 0. Among the names of a pipe that would be those of other layers.
+    def append(self, module: nn.Module) -> Self:
+        refuse_more(self._modules)
+        return super().append(module)
+
+    def insert(self, index: int, module: nn.Module) -> Self:
+        refuse_more(self._modules)
+        return super().insert(index, module)
+
+    def __iadd__(self, other: Any) -> Self:
+        refuse_more(self._modules)
+        return super().__iadd__(other)
+
+    def __imul__(self, other: int) -> Self:
+        refuse_more(self._modules)
+        return super().__imul__(other)
 
 
 class BalanceError(ValueError):
@@ -67,15 +89,21 @@ def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -
         balance: layers of each partition. If given, layers of one partition may share parameters.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``.
+        TypeError: ``module`` is no ``nn.Sequential``, or one that computes or keeps more than its layers.
         ValueError: a layer occurs twice, or a parameter in two layers or, given a balance, in two partitions.
     """
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be nn.Sequential to be partitioned; got {type(module).__name__}")
+    expect_sequential(module)
     children = list(module._modules.items())
     _refuse_duplicate_layers(children)
     blocks = [[each] for each in children] if balance is None else list(_blocks(children, balance))
     _refuse_shared_parameters(blocks, "distinct children" if balance is None else "distinct partitions")
+
+
+def expect_sequential(module: object) -> None:
+    """Raise TypeError unless ``module`` is an ``nn.Sequential`` that does nothing but compute its layers in a row."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be nn.Sequential to be partitioned; got {type(module).__name__}")
+    expect_plain(module, known=(Partition,))
 
 
 def split_module(
@@ -94,10 +122,11 @@ def split_module(
     Raises:
         BalanceError: ``balance`` does not fit the number of layers, or is not made of positive integers.
         IndexError: there are fewer devices than partitions.
-        TypeError, ValueError: as :func:`verify_module`.
+        TypeError, ValueError: as :func:`verify_module`, or a device cannot hold its partition.
+
+    On any error no layer has moved.
     """
-    if not isinstance(module, nn.Sequential):
-        verify_module(module)
+    expect_sequential(module)
     balance = checked_balance(balance, len(module))
     verify_module(module, balance)
     if len(balance) > len(devices):
@@ -105,19 +134,33 @@ def split_module(
             f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {len(balance)}); a device "
             "may be given several times"
         )
-    places = [torch.device(device) for device in devices[: len(balance)]]
-    partitions = nn.ModuleList()
-    for block, device in zip(_blocks(list(module._modules.items()), balance), places, strict=True):
-        partition = Partition()
-        partition._modules.update(block)
-        partition.training = module.training
-        partitions.append(partition.to("cpu" if device.type == "cpu" else device))
+    places = [parsed_device(device, f"devices[{j}]") for j, device in enumerate(devices[: len(balance)])]
+    partitions = nn.ModuleList(
+        _partition(block, module.training) for block in _blocks(list(module._modules.items()), balance)
+    )
+    _move(module, partitions, places)
     return partitions, balance, places
+
+
+def _partition(block: Sequence[Named], training: bool) -> Partition:
+    partition = Partition()
+    partition._modules.update(block)
+    partition.training = training
+    return partition
+
+
+def _move(module: nn.Module, partitions: nn.ModuleList, places: Sequence[torch.device]) -> None:
+    """Move each partition to its place, after a look at all of them."""
+    for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
+        expect_movable(partition, place, j)
+    with untouched_on_failure(module):
+        for partition, place in zip(partitions, places, strict=True):
+            move(partition, place)
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
     """``balance`` as a list; :class:`BalanceError` unless it gives each of the ``layers`` to one partition."""
-    sizes = [operator.index(size) for size in balance]
+    sizes = checked_sizes(balance, layers)
     if sum(sizes) != layers:
         raise BalanceError(
             recommend_auto_balance(

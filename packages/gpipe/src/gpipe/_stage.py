@@ -31,6 +31,7 @@ class Stage:
         self._stashes = [route.key for route in layout.routes if route.source == index]
         self._changes_input: bool | None = None
         self._said_whole = False
+        self._layers_then = dict(module._modules)
         self._draws: dict[bool, bool] = {}
 
     def compute(self, inputs: Batch) -> Batch:
@@ -97,6 +98,17 @@ class Stage:
     def buffers(self) -> Buffers:
         """The buffers of the layers, and which of them a forward changes."""
         return Buffers(self.module)
+
+    def expect_current(self) -> None:
+        """Raise RuntimeError if a layer was replaced, so that a recomputation would compute something else."""
+        if self.module._modules != self._layers_then:
+            now = self.module._modules
+            names = [name for name, layer in self._layers_then.items() if now.get(name) is not layer]
+            raise RuntimeError(
+                f"layer {', '.join(map(repr, names))} was replaced between the forward and the backward of a "
+                "checkpointed run, whose recomputation would now compute something else; replace it after backward(), "
+                "or use checkpoint='never'"
+            )
 
     def say_whole(self) -> None:
         """Say, once, that the backward of this stage cannot be split."""

@@ -1,0 +1,166 @@
+"""Check what a pipe is made with: each argument by its name, before anything happens."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+Device = torch.device | int | str
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+
+
+def checked_chunks(chunks: Any) -> int:
+    """``chunks`` as an int; a float has to be a whole number."""
+    try:
+        number = int(chunks) if isinstance(chunks, float) and chunks.is_integer() else whole(chunks)
+    except TypeError:
+        raise TypeError(
+            f"chunks must be an int, the number of micro-batches of a mini-batch, as in chunks=8; got {chunks!r}"
+        ) from None
+    if number <= 0:
+        raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
+    if number >= 2**63:  # what torch.chunk takes
+        raise ValueError(f"chunks must be below 2**63; got {chunks}")
+    return number
+
+
+def checked_checkpoint(mode: Any) -> str:
+    """``mode`` as a str, one of :data:`CHECKPOINT_MODES`."""
+    name = str(mode)
+    if name not in CHECKPOINT_MODES:
+        raise ValueError(
+            f"checkpoint is not one of {', '.join(map(repr, CHECKPOINT_MODES))}: {name!r}{_meant(mode, name)}"
+        )
+    return name
+
+
+def _meant(mode: Any, name: str) -> str:
+    if isinstance(mode, bool):
+        return f"; instead of {mode} write checkpoint={'always' if mode else 'never'!r}"
+    return did_you_mean(name, CHECKPOINT_MODES)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message about ``name``, if one of ``names`` is like it."""
+    close = difflib.get_close_matches(name.strip().lower(), names, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def checked_flag(name: str, flag: Any) -> bool:
+    """``flag`` as a bool; text such as ``"no"``, which is true to Python, is refused."""
+    if isinstance(flag, int) and flag in (0, 1):
+        return bool(flag)
+    raise TypeError(f"{name} must be True or False; got {flag!r}")
+
+
+def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
+    """A device for each partition: the first of ``devices``, or where that is None all CUDA devices, else the CPU.
+
+    Raises:
+        TypeError: ``devices`` is no list, or one of them no device.
+        ValueError: torch does not see such a device.
+    """
+    if devices is not None:
+        example = f"devices={['cpu'] * max(1, partitions)!r}"
+        given = listed("devices", devices, "a list of devices, one for each partition", example, partitions)
+        return [parsed_device(device, f"devices[{j}]") for j, device in enumerate(given)]
+    if torch.cuda.is_available():
+        return [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
+    return [torch.device("cpu")] * partitions
+
+
+def listed(name: str, given: Any, what: str, example: str, most: int | None = None) -> list[Any]:
+    """``given`` as a list, of the first ``most`` entries; TypeError for what has none, or has them in no order."""
+    if isinstance(given, (str, bytes, set, frozenset, dict)) or not _is_iterable(given):
+        raise TypeError(f"{name} must be {what}, as in {example}; got {given!r}")
+    return list(islice(given, most))
+
+
+def _is_iterable(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return True
+
+
+def whole(number: Any) -> int:
+    """``number`` as an int; TypeError unless it is an integer. True and False are none here."""
+    if isinstance(number, bool):
+        raise TypeError(f"an integer is expected; got {number}")
+    return operator.index(number)
+
+
+def parsed_device(device: Any, name: str) -> torch.device:
+    """``device`` as a ``torch.device`` that torch can put something on.
+
+    Raises:
+        TypeError, ValueError: it is none, named as ``name``.
+    """
+    if isinstance(device, str) and device.split(":")[0] == "gpu":
+        raise ValueError(f"there is no device type 'gpu'; write {device.replace('gpu', 'cuda')!r} (got {device!r})")
+    return _expect_seen(_parsed(device, name), name)
+
+
+def _parsed(device: Any, name: str) -> torch.device:
+    if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
+        raise TypeError(f"{name} must be a torch.device, a number or a name such as 'cuda:0' or 'cpu'; got {device!r}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        # A number means a device of the accelerator, and on most machines without one, a missing GPU.
+        seen = f"torch sees {_cuda_devices()}" if isinstance(device, int) else _first_line(error)
+        raise ValueError(f"{name} is {device!r}, which is no device here: {seen}") from None
+
+
+def _expect_seen(device: torch.device, name: str) -> torch.device:
+    """``device``, unless torch cannot put anything on it."""
+    if device.type == "cuda":
+        _expect_cuda(device, name)
+    elif device.type not in ("cpu", "meta"):  # these can be had always
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, NotImplementedError, AssertionError, AttributeError, ImportError) as error:
+            raise ValueError(f"{name} is {str(device)!r}, which cannot be used here: {_first_line(error)}") from None
+    return device
+
+
+def _expect_cuda(device: torch.device, name: str) -> None:
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{name} is {str(device)!r}, but torch sees {_cuda_devices()}")
+
+
+def _cuda_devices() -> str:
+    count = torch.cuda.device_count()
+    build = "" if torch.version.cuda else f", because torch {torch.__version__} is built without CUDA"
+    return f"{count} CUDA device{'' if count == 1 else 's'}{build}; devices=['cpu', ...] runs on the CPU"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def checked_sizes(balance: Any, layers: int) -> list[int]:
+    """``balance`` as a list of int; TypeError if it is none. Whether they fit is not looked at."""
+    given = listed("balance", balance, "a list of the numbers of layers of each partition", _even(balance, layers))
+    for j, size in enumerate(given):
+        try:
+            given[j] = whole(size)
+        except TypeError:
+            raise TypeError(
+                f"balance[{j}] must be an int, the number of layers of partition {j}; got {size!r} (balance: {given})"
+            ) from None
+    return given
+
+
+def _even(partitions: Any, layers: int) -> str:
+    """An example of a balance: an even one, if ``partitions`` was meant as their number."""
+    count = partitions if isinstance(partitions, int) and 0 < partitions <= layers else min(2, max(1, layers))
+    sizes: Sequence[int] = [layers // count + (j < layers % count) for j in range(count)]
+    return f"balance={list(sizes)}"

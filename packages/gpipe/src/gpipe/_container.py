@@ -1,0 +1,77 @@
+"""What a sequential container may be, of which a pipe computes nothing but the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_forward_hooks": "forward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+    "_backward_hooks": "backward hooks",
+    "_state_dict_pre_hooks": "state-dict pre-hooks",
+    "_state_dict_hooks": "state-dict hooks",
+    "_load_state_dict_pre_hooks": "load-state-dict pre-hooks",
+    "_load_state_dict_post_hooks": "load-state-dict post-hooks",
+}
+
+# What a subclass may define although nn.Sequential has it: none says what is computed, kept or set in which mode.
+_HARMLESS = ("_get_name", "extra_repr", "dump_patches", "call_super_init")
+_SPECIAL = ("__call__", "__iter__", "__len__", "__getattr__", "__getattribute__")
+
+
+def expect_plain(module: nn.Sequential, known: tuple[type[nn.Module], ...] = ()) -> None:
+    """Raise TypeError unless ``module`` computes what its layers compute in a row, and keeps nothing but them.
+
+    A pipe takes the layers out of their container. What else it does would be lost: methods of a subclass, parameters
+    and buffers of its own, hooks.
+
+    Args:
+        known: subclasses that may be what they are.
+    """
+    problems = [*_methods(module, known), *_belongings(module)]
+    if problems:
+        raise TypeError(
+            "a pipe computes the layers of an nn.Sequential and nothing else, but this "
+            f"{type(module).__name__} {'; it '.join(problems)}; "
+            "let a layer do it, or a module around the pipe, or take the layers alone: "
+            "nn.Sequential(OrderedDict(model.named_children()))"
+        )
+
+
+def _methods(module: nn.Sequential, known: tuple[type[nn.Module], ...]) -> Iterator[str]:
+    """What classes define anew that nn.Sequential does not come from, and what the instance hides."""
+    for owner in type(module).__mro__:
+        if owner in nn.Sequential.__mro__ or owner in known:
+            continue
+        names = [name for name in vars(owner) if hasattr(nn.Sequential, name) and not _harmless(name)]
+        if names:
+            yield f"has {_listed(names)} of its own, by class {owner.__qualname__}"
+    own = [name for name in vars(module) if callable(getattr(nn.Sequential, name, None))]
+    if own:
+        yield f"has {_listed(own)} of its own, set on the instance"
+
+
+def _harmless(name: str) -> bool:
+    if name.startswith("__") and name.endswith("__"):
+        return name not in _SPECIAL
+    return name in _HARMLESS
+
+
+def _belongings(module: nn.Sequential) -> Iterator[str]:
+    """What the module owns beside its layers."""
+    for what, names in (("parameters", module._parameters), ("buffers", module._buffers)):
+        if names:
+            yield f"owns {what} {_listed(names)}"
+    empty = [name for name, layer in module._modules.items() if layer is None]
+    if empty:
+        yield f"has no layer under {_listed(empty)}, where it is None"
+    for attribute, what in _HOOKS.items():
+        if getattr(module, attribute, None):
+            yield f"has {what}, which can be registered on the pipe or on a layer instead"
+
+
+def _listed(names: object) -> str:
+    return ", ".join(map(repr, names))  # type: ignore[call-overload]

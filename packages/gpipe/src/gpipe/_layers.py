@@ -1,0 +1,106 @@
+"""The layers of a pipe are held twice, by the pipe and by its partitions. Here they change together, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Change = Callable[[str, Any], None]
+"""Puts a value under a name, in every place that holds it; None takes away what is there. May refuse."""
+
+_MISSING = object()
+
+
+class Held(dict[str, Any]):
+    """What a module registers, where every change is made by ``change()``.
+
+    All ways to change a module end here: attributes, ``add_module``, ``append``, ``del``, ``_modules[name] = ...``.
+
+    Args:
+        entries: what is there now.
+        change: a weak reference; once it is dead, this is a dict like any other.
+    """
+
+    def __init__(self, entries: dict[str, Any], change: Callable[[], Change | None]) -> None:
+        super().__init__(entries)
+        self._change = change
+
+    @property
+    def owned(self) -> bool:
+        return self._change() is not None
+
+    def put(self, name: str, value: Any) -> None:
+        """Change an entry without asking."""
+        super().__setitem__(name, value)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        change = self._change()
+        if change is not None and name not in self:
+            raise TypeError(f"{name!r} cannot be added to a pipe, which computes the layers that it was made of{ADD}")
+        (change or self.put)(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        change = self._change()
+        if change is not None and name in self:
+            change(name, None)
+        super().__delitem__(name)
+
+    def pop(self, name: str, default: Any = _MISSING) -> Any:
+        if name not in self and default is not _MISSING:
+            return default
+        value = self[name]
+        del self[name]
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    def clear(self) -> None:
+        for name in list(self):
+            del self[name]
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> Held:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies are plain dicts; whoever copies the owner holds them anew."""
+        return dict, (dict(self),)
+
+
+def refuse(name: str, _: object) -> None:
+    """A :data:`Change` that makes none: of what a partition has beside its layers, which nobody would train or save."""
+    raise TypeError(
+        f"{name!r} of the partitions of a pipe cannot be changed: they are a view of its layers; change a layer by "
+        f"pipe[index] = layer, register what it needs on the layer{NEW_PIPE}"
+    )
+
+
+def refuse_more(layers: dict[str, Any]) -> None:
+    """Raise TypeError if ``layers`` are those of a pipe, to which none can be added."""
+    if isinstance(layers, Held) and layers.owned:
+        raise TypeError(f"no layer can be added to a partition of a pipe; replace one by pipe[index] = layer{NEW_PIPE}")
+
+
+def expect_replacement(name: str, layer: object) -> nn.Module:
+    """``layer``, if it may be put in the place of the one called ``name``."""
+    if isinstance(layer, nn.Module):
+        return layer
+    given = "not taken away" if layer is None else f"got {type(layer).__name__}"
+    raise TypeError(f"layer {name!r} of a pipe can be replaced by another module only; {given}{NEW_PIPE}")
+
+
+NEW_PIPE = "; for other layers make a new pipe: GPipe(nn.Sequential(...), balance=...)"
+ADD = f"; put it into a layer, or into a module around the pipe{NEW_PIPE}"

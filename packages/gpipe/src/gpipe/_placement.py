@@ -1,0 +1,93 @@
+"""Put layers on their devices: all of them, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+
+def move(block: nn.Module, device: torch.device) -> None:
+    """Move all parameters and buffers below ``block``. To torch, the CPU has no number."""
+    block.to("cpu" if device.type == "cpu" else device)
+
+
+def expect_movable(block: nn.Module, device: torch.device, partition: int) -> None:
+    """Raise ValueError, naming the tensor, if ``block`` would lose its data on ``device``, or has none to move."""
+    for name, tensor in chain(block.named_parameters(), block.named_buffers()):
+        if tensor.is_meta != (device.type == "meta") and not is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} of partition {partition} is on {str(tensor.device)!r} and cannot go to {str(device)!r}: "
+                + (_NO_DATA if tensor.is_meta else _DATA_LOST)
+            )
+
+
+_DATA_LOST = "what is on 'meta' has no data; give a device that can hold it, such as 'cpu'"
+_NO_DATA = "there is no data to move; call model.to_empty(device='cpu') and initialise it first"
+
+
+@contextmanager
+def untouched_on_failure(root: nn.Module) -> Iterator[None]:
+    """If the block raises, everything below ``root`` is as before: modules, parameters, buffers, and their data."""
+    undo = [step for module in root.modules() for step in _undo(module)]
+    try:
+        yield
+    except BaseException:
+        for step in undo:
+            step()
+        raise
+
+
+def _undo(module: nn.Module) -> Iterator[Callable[[], None]]:
+    for own in (module._modules, module._parameters, module._buffers):
+        yield _refill(own)
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield _put_back(tensor)
+
+
+def _refill(own: dict[str, Any]) -> Callable[[], None]:
+    before = dict(own)
+
+    def refill() -> None:
+        # Those of a pipe inside ask the pipe before they change.
+        dict.clear(own)
+        dict.update(own, before)
+
+    return refill
+
+
+def _put_back(tensor: Tensor) -> Callable[[], None]:
+    # What a module moves keeps its identity and gets other data; so does its gradient.
+    data, gradient = tensor.data, tensor.grad if tensor.is_leaf else None
+    held = None if gradient is None else gradient.data
+
+    def put_back() -> None:
+        if tensor.device == data.device:
+            return
+        tensor.data = data
+        if gradient is not None and held is not None:
+            gradient.data = held
+            tensor.grad = gradient
+
+    return put_back
+
+
+def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
+    """Raise TypeError if ``fn``, which a module applies to all its ``tensors``, would move one to another device."""
+    for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
+        there = fn(torch.empty(0, dtype=dtype, device=device)).device
+        if there != device:
+            raise moving_denied(f"{str(device)!r} to {str(there)!r}, as part of another module")
+
+
+def moving_denied(how: str) -> TypeError:
+    return TypeError(
+        f"denied to move parameters and buffers by {how}, because GPipe manages device placement; say devices=... when "
+        "you make it, and move what is around it by itself, before or one by one"
+    )
