@@ -69,7 +69,7 @@ class Cell:
             self._left = [partial(self.backward, gradients)]
             return [None] * len(self.inputs)
         outputs, seeds = zip(*flowing, strict=True)
-        parts = self._backwards(backward_inputs, outputs, seeds, leaves)
+        parts = self._backwards(backward_inputs, outputs, seeds, leaves) if self._stage.may_split else None
         if parts is None:
             self._stage.say_whole()
             self._left = []
@@ -174,7 +174,8 @@ class CheckpointedCell(Cell):
         spare = cloned(inputs) if self._stage.may_change_input else None
         before = versions(inputs)
         with checkpointing(), self._stage.buffers.watched(self._circumstances.training) as self._snapshot:
-            outputs = cut(self._compute(inputs))
+            # Leaves of its own, because layers may leave hooks and flags on what they get, and will do so again.
+            outputs = cut(self._compute(cut(inputs)))
         self._circumstances.remember(self._snapshot)
         if versions(inputs) != before:
             self.inputs = _expect_spare(spare)

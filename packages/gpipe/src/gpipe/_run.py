@@ -100,6 +100,8 @@ class Run:
         """Forwards and backwards as ``walk`` says; the gradients of the inputs, by micro-batch and tensor."""
         for i, batch in enumerate(batches):
             self._wiring.entrance.values.put(i, batch)
+        for j in {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}:
+            self._lanes[j].stage.expect_split()
         try:
             self._walk(walk, self._context)
         finally:  # a refused recomputation promises that the next run knows who draws

@@ -13,6 +13,7 @@ from microbatch import Batch
 
 from ._checkpoint import Buffers
 from ._plain import expect_plain
+from ._tensor_hooks import TensorHooks
 from ._value import Arguments, SharedBatch, entered, marked, versions
 from .skip import SkipLayout
 from .skip._store import Key, routed
@@ -33,6 +34,7 @@ class Stage:
         self._said_whole = False
         self._layers_then = dict(module._modules)
         self._draws: dict[bool, bool] = {}
+        self._hooks: dict[bool, bool | None] = {}
 
     def compute(self, inputs: Batch) -> Batch:
         """What the layers make of ``inputs``; they may work in place on them, although these are leaves."""
@@ -67,6 +69,15 @@ class Stage:
         return (output, *[store.pop(key) for key in self._stashes]) if self._stashes else output
 
     def _layers(self, value: Any) -> Any:
+        training = self.module.training
+        if self._hooks.get(training, False) is not None:
+            return self._output(value)
+        with TensorHooks() as hooks:  # which takes time, and matters only to a split backward
+            output = self._output(value)
+        self._hooks[training] = hooks.seen
+        return output
+
+    def _output(self, value: Any) -> Any:
         output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
         expect_plain(output, self.index)
         return output
@@ -79,6 +90,15 @@ class Stage:
     def begin(self) -> None:
         """Forget what the last run has shown: layers may have been changed since."""
         self._changes_input = None
+
+    def expect_split(self) -> None:
+        """Let the next forward look for hooks, unless one has in this training mode."""
+        self._hooks.setdefault(self.module.training, None)
+
+    @property
+    def may_split(self) -> bool:
+        """Whether the backward may run in two parts: both would call the hooks of a tensor where they part."""
+        return not self._hooks[self.module.training]
 
     @property
     def may_draw(self) -> bool:

@@ -1,0 +1,31 @@
+"""See whether layers register hooks on tensors. Autograd does not tell which of its nodes have any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class TensorHooks(TorchFunctionMode):
+    """Inside, hooks that this thread registers on tensors are noticed.
+
+    Attributes:
+        seen: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.seen = self.seen or function is Tensor.register_hook
+        return function(*args, **(kwargs or {}))
