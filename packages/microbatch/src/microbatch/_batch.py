@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from ._check import is_tensors
+from ._tree import flatten, leaves_of, unflatten
 
 Tensors = tuple[Tensor, ...]
 TensorOrTensors = Tensor | Tensors
@@ -19,6 +19,9 @@ class Batch:
     The value stays what it is, a one-tuple a one-tuple and a dict a dict. Iteration, `len`, indexing and `.tensors` run
     over the tensors in it, in tree order; what is no tensor is only in `.value`. Nothing is copied, nothing is checked.
 
+    `.rows` is how many rows `scatter` put into this micro-batch: one number for each number of rows among the tensors
+    that it cut, so mostly one. `call` hands it on, and `gather` checks by it. It is empty where nobody knows.
+
     >>> import torch
     >>> Batch(torch.ones(2)).tensor
     tensor([1., 1.])
@@ -27,10 +30,11 @@ class Batch:
     (2, tensor([0., 0., 0.]))
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("rows", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, rows: tuple[int, ...] = ()) -> None:
         self.value = value
+        self.rows = rows
 
     @property
     def atomic(self) -> bool:
@@ -58,7 +62,7 @@ class Batch:
 
     def call(self, function: Function) -> "Batch":
         """`function(value)` in a new batch: one argument, as nn.Sequential passes it."""
-        return Batch(function(self.value))
+        return Batch(function(self.value), self.rows)
 
     def _tensors(self) -> Tensors:
         value = self.value
@@ -66,7 +70,7 @@ class Batch:
             return (value,)
         if is_tensors(value):
             return value  # type: ignore[no-any-return]
-        return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+        return tuple(leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
     def __len__(self) -> int:
         return len(self._tensors())
@@ -103,10 +107,10 @@ class Batch:
         if isinstance(self.value, Tensor):
             (self.value,) = tensors
             return
-        leaves, tree = pytree.tree_flatten(self.value)
+        leaves, tree = flatten(self.value)
         fresh = iter(tensors)
         leaves = [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.value = pytree.tree_unflatten(leaves, tree)
+        self.value = unflatten(leaves, tree)
 
     def _out_of_range(self, index: int) -> IndexError:
         return IndexError(f"batch[{index}] is out of range; this batch holds {len(self)} tensors")

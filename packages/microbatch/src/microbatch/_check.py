@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ._spec import rules
+from ._spec import cuts, unwrap
 
 
 def check(value: Any, spec: Any = None) -> None:
     """Do nothing if `value` can be a mini-batch: tensors, None, and trees of them.
 
-    Numbers, strings and other objects pass only where `spec` says `Replicate()`. Reads no data.
+    Numbers, strings and other objects pass only inside `Replicate(...)`, or where `spec` says so. Reads no data.
 
     Raises:
         TypeError: names the path of the first leaf that is neither, as in `input['mask'][1]`.
@@ -21,11 +21,11 @@ def check(value: Any, spec: Any = None) -> None:
     >>> check((torch.ones(2), 42))
     Traceback (most recent call last):
     TypeError: input[1] is of type int, which cannot be split; expected a tensor, None or a tree of them; \
-Replicate() in spec= hands it whole to every micro-batch
+Replicate() around it, or in the spec, hands it whole to every micro-batch
     """
     if spec is None and is_flat(value):
         return
-    rules(value, spec, "input")
+    cuts(*unwrap(value, spec))
 
 
 def is_flat(value: Any) -> bool:

@@ -4,75 +4,97 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.utils._pytree import TreeSpec
 
+from ._alike import aligned, expect_tensors, kind, same, unlike
 from ._batch import Batch
 from ._check import is_tensors
-from ._spec import Split, rules
-from ._tree import Place, children, describe
+from ._reduce import reduced
+from ._rows import expect_rows
+from ._rules import ROWS, Mean, Rule, Split, Sum
+from ._spec import rules
+from ._tree import Place, flatten, unflatten
 
 
 def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
     """The value that `scatter` would have cut into `batches`: rows concatenated, gradients flowing back into each.
 
-    A single micro-batch is returned as it is, not copied. Under `Replicate()` the leaves must be equal and the first is
-    returned; comparing tensors waits for their device, unless they are one object. None must be None everywhere.
+    A tensor of which the spec says nothing must follow the rows of its micro-batch, as far as `Batch.rows` knows them:
+    as many entries on dimension 0, or k times as many. Otherwise it is no tensor with a row for each sample, and the
+    spec has to say what it is. (Where sizes agree by chance nobody can tell.)
+
+    Args:
+        batches: the micro-batches, in order. A single one is returned as it is, not copied.
+        spec: how leaves are put together, as a tree of rules that is a prefix of the value. `Split(dim)`: concatenated
+            along `dim`, whatever the sizes. `Mean()`: averaged by rows. `Sum()`: added up. `Replicate()`: the leaves
+            must be equal, and the first is returned; comparing tensors waits for their device, unless they are one
+            object. None must be None everywhere.
 
     Raises:
         TypeError: something that is no Batch; a leaf that is neither tensor nor None and is not replicated.
         ValueError: no micro-batches; micro-batches that differ in structure, dtype, device, or shape beyond the rows; a
-            tensor without dimensions, such as a loss. Each names the path, as in `output['logits']`.
+            tensor that does not follow the rows, or has no dimensions, such as a loss. Each names the path, as in
+            `output['logits']`.
 
     >>> gather([Batch(torch.tensor([0, 1])), Batch(torch.tensor([2]))])
     tensor([0, 1, 2])
+    >>> gather([Batch(torch.tensor(1.0), rows=(2,)), Batch(torch.tensor(4.0), rows=(1,))], Mean())
+    tensor(2.)
     """
-    values = [batch.value if isinstance(batch, Batch) else _no_batch(batch, i) for i, batch in enumerate(batches)]
-    if not values:
+    batches = [batch if isinstance(batch, Batch) else _no_batch(batch, i) for i, batch in enumerate(batches)]
+    if not batches:
         raise ValueError("gather got no micro-batches; expected at least one")
+    values = [batch.value for batch in batches]
     first = values[0]
     if spec is None and isinstance(first, Tensor):
-        return _cat(values, 0, Place(first, 0, "output"))
+        return _cat(values, ROWS, batches, Place(first, 0, "output"))
     if spec is None and is_tensors(first) and all(is_tensors(value) and len(value) == len(first) for value in values):
-        return tuple(_cat(column, 0, Place(first, i, "output")) for i, column in enumerate(zip(*values, strict=True)))
-    return _gather_tree(values, spec)
+        columns = enumerate(zip(*values, strict=True))
+        return tuple([_cat(column, ROWS, batches, Place(first, i, "output")) for i, column in columns])
+    return _gather_tree(values, batches, spec)
 
 
 def _no_batch(batch: Any, i: int) -> Any:
     raise TypeError(f"micro-batch {i} is of type {type(batch).__name__}; expected a Batch, as scatter makes them")
 
 
-def _gather_tree(values: Sequence[Any], spec: Any) -> Any:
+def _gather_tree(values: Sequence[Any], batches: Sequence[Batch], spec: Any) -> Any:
     first = values[0]
     chosen = rules(first, spec, "output")
-    rows, trees = zip(*map(pytree.tree_flatten, values), strict=True)
-    for i, tree in enumerate(trees):
-        if tree != trees[0]:
-            raise ValueError(f"micro-batch {i} is unlike micro-batch 0: {_unlike(first, values[i])}")
+    leaves, tree = flatten(first)
+    rows = [leaves, *[_leaves_like(first, tree, value, i) for i, value in enumerate(values) if i]]
     columns = enumerate(zip(chosen, zip(*rows, strict=True), strict=True))
-    leaves = [_leaf(column, rule, Place(first, i, "output")) for i, (rule, column) in columns]
-    return pytree.tree_unflatten(leaves, trees[0])
+    return unflatten([_leaf(column, rule, batches, Place(first, i, "output")) for i, (rule, column) in columns], tree)
 
 
-def _leaf(parts: Sequence[Any], rule: object, place: Place) -> Any:
-    return _cat(parts, rule.dim, place) if isinstance(rule, Split) else _same(parts, place)
+def _leaves_like(first: Any, tree: TreeSpec, value: Any, i: int) -> list[Any]:
+    """The leaves of the value of micro-batch i, in the order of those of the first."""
+    leaves, its = flatten(value)
+    return (
+        leaves if its == tree else list(aligned(first, value, f"micro-batch {i} is unlike micro-batch 0: ", "output"))
+    )
 
 
-def _cat(parts: Sequence[Any], dim: int, place: Place) -> Tensor:
-    first = parts[0]
-    for i, part in enumerate(parts):
-        if not isinstance(part, Tensor):
-            raise TypeError(
-                f"{place} is a tensor in micro-batch 0 but of type {type(part).__name__} in micro-batch {i}"
-            )
-        # torch.cat would promote the one and skip the other without a word.
-        if part.dtype is not first.dtype or part.dim() != first.dim():
-            raise _unlike_parts(first, part, i, place)
+def _leaf(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: Place) -> Any:
+    if isinstance(rule, Split):
+        return _cat(parts, rule, batches, place)
+    if isinstance(rule, Mean | Sum):
+        return reduced(parts, rule, batches, place)
+    return same(parts, place)
+
+
+def _cat(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], place: Place) -> Tensor:
+    first, dim = parts[0], rule.dim
+    expect_tensors(parts, place)
     if not -first.dim() <= dim < first.dim():
         raise ValueError(
             f"{place} has shape {tuple(first.shape)} and no dimension {dim} to concatenate along; give it a row for "
-            "each sample, or compute it after gather, or Replicate() it by spec="
+            "each sample, or say in the spec what it is: Mean() or Sum() for one value of each micro-batch, "
+            "Replicate() if it is the same for all"
         )
+    if rule is ROWS:
+        expect_rows(parts, batches, place)
     return first if len(parts) == 1 else _concatenate(parts, dim, place)
 
 
@@ -83,9 +105,9 @@ def _concatenate(parts: Sequence[Tensor], dim: int, place: Place) -> Tensor:
         first = parts[0]
         for i, part in enumerate(parts):
             if _but_rows(part, dim) != _but_rows(first, dim):
-                raise _unlike_parts(first, part, i, place) from None
+                raise unlike(first, part, i, place) from None
         if first.is_quantized or type(first) is not Tensor:  # neither need know every operator
-            raise TypeError(f"{place} is {_kind(first)}, which torch cannot concatenate: {error}") from error
+            raise TypeError(f"{place} is {kind(first)}, which torch cannot concatenate: {error}") from error
         raise
 
 
@@ -93,49 +115,3 @@ def _but_rows(tensor: Tensor, dim: int) -> tuple[object, ...]:
     shape = list(tensor.shape)
     del shape[dim]
     return tensor.device, tensor.layout, shape
-
-
-def _unlike_parts(first: Tensor, part: Tensor, i: int, place: Place) -> ValueError:
-    return ValueError(
-        f"{place} is {_kind(first)} in micro-batch 0 but {_kind(part)} in micro-batch {i}; they may differ in rows only"
-    )
-
-
-def _kind(tensor: Tensor) -> str:
-    name = "" if type(tensor) is Tensor else type(tensor).__name__ + " "
-    return f"{name}{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-
-
-def _same(parts: Sequence[Any], place: Place) -> Any:
-    first = parts[0]
-    for i, part in enumerate(parts):
-        if not _equal(first, part):
-            raise ValueError(
-                f"{place} is not the same in micro-batch {i} as in micro-batch 0; what is not split must be"
-            )
-    return first
-
-
-def _equal(first: Any, other: Any) -> bool:
-    if first is other:
-        return True
-    if type(first) is not type(other):
-        return False
-    if isinstance(first, Tensor):
-        return first.dtype is other.dtype and first.device == other.device and torch.equal(first, other)
-    return bool(first == other)
-
-
-def _unlike(first: Any, other: Any, path: str = "output") -> str:
-    """The place where two trees part."""
-    ours, theirs = children(first), children(other)
-    if ours is None or theirs is None or [label for label, _ in ours] != [label for label, _ in theirs]:
-        return f"{path} is {_node(other, theirs)} instead of {_node(first, ours)}"
-    for (label, mine), (_, its) in zip(ours, theirs, strict=True):
-        if pytree.tree_structure(mine) != pytree.tree_structure(its):
-            return _unlike(mine, its, path + label)
-    return f"{path} is a {type(other).__name__} instead of a {type(first).__name__}"
-
-
-def _node(tree: Any, branches: list[tuple[str, Any]] | None) -> str:
-    return f"a {type(tree).__name__} with {describe(branches)}"

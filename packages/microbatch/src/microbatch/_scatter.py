@@ -1,23 +1,22 @@
 """Mini-batch to micro-batches."""
 
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from ._batch import Batch
 from ._check import is_tensors
-from ._spec import Split, rules
-from ._tree import Place
-from ._versions import Versions, counter
+from ._cut import Cut, copies, views
+from ._rules import ROWS, Rule, Split
+from ._sizes import Chunks, Deal, Sizes, dealer
+from ._spec import cuts, unwrap
+from ._tree import Place, flatten, leaves_of, unflatten
+from ._versions import Versions
 
-Cut = Callable[[Tensor, int, int], Sequence[Tensor]]
 
-
-def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
+def scatter(value: Any, chunks: Chunks, spec: Any = None) -> list[Batch]:
     """At most `chunks` micro-batches, which `gather` puts together again.
 
     Rows are dealt as `torch.chunk` deals them: 7 rows in 4 chunks are 2, 2, 2, 1, and 2 rows are 2 micro-batches; no
@@ -28,20 +27,26 @@ def scatter(value: Any, chunks: int, spec: Any = None) -> list[Batch]:
     single micro-batch is `value` itself, not copied. If `value` requires grad and is changed in place afterwards, its
     backward fails. `scatter_views` is the same without the copy.
 
-    `spec` says how leaves are split: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`.
+    Args:
+        value: a tensor, or a tree of them and of None. `Split(x, dim=1)` and `Replicate(x)` around a part say how it is
+            split; the micro-batches have it without them.
+        chunks: how many micro-batches at most; or the rows of each, as in `[3, 4]`.
+        spec: how leaves are split: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`.
 
     Raises:
         TypeError: a leaf that is neither tensor nor None and is not replicated; a sparse, nested or packed one.
-        ValueError: chunks < 1; nothing to split; a tensor without dimensions; different numbers of micro-batches; a
-            spec that does not fit. Each names the path, as in `input['mask'][1]`.
+        ValueError: chunks < 1, or sizes that are not those of the rows; nothing to split; a tensor without dimensions;
+            different numbers of micro-batches; a spec that does not fit. Each names the path, as in `input['mask'][1]`.
 
     >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]
+    >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), [3, 4])]
+    [[0, 1, 2], [3, 4, 5, 6]]
     """
-    return _scatter(value, chunks, spec, _copy)
+    return _scatter(value, chunks, spec, copies)
 
 
-def scatter_views(value: Any, chunks: int, spec: Any = None) -> tuple[list[Batch], Versions]:
+def scatter_views(value: Any, chunks: Chunks, spec: Any = None) -> tuple[list[Batch], Versions]:
     """`scatter` without the copy and outside of autograd, with the means to notice changes.
 
     The micro-batches share the memory of `value`, detached, and each has a version counter of its own. An in-place
@@ -55,103 +60,65 @@ def scatter_views(value: Any, chunks: int, spec: Any = None) -> tuple[list[Batch
     (tensor([1., 1., 0., 0.]), 1, 0, 1)
     """
     versions = Versions()
-
-    def view(tensor: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
-        if _is_one(tensor, chunks, dim):
-            return (tensor.detach(),)  # no siblings: it counts with its source
-        views = _own_versions(tensor.detach(), chunks, dim)
-        versions.add(tensor, views)
-        return views
-
-    return _scatter(value, chunks, spec, view), versions
+    return _scatter(value, chunks, spec, views(versions)), versions
 
 
-def _scatter(value: Any, chunks: int, spec: Any, cut: Cut) -> list[Batch]:
-    chunks = _count(chunks)
+def _scatter(value: Any, chunks: Chunks, spec: Any, cut: Cut) -> list[Batch]:
     if spec is None and isinstance(value, Tensor):
-        return [Batch(chunk) for chunk in _column(value, chunks, 0, cut, Place(value, 0, "input"))]
+        sizes, parts = _column(value, ROWS, dealer(chunks), cut, Place(value, 0, "input"))
+        return [Batch(part, (rows,)) for part, rows in zip(parts, sizes, strict=True)]
     if spec is None and value and is_tensors(value):
-        columns = [_column(tensor, chunks, 0, cut, Place(value, i, "input")) for i, tensor in enumerate(value)]
-        _expect_same_count(columns, value, chunks)
-        return [Batch(row) for row in zip(*columns, strict=True)]
-    return _scatter_tree(value, chunks, spec, cut)
+        return [Batch(*row) for row in _dealt(value, [ROWS] * len(value), value, chunks, cut)]
+    value, spec = unwrap(value, spec)
+    leaves, tree = flatten(value)
+    dealt = _dealt(leaves, cuts(value, spec), value, chunks, cut)
+    return [Batch(unflatten(row, tree), rows) for row, rows in dealt]
 
 
-def _scatter_tree(value: Any, chunks: int, spec: Any, cut: Cut) -> list[Batch]:
-    leaves, tree = pytree.tree_flatten(value)
-    columns: list[Sequence[Any] | None] = [
-        _column(leaf, chunks, rule.dim, cut, Place(value, i, "input")) if isinstance(rule, Split) else None
-        for i, (leaf, rule) in enumerate(zip(leaves, rules(value, spec, "input"), strict=True))
-    ]
-    count = _expect_same_count(columns, value, chunks)
-    whole = [[leaf] * count if column is None else column for leaf, column in zip(leaves, columns, strict=True)]
-    return [Batch(pytree.tree_unflatten(row, tree)) for row in zip(*whole, strict=True)]
+def _dealt(
+    leaves: Sequence[Any], rules: Sequence[Rule], value: Any, chunks: Chunks, cut: Cut
+) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
+    """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
+    deal = dealer(chunks)
+    columns = {
+        i: _column(leaf, rule, deal, cut, Place(value, i, "input"))
+        for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True))
+        if isinstance(rule, Split)
+    }
+    count = _expect_same_count({i: len(sizes) for i, (sizes, _) in columns.items()}, value, chunks)
+    whole = [columns[i][1] if i in columns else (leaf,) * count for i, leaf in enumerate(leaves)]
+    rows = dict.fromkeys(sizes for sizes, _ in columns.values())
+    return zip(zip(*whole, strict=True), zip(*rows, strict=True), strict=True)
 
 
-def _column(tensor: Tensor, chunks: int, dim: int, cut: Cut, place: Place) -> Sequence[Tensor]:
-    """One leaf of every micro-batch."""
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-        raise TypeError(f"{place} is {kind}, which cannot be cut; make it dense, or Replicate() it by spec=")
-    if not -tensor.dim() <= dim < tensor.dim():
+def _column(tensor: Tensor, rule: Split, deal: Deal, cut: Cut, place: Place) -> tuple[Sizes, Sequence[Tensor]]:
+    """One leaf of every micro-batch, and how many rows it has in each."""
+    _expect_divisible(tensor, rule.dim, place)
+    rows = tensor.size(rule.dim)
+    sizes = deal(rows)
+    if sum(sizes) != rows:
         raise ValueError(
-            f"{place} has shape {tuple(tensor.shape)} and no dimension {dim} to split; give it one, "
-            "or Replicate() it by spec="
+            f"chunks={list(sizes)} deals {sum(sizes)} rows, but {place} with shape {tuple(tensor.shape)} has {rows} "
+            f"along dimension {rule.dim}"
         )
     try:
-        return cut(tensor, chunks, dim)
+        return sizes, cut(tensor, sizes, rule.dim)
     except (TypeError, NotImplementedError) as error:  # a subclass of Tensor need not know every operator
         raise TypeError(f"{place} is of type {type(tensor).__name__}, which torch cannot cut: {error}") from error
 
 
-def _copy(tensor: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
-    if _is_one(tensor, chunks, dim):
-        return (tensor,)
-    if tensor.requires_grad:
-        return cast(Sequence[Tensor], _Copy.apply(tensor, chunks, dim))  # type: ignore[no-untyped-call]
-    return _own_versions(tensor.clone(), chunks, dim)
+def _expect_divisible(tensor: Tensor, dim: int, place: Place) -> None:
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        raise TypeError(f"{place} is {kind}, which cannot be cut; make it dense, or Replicate() it in the spec")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(
+            f"{place} has shape {tuple(tensor.shape)} and no dimension {dim} to split; give it one, "
+            "or Replicate() it in the spec"
+        )
 
 
-class _Copy(torch.autograd.Function):
-    """Differentiable, and notices in backward that its source was changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, chunks: int, dim: int) -> tuple[Tensor, ...]:
-        # Not save_for_backward: that would show the whole source to saved-tensor hooks, which may copy it elsewhere.
-        ctx.counter, ctx.version, ctx.dim = counter(tensor), tensor._version, dim
-        return tuple(_own_versions(tensor.clone(), chunks, dim))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.counter._version != ctx.version:
-            raise RuntimeError(
-                f"the source of scatter has been changed in place: it is at version {ctx.counter._version}, expected "
-                f"{ctx.version}; change it after the backward, or scatter a clone of it"
-            )
-        return torch.cat(grads, ctx.dim), None, None
-
-
-def _is_one(tensor: Tensor, chunks: int, dim: int) -> bool:
-    return chunks == 1 or tensor.size(dim) == 1
-
-
-def _own_versions(tensor: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
-    """`tensor.chunk` with a version counter for each chunk: what is unsafe is that autograd knows of no relation."""
-    return tensor.unsafe_chunk(chunks, dim)
-
-
-def _count(chunks: Any) -> int:
-    try:
-        count = operator.index(chunks)
-    except TypeError:
-        raise TypeError(f"chunks is {chunks!r}; expected an integer of at least 1") from None
-    if count < 1:
-        raise ValueError(f"chunks is {chunks!r}; expected at least 1")
-    return count
-
-
-def _expect_same_count(columns: Sequence[Sequence[Any] | None], value: Any, chunks: int) -> int:
-    counts = {i: len(column) for i, column in enumerate(columns) if column is not None}
+def _expect_same_count(counts: dict[int, int], value: Any, chunks: Chunks) -> int:
     if not counts:
         raise ValueError("input has no tensor to split; a mini-batch needs at least one, whose rows are its samples")
     first = next(iter(counts))
@@ -165,5 +132,5 @@ def _expect_same_count(columns: Sequence[Sequence[Any] | None], value: Any, chun
 
 
 def _story(value: Any, index: int, count: int) -> str:
-    shape = tuple(pytree.tree_leaves(value)[index].shape)
+    shape = tuple(leaves_of(value)[index].shape)
     return f"{count} micro-batches of {Place(value, index, 'input')} with shape {shape}"

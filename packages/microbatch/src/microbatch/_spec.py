@@ -1,35 +1,20 @@
 """How each leaf of a value is split."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ._tree import Place, children, describe
+from ._rules import ROWS, Mean, Replicate, Rule, Split, Sum, wraps
+from ._tree import Place, children, describe, flatten, leaves_of, unflatten
 
 
-@dataclass(frozen=True)
-class Split:
-    """The leaf is a tensor, and is cut along `dim`. Without a spec every tensor is cut along dimension 0."""
+class Leafwise(tuple[Rule, ...]):
+    """A spec that says one thing for each leaf, in tree order."""
 
-    dim: int = 0
-
-    def __post_init__(self) -> None:
-        if type(self.dim) is not int:
-            raise TypeError(f"dim of Split is {self.dim!r}; expected an integer, as in Split(1)")
-
-
-@dataclass(frozen=True)
-class Replicate:
-    """The leaf goes whole into every micro-batch. All of them share it, so nobody may change it in place."""
-
-
-Rule = Split | Replicate | None
-
-ROWS = Split(0)
+    __slots__ = ()
 
 
 def rules(tree: Any, spec: Any, root: str) -> list[Rule]:
@@ -38,9 +23,55 @@ def rules(tree: Any, spec: Any, root: str) -> list[Rule]:
     `spec` is a prefix of `tree`: a rule anywhere in it holds for everything below, and None means the default. `root`
     is what messages call the tree.
     """
-    leaves = pytree.tree_leaves(tree)
+    leaves = leaves_of(tree)
     asked = list(_broadcast(tree, spec, root))
     return [_settle(leaf, rule, Place(tree, i, root)) for i, (leaf, rule) in enumerate(zip(leaves, asked, strict=True))]
+
+
+def cuts(value: Any, spec: Any) -> list[Rule]:
+    """The rules by which an input is cut."""
+    found = rules(value, spec, "input")
+    for i, rule in enumerate(found):
+        if isinstance(rule, Mean | Sum):
+            raise TypeError(
+                f"the spec says {rule!r} for {Place(value, i, 'input')}, which puts outputs together; an input needs "
+                "Split(dim) or Replicate()"
+            )
+    return found
+
+
+def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
+    """`value` without `Split` and `Replicate` around its parts, and a spec that says the same.
+
+    Raises:
+        ValueError: the spec does not fit `value`, or says something else than what is around a part.
+
+    >>> unwrap({'x': 1, 'n': Replicate(2)})
+    ({'x': 1, 'n': 2}, (None, Replicate()))
+    """
+    if isinstance(value, Tensor):
+        return value, spec
+    leaves, tree = flatten(value)
+    if not any(wraps(leaf) for leaf in leaves):
+        return value, spec
+    asked = _broadcast(value, spec, "input")
+    told = [
+        _told(leaf, rule, Place(value, i, "input")) for i, (leaf, rule) in enumerate(zip(leaves, asked, strict=True))
+    ]
+    bare = unflatten([leaf.value if wraps(leaf) else leaf for leaf in leaves], tree)
+    return unwrap(bare, Leafwise(rule for rules in told for rule in rules))
+
+
+def _told(leaf: Any, rule: Rule, place: Place) -> list[Rule]:
+    """The rules of what is below a leaf, which may be a value with its own."""
+    if not wraps(leaf):
+        return [rule]
+    own = Split(leaf.dim) if isinstance(leaf, Split) else Replicate()
+    if rule not in (None, own):
+        raise ValueError(f"{place} is given as {own!r}, but the spec says {rule!r}; say it in one place")
+    if isinstance(own, Split):
+        _refuse_packed(leaf.value, str(place))
+    return [own] * len(leaves_of(leaf.value))
 
 
 def _settle(leaf: Any, rule: Rule, place: Place) -> Rule:
@@ -50,21 +81,29 @@ def _settle(leaf: Any, rule: Rule, place: Place) -> Rule:
         return None
     if isinstance(leaf, Tensor):
         return rule or ROWS
+    if isinstance(rule, Mean | Sum) and isinstance(leaf, int | float | complex):
+        return rule
     raise TypeError(
         f"{place} is of type {type(leaf).__name__}, which cannot be split; expected a tensor, None or a tree of them; "
-        "Replicate() in spec= hands it whole to every micro-batch"
+        "Replicate() around it, or in the spec, hands it whole to every micro-batch"
     )
 
 
 def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
-    if spec is None or isinstance(spec, Split | Replicate):
+    if isinstance(spec, Leafwise):
+        yield from spec
+        return
+    if spec is None or (isinstance(spec, Split | Replicate | Mean | Sum) and not wraps(spec)):
         if not isinstance(spec, Replicate):
             _refuse_packed(tree, path)
-        yield from [spec] * len(pytree.tree_leaves(tree))
+        yield from [spec] * len(leaves_of(tree))
         return
     wanted = children(spec)
     if wanted is None:
-        raise TypeError(f"spec for {path} is {spec!r}; expected Split(dim), Replicate(), None or a tree of them")
+        raise TypeError(
+            f"spec for {path} is {spec!r}; expected Split(dim), Replicate(), None or a tree of them (for an output "
+            "also Mean() or Sum())"
+        )
     found = children(tree)
     by_label = dict(wanted)
     if found is None or not (_is_same_dataclass(tree, spec) or by_label.keys() == {label for label, _ in found}):
@@ -83,11 +122,13 @@ def _is_same_dataclass(tree: Any, spec: Any) -> bool:
 
 def _refuse_packed(tree: Any, path: str) -> None:
     """Each row of a PackedSequence belongs to another sample than the next: to cut it is to shuffle."""
-    for i, leaf in enumerate(pytree.tree_leaves(tree, is_leaf=_is_packed)):
+    if isinstance(tree, Tensor):
+        return
+    for i, leaf in enumerate(leaves_of(tree, is_leaf=_is_packed)):
         if _is_packed(leaf):
             raise TypeError(
                 f"{Place(tree, i, path)} belongs to a PackedSequence, whose rows are no samples; pad it, "
-                "or Replicate() it by spec="
+                "or Replicate() it in the spec"
             )
 
 

@@ -1,9 +1,64 @@
-"""Pytrees, and the names of the places in them."""
+"""Pytrees, and the names of the places in them.
 
-from collections.abc import Iterator, Mapping
+Trees are torch's pytrees, and besides every dataclass and every mapping, registered or not.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
+from torch import Tensor
+
+from ._plain import branches, is_plain, opened
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a value, and what `unflatten` needs to put them together again.
+
+    Branches are those of tuples, lists, dicts, named tuples, of types registered with `torch.utils._pytree`, and of
+    every other dataclass (its fields) and mapping. None is a leaf.
+
+    >>> leaves, tree = flatten({'x': 1, 'y': (2, None)})
+    >>> leaves, unflatten([3, 4, 5], tree)
+    ([1, 2, None], {'x': 3, 'y': (4, 5)})
+    """
+    leaves, tree = pytree.tree_flatten(value)
+    return pytree.tree_flatten(opened(value)) if _holds_plain(leaves) else (leaves, tree)
+
+
+def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
+    """The value whose `flatten` is `(leaves, tree)`.
+
+    A dataclass that is not registered is made by its constructor; a mapping by that of its type, given a dict. What
+    they carry besides their fields or items does not come along.
+    """
+    return pytree.tree_unflatten(leaves, tree)
+
+
+def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """The leaves alone; what `is_leaf` takes for one is not opened."""
+    leaves = pytree.tree_leaves(value, is_leaf=is_leaf)
+    return pytree.tree_leaves(opened(value), is_leaf=is_leaf) if _holds_plain(leaves) else leaves
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same tree with `function` applied to each tensor; other leaves stay.
+
+    >>> import torch
+    >>> map_tensors(lambda t: t + 1, {'x': torch.zeros(2), 'n': 3})
+    {'x': tensor([1., 1.]), 'n': 3}
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    leaves, tree = flatten(value)
+    return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+
+
+def _holds_plain(leaves: list[Any]) -> bool:
+    for leaf in leaves:  # noqa: SIM110 — a loop costs half of any(...)
+        if not isinstance(leaf, Tensor) and is_plain(leaf):
+            return True
+    return False
 
 
 class Place(NamedTuple):
@@ -23,11 +78,11 @@ class Place(NamedTuple):
 
 def leaf_paths(tree: Any, path: str) -> Iterator[str]:
     """The path of each leaf, in tree order."""
-    branches = children(tree)
-    if branches is None:
+    found = children(tree)
+    if found is None:
         yield path
         return
-    for label, branch in branches:
+    for label, branch in found:
         yield from leaf_paths(branch, path + label)
 
 
@@ -38,9 +93,9 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
     [("['x']", 1), ("['y']", (2, 3))]
     """
     if pytree.tree_is_leaf(tree):
-        return None
-    branches, _ = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
-    return list(zip(_labels(tree, len(branches)), branches, strict=True))
+        return branches(tree) if is_plain(tree) else None
+    found = pytree.tree_leaves(tree, is_leaf=lambda node: node is not tree)
+    return list(zip(_labels(tree, len(found)), found, strict=True))
 
 
 def _labels(tree: Any, count: int) -> list[str]:

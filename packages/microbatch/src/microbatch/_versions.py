@@ -18,7 +18,11 @@ class Versions:
         self._ties: list[_Tie] = []
 
     def add(self, source: Tensor, chunks: Sequence[Tensor]) -> None:
-        """Watch `chunks`, which share the memory of `source`."""
+        """Watch `chunks`, which are new and share the memory of `source`.
+
+        All are kept as they are. So `source` is best a detached alias: it counts with its tensor, holds no graph, and
+        still counts when the tensor itself is dropped.
+        """
         if not source.is_inference():  # inference tensors count nothing: autograd never saves them
             self._ties.append(_Tie(source, chunks))
 
@@ -36,13 +40,9 @@ class _Tie:
     __slots__ = ("_chunks", "_seen", "_source")
 
     def __init__(self, source: Tensor, chunks: Sequence[Tensor]) -> None:
-        # A detached alias counts with its tensor, holds no graph, and still counts when the tensor itself is dropped.
-        self._source = source.detach()
-        self._chunks = [chunk.detach() for chunk in chunks]
-        self._look()
-
-    def _look(self) -> None:
-        self._seen = self._source._version, [chunk._version for chunk in self._chunks]
+        self._source = source
+        self._chunks = list(chunks)
+        self._seen = source._version, [0] * len(self._chunks)
 
     def sync(self) -> None:
         source, chunks = self._seen
@@ -51,9 +51,10 @@ class _Tie:
         if source_moved:
             increment_version(self._chunks)
         if chunks_moved:
+            self._chunks = [chunk.detach() for chunk in self._chunks]  # a change may have given them a graph
             increment_version(self._source)
         if source_moved or chunks_moved:
-            self._look()
+            self._seen = self._source._version, [chunk._version for chunk in self._chunks]
 
 
 def counter(tensor: Tensor) -> Tensor:

@@ -1,0 +1,20 @@
+"""Several arguments as one value."""
+
+from typing import Any, NamedTuple
+
+
+class Arguments(NamedTuple):
+    """What a model is called with, where that is not one positional argument: `model(*args, **kwargs)`.
+
+    A named tuple like any other: it is cut branch by branch, and `Arguments((None,), {'mask': Replicate()})` is a spec
+    for it.
+
+    >>> import torch
+    >>> from microbatch import scatter
+    >>> (a, b) = scatter(Arguments((torch.arange(4),), {'mask': torch.ones(4)}), 2)
+    >>> a.value.args, a.value.kwargs
+    ((tensor([0, 1]),), {'mask': tensor([1., 1.])})
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]

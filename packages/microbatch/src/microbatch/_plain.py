@@ -1,0 +1,77 @@
+"""Dataclasses and mappings that nobody registered with torch: they are trees all the same."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from ._rules import Mean, Replicate, Split, Sum
+
+
+class Shape(NamedTuple):
+    """What is left of such a value without its branches."""
+
+    type: type
+    names: tuple[Any, ...]
+
+
+class Opened:
+    """Such a value as torch's pytrees see it: flattened it is its branches, put together again what it was."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether what torch calls a leaf is a dataclass or a mapping."""
+    if isinstance(leaf, Tensor) or leaf is None:
+        return False
+    if is_dataclass(leaf):
+        return not isinstance(leaf, type | Split | Replicate | Mean | Sum)
+    return isinstance(leaf, Mapping)
+
+
+def branches(value: Any) -> list[tuple[str, Any]]:
+    """The fields of a dataclass in their order, or the items of a mapping in theirs, with their labels in a path."""
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", value[key]) for key in value]
+    return [(f".{field.name}", getattr(value, field.name)) for field in fields(value)]
+
+
+def opened(value: Any) -> Any:
+    """`value` with every such leaf opened, so that torch flattens it to the end."""
+    return pytree.tree_map(lambda leaf: Opened(leaf) if is_plain(leaf) else leaf, value)
+
+
+def _flatten(node: Opened) -> tuple[list[Any], Shape]:
+    value = node.value
+    names = tuple(value) if isinstance(value, Mapping) else tuple(field.name for field in fields(value))
+    return [opened(branch) for _, branch in branches(value)], Shape(type(value), names)
+
+
+def _unflatten(values: Any, shape: Shape) -> Any:
+    named = dict(zip(shape.names, values, strict=True))
+    kind: Any = shape.type
+    try:
+        return kind(named) if issubclass(kind, Mapping) else _dataclass(kind, named)
+    except Exception as error:
+        raise TypeError(
+            f"a {shape.type.__name__} cannot be made of its parts {', '.join(map(str, shape.names))}: {error}; "
+            "register it with torch.utils._pytree.register_pytree_node, which says how"
+        ) from error
+
+
+def _dataclass(kind: Any, named: dict[str, Any]) -> Any:
+    """By the constructor, so that what it derives is derived; other fields are set as they were."""
+    late = [field.name for field in fields(kind) if not field.init]
+    value = kind(**{name: each for name, each in named.items() if name not in late})
+    for name in late:
+        object.__setattr__(value, name, named[name])
+    return value
+
+
+pytree.register_pytree_node(Opened, _flatten, _unflatten)
