@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from microbatch import Batch, Replicate, Split, gather, scatter, scatter_views
+from microbatch import Batch, Replicate, Split, check, gather, scatter, scatter_views
 
 from .same import assert_same
 from .strategies import Problem, Sample, count, flat_problems, problems
@@ -258,9 +258,23 @@ class Opaque(Tensor):
         return NotImplemented
 
 
-def test_a_subclass_without_the_operators_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"input\['x'\] is of type Opaque, which torch cannot cut"):
-        scatter({"x": Opaque((4,))}, 2)
+class Unfinished(Opaque):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError("one day")
+
+
+@pytest.mark.parametrize("cut", [scatter, scatter_views])
+@pytest.mark.parametrize("kind", [Opaque, Unfinished])
+def test_a_subclass_without_the_operators_is_refused_by_name(cut: Any, kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"input\['x'\] is of type {kind.__name__}, which torch cannot cut: ."):
+        cut({"x": kind((4,))}, 2)
+
+
+@pytest.mark.parametrize("kind", [Opaque, Unfinished])
+def test_a_subclass_that_cannot_be_joined_is_refused_by_name(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^output is {kind.__name__} \(4,\) .*, which torch cannot concatenate: ."):
+        gather([Batch(kind((4,))), Batch(kind((4,)))])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -283,6 +297,20 @@ def test_packed_sequences_are_refused() -> None:
     with pytest.raises(TypeError, match=r"input\[1\]\.data belongs to a PackedSequence, .*; pad it"):
         scatter((torch.ones(2), packed), 2)
     assert scatter((torch.ones(2), packed), 2, (None, Replicate()))[1].value[1] is not None
+
+
+@pytest.mark.parametrize("cut", [scatter, scatter_views])
+@pytest.mark.parametrize("rule", [Split(), Split(0), Split(-1), Split(1)])
+def test_packed_sequences_are_refused_also_where_a_rule_says_to_split_them(cut: Any, rule: Split) -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    message = r"^input\[1\]\.data belongs to a PackedSequence"
+    for value, spec in [((torch.ones(2), packed), (None, rule)), ((torch.ones(2), Split(packed, dim=rule.dim)), None)]:
+        with pytest.raises(TypeError, match=message):
+            cut(value, 2, spec)
+        with pytest.raises(TypeError, match=message):
+            check(value, spec)
+    with pytest.raises(TypeError, match=message.replace("input", "output")):
+        gather([Batch((torch.ones(2), packed))] * 2, (None, rule))
 
 
 @pytest.mark.parametrize("value", [(), [], {}, None, (None,), {"x": []}])

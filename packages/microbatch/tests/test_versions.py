@@ -1,3 +1,4 @@
+import weakref
 from typing import Any
 
 import pytest
@@ -107,6 +108,30 @@ def test_a_source_with_a_graph_is_not_kept_alive() -> None:
     batches[0].tensor.add_(1)
     versions.sync()
     assert source._version == 1
+
+
+def test_a_source_and_its_graph_may_go_before_the_versions() -> None:
+    saved = torch.ones(4)
+    pointer = saved.untyped_storage()._weak_ref()
+    source = torch.ones(4, requires_grad=True) * saved
+    gone = weakref.ref(source)
+    batches, versions = scatter_views(source, 2)
+    versions.sync()
+    del source, saved
+    assert gone() is None
+    assert torch.UntypedStorage._expired(pointer)
+    batches[0].tensor.add_(1)
+    versions.sync()
+
+
+def test_a_graph_that_a_micro_batch_got_in_place_may_go_after_sync() -> None:
+    batches, versions = scatter_views(torch.ones(4), 2)
+    saved = torch.ones(2)
+    pointer = saved.untyped_storage()._weak_ref()
+    batches[0].tensor.mul_(torch.ones(2, requires_grad=True)).mul_(saved)
+    versions.sync()
+    del batches, saved
+    assert torch.UntypedStorage._expired(pointer)
 
 
 def test_tensors_of_inference_mode_count_nothing() -> None:

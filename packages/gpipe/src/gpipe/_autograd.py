@@ -12,51 +12,64 @@ tensor to the node that waits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from microbatch import Batch
-
-from ._value import mapped
+from microbatch import Batch, Split, flatten, map_tensors, rules
 
 
-def tied(value: Any, views: Sequence[Batch]) -> list[Batch]:
+def tied(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch]:
     """``views``, which :func:`microbatch.scatter_views` made of ``value``, as results of it in the caller's graph."""
     wholes = list(Batch(value))
-    columns = zip(*views, strict=True)
+    if not any(whole.requires_grad for whole in wholes):
+        return list(views)
     tied = [
-        Deal.apply(whole, *column) if whole.requires_grad else column  # type: ignore[no-untyped-call]
-        for whole, column in zip(wholes, columns, strict=True)
+        Deal.apply(dim, whole, *column) if whole.requires_grad else column  # type: ignore[no-untyped-call]
+        for dim, whole, column in zip(_dims(value, spec), wholes, zip(*views, strict=True), strict=True)
     ]
     return [_with(batch, row) for batch, row in zip(views, zip(*tied, strict=True), strict=True)]
 
 
+def _dims(value: Any, spec: Any) -> list[int | None]:
+    """The dimension along which each tensor of ``value`` was cut; None of one that went whole into each micro-batch."""
+    return [
+        rule.dim if isinstance(rule, Split) else None
+        for leaf, rule in zip(flatten(value)[0], rules(value, spec), strict=True)
+        if isinstance(leaf, Tensor)
+    ]
+
+
 def _with(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
     fresh = iter(tensors)
-    return mapped(batch, lambda _: next(fresh))
+    return Batch(map_tensors(lambda _: next(fresh), batch.value), batch.rows)
 
 
 class Deal(torch.autograd.Function):
-    """From a tensor to micro-batches that share its memory, each with its own version counter."""
+    """From a tensor to micro-batches that share its memory, each with its own version counter if it was cut."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, *views: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, dim: int | None, whole: Tensor, *views: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.dim = dim
         ctx.views = [(view.shape, view.dtype, view.device) for view in views]
         return tuple([view.detach() for view in views])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if not any(gradient is not None for gradient in gradients):
-            return (None,) * (1 + len(gradients))
+            return (None,) * (2 + len(gradients))
+        rest = [None] * len(gradients)
+        if ctx.dim is None:
+            return None, functools.reduce(torch.add, [each for each in gradients if each is not None]), *rest
         parts = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(gradients, ctx.views, strict=True)
         ]
-        return torch.cat(parts), *([None] * len(parts))
+        return None, torch.cat(parts, ctx.dim), *rest
 
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]

@@ -12,8 +12,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, check, gather, scatter_views
-from streams import AbstractStream, new_stream
+from microbatch import Batch, check, gather, scatter_views, unwrap
+from streams import AbstractStream, add_note, new_stream
 
 from ._arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from ._arguments import Device, checked_checkpoint, checked_chunks, checked_devices, checked_flag, checked_sizes
@@ -49,6 +49,11 @@ class GPipe(nn.Module):
             ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. Evaluation checkpoints nothing.
         deferred_batch_norm: let batch norm update its running statistics once a mini-batch, to those of the whole of it
             (:class:`DeferredBatchNorm`).
+        in_spec: how the input is cut, where its rows are not on dimension 0: :class:`microbatch.Split`,
+            :class:`microbatch.Replicate`, or a tree of them that is a prefix of the input. ``Replicate(mask)`` around
+            an argument says the same for one call.
+        out_spec: how the outputs of micro-batches are put together: the same, and for what is one value for each
+            micro-batch, such as a loss, :class:`microbatch.Mean` (by rows) or :class:`microbatch.Sum`.
 
     Attributes:
         balance: layers of each partition, a list of int.
@@ -95,8 +100,12 @@ class GPipe(nn.Module):
         chunks: int = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
+        in_spec: Any = None,
+        out_spec: Any = None,
     ) -> None:
         super().__init__()
+        self.in_spec = in_spec
+        self.out_spec = out_spec
         self.chunks = chunks
         self.checkpoint = checkpoint
         self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
@@ -158,19 +167,22 @@ class GPipe(nn.Module):
 
         Args:
             args, kwargs: for the first layer. Tensors, or trees of tensors, with rows that can be dealt out alike; on
-                the first device (moved there if they are not). The output is on the last.
+                the first device (moved there if they are not). The output is on the last. ``Replicate(...)`` around
+                one, or ``in_spec``, hands it whole to every micro-batch.
 
         Raises:
             TypeError, ValueError: ``input`` cannot be cut into micro-batches, or the output not be put together.
         """
         refuse_transforms()
         inputs = args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
-        check(inputs)
+        inputs, spec = unwrap(inputs, self.in_spec)
+        check(inputs, spec)
         if not self._devices:
             return inputs
-        pipeline = self._pipeline(inputs)
+        pipeline = self._pipeline(inputs, spec)
+        rows = [batch.rows for batch in pipeline.batches]
         pipeline.run()
-        return gather(pipeline.batches)
+        return _gathered(pipeline.batches, rows, self.out_spec)
 
     @overload
     def step(
@@ -218,6 +230,7 @@ class GPipe(nn.Module):
         Args:
             input: what :meth:`forward` takes as its only argument; :class:`Arguments` stands for several.
             target: tensors, or a tree of them, cut like ``input``; on the last device (moved there if they are not).
+                ``Split(y, dim=1)`` and ``Replicate(y)`` around a part say how it is cut.
             loss_fn: called with the output and the target of each micro-batch. Returns a scalar, or ``(sum, count)``.
             schedule: ``"1f1b"``, ``"fill_drain"``, ``"interleaved"``, ``"zero_bubble"``, or a
                 :class:`gpipe.schedule.Schedule` of your own.
@@ -246,15 +259,21 @@ class GPipe(nn.Module):
         """
         refuse_transforms()
         _expect_training(self._devices)
-        check(input)
-        pipeline = self._pipeline(input)
+        inputs, spec = unwrap(input, self.in_spec)
+        check(inputs, spec)
+        pipeline = self._pipeline(inputs, spec)
         microbatches = len(pipeline.batches)
         targets = _targets(target, self._stages[-1].device, microbatches, self._chunks)
         weights = _weights(pipeline.batches, reduction, normalizer)
         end = LossEnd(loss_fn, targets, weights, keep_outputs=return_outputs)
         pipeline.train(end, schedule)
         if return_outputs:
-            return end.loss, gather([end.outputs[i] for i in range(microbatches)])
+            outputs = [end.outputs[i] for i in range(microbatches)]
+            try:
+                return end.loss, _gathered(outputs, [batch.rows for batch in pipeline.batches], self.out_spec)
+            except (TypeError, ValueError) as error:
+                add_note(error, "the step itself is complete: its gradients are in .grad")
+                raise
         return end.loss
 
     def close(self) -> None:
@@ -347,13 +366,13 @@ class GPipe(nn.Module):
                 state_dict[prefix + name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _pipeline(self, inputs: Any) -> Pipeline:
+    def _pipeline(self, inputs: Any, spec: Any) -> Pipeline:
         """The micro-batches of ``inputs`` at the entrance of the stages."""
         first = self._stages[0].device
         value = mapped(Batch(inputs), lambda tensor: tensor.to(first)).value
-        views, versions = scatter_views(value, self._chunks)
+        views, versions = scatter_views(value, self._chunks, spec)
         return Pipeline(
-            tied(value, views),
+            tied(value, views, spec),
             self._stages,
             self._devices,
             self._copy_streams,
@@ -443,17 +462,23 @@ def _weights(batches: list[Batch], reduction: str, normalizer: float | Tensor | 
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
     if normalizer is not None:
         raise ValueError("normalizer goes with reduction='sum'; a mean divides by the rows already")
-    rows = [batch[0].shape[0] for batch in batches]
+    rows = [batch.rows[0] for batch in batches]
     return [row / max(1, sum(rows)) for row in rows]
+
+
+def _gathered(outputs: Sequence[Batch], rows: Sequence[tuple[int, ...]], spec: Any) -> Any:
+    """The output of the mini-batch, given those of its micro-batches and how many rows went into each."""
+    return gather([Batch(batch.value, each) for batch, each in zip(outputs, rows, strict=True)], spec)
 
 
 def _targets(target: Any, device: torch.device, microbatches: int, chunks: int) -> list[Any]:
     """The target of each micro-batch, on ``device``."""
     if target is None:
         return [None] * microbatches
-    check(target)
-    there = mapped(Batch(target), lambda tensor: tensor.detach().to(device))
-    targets, _ = scatter_views(there.value, chunks)
+    value, spec = unwrap(target)
+    check(value, spec)
+    there = mapped(Batch(value), lambda tensor: tensor.detach().to(device))
+    targets, _ = scatter_views(there.value, chunks, spec)
     if len(targets) != microbatches:
         raise ValueError(
             f"target gives {len(targets)} micro-batches, the input {microbatches} (chunks: {chunks}); both need the "

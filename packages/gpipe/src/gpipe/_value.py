@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
-from microbatch import Batch
-
-
-class Arguments(NamedTuple):
-    """What the first layer is called with, where that is not one positional argument."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+from microbatch import Arguments as Arguments
+from microbatch import Batch, map_tensors
 
 
 class SharedBatch(Batch):
@@ -30,9 +23,7 @@ class SharedBatch(Batch):
 
 def mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """The same structure with ``function`` applied to every tensor."""
-    if batch.atomic:
-        return type(batch)(function(batch.value))
-    return type(batch)(_pytree.tree_map_only(Tensor, function, batch.value))
+    return type(batch)(map_tensors(function, batch.value))
 
 
 def marked(outputs: Batch, inputs: Batch) -> Batch:

@@ -23,7 +23,8 @@ def aligned(first: Any, other: Any, where: str, path: str) -> Iterator[Any]:
     if ours is None or theirs is None or not _same_labels(first, ours, theirs):
         raise ValueError(f"{where}{path} is {_node(other, theirs)} instead of {_node(first, ours)}")
     if not _same_node(first, other):
-        raise ValueError(f"{where}{path} is a {type(other).__name__} instead of a {type(first).__name__}")
+        how = " with other constants" if type(first) is type(other) else f" instead of a {type(first).__name__}"
+        raise ValueError(f"{where}{path} is a {type(other).__name__}{how}")
     by_label = dict(theirs)
     for label, branch in ours:
         yield from aligned(branch, by_label[label], where, path + label)
@@ -89,6 +90,8 @@ def _equal(first: Any, other: Any) -> bool:
         return False
     if isinstance(first, Tensor):
         return first.dtype is other.dtype and first.device == other.device and _equal_tensors(first, other)
+    if getattr(first, "shape", ()) != getattr(other, "shape", ()):
+        return False  # arrays that cannot be compared
     found = (first == other) | ((first != first) & (other != other))
     return bool(found.all() if hasattr(found, "all") else found)
 

@@ -52,11 +52,15 @@ def _other_dimension(parts: Sequence[Tensor], rows: Sequence[int]) -> int | None
 
 
 def _message(parts: Sequence[Tensor], columns: Sequence[Sequence[int]], place: Place) -> str:
-    shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-    found = [dim for rows in columns if (dim := _other_dimension(parts, rows)) is not None]
-    advice = f"Split({found[0]})" if found else "Mean() or Sum() for one value of each micro-batch, Split(dim)"
+    shapes = ", ".join(dict.fromkeys(str(tuple(part.shape)) for part in parts))
+    facts = f"the micro-batches have {' or '.join(str(list(rows)) for rows in columns)}, its shapes are {shapes}"
+    for rows in columns:
+        if (dim := _other_dimension(parts, rows)) is not None:
+            return (
+                f"{place} has its rows on dimension {dim}, not 0: {facts}; say Split({dim}) of it in the spec, or "
+                "Split(0) to concatenate it along dimension 0 all the same"
+            )
     return (
-        f"{place} does not follow the rows: they are {' or '.join(str(list(rows)) for rows in columns)} in the "
-        f"micro-batches, its shapes {shapes}; say in the spec what it is: {advice}, Replicate() if it is the same for "
-        "all, or Split(0) to concatenate it all the same"
+        f"{place} does not follow the rows: {facts}; say in the spec what it is: Mean() or Sum() for one value of each "
+        "micro-batch, Replicate() if it is the same for all, Split(dim), or Split(0) to concatenate it all the same"
     )

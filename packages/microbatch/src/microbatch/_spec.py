@@ -17,11 +17,17 @@ class Leafwise(tuple[Rule, ...]):
     __slots__ = ()
 
 
-def rules(tree: Any, spec: Any, root: str) -> list[Rule]:
-    """One rule for each leaf of `tree`: None where a None passes by itself.
+def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
+    """One rule for each leaf of `tree`, in the order of `flatten`: None where a None passes by itself.
 
-    `spec` is a prefix of `tree`: a rule anywhere in it holds for everything below, and None means the default. `root`
-    is what messages call the tree.
+    Args:
+        tree: a value without rules around its parts; see `unwrap`.
+        spec: a prefix of `tree`: a rule anywhere in it holds for everything below, and None means the default.
+        root: what messages call the tree.
+
+    >>> import torch
+    >>> rules({'x': torch.ones(2), 'n': 3, 'none': None}, {'x': None, 'n': Replicate(), 'none': None})
+    [Split(0), Replicate(), None]
     """
     leaves = leaves_of(tree)
     asked = list(_broadcast(tree, spec, root))

@@ -1,0 +1,269 @@
+"""Inputs and outputs whose rows are not on dimension 0: said by in_spec and out_spec, refused otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+import microbatch
+from gpipe import GPipe, inline
+from microbatch import Arguments, Mean, Replicate, Split, Sum
+
+from .layers import DOUBLE, Call, assert_same, linears, piped, rows
+from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.timeout(60)
+
+MODES = ("never", "except_last", "always")
+SCHEDULES = ("1f1b", "fill_drain", "zero_bubble")
+
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_way = pytest.mark.parametrize("way", [contextlib.nullcontext, inline], ids=["threaded", "inline"])
+
+# What a last layer makes of (n, 3), and what out_spec says of it. Means are over the rows.
+OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
+    "rows": (lambda x: x, None),
+    "two tokens a row": (lambda x: x.sum(1).repeat_interleave(2, 0), None),
+    "transposed": (lambda x: x.T, Split(1)),
+    "transposed, from the end": (lambda x: x.T, Split(-1)),
+    "(2, n, 3), as h_n of an LSTM": (lambda x: torch.stack([x, x * 2]), Split(1)),
+    "mean": (lambda x: x.square().mean(), Mean()),
+    "mean of shape (1,)": (lambda x: x.square().mean(0)[:1], Mean()),
+    "sum": (lambda x: x.square().sum(), Sum()),
+    "sum of matrices": (lambda x: x.T @ x, Sum()),
+    "some of the rows": (lambda x: x[x[:, 0] > 0], Split(0)),
+    "the same for all": (lambda x: x.new_ones(5), Replicate()),
+    "a number": (lambda x: 3, Replicate()),
+    "a count": (lambda x: x.shape[0], Sum()),
+}
+
+
+@st.composite
+def outputs(draw: st.DrawFn) -> tuple[Callable[[Tensor], Any], Any]:
+    """A last layer with several outputs in one container, and its out_spec."""
+    names = draw(st.lists(st.sampled_from(sorted(OUTPUTS)), min_size=1, max_size=4, unique=True))
+    functions = {name: OUTPUTS[name][0] for name in names}
+    spec = {name: OUTPUTS[name][1] for name in reversed(names)}
+    if len(names) == 1:
+        return functions[names[0]], spec[names[0]]
+    if draw(st.booleans()):
+        return lambda x: tuple(f(x) for f in functions.values()), tuple(spec[name] for name in names)
+    return lambda x: {name: f(x) for name, f in functions.items()}, spec
+
+
+def total(value: Any) -> Tensor:
+    """A scalar of everything that requires grad, in which no two entries count the same."""
+    found = [tensor for tensor in microbatch.Batch(value) if tensor.requires_grad]
+    return sum(
+        ((t * torch.arange(1.0, t.numel() + 1, dtype=t.dtype).view(t.shape)).sum() for t in found), torch.zeros(())
+    )
+
+
+class TestForward:
+    @each_way
+    @given(st.data())
+    def test_every_output_with_its_spec_is_that_of_the_plain_model(self, way: Any, data: st.DataObject) -> None:
+        last, spec = data.draw(outputs())
+        model = nn.Sequential(*linears(2), Call(last))
+        mode, chunks = data.draw(st.sampled_from(MODES)), data.draw(st.integers(1, 4))
+        pipe = piped(model, [1, 2], chunks=chunks, checkpoint=mode, out_spec=spec)
+        x = rows(data.draw(st.integers(1, 9)))
+        with way():
+            found, expected = pipe(x), model(x)
+            torch.testing.assert_close(found, expected)
+            if total(expected).requires_grad:
+                total(found).backward()
+                total(expected).backward()
+                assert_same(pipe, model)
+
+    @each_mode
+    @each_way
+    @pytest.mark.parametrize("dim", [1, -2])
+    def test_an_input_with_its_rows_elsewhere(self, mode: str, way: Any, dim: int) -> None:
+        model = linears()
+        pipe = piped(model, [1, 2], chunks=4, checkpoint=mode, in_spec=Split(dim), out_spec=Split(dim))
+        x, y = (
+            torch.randn(2, 7, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(3)).requires_grad_()
+            for _ in "xy"
+        )
+        with way():
+            found = pipe(x)
+            torch.testing.assert_close(found, model(y))
+            total(found).backward()
+        total(model(y)).backward()
+        assert_same(pipe, model)
+        torch.testing.assert_close(x.grad, y.grad)
+
+    @each_mode
+    @each_way
+    def test_a_recurrent_layer(self, mode: str, way: Any) -> None:
+        lstm = nn.LSTM(3, 4, num_layers=2, dtype=DOUBLE)  # sequence first, then samples
+        model = nn.Sequential(linears(1)[0], lstm, Call(lambda found: {"y": found[0], "h": found[1][0]}))
+        pipe = piped(model, [1, 2], chunks=2, checkpoint=mode, in_spec=Split(1), out_spec=Split(1))
+        x = torch.randn(5, 7, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(3))
+        with way():
+            found, expected = pipe(x), model(x)
+            torch.testing.assert_close(found, expected)
+            total(found).backward()
+        total(expected).backward()
+        assert_same(pipe, model)
+
+
+def masked(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+    return x * mask * scale
+
+
+class Masked(nn.Module):
+    """A first layer of several arguments."""
+
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+        return masked(x, mask, scale)
+
+
+class TestArguments:
+    def test_they_are_those_of_microbatch(self) -> None:
+        assert gpipe._value.Arguments is Arguments
+
+    @each_mode
+    @each_way
+    @pytest.mark.parametrize("said", ["by the spec", "around the argument"])
+    def test_a_mask_for_all_gets_the_sum_of_its_gradients(self, mode: str, way: Any, said: str) -> None:
+        model = nn.Sequential(Masked(), *linears(2))
+        spec = Arguments((None,), {"mask": Replicate(), "scale": Replicate()}) if said == "by the spec" else None
+        pipe = piped(nn.Sequential(*model), [2, 1], chunks=3, checkpoint=mode, in_spec=spec)
+        mask, same = (torch.arange(3, dtype=DOUBLE).requires_grad_() for _ in "ab")
+        whole = (lambda each: each) if spec else Replicate
+        with way():
+            found = pipe(rows(7), mask=whole(mask), scale=whole(2.0))
+            found.square().sum().backward()
+        expected = model[2](model[1](masked(rows(7), same, 2.0)))
+        torch.testing.assert_close(found, expected)
+        expected.square().sum().backward()
+        torch.testing.assert_close(mask.grad, same.grad)
+        assert_same(pipe, model)
+
+    def test_said_twice_differently(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, in_spec=Split(1))
+        with pytest.raises(ValueError, match=r"input is given as Split\(0\), but the spec says Split\(1\)"):
+            pipe(Split(rows(), dim=0))
+
+    @each_way
+    def test_a_first_layer_in_place_spares_what_all_share(self, way: Any) -> None:
+        def spoil(x: Tensor, mask: Tensor) -> Tensor:
+            return x * mask.mul_(2)
+
+        class Spoil(nn.Module):
+            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+                return spoil(x, mask)
+
+        model = nn.Sequential(Spoil(), *linears(2))
+        pipe = piped(model, [1, 2], chunks=3)
+        with way():
+            for _ in range(2):
+                mask = torch.ones(3, dtype=DOUBLE)
+                found = pipe(rows(), mask=Replicate(mask))
+                torch.testing.assert_close(found, model[2](model[1](rows() * 2)))
+
+
+class TestStep:
+    @each_mode
+    @each_way
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    def test_uneven_rows_elsewhere_weigh_as_many_as_they_are(self, mode: str, way: Any, schedule: str) -> None:
+        model = linears()
+        pipe = piped(model, [1, 2], chunks=4, checkpoint=mode, in_spec=Split(1), out_spec=Split(1))
+        x, y = (torch.randn(2, 7, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(s)) for s in (3, 4))
+        loss_fn = nn.functional.mse_loss
+        with way():
+            loss, found = pipe.step(x, Split(y, dim=1), loss_fn=loss_fn, schedule=schedule, return_outputs=True)
+        expected = loss_fn(model(x), y)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(found, model(x).detach())
+        assert_same(pipe, model)
+
+    def test_a_replicated_first_tensor_has_no_say_in_the_weights(self) -> None:
+        model = nn.Sequential(Call(lambda pair: pair[1] * pair[0]), *linears(2))
+        pipe = piped(model, [1, 2], chunks=4)
+        scale = torch.arange(3, dtype=DOUBLE)
+        loss_fn = nn.functional.mse_loss
+        pipe.step((Replicate(scale), rows(7)), rows(7), loss_fn=loss_fn)
+        loss_fn(model((scale, rows(7))), rows(7)).backward()
+        assert_same(pipe, model)
+
+    def test_a_target_for_all(self) -> None:
+        model = linears()
+        pipe = piped(model, [1, 2], chunks=3)
+        weight = torch.arange(3, dtype=DOUBLE)
+
+        def loss_fn(output: Tensor, target: Any) -> Tensor:
+            return ((output - target[0]).square() * target[1]).mean()
+
+        pipe.step(rows(), (rows(), Replicate(weight)), loss_fn=loss_fn)
+        loss_fn(model(rows()), (rows(), weight)).backward()
+        assert_same(pipe, model)
+
+
+# What looks like rows but is none, given (n, 3) with n > 1.
+ROWLESS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a loss of shape (1,)": (lambda x: (x, x.mean().reshape(1)), r"output\[1\]"),
+    "transposed": (lambda x: x.T, "output"),
+    "h_n": (lambda x: {"y": x, "h": x[None]}, r"output\['h'\]"),
+    "a row too few": (lambda x: x[1:], "output"),
+    "(4, n), a multiple of the rows": (lambda x: x[:, :1].T.repeat(4, 1), "output"),
+}
+
+
+class TestRefused:
+    @each_mode
+    @each_way
+    @pytest.mark.parametrize("name", ROWLESS)
+    def test_what_does_not_follow_the_rows(self, mode: str, way: Any, name: str) -> None:
+        last, path = ROWLESS[name]
+        model = nn.Sequential(*linears(2), Call(last))
+        pipe = piped(model, [1, 2], chunks=2, checkpoint=mode)
+        with (
+            way(),
+            pytest.raises(
+                ValueError,
+                match=rf"^{path} (has its|does not follow the) rows.*: the micro-batches have \[2, 2\], .* spec",
+            ),
+        ):
+            pipe(rows(4))
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        torch.testing.assert_close(piped(model, [1, 2], chunks=1)(rows(4)), model(rows(4)))  # nothing is put together
+
+    def test_a_step_that_cannot_return_its_outputs_says_what_became_of_the_gradients(self) -> None:
+        pipe = piped(nn.Sequential(*linears(2), Call(lambda x: x.T)), [1, 2], chunks=2)
+        with pytest.raises(ValueError, match="output has its rows on dimension 1, not 0") as caught:
+            pipe.step(rows(4), loss_fn=lambda output, _: output.sum(), return_outputs=True)
+        assert "its gradients are in .grad" in "".join(caught.value.__notes__)
+        assert pipe.step(rows(4), loss_fn=lambda output, _: output.sum()).dim() == 0
+
+    def test_a_reducer_cuts_nothing(self) -> None:
+        with pytest.raises(TypeError, match=r"the spec says Mean\(\) for input, which puts outputs together"):
+            piped(linears(), [1, 2], chunks=2, in_spec=Mean())(rows())
+
+    @pytest.mark.parametrize("spec", [{"x": None}, (Split(0), None)])
+    def test_a_spec_that_does_not_fit(self, spec: Any) -> None:
+        with pytest.raises(ValueError, match="spec does not fit input"):
+            piped(linears(), [1, 2], chunks=2, in_spec=spec)(rows())
+        with pytest.raises(ValueError, match="spec does not fit output"):
+            piped(linears(), [1, 2], chunks=2, out_spec=spec)(rows())
+
+
+def test_specs_survive_a_copy() -> None:
+    pipe = piped(linears(), [1, 2], chunks=2, in_spec=Split(1), out_spec=Split(1))
+    twin: GPipe = copy.deepcopy(pipe)
+    assert (twin.in_spec, twin.out_spec) == (Split(1), Split(1))
+    x = torch.ones(2, 5, 3, dtype=DOUBLE)
+    torch.testing.assert_close(twin(x), pipe(x))

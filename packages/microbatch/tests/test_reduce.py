@@ -1,0 +1,77 @@
+"""One value of all micro-batches out of one of each."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from microbatch import Batch, Mean, Sum, gather, scatter
+
+rows_and_chunks = st.tuples(st.integers(1, 9), st.integers(1, 5))
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("function", "rule"),
+    [
+        (lambda x: x.square().mean(), Mean()),
+        (lambda x: x.square().mean(0), Mean()),
+        (lambda x: x.square().mean(0, keepdim=True)[:, :1], Mean()),
+        (lambda x: x.square().sum(), Sum()),
+        (lambda x: x.T @ x, Sum()),
+        (lambda x: (x > 0).sum(), Sum()),
+    ],
+)
+@given(rows_and_chunks)
+def test_it_is_that_of_the_whole_also_in_gradients(function: Any, rule: Any, size: tuple[int, int]) -> None:
+    x, y = rows(size[0]), rows(size[0])
+    found = gather([batch.call(function) for batch in scatter(x, size[1])], rule)
+    expected = function(y)
+    torch.testing.assert_close(found, expected)
+    if expected.requires_grad:
+        weight = torch.arange(1.0, expected.numel() + 1, dtype=torch.float64).view(expected.shape)
+        (found * weight).sum().backward()
+        (expected * weight).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_numbers() -> None:
+    parts = [Batch((2.0, 1), (3,)), Batch((4.0, 2), (1,))]
+    assert gather(parts, (Mean(), Sum())) == (2.5, 3)
+    assert gather(parts[:1], (Mean(), Sum())) == (2.0, 1)
+
+
+def test_none_stays_none() -> None:
+    assert gather([Batch((None, torch.ones(2)), (2,))] * 2, (Mean(), None))[0] is None
+
+
+@pytest.mark.parametrize("rule", [Mean(), Sum()])
+@pytest.mark.parametrize(
+    ("first", "other", "kind"),
+    [
+        (torch.ones(()), torch.ones(1), ValueError),
+        (torch.ones(2), torch.ones(1), ValueError),
+        (torch.ones(2), torch.ones(2).double(), ValueError),
+        (torch.ones(2), torch.ones(2, device="meta"), ValueError),
+        (torch.ones(2), 3.0, TypeError),
+    ],
+)
+def test_unlike_parts(rule: Any, first: Any, other: Any, kind: Any) -> None:
+    with pytest.raises(kind, match=r"^output\['loss'\] is .* in micro-batch 1"):
+        gather([Batch({"loss": first}, (1,)), Batch({"loss": other}, (1,))], {"loss": rule})
+
+
+def test_integers_have_no_mean() -> None:
+    with pytest.raises(TypeError, match=r"^output is of dtype torch.int64, which has no Mean\(\)"):
+        gather([Batch(torch.tensor(1), (1,))] * 2, Mean())
+
+
+def test_a_mean_needs_rows() -> None:
+    with pytest.raises(ValueError, match=r"^output is to be a Mean\(\) by rows, but micro-batch 1 does not know"):
+        gather([Batch(torch.tensor(1.0), (1,)), Batch(torch.tensor(1.0))], Mean())
