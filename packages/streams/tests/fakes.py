@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -47,3 +49,25 @@ def in_thread(call: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result
+
+
+def in_child(call: Callable[[], object]) -> str:
+    """``repr`` of what ``call`` gives, or raises, in a fork of this process; one that hangs is killed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may have a time limit of its own
+            signal.alarm(int(PATIENCE))
+            try:
+                answer = repr(call())
+            except BaseException as error:
+                answer = repr(error)
+            os.write(writer, answer.encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        answer = told.read()
+    os.waitpid(child, 0)
+    return answer or "no answer: the child hung, or died"

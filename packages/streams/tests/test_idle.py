@@ -11,7 +11,7 @@ import torch
 
 from streams import _idle, limit_threads, pause_helpers
 
-from .fakes import in_thread
+from .fakes import in_child, in_thread
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to count helper threads")
 pytestmark = pytest.mark.timeout(60)
@@ -78,3 +78,14 @@ def test_helpers_of_other_threads_stay() -> None:
 def test_where_openmp_cannot_be_reached_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_idle, "native", lambda name: None)
     assert pause_helpers() is False
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_does_not_wait_for_helpers_that_stayed_in_the_parent() -> None:
+    def run() -> str:
+        limit_threads(2)
+        compute_in_parallel()
+        return in_child(lambda: (pause_helpers(), in_thread(pause_helpers)))
+
+    assert in_thread(run) in ("(False, True)", "(False, False)")

@@ -277,8 +277,12 @@ class GPipe(nn.Module):
         return end.loss
 
     def close(self) -> None:
-        """End the threads of this pipe, which otherwise happens when it is garbage. Using it again starts new ones."""
-        self._workers.close()
+        """End the threads of this pipe, which otherwise happens when it is garbage. Using it again starts new ones.
+
+        Waits for a run of another thread to end.
+        """
+        with self._workers.section.entered():
+            self._workers.close()
 
     def __len__(self) -> int:
         return len(self._modules)

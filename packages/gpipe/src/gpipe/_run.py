@@ -20,6 +20,7 @@ from ._lane import Lane
 from ._link import Channel, Link
 from ._loss import LossEnd
 from ._random import RunRandom
+from ._section import involved, serving
 from ._stage import Stage
 from ._wiring import Wiring
 from ._workers import Workers
@@ -139,7 +140,8 @@ class Run:
     def _run_all(self, walk: Walk, context: Context) -> None:
         works = [partial(self._do, steps, context) for steps in walk]
         if self._inline:
-            works[0]()
+            with serving(involved()):
+                works[0]()
         else:
             streams = [self._streams[self._placement.index(worker)] for worker in range(len(works))]
             self._workers.run(list(zip(streams, works, strict=True)), self._stop)

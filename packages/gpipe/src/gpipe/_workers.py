@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -25,12 +24,10 @@ from streams import (
 )
 
 from ._cores import Cores, bind, pauses_callers_helpers, shares, usable
+from ._section import Section, Sections, involved, serving
 
 Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]
-
-
-_current = threading.local()
 
 
 def placement(devices: Sequence[torch.device]) -> tuple[int, ...]:
@@ -58,12 +55,17 @@ class Workers:
     placement: tuple[int, ...]
     """Which of them runs each stage."""
 
+    section: Section
+    """Whoever runs something is inside; they serve one run at a time."""
+
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.placement = placement(devices)
         first = [self.placement.index(worker) for worker in range(len(set(self.placement)))]
         self._devices = [devices[j] for j in first]
         self._pauses = pauses_callers_helpers() and any(device.type == "cpu" for device in self._devices)
-        self._lock = threading.Lock()
+        self.section = Section()
+        self._running = False
+        self._orphaned = False
         self._scope: ExitStack | None = None
         self._process = 0
         self._divided: tuple[int, Cores] | None = None
@@ -73,7 +75,7 @@ class Workers:
     def for_owner(cls, owner: object, devices: Sequence[torch.device]) -> Workers:
         """Workers for stages on ``devices``, which close when ``owner`` is garbage; the interpreter exits without."""
         opened = cls(devices)
-        weakref.finalize(owner, opened.close).atexit = False
+        weakref.finalize(owner, opened._orphan).atexit = False
         return opened
 
     def run(self, works: Sequence[Work[Result]], stop: Callable[[], None]) -> list[Result]:
@@ -82,40 +84,40 @@ class Workers:
         A work must not raise. If the caller is interrupted while it waits, ``stop`` is called, which must make every
         work return soon, and the workers are closed before the interrupt goes on.
         """
-        if getattr(_current, "workers", None) is self:
-            raise RuntimeError(
-                "this pipe was called from one of its own workers, which would wait for itself for ever; a layer "
-                "cannot call its pipe, and torch.utils.checkpoint around a pipe needs use_reentrant=True"
-            )
-        with self._lock:
-            in_queues, out_queues = self._open()
-            try:
-                self._share_processor(in_queues, out_queues)
-                if self._pauses:
-                    pause_helpers()  # else they spin on the cores that the workers are about to use
-                for queue, (stream, compute) in zip(in_queues, works, strict=True):
-                    queue.put(Task(stream, compute=partial(self._work, compute, stop)))
-                return [_result(queue.get()) for queue in out_queues]
-            except BaseException:
-                stop()
-                self.close()
-                raise
-
-    def _work(self, compute: Callable[[], Result], stop: Callable[[], None]) -> Result:
-        _current.workers = self
+        self._running = True
         try:
-            return compute()
+            return self._run(works, stop)
         except BaseException:
-            stop()  # the others might wait for this one
+            stop()
+            self.close()
             raise
         finally:
-            _current.workers = None
+            self._running = False
+            if self._orphaned:
+                self.close()
+
+    def _run(self, works: Sequence[Work[Result]], stop: Callable[[], None]) -> list[Result]:
+        in_queues, out_queues = self._open()
+        self._share_processor(in_queues, out_queues)
+        if self._pauses:
+            pause_helpers()  # else they spin on the cores that the workers are about to use
+        sections = involved()
+        for queue, (stream, compute) in zip(in_queues, works, strict=True):
+            queue.put(Task(stream, compute=partial(_work, compute, stop, sections)))
+        return [_result(queue.get()) for queue in out_queues]
 
     def close(self) -> None:
-        """End the threads. The next run starts new ones."""
+        """End the threads, which must not be running anything. The next run starts new ones."""
         scope, self._scope = self._scope, None
         if scope is not None and self._process == os.getpid():
             scope.close()
+
+    def _orphan(self) -> None:
+        # The garbage collector calls this on any thread, perhaps on a worker in the middle of a backward that others
+        # wait for: then the end of the run has to close them.
+        self._orphaned = True
+        if not self._running:
+            self.close()
 
     def _open(self) -> tuple[list[InQueue], list[OutQueue]]:
         # A fork copies everything but the threads.
@@ -138,6 +140,15 @@ class Workers:
         for j in on_cpu:
             _result(out_queues[j].get())
         self._divided = available
+
+
+def _work(compute: Callable[[], Result], stop: Callable[[], None], sections: Sections) -> Result:
+    try:
+        with serving(sections):
+            return compute()
+    except BaseException:
+        stop()  # the others might wait for this one
+        raise
 
 
 def _settle(threads: int, cores: Cores) -> None:

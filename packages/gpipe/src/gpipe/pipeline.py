@@ -13,6 +13,7 @@ from streams import AbstractStream, add_note, new_stream
 from ._autograd import attach
 from ._loss import LossEnd
 from ._run import Run
+from ._section import Section
 from ._stage import Stage
 from ._value import cut, mapped, marked
 from ._workers import Workers
@@ -68,14 +69,8 @@ class Pipeline:
         reaches the caller as in :meth:`run`. Then the ``.grad`` of a parameter that had none is None again; to others,
         what had been computed so far has been added, and the error says of how many micro-batches.
         """
-        run = self._run(end)
-        walk = run.walk(schedule)
-        before = _Gradients([*(p for stage in self._stages for p in stage.module.parameters()), *end.parameters])
-        try:
-            gradients = run.train(_entering(self.batches), walk)
-        except BaseException as error:
-            before.restore(error, run.mixed, len(self.batches))
-            raise
+        with self._workers.section.entered(accumulates=True):
+            gradients = self._trained(end, schedule)
         scale = end.scale
         flowing = [
             (tensor, gradient if scale == 1.0 else gradient * scale)
@@ -85,6 +80,16 @@ class Pipeline:
         ]
         torch.autograd.backward([tensor for tensor, _ in flowing], [gradient for _, gradient in flowing])
 
+    def _trained(self, end: LossEnd, schedule: Schedule | str) -> list[list[Tensor | None]]:
+        run = self._run(end)
+        walk = run.walk(schedule)
+        before = _Gradients([*(p for stage in self._stages for p in stage.module.parameters()), *end.parameters])
+        try:
+            return run.train(_entering(self.batches), walk)
+        except BaseException as error:
+            before.restore(error, run.mixed, len(self.batches))
+            raise
+
     def run(self) -> None:
         """Put each micro-batch through all partitions.
 
@@ -92,11 +97,12 @@ class Pipeline:
         in the schedule. Then ``batches`` are as before.
         """
         inputs = list(self.batches)
-        run = self._run()
-        outputs = run.forward(_entering(inputs))
-        self._versions.sync()
+        with self._workers.section.entered():
+            run = self._run()
+            outputs = run.forward(_entering(inputs))
+            self._versions.sync()
         if torch.is_grad_enabled():
-            outputs = _attached(run, self._versions, inputs, outputs)
+            outputs = _attached(run, self._workers.section, self._versions, inputs, outputs)
         self.batches[:] = outputs
 
     def _run(self, end: LossEnd | None = None) -> Run:
@@ -142,7 +148,9 @@ def _module(partition: nn.Module | Stage) -> nn.Module:
     return partition.module if isinstance(partition, Stage) else partition
 
 
-def _attached(run: Run, versions: Versions, inputs: Sequence[Batch], outputs: Sequence[Batch]) -> list[Batch]:
+def _attached(
+    run: Run, section: Section, versions: Versions, inputs: Sequence[Batch], outputs: Sequence[Batch]
+) -> list[Batch]:
     """The outputs as autograd's results of the inputs."""
     flags = [[tensor.requires_grad for tensor in batch] for batch in outputs]
 
@@ -150,7 +158,8 @@ def _attached(run: Run, versions: Versions, inputs: Sequence[Batch], outputs: Se
         versions.sync()
         flowing = iter(seeds)
         gradients = [[next(flowing) if flag else None for flag in each] for each in flags]
-        return [gradient for each in run.backward(gradients) for gradient in each]
+        with section.entered(accumulates=True):
+            return [gradient for each in run.backward(gradients) for gradient in each]
 
     ends = [tensor for batch in outputs for tensor in batch if tensor.requires_grad]
     attached = iter(attach(backward, [tensor for batch in inputs for tensor in batch], ends))
