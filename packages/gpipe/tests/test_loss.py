@@ -212,16 +212,23 @@ def test_parameters_of_a_loss_that_counts_get_gradients_of_the_mean():
     assert_same(own, plain)
 
 
-def test_parameters_of_the_loss_without_gradient_have_none_after_a_failure():
+@each_schedule
+def test_parameters_of_the_loss_have_the_gradients_of_before_after_a_failure(schedule: str):
     _, pipe, own, _ = criteria(counts=False)
-    pipe[2].register_forward_hook(lambda _, args, output: fail() if own.scale.grad is not None else None)
+    calls: list[int] = []
 
-    def fail() -> None:
-        raise ArithmeticError("no")
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ArithmeticError("no")
 
-    with pytest.raises(ArithmeticError):
-        pipe.step(rows(7), rows(7), loss_fn=own)
-    assert own.scale.grad is None
+    pipe[2].register_forward_hook(fail)
+    for before in (None, torch.ones_like(own.scale)):
+        calls.clear()
+        own.scale.grad = None if before is None else before.clone()
+        with pytest.raises(ArithmeticError):
+            pipe.step(rows(7), rows(7), loss_fn=own, schedule=schedule)
+        torch.testing.assert_close(own.scale.grad, before)
 
 
 def stepped(pipe: GPipe, x: Tensor, target: Tensor, scaler: torch.amp.GradScaler) -> None:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from microbatch import Batch
@@ -15,10 +14,11 @@ from streams import Context
 
 from . import _engine
 from ._checkpoint import Snapshot, Training, Witness, checkpointing, recomputing, restored, training_flags
+from ._leaves import below
 from ._partial import backward_inputs
 from ._random import CellRandom, Refusal, RunRandom
 from ._stage import Stage
-from ._value import cloned, cut, versions
+from ._value import cloned, cut, laid_out, versions
 
 Result = TypeVar("Result")
 
@@ -48,6 +48,10 @@ class Cell:
     def recompute(self) -> None:
         """Make :meth:`backward` possible; here it is already."""
 
+    def leaves(self) -> list[Tensor]:
+        """Those below the outputs, other than the inputs: what :meth:`backward` accumulates the gradients of."""
+        return below(self._outputs, self.inputs).leaves
+
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Accumulate the gradients of the parameters, given those of the outputs; the gradients of the inputs.
 
@@ -74,7 +78,7 @@ class Cell:
             self._stage.say_whole()
             self._left = []
             return self.backward(gradients)
-        found, weights = map(_laid_out, parts[0], leaves), parts[1]
+        found, weights = map(laid_out, parts[0], leaves), parts[1]
         self._left = [each.backward for each in weights]
         return [next(found) if leaf.requires_grad else None for leaf in self.inputs]
 
@@ -119,13 +123,6 @@ def _explain(error: RuntimeError) -> None:
             "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
             "micro-batch has used up; compute it inside the layer, hand it to the pipe as an input, or detach it"
         ) from error
-
-
-def _laid_out(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """``gradient`` in memory as autograd would accumulate it in ``leaf``; kernels that read it may round by that."""
-    if gradient is None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
-        return gradient
-    return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
 class Circumstances:

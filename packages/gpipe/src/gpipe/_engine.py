@@ -20,9 +20,11 @@ def accumulate(roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence
     _run(tuple(roots), tuple(gradients), False, False, tuple(ends), True, accumulate_grad=True)
 
 
-def gradients(roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """What flows from ``roots`` to ``ends``; None where nothing does. The graph is kept."""
+def gradients(
+    roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Any], *, keep_graph: bool = True
+) -> tuple[Tensor | None, ...]:
+    """What flows from ``roots`` to ``ends``; None where nothing does."""
     found: tuple[Tensor | None, ...] = _run(
-        tuple(roots), tuple(gradients), True, False, tuple(ends), True, accumulate_grad=False
+        tuple(roots), tuple(gradients), keep_graph, False, tuple(ends), True, accumulate_grad=False
     )
     return found

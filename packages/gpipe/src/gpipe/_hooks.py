@@ -6,56 +6,65 @@ can only be scaled at the end is not mixed with one that was there before.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from ._grown import added
 
 
 class HeldGradients:
-    """Takes ``.grad`` and the hooks of parameters away while their gradient grows from micro-batch to micro-batch.
+    """Takes ``.grad`` and the hooks of leaves away while their gradient grows from micro-batch to micro-batch.
 
-    Args:
-        parameters: those of a stage.
-        every: hold all of them; else only those with hooks.
+    One for a run. Several stages, and the loss, may reach a leaf: it is held before the first of them adds to it.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, every: bool = False) -> None:
-        self._held = [_Held(parameter) for parameter in parameters if every or any(_hooks(parameter))]
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[int, _Held] = {}
 
-    def give_back(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """Let ``.grad`` and the hooks be as before; the parameters with what has grown meanwhile."""
-        held, self._held = self._held, []
-        return [(each.parameter, each.give_back()) for each in held]
+    def hold(self, leaves: Iterable[Tensor], *, every: bool = False) -> None:
+        """Hold those of ``leaves`` with hooks, or every one. Nobody must be adding to them just now."""
+        with self._lock:
+            for leaf in leaves:
+                if id(leaf) not in self._held and (every or any(_hooks(leaf))):
+                    self._held[id(leaf)] = _Held(leaf)
+
+    def give_back(self, scale: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+        """Let ``.grad`` and the hooks be as before; the leaves with ``scale`` times what has grown meanwhile."""
+        held, self._held = self._held, {}
+        grown = [(each.leaf, each.give_back()) for each in held.values()]
+        return [(leaf, g if scale == 1.0 else g.mul_(scale)) for leaf, g in grown if g is not None]
 
 
-def release(held: Iterable[HeldGradients], scale: float = 1.0) -> None:
-    """Give all back, and add to each ``.grad`` in one go, past the hooks, ``scale`` times what has grown."""
-    grown = [pair for each in held for pair in each.give_back()]
-    whole = [(p, g if scale == 1.0 else g.mul_(scale)) for p, g in grown if g is not None]
-    if whole:  # in one backward: some hooks wait for the gradients of several parameters
-        torch.autograd.backward([parameter for parameter, _ in whole], [gradient for _, gradient in whole])
+def summed(grown: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """The leaves, each once, and the sums of their gradients."""
+    sums: dict[Tensor, Tensor] = {}
+    for leaf, gradient in grown:
+        sums[leaf] = added(sums[leaf], gradient) if leaf in sums else gradient
+    return list(sums), list(sums.values())
 
 
 class _Held:
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = parameter
-        self._grad, parameter.grad = parameter.grad, None
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf = leaf
+        self._grad, leaf.grad = leaf.grad, None
         # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
-        self._hooks = [(hooks, dict(hooks)) for hooks in _hooks(parameter)]
+        self._hooks = [(hooks, dict(hooks)) for hooks in _hooks(leaf)]
         for hooks, _ in self._hooks:
             hooks.clear()
 
     def give_back(self) -> Tensor | None:
-        gradient, self.parameter.grad = self.parameter.grad, self._grad
+        gradient, self.leaf.grad = self.leaf.grad, self._grad
         for hooks, own in self._hooks:
             hooks.update(own)
         return gradient
 
 
-def _hooks(parameter: nn.Parameter) -> Iterator[dict[int, Any]]:
+def _hooks(leaf: Tensor) -> Iterator[dict[int, Any]]:
     """The dicts of hooks that are called when a gradient arrives, and when it has been accumulated."""
-    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+    for hooks in (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)):
         if hooks:
             yield hooks

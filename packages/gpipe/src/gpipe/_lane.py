@@ -26,10 +26,10 @@ class Lane:
         keep: whether a backward will come; if not, no cell is kept.
         context: what the caller of the forward saw, for recomputations.
         random: where the random numbers of the run come from.
+        held: takes care of leaves whose gradients grow out of sight, of all stages.
         end: where micro-batches turn around, if they do so inside the run.
 
     Attributes:
-        held: gradients that grow out of sight; None before the first backward.
         mixed: how many micro-batches may have added to gradients that were there before the run.
     """
 
@@ -44,14 +44,16 @@ class Lane:
         keep: bool,
         context: Context,
         random: RunRandom,
+        held: HeldGradients,
         end: LossEnd | None = None,
     ) -> None:
         self.stage = stage
         self._arrival = arrival
         self._departure = departure
         self._microbatches = microbatches
-        self.held: HeldGradients | None = None
         self.mixed = 0
+        self._held = held
+        self._begun = False
         self._end = end
         self._checkpoint_stop = checkpoint_stop if keep else 0
         self._keep = keep
@@ -88,7 +90,7 @@ class Lane:
 
     def backward(self, i: int) -> None:
         seeds = self._departure.get_gradients(i)
-        self._hold()
+        self._hold(i)
         with At(i):
             gradients = self._cells[i].backward(seeds)
         del self._cells[i]
@@ -96,7 +98,7 @@ class Lane:
 
     def backward_input(self, i: int) -> None:
         seeds = self._departure.get_gradients(i)
-        self._hold()
+        self._hold(i)
         with At(i):
             gradients = self._cells[i].backward_input(seeds)
         self._arrival.put_gradients(i, gradients)
@@ -116,11 +118,14 @@ class Lane:
             f"{self._microbatches}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
         )
 
-    def _hold(self) -> None:
+    def _hold(self, i: int) -> None:
         """Before a backward: keep hooks, and gradients that have to be scaled, out of it."""
         every = self._end is not None and self._end.scales
-        if self.held is None:
-            self.held = HeldGradients(self.stage.module.parameters(), every=every)
+        if not self._begun:
+            self._begun = True
+            self._held.hold(self.stage.module.parameters(), every=every)
+        if every:  # layers may also use tensors that are no parameters of theirs
+            self._held.hold(self._cells[i].leaves(), every=True)
         self.mixed += not every
 
     def _cell(self, i: int) -> Cell:

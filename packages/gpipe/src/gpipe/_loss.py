@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from microbatch import Batch
 
 from . import _engine
+from ._grown import Grown
 from ._hooks import HeldGradients
+from ._leaves import below
 from ._value import entered, mapped
 
 LossFunction = Callable[[Any, Any], Any]
@@ -30,6 +32,8 @@ class LossEnd:
         keep_outputs: let no output go; else each goes with its micro-batch.
 
     Attributes:
+        held: leaves whose ``.grad`` and hooks are out of reach during the run, of the loss and of all stages.
+        grown: gradients of leaves of the loss that are not in ``.grad`` yet.
         outputs: of the last stage, by micro-batch, detached, if they are kept.
     """
 
@@ -43,7 +47,9 @@ class LossEnd:
         self._losses: list[Tensor] = []
         self._counts: list[Any] = []
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self.held: HeldGradients | None = None
+        self._filled: dict[Tensor, bool] = {}
+        self.held = HeldGradients()
+        self.grown = Grown()
         self.outputs: dict[int, Batch] = {}
 
     def put_values(self, i: int, batch: Batch) -> None:
@@ -51,11 +57,8 @@ class LossEnd:
         found = self._loss_fn(entered(batch).value, self._targets[i])
         self._expect_alike(isinstance(found, tuple))
         loss, weight = self._counted(found) if isinstance(found, tuple) else (_checked(found), self._weights[i])
-        if self.held is None:
-            self.held = HeldGradients(self.parameters, every=True)
-        _engine.accumulate((loss,), (torch.full_like(loss, weight),))
+        self._gradients[i] = self._backward(loss, torch.full_like(loss, weight), list(batch))
         self._losses.append(loss.detach() * weight)
-        self._gradients[i] = [leaf.grad for leaf in batch]
         if self._keep_outputs:
             self.outputs[i] = mapped(batch, Tensor.detach)
 
@@ -63,10 +66,39 @@ class LossEnd:
         """The gradients of the outputs of a micro-batch."""
         return self._gradients.pop(i)
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those of the loss itself, if it is a module."""
-        return list(self._loss_fn.parameters()) if isinstance(self._loss_fn, nn.Module) else []
+    def _backward(self, loss: Tensor, seed: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+        """The gradients of ``leaves``; those of all else that the loss was computed from are kept for the end.
+
+        Such as the parameters of a loss that is a module, or those of the pipe, to which other workers are just adding.
+        """
+        graph = below([loss], leaves)
+        if graph.hides:
+            self._hold_hidden(graph.leaves)
+        elif graph.leaves:
+            self._hold(graph.leaves)
+            return self.grown.backward((loss,), (seed,), graph, leaves)
+        _engine.accumulate((loss,), (seed,))
+        return [leaf.grad for leaf in leaves]
+
+    def _hold(self, leaves: Iterable[Tensor], *, every: bool = False) -> None:
+        self._filled.update({leaf: leaf.grad is not None for leaf in leaves if leaf not in self._filled})
+        self.held.hold(leaves, every=every)
+
+    def _hold_hidden(self, leaves: Sequence[Tensor]) -> None:
+        """Before the backward of a loss that adds to ``.grad`` by itself, inside of a reentrant checkpoint."""
+        if self.scales and not isinstance(self._loss_fn, nn.Module):
+            raise RuntimeError(
+                "loss_fn returned (sum, count) and uses torch.utils.checkpoint with use_reentrant=True, which hides "
+                "what it trains, so that it could not be divided by the count; use use_reentrant=False"
+            )
+        own = self._loss_fn.parameters() if isinstance(self._loss_fn, nn.Module) else ()
+        self._hold([*leaves, *own], every=self.scales)
+
+    def restore(self) -> None:
+        """After a failure: leaves of the loss that had no gradient have none."""
+        for leaf, filled in self._filled.items():
+            if not filled:
+                leaf.grad = None
 
     @property
     def scales(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from . import _engine
-from ._value import Enter, memory
+from ._value import Enter, alone
 
 Gradients = list[Tensor | None]
 
@@ -80,18 +80,7 @@ def backward_inputs(
         found = _engine.gradients(outputs, seeds, [*leaves, *edges])
     arrived = iter(copies if custom else found[len(leaves) :])
     weights = [Weights(branch, [next(arrived) for _ in branch.edges], hooked=custom) for branch in branches]
-    return _alone(found[: len(leaves)], [gradient for each in weights for gradient in each.gradients]), weights
-
-
-def _alone(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> Gradients:
-    """``found`` in memory of their own: the stage that they are sent to may overwrite them before all else is done."""
-    taken = {memory(gradient) for gradient in kept if gradient is not None}
-    alone: Gradients = []
-    for gradient in found:
-        shared = gradient is not None and memory(gradient) in taken
-        alone.append(gradient.clone() if shared and gradient is not None else gradient)
-        taken.update([] if gradient is None else [memory(gradient)])
-    return alone
+    return alone(found[: len(leaves)], [gradient for each in weights for gradient in each.gradients]), weights
 
 
 @contextmanager

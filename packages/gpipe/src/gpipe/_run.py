@@ -14,7 +14,7 @@ from streams import AbstractStream, Context, current_stream, wait_stream
 from ._carry import Place
 from ._errors import Poisoned
 from ._failures import Failures
-from ._hooks import HeldGradients, release
+from ._hooks import HeldGradients, summed
 from ._inline import is_inline
 from ._lane import Lane
 from ._link import Channel, Link
@@ -62,6 +62,7 @@ class Run:
         link = Link if self._recorder is None else WatchedLink
         self._wiring = Wiring(places, layout, partial(Channel, link=link, hopeless=self._failures.forestall))
         self._random = RunRandom()
+        self._held = HeldGradients() if end is None else end.held
         self._lanes = [self._lane(stage, end if stage is stages[-1] else None) for stage in stages]
 
     def _lane(self, stage: Stage, end: LossEnd | None) -> Lane:
@@ -75,6 +76,7 @@ class Run:
             keep=torch.is_grad_enabled(),
             context=self._context,
             random=self._random,
+            held=self._held,
             end=self._end,
         )
 
@@ -94,11 +96,14 @@ class Run:
             self._wiring.exit.gradients.put(i, each)
         self._walk(self._halves()[1], Context.capture())
         _all_wait(now, self._streams)
-        release(self._held())
+        torch.autograd.backward(*self.whole())
         return [self._wiring.entrance.gradients.get(i) for i in range(self._microbatches)]
 
     def train(self, batches: Sequence[Batch], walk: Walk) -> list[list[Tensor | None]]:
-        """Forwards and backwards as ``walk`` says; the gradients of the inputs, by micro-batch and tensor."""
+        """Forwards and backwards as ``walk`` says; the gradients of the inputs, by micro-batch and tensor.
+
+        Those of leaves that were kept out of ``.grad`` are :meth:`whole` then.
+        """
         for i, batch in enumerate(batches):
             self._wiring.entrance.values.put(i, batch)
         for j in {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}:
@@ -108,8 +113,14 @@ class Run:
         finally:  # a refused recomputation promises that the next run knows who draws
             self._look_for_draws()
         _all_wait([current_stream(device) for device in self._devices], self._streams)
-        release(self._held(), 1.0 if self._end is None else self._end.scale)
         return [self._wiring.entrance.gradients.get(i) for i in range(self._microbatches)]
+
+    def whole(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The leaves that were kept out of ``.grad``, and their gradients, scaled; everything else is given back."""
+        if self._end is None:
+            return summed(self._held.give_back())
+        scale = self._end.scale
+        return summed([*self._held.give_back(scale), *self._end.grown.take(scale)])
 
     @property
     def mixed(self) -> int:
@@ -133,8 +144,7 @@ class Run:
             self._run_all(walk, context)
             self._failures.raise_earliest()
         except BaseException:
-            for held in self._held():
-                held.give_back()
+            self._held.give_back()
             raise
 
     def _run_all(self, walk: Walk, context: Context) -> None:
@@ -145,10 +155,6 @@ class Run:
         else:
             streams = [self._streams[self._placement.index(worker)] for worker in range(len(works))]
             self._workers.run(list(zip(streams, works, strict=True)), self._stop)
-
-    def _held(self) -> list[HeldGradients]:
-        held = [lane.held for lane in self._lanes] + ([] if self._end is None else [self._end.held])
-        return [each for each in held if each is not None]
 
     def _do(self, steps: Sequence[Step], context: Context) -> None:
         """Walk the steps of one worker, until one fails, or nothing is left that comes before a failure."""

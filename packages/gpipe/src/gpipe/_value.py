@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,25 @@ def marked(outputs: Batch, inputs: Batch) -> Batch:
 def memory(tensor: Tensor) -> int:
     """Equal for tensors that share their memory."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def alone(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """``found`` in memory of their own: the stage that they are sent to may overwrite them before all else is done."""
+    taken = {memory(gradient) for gradient in kept if gradient is not None}
+    gradients: list[Tensor | None] = []
+    for gradient in found:
+        if gradient is not None and memory(gradient) in taken:
+            gradient = gradient.clone()
+        taken.update([] if gradient is None else [memory(gradient)])
+        gradients.append(gradient)
+    return gradients
+
+
+def laid_out(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """``gradient`` in memory as autograd would accumulate it in ``leaf``; kernels that read it may round by that."""
+    if gradient is None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
+        return gradient
+    return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
 def cut(batch: Batch) -> Batch:

@@ -70,25 +70,34 @@ class Pipeline:
         what had been computed so far has been added, and the error says of how many micro-batches.
         """
         with self._workers.section.entered(accumulates=True):
-            gradients = self._trained(end, schedule)
-        scale = end.scale
+            self._train(end, schedule)
+
+    def _train(self, end: LossEnd, schedule: Schedule | str) -> None:
+        run = self._run(end)
+        walk = run.walk(schedule)
+        before = _Gradients([p for stage in self._stages for p in stage.module.parameters()])
+        mixed = 0
+        try:
+            gradients = run.train(_entering(self.batches), walk)
+            leaves, whole = run.whole()
+            mixed = len(self.batches)
+            inputs, flowing = self._flowing(gradients, end.scale)
+            # In one backward: a leaf may be both above and in the loss, and hooks may wait for several gradients.
+            torch.autograd.backward([*inputs, *leaves], [*flowing, *whole])
+        except BaseException as error:
+            before.restore(error, max(mixed, run.mixed), len(self.batches))
+            end.restore()
+            raise
+
+    def _flowing(self, gradients: Sequence[list[Tensor | None]], scale: float) -> tuple[list[Tensor], list[Tensor]]:
+        """What of the micro-batches was computed with grad, and ``scale`` times its gradients."""
         flowing = [
             (tensor, gradient if scale == 1.0 else gradient * scale)
             for batch, each in zip(self.batches, gradients, strict=True)
             for tensor, gradient in zip(batch, each, strict=True)
             if gradient is not None and tensor.requires_grad  # a layer may have made its leaf require grad
         ]
-        torch.autograd.backward([tensor for tensor, _ in flowing], [gradient for _, gradient in flowing])
-
-    def _trained(self, end: LossEnd, schedule: Schedule | str) -> list[list[Tensor | None]]:
-        run = self._run(end)
-        walk = run.walk(schedule)
-        before = _Gradients([*(p for stage in self._stages for p in stage.module.parameters()), *end.parameters])
-        try:
-            return run.train(_entering(self.batches), walk)
-        except BaseException as error:
-            before.restore(error, run.mixed, len(self.batches))
-            raise
+        return [tensor for tensor, _ in flowing], [gradient for _, gradient in flowing]
 
     def run(self) -> None:
         """Put each micro-batch through all partitions.

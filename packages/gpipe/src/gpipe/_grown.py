@@ -1,0 +1,71 @@
+"""Gradients that accumulate outside of ``.grad``, from micro-batch to micro-batch, past all hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from . import _engine
+from ._leaves import Below
+from ._value import alone, laid_out
+
+
+class Grown:
+    """The sums of the gradients of some leaves, which nobody else sees. For one thread."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Tensor, Tensor] = {}
+        self._own: set[int] = set()
+
+    def backward(
+        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], graph: Below, inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Add what flows from ``roots`` to the leaves of their ``graph``; what flows to ``inputs``.
+
+        No hooks of the leaves must be there but such as may be called.
+        """
+        flowing = [tensor for tensor in inputs if tensor.requires_grad]
+        with _copied(graph.leaves if graph.is_custom else ()):
+            found = _engine.gradients(roots, seeds, [*flowing, *graph.leaves], keep_graph=False)
+        own = found[len(flowing) :]
+        for leaf, gradient in zip(graph.leaves, own, strict=True):
+            self._add(leaf, gradient)
+        sent = map(laid_out, alone(found[: len(flowing)], own), flowing)
+        return [next(sent) if tensor.requires_grad else None for tensor in inputs]
+
+    def take(self, scale: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The leaves with ``scale`` times their sums, which are forgotten."""
+        sums, self._sums, self._own = self._sums, {}, set()
+        for leaf, gradient in sums.items():
+            yield leaf, gradient if scale == 1.0 else gradient * scale
+
+    def _add(self, leaf: Tensor, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        before = self._sums.get(leaf)
+        if before is None:
+            self._sums[leaf] = gradient  # perhaps somebody else's too, as the gradients of both terms of a sum are
+        elif id(leaf) in self._own:
+            before += gradient
+        else:
+            self._sums[leaf] = added(before, gradient)
+            if not self._sums[leaf].is_sparse:
+                self._own.add(id(leaf))
+
+
+def added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two gradients, either of which may be sparse."""
+    return b + a if a.is_sparse and not b.is_sparse else a + b
+
+
+@contextmanager
+def _copied(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, what arrives at ``leaves`` is copied as it does: a custom Function may overwrite the gradient it gets."""
+    handles = [leaf.register_hook(Tensor.clone) for leaf in leaves]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

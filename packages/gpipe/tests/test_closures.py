@@ -1,0 +1,281 @@
+"""A loss may reach any leaf: what it closes over, the parameters of the pipe, what the input was computed from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import gpipe
+from gpipe import GPipe
+from gpipe.schedule import SCHEDULES
+
+from .layers import DOUBLE, Call, assert_same, linears, piped, rows
+from .models import one_thread as one_thread
+from .test_gradients import Overwrites
+
+MODES = ("never", "except_last", "always")
+pytestmark = pytest.mark.timeout(120)
+
+each_schedule = pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+each_way = pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
+
+LEAVES = ("head", "free", "embed", "token")
+NAMES = (*LEAVES, "0.weight", "0.bias", "2.weight")
+
+
+class World:
+    """A model, and the leaves that its layers and its loss use without owning them."""
+
+    def __init__(self) -> None:
+        a, b, c = linears()
+        generator = torch.Generator().manual_seed(3)
+        self.leaves = {name: torch.randn(3, dtype=DOUBLE, generator=generator).requires_grad_() for name in LEAVES}
+        self.model = nn.Sequential(a, Call(lambda x: x * self.leaves["free"]), b, c)
+        self.net: nn.Module = self.model
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {**self.leaves, **dict(self.model.named_parameters())}
+
+    def input(self) -> Tensor:
+        return rows(7) * self.leaves["embed"]
+
+
+TERMS: dict[str, Callable[[World, Tensor], Tensor]] = {
+    "head": lambda world, o: (o * world.leaves["head"]).exp(),
+    "free": lambda world, o: o * world.leaves["free"] ** 2,
+    "tied": lambda world, o: (o * world.leaves["embed"]).sin(),
+    "alias": lambda world, o: (o + world.leaves["head"].expand_as(o)) + 0 * o,
+    "overwritten": lambda world, o: Overwrites.apply(o + world.leaves["token"].expand_as(o)).exp(),
+    "last": lambda world, o: o.cos() * list(world.net.parameters())[-1],
+    "decay": lambda world, o: 0.1 * sum(p.square().sum() for p in world.net.parameters()) + 0 * o,
+    "penalty": lambda world, o: torch.autograd.grad(
+        (o * world.leaves["head"]).exp().sum(), o, create_graph=True
+    )[0],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Which terms the loss has, each on some micro-batches only, and what else was there before."""
+
+    terms: tuple[tuple[str, int], ...]
+    counted: bool
+    filled: frozenset[str]
+    hooked: tuple[tuple[str, str], ...]
+    schedule: str
+    mode: str
+    inline: bool
+    balance: tuple[int, ...]
+    chunks: int
+
+    def loss(self, world: World) -> Callable[[Tensor, Tensor], Any]:
+        def loss_fn(output: Tensor, numbers: Tensor) -> Any:
+            number = int(numbers[0])
+            parts = [output.square()]
+            parts += [TERMS[name](world, output) for name, every in self.terms if number % every == 0]
+            total = torch.stack(parts).sum(0)
+            return (total.sum(), number + len(output)) if self.counted else total.mean()
+
+        return loss_fn
+
+    def prepare(self, world: World) -> list[tuple[str, str, Tensor]]:
+        calls: list[tuple[str, str, Tensor]] = []
+        parameters = world.parameters()
+        for name in self.filled:
+            parameters[name].grad = torch.ones_like(parameters[name])
+        for name, kind in self.hooked:
+            if kind == "after":
+                parameters[name].register_post_accumulate_grad_hook(
+                    lambda p, name=name: calls.append((name, "after", p.grad.clone()))
+                )
+            else:
+                parameters[name].register_hook(
+                    lambda g, name=name, kind=kind: (
+                        calls.append((name, kind, g.clone())) or (g * 2 if kind == "scale" else None)
+                    )
+                )
+        return calls
+
+
+def plainly(case: Case, world: World) -> tuple[Tensor, list[Any]]:
+    """The loss of the whole mini-batch with one backward."""
+    calls = case.prepare(world)
+    loss_fn, numbers = case.loss(world), torch.arange(7)
+    found = [
+        (loss_fn(world.model(x), n), len(x))
+        for x, n in zip(world.input().chunk(case.chunks), numbers.chunk(case.chunks), strict=True)
+    ]
+    if case.counted:
+        loss = sum(total for (total, _), _ in found) / sum(count for (_, count), _ in found)
+    else:
+        loss = sum(each * count for each, count in found) / 7
+    loss.backward()
+    return loss.detach(), calls
+
+
+def stepped(case: Case, world: World) -> tuple[Tensor, list[Any]]:
+    calls = case.prepare(world)
+    pipe = GPipe(
+        world.model, list(case.balance), devices=["cpu"] * len(case.balance), chunks=case.chunks, checkpoint=case.mode
+    )
+    world.net = pipe
+    with closing(pipe), gpipe.inline() if case.inline else nullcontext():
+        loss = pipe.step(world.input(), torch.arange(7), loss_fn=case.loss(world), schedule=case.schedule)
+    return loss, calls
+
+
+cases = st.builds(
+    Case,
+    st.lists(st.tuples(st.sampled_from(sorted(TERMS)), st.integers(1, 3)), max_size=4).map(tuple),
+    st.booleans(),
+    st.frozensets(st.sampled_from(NAMES)),
+    # A hook of a tensor that layers use, and that is no parameter, fires once a micro-batch.
+    st.lists(
+        st.tuples(st.sampled_from([n for n in NAMES if n != "free"]), st.sampled_from(["see", "scale", "after"])),
+        max_size=4,
+        unique=True,
+    ).map(tuple),
+    st.sampled_from(sorted(SCHEDULES)),
+    st.sampled_from(MODES),
+    st.booleans(),
+    st.sampled_from([(4,), (2, 2), (1, 3), (1, 1, 2)]),
+    st.integers(1, 7),
+)
+
+
+@given(cases)
+def test_step_trains_what_the_plain_loss_trains(case: Case):
+    plain, own = World(), World()
+    expected, heard = plainly(case, plain)
+    loss, calls = stepped(case, own)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        {name: p.grad for name, p in own.parameters().items()},
+        {name: p.grad for name, p in plain.parameters().items()},
+        rtol=1e-10,
+        atol=1e-10,
+    )
+    calls.sort(key=lambda call: call[:2])
+    heard.sort(key=lambda call: call[:2])
+    assert [call[:2] for call in calls] == [call[:2] for call in heard]
+    torch.testing.assert_close([call[2] for call in calls], [call[2] for call in heard])
+
+
+def failing_after(calls: int) -> Callable[..., None]:
+    left = [calls]
+
+    def fail(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise ArithmeticError("no")
+
+    return fail
+
+
+@each_schedule
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("when", ["forward", "backward", "hook"])
+def test_leaves_of_the_loss_are_as_before_after_a_failure(schedule: str, counted: bool, when: str):
+    empty, filled = (torch.ones(3, dtype=DOUBLE, requires_grad=True) for _ in range(2))
+    filled.grad = torch.ones(3, dtype=DOUBLE)
+    heard: list[Tensor] = []
+    filled.register_hook(heard.append)
+    pipe = piped(linears(), [1, 2], chunks=4, checkpoint="never")
+    if when == "forward":
+        pipe[2].register_forward_hook(failing_after(3))
+    elif when == "backward":
+        pipe[1].register_full_backward_pre_hook(failing_after(2))
+    else:
+        empty.register_hook(failing_after(1))
+
+    def loss_fn(output: Tensor, _: Any) -> Any:
+        each = output * empty * filled
+        return (each.sum(), 3) if counted else each.mean()
+
+    with pytest.raises(ArithmeticError, match="no"):
+        pipe.step(rows(8), loss_fn=loss_fn, schedule=schedule)
+    pipe.close()
+    assert empty.grad is None
+    assert all(p.grad is None for p in pipe.parameters())
+    if when != "hook":  # some may have arrived by then
+        assert torch.equal(filled.grad, torch.ones_like(filled))
+        assert not heard
+
+
+class Reentrant(nn.Module):
+    """A head whose activations are computed again, in a backward of their own."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=DOUBLE))
+        self.counted = counted
+
+    def forward(self, output: Tensor, target: Any) -> Any:
+        each = torch_checkpoint(lambda o: (o * self.weight).exp(), output, use_reentrant=True)
+        return (each.sum(), each.numel()) if self.counted else each.mean()
+
+
+@each_schedule
+@each_way
+@pytest.mark.parametrize("counted", [False, True])
+def test_reentrant_checkpoint_in_the_loss(schedule: str, where: Any, counted: bool):
+    """It hides its leaves, so that only those of a module can be known, and a plain mean needs not know them."""
+    model, plain, own = linears(), Reentrant(False), Reentrant(counted)
+    pipe = piped(model, [1, 2], chunks=3)
+    own.weight.grad = torch.ones(3, dtype=DOUBLE)
+    with where():
+        pipe.step(rows(7), loss_fn=own, schedule=schedule)
+    plain.weight.grad = torch.ones(3, dtype=DOUBLE)
+    plain(model(rows(7)), None).backward()
+    assert_same(pipe, model)
+    torch.testing.assert_close(own.weight.grad, plain.weight.grad)
+    with where():
+        if counted:
+            with pytest.raises(RuntimeError, match="use_reentrant=True, which hides"):
+                pipe.step(rows(7), loss_fn=lambda o, t: own(o, t), schedule=schedule)
+        else:
+            pipe.zero_grad()
+            pipe.step(rows(7), loss_fn=lambda o, t: own(o, t), schedule=schedule)
+            assert_same(pipe, model)
+    pipe.close()
+
+
+@each_schedule
+def test_leaves_that_layers_use_get_gradients_of_the_mean(schedule: str):
+    """Under a loss that counts; they are no parameters, and two stages share them."""
+    free = torch.ones(3, dtype=DOUBLE, requires_grad=True)
+    pipe = GPipe(
+        nn.Sequential(Call(lambda x: x * free), Call(lambda x: x + free.exp())), [1, 1], devices=["cpu"] * 2, chunks=3
+    )
+    pipe.step(rows(), loss_fn=lambda o, _: (o.square().sum(), o.numel()), schedule=schedule)
+    pipe.close()
+    other = torch.ones(3, dtype=DOUBLE, requires_grad=True)
+    (rows() * other + other.exp()).square().mean().backward()
+    torch.testing.assert_close(free.grad, other.grad)
+
+
+def test_sparse_gradients_of_the_loss():
+    embeddings = [nn.Embedding(7, 3, sparse=True, dtype=DOUBLE)]
+    embeddings.append(copy.deepcopy(embeddings[0]))
+    ids, model = torch.tensor([0, 1, 1, 6, 3, 0]), linears()
+    pipe = piped(model, [1, 2], chunks=3)
+
+    def loss_fn(embedding: nn.Embedding, dense: bool) -> Any:
+        return lambda o, t: ((o * embedding(t)).sum() + (embedding.weight.sum() if dense and 6 in t else 0), len(t))
+
+    for dense in (False, True):
+        pipe.step(rows(), ids, loss_fn=loss_fn(embeddings[0], dense))
+        total, count = loss_fn(embeddings[1], dense)(model(rows()), ids)
+        (total / count).backward()
+        torch.testing.assert_close(embeddings[0].weight.grad.to_dense(), embeddings[1].weight.grad.to_dense())
+    assert_same(pipe, model)
