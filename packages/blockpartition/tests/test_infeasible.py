@@ -149,7 +149,9 @@ def test_a_capacity_is_never_rounded_below_what_would_do():
     ("arguments", "message"),
     [
         ({"pin": [1, 2], "stages": 2}, "2 pinned cuts make 3 blocks, and there are 2 stages"),
+        ({"pin": [1], "stages": 1}, "1 pinned cut makes 2 blocks, and there is 1 stage"),
         ({"forbid": [1, 3], "stages": 3}, "the forbidden cuts leave 2 blocks, which cannot fill 3 stages"),
+        ({"forbid": [1, 2, 3], "stages": 2}, "the forbidden cuts leave 1 block, which cannot fill 2 stages"),
     ],
 )
 def test_too_many_cuts_or_too_few(arguments, message):

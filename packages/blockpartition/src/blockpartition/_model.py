@@ -20,6 +20,7 @@ from ._arguments import (
     vector,
 )
 from ._bottleneck import Chosen
+from ._counted import counted
 from ._grid import Grid, Number, join, joint_kind, number, read
 from ._infeasible import Infeasible
 from ._lattice import chain, lattice
@@ -124,9 +125,15 @@ def _positions(
         raise ValueError(f"cuts {sorted(forbid & pin)} are both pinned and forbidden")
     positions = [p for p in range(layers + 1) if p not in forbid]
     if len(positions) - 1 < stages:
-        raise Infeasible(f"the forbidden cuts leave {len(positions) - 1} blocks, which cannot fill {stages} stages")
+        raise Infeasible(
+            f"the forbidden cuts leave {counted(len(positions) - 1, 'block')}, which cannot fill {stages} stages"
+        )
     if len(pin) >= stages:
-        raise Infeasible(f"{len(pin)} pinned cuts make {len(pin) + 1} blocks, and there are {stages} stages")
+        make, are = "makes" if len(pin) == 1 else "make", "is" if stages == 1 else "are"
+        raise Infeasible(
+            f"{counted(len(pin), 'pinned cut')} {make} {len(pin) + 1} blocks, "
+            f"and there {are} {counted(stages, 'stage')}"
+        )
     return positions, frozenset(i for i, p in enumerate(positions) if p in pin)
 
 
