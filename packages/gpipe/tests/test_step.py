@@ -632,7 +632,7 @@ class TestBadInput:
     @pytest.mark.parametrize("count", [2, 7])
     def test_target_with_another_number_of_microbatches(self, count: int) -> None:
         pipe = self.pipe(chunks=6)
-        with pytest.raises(ValueError, match=r"target gives \d micro-batches, the input 6 \(chunks: 6\)"):
+        with pytest.raises(ValueError, match=rf"target has {count} rows .*, the input 6 rows"):
             pipe.step(rows(), rows(count), loss_fn=F.mse_loss)
 
     @pytest.mark.parametrize("target", [3, "labels", {"a": object()}])
