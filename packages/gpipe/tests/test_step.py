@@ -447,8 +447,8 @@ class TestRandomNumbers:
         pipe.close()
 
     @each_schedule
-    def test_layer_that_begins_to_draw_is_refused_once(self, schedule: str) -> None:
-        """Nobody kept track of what it drew in the forward, so no recomputation can repeat it."""
+    def test_layer_that_begins_to_draw(self, schedule: str) -> None:
+        """Nobody kept track of what it drew at first, so the first micro-batch keeps its graph; others draw again."""
         masks: list[Tensor] = []
 
         def masked(x: Tensor) -> Tensor:
@@ -458,12 +458,11 @@ class TestRandomNumbers:
         pipe = piped(nn.Sequential(*linears(), Call(lambda x: x)), [2, 2], chunks=2, checkpoint="always")
         pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
         pipe[3].function = masked
-        with pytest.raises(RuntimeError, match="drew random numbers, for the first time"):
+        for drawn in (3, 4, 4):
+            masks.clear()
             pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
-        masks.clear()
-        pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
-        assert len(masks) == 4
-        assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 2
+            assert len(masks) == drawn
+            assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 2
 
 
 @each_schedule

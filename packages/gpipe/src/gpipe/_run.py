@@ -187,7 +187,7 @@ class Run:
         return _labelled if torch.autograd.profiler._is_profiler_enabled else Lane.do
 
     def _look_for_draws(self) -> None:
-        if self._random.end():
+        if self._random.moved():
             for lane in self._lanes:
                 lane.stage.forget_draws()
 
