@@ -84,6 +84,12 @@ def transfers(values: Iterable[Any] | None, layers: int) -> Grid:
     return vector([*given, 0] if given is not None and len(given) == layers - 1 else given, "transfer", layers)
 
 
+def boundaries(values: Iterable[Any] | None, layers: int) -> Grid:
+    """What enters each layer; that of the first layer, which crosses no cut, may be left out."""
+    given = None if values is None else list(values)
+    return vector([0, *given] if given is not None and len(given) == layers - 1 else given, "boundary", layers)
+
+
 def cut_set(cuts: Iterable[Any], name: str, layers: int) -> frozenset[int]:
     """Cuts, each named by the layer right after it."""
     found = [integer(cut, f"{name}[{i}]", 1) for i, cut in enumerate(cuts)]
