@@ -22,7 +22,6 @@ from ._batchnorm import DeferredBatchNorm
 from ._layers import Held, expect_replacement, refuse
 from ._loss import LossEnd, LossFunction
 from ._placement import expect_movable, expect_same_device, move, moving_denied, untouched_on_failure
-from ._rows import expect_same_rows
 from ._split import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
 from ._stage import Stage
 from ._transforms import not_compiled, refuse_transforms
@@ -249,7 +248,7 @@ class GPipe(nn.Module):
 
         Raises:
             ValueError: no such schedule, or one that does not fit; a loss that is no scalar or needs no grad; a target
-                with other numbers of rows than the input.
+                that gives another number of micro-batches.
             RuntimeError: grad mode is off.
             Whatever a layer raises, with a note that says where.
 
@@ -264,7 +263,7 @@ class GPipe(nn.Module):
         check(inputs, spec)
         pipeline = self._pipeline(inputs, spec)
         microbatches = len(pipeline.batches)
-        targets = _targets(target, self._stages[-1].device, pipeline.batches, self._chunks)
+        targets = _targets(target, self._stages[-1].device, microbatches, self._chunks)
         weights = _weights(pipeline.batches, reduction, normalizer)
         end = LossEnd(loss_fn, targets, weights, keep_outputs=return_outputs)
         pipeline.train(end, schedule)
@@ -476,15 +475,19 @@ def _gathered(outputs: Sequence[Batch], rows: Sequence[tuple[int, ...]], spec: A
     return gather([Batch(batch.value, each) for batch, each in zip(outputs, rows, strict=True)], spec)
 
 
-def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: int) -> list[Any]:
-    """The target of each micro-batch of ``inputs``, on ``device``."""
+def _targets(target: Any, device: torch.device, microbatches: int, chunks: int) -> list[Any]:
+    """The target of each micro-batch, on ``device``."""
     if target is None:
-        return [None] * len(inputs)
+        return [None] * microbatches
     value, spec = unwrap(target)
     check(value, spec)
     there = mapped(Batch(value), lambda tensor: tensor.detach().to(device))
     targets, _ = scatter_views(there.value, chunks, spec)
-    expect_same_rows(targets, inputs)
+    if len(targets) != microbatches:
+        raise ValueError(
+            f"target gives {len(targets)} micro-batches, the input {microbatches} (chunks: {chunks}); both need the "
+            "same number of rows"
+        )
     return [batch.value for batch in targets]
 
 

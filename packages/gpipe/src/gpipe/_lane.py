@@ -11,7 +11,7 @@ from ._hooks import HeldGradients
 from ._loss import LossEnd
 from ._place import At, place
 from ._ports import Port, Ports
-from ._random import CellRandom, RunRandom, Unwatched
+from ._random import CellRandom, RunRandom
 from ._stage import Stage
 from ._value import cloned
 from .schedule import Action
@@ -130,8 +130,7 @@ class Lane:
 
     def _cell(self, i: int) -> Cell:
         stage = self.stage
-        checkpointed = i < self._checkpoint_stop
-        random: CellRandom | None = None
-        if stage.may_draw or (checkpointed and stage.device.type == "cuda"):
-            random = (CellRandom if stage.may_draw else Unwatched)(self._random, i << 12 | stage.index, stage.device)
-        return CheckpointedCell(stage, random, self._circumstances) if checkpointed else Cell(stage, random)
+        random = CellRandom(self._random, i << 12 | stage.index, stage.device) if stage.may_draw else None
+        if i < self._checkpoint_stop:
+            return CheckpointedCell(stage, random, self._circumstances)
+        return Cell(stage, random)

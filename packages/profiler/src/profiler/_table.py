@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .text import align, format_bytes, format_cost, format_flops, format_seconds
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 _COLUMNS = {
     "forward": "forward_seconds",
     "backward": "backward_seconds",
-    "inputs": "backward_input_seconds",
     "parameters": "parameter_bytes",
     "buffers": "buffer_bytes",
     "latent": "latent_bytes",
@@ -25,18 +24,10 @@ _COLUMNS = {
 
 
 def profile_table(profile: Profile) -> str:
-    """A line for each layer and the loss, one for the sum, the largest figure of each column marked."""
-    columns = _columns(profile)
-    lines = [*profile, *([] if profile.loss is None else [profile.loss])]
-    largest = {column: _largest(lines, column) for column in columns.values()}
-    rows = [["layer", "type", *columns], *(_row(layer, largest) for layer in lines), _total(lines, columns)]
+    """A line for each layer, one for the sum, the largest figure of each column marked."""
+    largest = {column: _largest(profile, column) for column in _COLUMNS.values()}
+    rows = [["layer", "type", *_COLUMNS], *(_row(layer, largest) for layer in profile), _total(profile)]
     return f"{_heading(profile)}\n{align(rows, left=2)}\n* the largest of its column"
-
-
-def _columns(profile: Profile) -> dict[str, str]:
-    """The figures to show: the part of the backward for the inputs only where it was measured."""
-    split = any(layer.backward_input_seconds is not None for layer in profile)
-    return {head: column for head, column in _COLUMNS.items() if split or column != "backward_input_seconds"}
 
 
 def _heading(profile: Profile) -> str:
@@ -45,8 +36,8 @@ def _heading(profile: Profile) -> str:
     return f"{len(profile)} layers on {profile.device}, {rows}, {timed}"
 
 
-def _largest(layers: Sequence[LayerProfile], column: str) -> float | None:
-    values = [getattr(layer, column) or 0 for layer in layers]
+def _largest(profile: Profile, column: str) -> float | None:
+    values = [getattr(layer, column) or 0 for layer in profile]
     return max(values, default=0) or None
 
 
@@ -59,10 +50,10 @@ def _row(layer: LayerProfile, largest: dict[str, float | None]) -> list[str]:
     return cells
 
 
-def _total(layers: Sequence[LayerProfile], columns: dict[str, str]) -> list[str]:
+def _total(profile: Profile) -> list[str]:
     cells = ["total", ""]
-    for column in columns.values():
-        values = [getattr(layer, column) for layer in layers]
+    for column in _COLUMNS.values():
+        values = [getattr(layer, column) for layer in profile]
         # Layers reach their peaks one after the other, and outputs are latent bytes already.
         summable = None not in values and column not in ("peak_bytes", "output_bytes")
         cells.append(format_cost(sum(values), column) if summable else "")

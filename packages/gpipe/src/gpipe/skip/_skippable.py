@@ -114,10 +114,8 @@ class Skippable(nn.Module):
 
     def _expect_all(self, done: set[str]) -> None:
         for names, participle in ((self.stashable_names, "stashed"), (self.poppable_names, "popped")):
-            left = sorted(names - done)
-            if left:
-                have = "has" if len(left) == 1 else "have"
-                raise RuntimeError(f"{', '.join(map(repr, left))} must be {participle} but {have} not been")
+            if names - done:
+                raise RuntimeError(f"{', '.join(map(repr, sorted(names - done)))} must be {participle} but have not")
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:

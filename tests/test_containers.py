@@ -1,0 +1,79 @@
+"""A pipe computes what a plain loop over the micro-batches computes, whatever travels between the layers.
+
+Every case is equal, or refused with one of the errors that the documentation names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from packages.gpipe.tests.models import one_thread as one_thread
+
+from .containers.cases import Case, cases
+from .containers.runs import UntrainableError, expect_equal, piped, plainly
+
+pytestmark = [
+    pytest.mark.timeout(100),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),  # so it does in the plain model
+]
+
+EXAMPLES = 5_000 if settings.get_current_profile_name() == "long" else settings.default.max_examples
+"""Of each of the two ways to train."""
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+REFUSALS: list[tuple[type[Exception], str]] = [
+    (RuntimeError, "shares its memory with another one"),
+]
+"""What a pipe may say instead of computing."""
+
+UNTRAINABLE = (ValueError, "does not require grad")
+"""What it must say of a step with nothing to train."""
+
+
+def verdict(case: Case, steps: bool) -> str:
+    """``equal``, or what was refused; AssertionError if there is a difference, and other errors as they come."""
+    try:
+        expected = plainly(case, steps)
+    except UntrainableError:
+        expected = None
+    except RuntimeError as error:
+        return f"plain: {str(error)[:60]}"
+    try:
+        found = piped(case, steps)
+    except Exception as error:
+        allowed = [*REFUSALS, *([] if expected else [UNTRAINABLE])]
+        refusal = next((text for kind, text in allowed if isinstance(error, kind) and text in str(error)), None)
+        if refusal is None:
+            raise
+        return f"refused: {refusal}"
+    assert expected is not None
+    for each, other in zip(found, expected, strict=True):
+        expect_equal(each, other, tolerance=1e-4 if "single" in str(case) else 1e-9, zeros_for_none=case.stops)
+    return "equal"
+
+
+each_way = pytest.mark.parametrize("steps", [False, True], ids=["backward", "step"])
+
+
+@each_way
+@settings(max_examples=EXAMPLES, suppress_health_check=SLOW)
+@given(case=cases())
+def test_parity_with_the_plain_loop(steps: bool, case: Case) -> None:
+    event(verdict(case, steps))
+
+
+@each_way
+def test_few_cases_are_refused(steps: bool) -> None:
+    """Else the property above would say little."""
+    verdicts: Counter[str] = Counter()
+
+    @settings(max_examples=60, derandomize=True, database=None, suppress_health_check=SLOW)
+    @given(case=cases())
+    def look(case: Case) -> None:
+        verdicts[verdict(case, steps)] += 1
+
+    look()
+    assert verdicts["equal"] >= 0.9 * verdicts.total(), verdicts
