@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -389,63 +384,6 @@ def test_layers_may_have_any_name_that_a_module_may():
     pipe = piped(model, [2, 2], chunks=2)
     assert_trains_like(pipe, model)
     assert list(pipe.state_dict()) == list(model.state_dict())
-
-
-TWO_PROCESSES = """
-    import copy, os, torch, torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    from gpipe import GPipe
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    for mode in ("never", "except_last", "always"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).double()
-        pipe = GPipe(copy.deepcopy(model), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
-        ddp = DistributedDataParallel(pipe, static_graph=True)
-        for step in range(3):
-            x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-            ddp.zero_grad()
-            ddp(x[rank * 4 : rank * 4 + 4]).square().sum().backward()
-            model.zero_grad()
-            (model(x).square().sum() / 2).backward()
-            for p, q in zip(pipe.parameters(), model.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-9)
-                with torch.no_grad():
-                    p -= 0.1 * p.grad
-                    q -= 0.1 * q.grad
-    dist.destroy_process_group()
-    print("equal", flush=True)
-"""
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-def test_data_parallel_over_two_processes():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    program = textwrap.dedent(TWO_PROCESSES)
-    common = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MASTER_ADDR": "127.0.0.1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**common, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=60)
-            assert "equal" in output, output
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def test_layer_called_by_itself_beside_the_pipe():

@@ -106,7 +106,10 @@ class Attach(torch.autograd.Function):
 
 
 class PipelineBackward(torch.autograd.Function):
-    """From the inputs to a token that stands for the run; its backward is the run's."""
+    """From the inputs to a token that stands for the run; its backward is the run's.
+
+    Among the inputs are parameters whose nodes somebody has hooks on, since these fire whenever the node runs.
+    """
 
     @staticmethod
     def forward(ctx: Any, backward: Backward, seeds: list[Tensor | None], *inputs: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from streams import Context
 
 from . import _engine
 from ._checkpoint import Snapshot, Training, Witness, checkpointing, recomputing, restored, training_flags
-from ._leaves import below
+from ._grown import Grown
+from ._leaves import Below, below
 from ._partial import backward_inputs
 from ._random import CellRandom, Refusal, RunRandom
 from ._stage import Stage
@@ -33,7 +34,7 @@ class Cell:
     """
 
     __slots__ = ("_left", "_outputs", "_random", "_stage", "inputs")
-    _left: list[Callable[[], object]]
+    _left: list[Callable[[Grown | None], object]]
 
     def __init__(self, stage: Stage, random: CellRandom | None = None) -> None:
         self._stage = stage
@@ -48,21 +49,25 @@ class Cell:
     def recompute(self) -> None:
         """Make :meth:`backward` possible; here it is already."""
 
-    def leaves(self) -> list[Tensor]:
-        """Those below the outputs, other than the inputs: what :meth:`backward` accumulates the gradients of."""
-        return below(self._outputs, self.inputs).leaves
+    def below(self) -> Below:
+        """What lies below the outputs; the leaves are what :meth:`backward` accumulates the gradients of."""
+        return below(self._outputs, self.inputs)
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor | None], grown: Grown | None = None) -> list[Tensor | None]:
         """Accumulate the gradients of the parameters, given those of the outputs; the gradients of the inputs.
 
-        There is one for each tensor, in order; None where nothing flows.
+        There is one for each tensor, in order; None where nothing flows. Those of the parameters go to ``grown``, if
+        it is there, else to ``.grad``.
         """
         flowing = self._flowing(gradients)
         if flowing:
-            self._backwards(_engine.accumulate, *zip(*flowing, strict=True))
+            outputs, seeds = zip(*flowing, strict=True)
+            if grown is not None:
+                return self._backwards(grown.backward, outputs, seeds, below(outputs, self.inputs), list(self.inputs))
+            self._backwards(_engine.accumulate, outputs, seeds)
         return [leaf.grad for leaf in self.inputs]
 
-    def backward_input(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward_input(self, gradients: Sequence[Tensor | None], grown: Grown | None = None) -> list[Tensor | None]:
         """The gradients of the inputs alone, as :meth:`backward` would; :meth:`backward_weight` does the rest.
 
         Where the graph cannot be taken apart this is the whole backward.
@@ -77,16 +82,16 @@ class Cell:
         if parts is None:
             self._stage.say_whole()
             self._left = []
-            return self.backward(gradients)
+            return self.backward(gradients, grown)
         found, weights = map(laid_out, parts[0], leaves), parts[1]
         self._left = [each.backward for each in weights]
         return [next(found) if leaf.requires_grad else None for leaf in self.inputs]
 
-    def backward_weight(self) -> None:
+    def backward_weight(self, grown: Grown | None = None) -> None:
         """Accumulate the gradients of the parameters."""
         left, self._left = self._left, []  # what is left may be a method of this cell: a cycle
         for each in left:
-            self._backwards(each)
+            self._backwards(each, grown)
 
     def _flowing(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
         """The outputs from which a gradient flows, with it."""

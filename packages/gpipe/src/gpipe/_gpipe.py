@@ -21,6 +21,7 @@ from ._autograd import tied
 from ._batchnorm import DeferredBatchNorm
 from ._layers import Held, expect_replacement, refuse
 from ._loss import LossEnd, LossFunction
+from ._module_hooks import pre_hooked, refuse_hooks
 from ._placement import expect_movable, expect_same_device, move, moving_denied, untouched_on_failure
 from ._split import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
 from ._stage import Stage
@@ -249,7 +250,8 @@ class GPipe(nn.Module):
         Raises:
             ValueError: no such schedule, or one that does not fit; a loss that is no scalar or needs no grad; a target
                 that gives another number of micro-batches.
-            RuntimeError: grad mode is off.
+            RuntimeError: grad mode is off; the pipe itself has forward or backward hooks; it is in a
+                ``DistributedDataParallel``, outside of ``no_sync()``.
             Whatever a layer raises, with a note that says where.
 
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -259,7 +261,8 @@ class GPipe(nn.Module):
         """
         refuse_transforms()
         _expect_training(self._devices)
-        inputs, spec = unwrap(input, self.in_spec)
+        refuse_hooks(self)
+        inputs, spec = unwrap(pre_hooked(self, input), self.in_spec)
         check(inputs, spec)
         pipeline = self._pipeline(inputs, spec)
         microbatches = len(pipeline.batches)

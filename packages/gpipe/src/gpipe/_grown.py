@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -30,10 +31,13 @@ class Grown:
         with _copied(graph.leaves if graph.is_custom else ()):
             found = _engine.gradients(roots, seeds, [*flowing, *graph.leaves], keep_graph=False)
         own = found[len(flowing) :]
-        for leaf, gradient in zip(graph.leaves, own, strict=True):
-            self._add(leaf, gradient)
+        self._add(graph.leaves, own)
         sent = map(laid_out, alone(found[: len(flowing)], own), flowing)
         return [next(sent) if tensor.requires_grad else None for tensor in inputs]
+
+    def accumulate(self, roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Tensor]) -> None:
+        """Add what flows from ``roots`` to ``ends``."""
+        self._add(ends, _engine.gradients(roots, gradients, ends, keep_graph=False))
 
     def take(self, scale: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
         """The leaves with ``scale`` times their sums, which are forgotten."""
@@ -41,9 +45,12 @@ class Grown:
         for leaf, gradient in sums.items():
             yield leaf, gradient if scale == 1.0 else gradient * scale
 
-    def _add(self, leaf: Tensor, gradient: Tensor | None) -> None:
-        if gradient is None:
-            return
+    def _add(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                self._add_one(leaf, gradient)
+
+    def _add_one(self, leaf: Tensor, gradient: Tensor) -> None:
         before = self._sums.get(leaf)
         if before is None:
             self._sums[leaf] = gradient  # perhaps somebody else's too, as the gradients of both terms of a sum are

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from streams import Context, add_note
 
 from ._batchnorm import MiniBatchStatistics
 from ._cell import Cell, CheckpointedCell, Circumstances
 from ._errors import shapes
+from ._grown import Grown
 from ._hooks import HeldGradients
+from ._leaves import Below
 from ._loss import LossEnd
 from ._place import At, place
 from ._ports import Port, Ports
@@ -15,6 +19,12 @@ from ._random import CellRandom, RunRandom
 from ._stage import Stage
 from ._value import cloned
 from .schedule import Action
+
+_HIDES = (
+    "someone (DistributedDataParallel?) has hooks where autograd accumulates the gradients of these parameters, "
+    "which must be whole then; but the layers use torch.utils.checkpoint with use_reentrant=True, or contain a pipe, "
+    "whose backward accumulates micro-batch by micro-batch; use use_reentrant=False"
+)
 
 
 class Lane:
@@ -27,6 +37,7 @@ class Lane:
         context: what the caller of the forward saw, for recomputations.
         random: where the random numbers of the run come from.
         held: takes care of leaves whose gradients grow out of sight, of all stages.
+        grown: where gradients accumulate that must not go to ``.grad`` before they are whole; None if they may.
         end: where micro-batches turn around, if they do so inside the run.
 
     Attributes:
@@ -45,6 +56,7 @@ class Lane:
         context: Context,
         random: RunRandom,
         held: HeldGradients,
+        grown: Grown | None = None,
         end: LossEnd | None = None,
     ) -> None:
         self.stage = stage
@@ -53,6 +65,7 @@ class Lane:
         self._microbatches = microbatches
         self.mixed = 0
         self._held = held
+        self._grown = grown
         self._begun = False
         self._end = end
         self._checkpoint_stop = checkpoint_stop if keep else 0
@@ -92,7 +105,7 @@ class Lane:
         seeds = self._departure.get_gradients(i)
         self._hold(i)
         with At(i):
-            gradients = self._cells[i].backward(seeds)
+            gradients = self._cells[i].backward(seeds, self._grown)
         del self._cells[i]
         self._arrival.put_gradients(i, gradients)
 
@@ -100,12 +113,12 @@ class Lane:
         seeds = self._departure.get_gradients(i)
         self._hold(i)
         with At(i):
-            gradients = self._cells[i].backward_input(seeds)
+            gradients = self._cells[i].backward_input(seeds, self._grown)
         self._arrival.put_gradients(i, gradients)
 
     def backward_weight(self, i: int) -> None:
         with At(i):
-            self._cells[i].backward_weight()
+            self._cells[i].backward_weight(self._grown)
         del self._cells[i]
 
     def annotate(self, error: BaseException, action: Action) -> None:
@@ -124,9 +137,17 @@ class Lane:
         if not self._begun:
             self._begun = True
             self._held.hold(self.stage.module.parameters(), every=every)
-        if every:  # layers may also use tensors that are no parameters of theirs
-            self._held.hold(self._cells[i].leaves(), every=True)
-        self.mixed += not every
+        if every or self._grown is not None:  # layers may also use tensors that are no parameters of theirs
+            graph = self._cells[i].below()
+            self._held.hold(graph.leaves, every=every)
+            self._expect_shown(graph)
+        self.mixed += not every and self._grown is None
+
+    def _expect_shown(self, graph: Below) -> None:
+        if self._grown is not None and graph.hides:
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                raise RuntimeError(_HIDES)
+            self._grown = None  # it is a graph of an earlier run that keeps the nodes, and not somebody with hooks
 
     def _cell(self, i: int) -> Cell:
         stage = self.stage

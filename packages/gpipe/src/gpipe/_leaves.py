@@ -21,7 +21,7 @@ class Below(NamedTuple):
     is_custom: bool
     """Whether there are nodes written in Python, other than those by which tensors enter a stage."""
     hides: bool
-    """Whether there may be other leaves, inside of a reentrant checkpoint, which has a backward of its own."""
+    """Whether there may be other leaves, inside of a reentrant checkpoint or a pipe, whose backwards are their own."""
 
 
 def below(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Below:
@@ -44,10 +44,10 @@ def below(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Below:
     known = {id(tensor) for tensor in inputs}
     leaves = [leaf for node in ends if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in known]
     kinds = {type(node) for node in nodes}
-    return Below(leaves, any(map(_is_custom, kinds)), any(kind.__name__ == _REENTRANT for kind in kinds))
+    return Below(leaves, any(map(_is_custom, kinds)), any(kind.__name__ in _HIDING for kind in kinds))
 
 
-_REENTRANT = "CheckpointFunctionBackward"
+_HIDING = ("CheckpointFunctionBackward", "PipelineBackwardBackward")
 
 
 def _is_custom(kind: type[Node]) -> bool:

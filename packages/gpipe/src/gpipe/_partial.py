@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from . import _engine
+from ._grown import Grown
 from ._value import Enter, alone
 
 Gradients = list[Tensor | None]
@@ -39,15 +40,15 @@ class Weights(NamedTuple):
     hooked: bool
     """Whether the gradients have been through the hooks of the tensor that they belong to."""
 
-    def backward(self) -> None:
-        """Accumulate their gradients."""
+    def backward(self, grown: Grown | None = None) -> None:
+        """Accumulate their gradients in ``.grad``, or in ``grown``."""
         pairs = zip(self.branch.edges, self.gradients, strict=True)
         flowing = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
         if not flowing:
             return
         edges, gradients = zip(*flowing, strict=True)
         with _replaced(flowing) if self.hooked else nullcontext():
-            _engine.accumulate(edges, gradients, self.branch.parameters)
+            (grown or _engine).accumulate(edges, gradients, self.branch.parameters)
 
 
 @contextmanager

@@ -14,11 +14,13 @@ from streams import AbstractStream, Context, current_stream, wait_stream
 from ._carry import Place
 from ._errors import Poisoned
 from ._failures import Failures
+from ._grown import Grown
 from ._hooks import HeldGradients, summed
 from ._inline import is_inline
 from ._lane import Lane
 from ._link import Channel, Link
 from ._loss import LossEnd
+from ._nodes import kept
 from ._random import RunRandom
 from ._section import involved, serving
 from ._stage import Stage
@@ -33,6 +35,9 @@ class Run:
     """One mini-batch on its way through the stages and back.
 
     The owner of the run puts values in at the entrance and takes them out at the exit; gradients go the other way.
+
+    Attributes:
+        kept: parameters with a node in autograd that somebody keeps, which must run once, with the whole gradient.
     """
 
     def __init__(
@@ -63,6 +68,8 @@ class Run:
         self._wiring = Wiring(places, layout, partial(Channel, link=link, hopeless=self._failures.forestall))
         self._random = RunRandom()
         self._held = HeldGradients() if end is None else end.held
+        self._grown = [] if end is None else [end.grown]
+        self.kept = kept(p for stage in stages for p in stage.module.parameters()) if torch.is_grad_enabled() else []
         self._lanes = [self._lane(stage, end if stage is stages[-1] else None) for stage in stages]
 
     def _lane(self, stage: Stage, end: LossEnd | None) -> Lane:
@@ -77,8 +84,17 @@ class Run:
             context=self._context,
             random=self._random,
             held=self._held,
+            grown=self._grow(stage),
             end=self._end,
         )
+
+    def _grow(self, stage: Stage) -> Grown | None:
+        """Where the gradients of ``stage`` accumulate, if it has a parameter that is kept."""
+        own = {id(parameter) for parameter in stage.module.parameters()} if self.kept else set()
+        if own.isdisjoint(map(id, self.kept)):
+            return None
+        self._grown.append(Grown())
+        return self._grown[-1]
 
     def forward(self, batches: Sequence[Batch]) -> list[Batch]:
         """The outputs of all micro-batches, as leaves; those that a backward can start from require grad."""
@@ -88,16 +104,24 @@ class Run:
         self._look_for_draws()
         return [self._wiring.exit.values.get(i) for i in range(self._microbatches)]
 
-    def backward(self, gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
-        """Accumulate the gradients of all parameters; those of the inputs, by micro-batch and tensor."""
+    def backward(
+        self, gradients: Sequence[list[Tensor | None]]
+    ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
+        """Accumulate the gradients of all parameters but those that are ``kept``.
+
+        Returns:
+            The gradients of the inputs, by micro-batch and tensor; and those of the parameters that are kept.
+        """
         now = [current_stream(device) for device in self._devices]
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
             self._wiring.exit.gradients.put(i, each)
         self._walk(self._halves()[1], Context.capture())
         _all_wait(now, self._streams)
-        torch.autograd.backward(*self.whole())
-        return [self._wiring.entrance.gradients.get(i) for i in range(self._microbatches)]
+        whole = dict(zip(*self.whole(), strict=True))
+        own = [whole.pop(parameter, None) for parameter in self.kept]
+        torch.autograd.backward(list(whole), list(whole.values()))
+        return [self._wiring.entrance.gradients.get(i) for i in range(self._microbatches)], own
 
     def train(self, batches: Sequence[Batch], walk: Walk) -> list[list[Tensor | None]]:
         """Forwards and backwards as ``walk`` says; the gradients of the inputs, by micro-batch and tensor.
@@ -117,10 +141,9 @@ class Run:
 
     def whole(self) -> tuple[list[Tensor], list[Tensor]]:
         """The leaves that were kept out of ``.grad``, and their gradients, scaled; everything else is given back."""
-        if self._end is None:
-            return summed(self._held.give_back())
-        scale = self._end.scale
-        return summed([*self._held.give_back(scale), *self._end.grown.take(scale)])
+        scale = 1.0 if self._end is None else self._end.scale
+        grown = [pair for each in self._grown for pair in each.take(scale)]
+        return summed([*self._held.give_back(scale), *grown])
 
     @property
     def mixed(self) -> int:

@@ -11,6 +11,7 @@ from microbatch import Batch, Versions
 from streams import AbstractStream, add_note, new_stream
 
 from ._autograd import attach
+from ._data_parallel import refuse_data_parallel
 from ._loss import LossEnd
 from ._run import Run
 from ._section import Section
@@ -75,6 +76,7 @@ class Pipeline:
     def _train(self, end: LossEnd, schedule: Schedule | str) -> None:
         run = self._run(end)
         walk = run.walk(schedule)
+        refuse_data_parallel(run.kept)
         before = _Gradients([p for stage in self._stages for p in stage.module.parameters()])
         mixed = 0
         try:
@@ -168,8 +170,9 @@ def _attached(
         flowing = iter(seeds)
         gradients = [[next(flowing) if flag else None for flag in each] for each in flags]
         with section.entered(accumulates=True):
-            return [gradient for each in run.backward(gradients) for gradient in each]
+            found, own = run.backward(gradients)
+        return [*(gradient for each in found for gradient in each), *own]
 
     ends = [tensor for batch in outputs for tensor in batch if tensor.requires_grad]
-    attached = iter(attach(backward, [tensor for batch in inputs for tensor in batch], ends))
+    attached = iter(attach(backward, [*(tensor for batch in inputs for tensor in batch), *run.kept], ends))
     return [mapped(batch, lambda tensor: next(attached) if tensor.requires_grad else tensor) for batch in outputs]

@@ -1,0 +1,30 @@
+"""Whether somebody waits for the gradients of parameters in a way that a step does not serve."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def refuse_data_parallel(parameters: Sequence[Tensor]) -> None:
+    """RuntimeError if a ``DistributedDataParallel`` that is to average gradients has any of ``parameters``.
+
+    Its hooks do nothing unless its own forward has run before, so gradients would stay those of this process.
+
+    Args:
+        parameters: those with nodes that somebody keeps.
+    """
+    if not parameters or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    wanted = {id(parameter) for parameter in parameters}
+    kind = torch.nn.parallel.DistributedDataParallel
+    around = [each for each in gc.get_objects() if issubclass(type(each), kind) and each.require_backward_grad_sync]
+    if any(not wanted.isdisjoint(map(id, each.parameters())) for each in around):
+        raise RuntimeError(
+            "step() does not go through the forward of the DistributedDataParallel around this pipe, which would not "
+            "average its gradients; call ddp(input) and backward(), or use step() under ddp.no_sync() or without "
+            "DistributedDataParallel, and average the gradients yourself"
+        )

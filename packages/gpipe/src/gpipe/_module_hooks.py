@@ -1,0 +1,38 @@
+"""Hooks that are registered on a pipe itself, where a step does not go through ``nn.Module.__call__``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ._value import Arguments
+
+
+def refuse_hooks(pipe: nn.Module) -> None:
+    """RuntimeError naming hooks of ``pipe`` that :meth:`GPipe.step` cannot call."""
+    kinds = {
+        "forward": pipe._forward_hooks,
+        "full backward": pipe._backward_hooks,
+        "full backward pre": pipe._backward_pre_hooks,
+    }
+    found = [kind for kind, hooks in kinds.items() if hooks]
+    if found:
+        raise RuntimeError(
+            f"step() cannot call the {' and '.join(found)} hooks of this pipe: micro-batches turn around singly, so "
+            "that the whole output is never there before the backward begins; register them on a layer, such as "
+            "pipe[-1], which calls them for each micro-batch, or use pipe(input) and backward()"
+        )
+
+
+def pre_hooked(pipe: nn.Module, inputs: Any) -> Any:
+    """``inputs`` after the forward pre-hooks of ``pipe``."""
+    if not pipe._forward_pre_hooks:
+        return inputs
+    args, kwargs = (inputs.args, inputs.kwargs) if isinstance(inputs, Arguments) else ((inputs,), {})
+    for key, hook in pipe._forward_pre_hooks.items():
+        if key in pipe._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(pipe, args, kwargs) or (args, kwargs)
+        elif (found := hook(pipe, args)) is not None:
+            args = found if isinstance(found, tuple) else (found,)
+    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
