@@ -3,6 +3,8 @@ import subprocess
 import sys
 from textwrap import dedent
 
+import pytest
+
 # Three workers that nobody ends: one idle, one computing for ever, one waiting for ever.
 SCRIPT = dedent("""
     import atexit, queue, sys, threading, torch
@@ -31,12 +33,48 @@ SCRIPT = dedent("""
 """)
 
 
-def test_workers_neither_hold_up_the_interpreters_exit_nor_change_its_status():
+# A worker that nobody ends is inside one operation of a second or more. The interpreter is not through with its exit
+# before the thread is gone, whatever that does to the process.
+LONG_OPERATION = dedent("""
+    import os, sys, threading, torch
+    from streams import CPUStream, Task, spawn_workers
+
+    class Last:
+        def __del__(self, exists=os.path.exists, go_on=os.sched_yield):
+            while exists(path):
+                go_on()
+
+    def compute():
+        global path
+        path = f"/proc/self/task/{threading.get_native_id()}"
+        x = torch.eye(1000)
+        computing.set()
+        torch.linalg.matrix_power(x, 2**60)
+
+    last, computing = Last(), threading.Event()
+    block = spawn_workers([torch.device("cpu")])
+    [in_queue], _ = block.__enter__()
+    in_queue.put(Task(CPUStream, compute=compute))
+    computing.wait()
+    sys.exit(7)
+""")
+
+
+def run(script):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (7, "the idle one said (False, None)\n", "")
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_workers_neither_hold_up_the_interpreters_exit_nor_change_its_status():
+    assert run(SCRIPT) == (7, "the idle one said (False, None)\n", "")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs /proc to see a thread end")
+def test_the_exit_waits_for_the_end_of_a_long_operation():
+    assert run(LONG_OPERATION) == (7, "", "")

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from streams import CPUStream, Task, _spawn, spawn_workers
 
 from .cuda import DEVICE
-from .fakes import PATIENCE, FakeDevice, take, wait
+from .fakes import PATIENCE, FakeDevice, in_child, take, wait
 
 CPU = torch.device("cpu")
 FAILURES = [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit, BaseException]
@@ -312,6 +312,76 @@ def test_blocks_nest_and_may_be_left_in_any_order():
         assert take(said_one) == (False, None)
         assert take(said_two)[1][1] == 2
         assert one is not two
+
+
+@pytest.mark.parametrize("devices", [[CPU], [CPU, FakeDevice()], []])
+def test_a_block_is_entered_by_one_at_a_time(devices):
+    block = spawn_workers(devices)
+    before = threading.enumerate()
+    for _ in range(2):
+        with block as (in_queues, out_queues):
+            started = threading.enumerate()
+            with pytest.raises(RuntimeError, match="entered already"), block:
+                pytest.fail("there would be two sets of workers")
+            assert threading.enumerate() == started
+            for in_queue, out_queue in zip(in_queues, out_queues, strict=True):
+                in_queue.put(task(lambda: 42))
+                assert take(out_queue)[1][1] == 42
+        assert threading.enumerate() == before
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+class TestForks:
+    """In a forked process the workers have ended."""
+
+    @staticmethod
+    def rest(queue):
+        """What a queue holds until its worker says that it has ended."""
+        answers = []
+        while (answer := take(queue)) != (False, None):
+            answers.append(answer[1][1])
+        return answers
+
+    @pytest.mark.parametrize("busy", [True, False])
+    def test_a_child_may_leave_the_block_and_both_processes_go_on(self, busy):
+        started, gate = Event(), Event()
+
+        def leave():
+            block.__exit__(None, None, None)
+            return [self.rest(queue) for queue in out_queues]
+
+        block = spawn_workers([CPU] * 2, shared=False)
+        in_queues, out_queues = block.__enter__()
+        in_queues[0].put(task(lambda: "done"))
+        in_queues[1].put(task(lambda: [started.set(), busy and wait(gate)][1]))
+        wait(started)
+        while out_queues[0].empty() or (out_queues[1].empty() and not busy):
+            os.sched_yield()
+        assert in_child(leave) == str([["done"], [] if busy else [False]])
+        gate.set()
+        block.__exit__(None, None, None)
+        assert [self.rest(queue) for queue in out_queues] == [["done"], [None if busy else False]]
+
+    def test_a_child_may_enter_the_block_again_after_it_left(self):
+        def again():
+            block.__exit__(None, None, None)
+            with block as ([in_queue], [out_queue]):
+                in_queue.put(task(lambda: 42))
+                return take(out_queue)[1][1]
+
+        block = spawn_workers([CPU])
+        with block:
+            assert in_child(again) == "42"
+
+    def test_a_worker_that_forks_works_on_in_the_child(self):
+        def forks():
+            return in_child(lambda: [task(lambda: 42).compute(), (block.__exit__(None, None, None), "left")[1]])
+
+        block = spawn_workers([CPU] * 2, shared=False)
+        with block as (in_queues, out_queues):
+            in_queues[0].put(task(forks))
+            assert take(out_queues[0])[1][1] == "[42, 'left']"
 
 
 def cycles(number):

@@ -100,3 +100,11 @@ def test_a_number_may_be_changed():
 def test_what_is_no_number_of_threads_is_named(junk, kind):
     with pytest.raises(kind, match="number of threads must be"):
         limit_threads(junk)
+
+
+@pytest.mark.parametrize("number", [2**31, 2**32 + 1, 2**40, 2**100])
+def test_what_is_no_int_of_c_is_refused_with_the_bound(number):
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError, match="at most 2147483647, .* got " + str(number)):
+        limit_threads(number)
+    assert torch.get_num_threads() == before

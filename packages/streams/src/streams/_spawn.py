@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from types import TracebackType
 from typing import NamedTuple
+from weakref import WeakSet
 
 from . import _exit
 from ._context import Context
@@ -31,7 +33,10 @@ def spawn_workers(
 
     The workers see what the thread that enters the block sees then (:class:`Context`). Leaving it lets them finish the
     tasks that are queued, and returns when all of them have ended, however it is left. A KeyboardInterrupt that comes
-    while it waits is raised afterwards; a second one gives up waiting. The interpreter's exit waits for nobody.
+    while it waits is raised afterwards; a second one gives up waiting. The interpreter's exit waits for operations of
+    torch that run, and for nothing else.
+
+    A process that is forked inside has no workers: there each of them has ended, and says so after what it had answered.
 
     Args:
         devices: anything hashable with ``type`` and ``index``. Equal devices, where ``cuda`` is the current GPU and
@@ -56,8 +61,16 @@ class _Workers(AbstractContextManager[Queues]):
         self._shared = shared
         self._context = context
         self._workers: list[_Worker] = []
+        self._entered = False
+        _blocks.add(self)
 
     def __enter__(self) -> Queues:
+        if self._entered:
+            raise RuntimeError(
+                "this block of workers is entered already, and its queues belong to whoever did; leave it first, or "
+                "make another one with spawn_workers(...)"
+            )
+        self._entered = True
         context = self._context or Context.capture()
         by_device: dict[Device, _Worker] = {}
         pairs = []
@@ -96,7 +109,6 @@ class _Workers(AbstractContextManager[Queues]):
         each = _Worker(thread, in_queue, out_queue, ended)
         self._workers.append(each)
         thread.start()
-        _exit.watch(thread, in_queue)
         return each
 
     def _end_all(self) -> None:
@@ -108,9 +120,30 @@ class _Workers(AbstractContextManager[Queues]):
                 each.ended.wait()
                 each.thread.join()
         self._workers.clear()
+        self._entered = False
+
+    def after_fork(self) -> None:
+        """In a forked process: no worker is here, except one that has forked."""
+        for each in self._workers:
+            if each.thread is not current_thread():
+                each.out_queue.put((False, None))
+        self._workers = [each for each in self._workers if each.thread is current_thread()]
+
+
+_blocks: WeakSet[_Workers] = WeakSet()
+
+
+def _after_fork() -> None:
+    for block in list(_blocks):
+        block.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _work(context: Context, in_queue: InQueue, out_queue: OutQueue, device: Device, ended: Event) -> None:
+    _exit.watch(in_queue)
     try:
         with context.applied():
             worker(in_queue, out_queue, device, context.grad_mode)

@@ -9,6 +9,8 @@ import torch
 
 from ._libraries import native
 
+_MOST = 2**31 - 1
+
 
 def limit_threads(number: int) -> None:
     """Let CPU operations of this thread, from now on, use ``number`` threads, itself included.
@@ -20,6 +22,8 @@ def limit_threads(number: int) -> None:
         raise TypeError(f"number of threads must be an int; got {number!r} ({type(number).__name__})")
     if number < 1:
         raise ValueError(f"number of threads must be at least 1, the calling thread itself; got {number}")
+    if number > _MOST:
+        raise ValueError(f"number of threads must be at most {_MOST}, as it becomes an int of C; got {number}")
     # Torch prepares a thread when that first computes, or asks; a number set before would be overwritten then.
     before = torch.get_num_threads()
     setters = _setters()
