@@ -1,8 +1,11 @@
+import types
+import unittest.mock
+
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 
-from streams import Context, CPUStream, Task, spawn_workers
+from streams import Context, CPUStream, Task, _context, _modes, spawn_workers
 
 from .cuda import DEVICE
 from .fakes import in_thread, take
@@ -11,6 +14,8 @@ from .strategies import (
     DEVICE_TYPES,
     LOG,
     SIZE,
+    SWITCHES,
+    TORCH_FUNCTION,
     Logging,
     block,
     cast,
@@ -18,6 +23,8 @@ from .strategies import (
     hooks,
     inside,
     surroundings,
+    switch,
+    torch_function,
     variable,
 )
 
@@ -33,6 +40,8 @@ def state():
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
+        "switches": {name: getattr(torch._C, f"_is_{name}_enabled")() for name in SWITCHES},
+        "torch function": (torch._C._is_torch_function_enabled(), torch._C._is_torch_function_all_disabled()),
         "autocast": {kind: torch.is_autocast_enabled(kind) for kind in DEVICE_TYPES},
         "dtypes": {kind: torch.get_autocast_dtype(kind) for kind in DEVICE_TYPES},
         "cache": torch.is_autocast_cache_enabled(),
@@ -174,6 +183,82 @@ def test_no_mode_sees_a_worker_begin(mode):
     with mode(), Logging("x"):
         LOG.clear()
         assert in_worker(lambda: list(LOG)) == []
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_the_switches_of_autograd_go_along(name, on):
+    with switch(name, on):
+        assert in_worker(getattr(torch._C, f"_is_{name}_enabled")) is on
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that tells of what is done to it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        LOG.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("guard", TORCH_FUNCTION)
+def test_disabled_torch_functions_stay_disabled(guard):
+    def told():
+        LOG.clear()
+        torch.add(x, 1)
+        return list(LOG)
+
+    x = torch.ones(1).as_subclass(Wrapped)
+    with torch_function(guard):
+        expected = told()
+        assert in_worker(told) == expected
+    assert bool(expected) == (guard == "_EnableTorchFunction")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's decompositions
+def test_forward_mode_ad_that_is_off_computes_no_tangents_on_a_worker_either():
+    def tangent():
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.unpack_dual(
+                torch.autograd.forward_ad.make_dual(torch.ones(1), torch.ones(1)) * 2
+            ).tangent
+
+    assert in_worker(tangent) == 2
+    with switch("fwd_grad", False):
+        assert in_worker(tangent) is None
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_left_behind_inside_is_put_right(name):
+    before = state()
+    with Context.plain().applied():
+        getattr(torch._C, f"_set_{name}_enabled")(not getattr(torch._C, f"_is_{name}_enabled")())
+    assert state() == before
+
+
+@pytest.mark.parametrize("step", ["_modes", "_flags", "_autocast", "_hooks", "_variables"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@given(blocks=surroundings(), others=surroundings())
+@settings(max_examples=20)
+def test_what_fails_half_way_leaves_nothing_changed(step, error, blocks, others):
+    def fail(wanted):
+        if step == "_modes" and first:  # of two times
+            return _modes.enter(first.pop())
+        raise error
+
+    with inside(blocks):
+        context = Context.capture()
+    first = [()]
+    with inside(others):
+        before = state()
+        replaced = types.SimpleNamespace(**{**vars(getattr(_context, step)), "enter": fail})
+        with (
+            unittest.mock.patch.object(_context, step, replaced),
+            pytest.raises(error),
+            context.applied(),
+        ):
+            pytest.fail("the block is not entered")
+        assert state() == before
 
 
 def test_a_grad_mode_left_behind_inside_is_put_right():

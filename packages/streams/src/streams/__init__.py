@@ -16,14 +16,15 @@ from ._stream import default_stream as default_stream
 from ._stream import get_device as get_device
 from ._stream import is_cuda as is_cuda
 from ._stream import new_stream as new_stream
+from ._submit import submit as submit
+from ._task import ExcInfo as ExcInfo
+from ._task import InQueue as InQueue
+from ._task import OutQueue as OutQueue
 from ._task import Task as Task
 from ._threads import limit_threads as limit_threads
 from ._use import use_device as use_device
 from ._use import use_stream as use_stream
 from ._wait import wait_stream as wait_stream
-from ._worker import ExcInfo as ExcInfo
-from ._worker import InQueue as InQueue
-from ._worker import OutQueue as OutQueue
 from ._worker import worker as worker
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "pause_helpers",
     "record_stream",
     "spawn_workers",
+    "submit",
     "use_device",
     "use_stream",
     "wait_stream",

@@ -10,18 +10,20 @@ from types import TracebackType
 
 import torch
 
-from . import _autocast, _hooks, _modes, _variables
+from . import _autocast, _flags, _hooks, _modes, _variables
 
 
 class Context:
     """The state that torch and Python keep per thread, and that a new thread therefore does not have.
 
-    It holds the grad mode, the inference mode, autocast for every device type (whether, to which dtype, and whether
-    casts are cached), the saved-tensor hooks that act, the default device and the other torch function modes, and the
-    context variables. :meth:`applied` makes another thread, or the same one later, see the same.
+    It holds the grad mode, the inference mode, the other switches of autograd (multithreaded backwards, forward-mode
+    AD, view replay), autocast for every device type (whether, to which dtype, and whether casts are cached), the
+    saved-tensor hooks that act, the default device and the other torch function modes, whether torch functions are
+    disabled, and the context variables. :meth:`applied` makes another thread, or the same one later, see the same.
 
     Not part of it: what is process-wide anyway (default dtype, deterministic flags), torch dispatch modes and
-    profilers, which do not bear two threads, the current device and streams, and the number of intra-op threads.
+    profilers, which do not bear two threads, the current device and streams, the number of intra-op threads, and the
+    processor cores that a thread may run on.
 
     >>> with torch.no_grad():
     ...     context = Context.capture()
@@ -30,11 +32,20 @@ class Context:
     False
     """
 
-    __slots__ = ("autocast", "function_modes", "grad_mode", "inference_mode", "saved_tensors_hooks", "variables")
+    __slots__ = (
+        "autocast",
+        "flags",
+        "function_modes",
+        "grad_mode",
+        "inference_mode",
+        "saved_tensors_hooks",
+        "variables",
+    )
 
     def __init__(self) -> None:
         self.grad_mode = torch.is_grad_enabled()
         self.inference_mode = torch.is_inference_mode_enabled()
+        self.flags = _flags.read()
         self.autocast = _autocast.read()
         self.saved_tensors_hooks = _hooks.read()
         self.function_modes = _modes.read()
@@ -92,9 +103,10 @@ class _Applied(AbstractContextManager[None]):
         context = self._context
         # No mode, neither of these nor of those, shall see the changes in between.
         self._keep(_modes.enter(()))
-        # Inference mode before the others: its end restores the grad mode and the autocast flags too.
+        # Inference mode before the others: its end restores the grad mode, the switches and the autocast flags too.
         self._keep(_enter_inference_mode(context.inference_mode))
         self._keep(_enter_grad_mode(context.grad_mode))
+        self._keep(_flags.enter(context.flags))
         self._keep(_autocast.enter(context.autocast))
         self._keep(_hooks.enter(context.saved_tensors_hooks))
         self._keep(_variables.enter(context.variables))

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 PATIENCE = 0.5
-"""Seconds after which those that have not computed meanwhile count as stuck in waits of their own, which is harmless."""
+"""Seconds after which those that have not computed meanwhile count as stuck in waits of their own: harmless."""
 _COMPUTING = 0.01 * PATIENCE
 """Processor time that a thread which computes takes at least in these seconds; one that looks around takes less."""
 

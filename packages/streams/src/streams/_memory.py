@@ -1,4 +1,8 @@
-"""What becomes of memory on the CPU between one step and the next."""
+"""What becomes of memory on the CPU between one step and the next.
+
+It stands beside the workers because they are who waits: threads that get memory from the system at the same time do so
+one after the other.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from weakref import WeakSet
 from . import _exit
 from ._context import Context
 from ._device import Device, check, normalise
-from ._worker import InQueue, OutQueue, worker
+from ._task import InQueue, OutQueue
+from ._worker import worker
 
 Queues = tuple[list[InQueue], list[OutQueue]]
 
@@ -36,7 +37,8 @@ def spawn_workers(
     while it waits is raised afterwards; a second one gives up waiting. The interpreter's exit waits for operations of
     torch that run, and for nothing else.
 
-    A process that is forked inside has no workers: there each of them has ended, and says so after what it had answered.
+    A process that is forked inside has no workers: there each of them has ended, and says so after what it had
+    answered.
 
     Args:
         devices: anything hashable with ``type`` and ``index``. Equal devices, where ``cuda`` is the current GPU and

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from ._stream import AbstractStream, is_cuda
 from ._use import use_stream
@@ -50,3 +52,23 @@ class Task(Generic[Result]):
             return
         with use_stream(self.stream):
             self._finalize(result)
+
+    def begin(self) -> bool:
+        """Called by the worker when the turn of this task has come; whether it shall be done."""
+        return True
+
+    def answer(self, answer: Answer, out_queue: OutQueue) -> None:
+        """Called by the worker, once, with what came of :meth:`compute`."""
+        out_queue.put(answer)
+
+
+ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
+"""What ``sys.exc_info()`` gives inside an ``except`` block."""
+
+Answer: TypeAlias = tuple[Literal[True], tuple[Task[Any], Any]] | tuple[Literal[False], ExcInfo | None]
+
+InQueue: TypeAlias = SimpleQueue[Task[Any] | None]
+"""Tasks for a worker; ``None`` ends it."""
+
+OutQueue: TypeAlias = SimpleQueue[Answer]
+"""A worker's answers: ``(True, (task, result))``, ``(False, exc_info)``, and ``(False, None)`` when it ends."""

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
 from ._device import Device
-from ._task import Task
+from ._task import Answer, ExcInfo, InQueue, OutQueue, Task
 from ._use import use_device
-
-ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
-"""What ``sys.exc_info()`` gives inside an ``except`` block."""
-
-Answer: TypeAlias = tuple[Literal[True], tuple[Task[Any], Any]] | tuple[Literal[False], ExcInfo | None]
-
-InQueue: TypeAlias = SimpleQueue[Task[Any] | None]
-"""Tasks for a worker; ``None`` ends it."""
-
-OutQueue: TypeAlias = SimpleQueue[Answer]
-"""A worker's answers: ``(True, (task, result))``, ``(False, exc_info)``, and ``(False, None)`` when it ends."""
 
 
 def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bool) -> None:
@@ -41,7 +28,8 @@ def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bo
         with ExitStack() as scope:
             failure = _take(scope, device, grad_mode)
             while (task := in_queue.get()) is not None:
-                out_queue.put(failure or _answer(task))
+                if task.begin():
+                    task.answer(failure or _answer(task), out_queue)
                 del task
     finally:
         out_queue.put((False, None))

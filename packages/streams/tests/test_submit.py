@@ -1,0 +1,178 @@
+"""Futures of workers behave as those of ``concurrent.futures.ThreadPoolExecutor`` with one thread do."""
+
+import concurrent.futures
+import doctest
+import gc
+import threading
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams import CPUStream, Task, _submit, current_stream, new_stream, spawn_workers, submit, worker
+
+from .cuda import DEVICE
+from .fakes import PATIENCE, take, wait
+
+CPU = torch.device("cpu")
+FAILURES = [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit, BaseException]
+
+
+def raiser(failure):
+    def fail():
+        raise failure
+
+    return fail
+
+
+def life(submits, works, cancelled):
+    """What becomes of futures of ``works``, some of which are cancelled while the first one runs.
+
+    For each: whether the cancellation was taken, the state, what its callback saw, and the result or the error.
+    """
+    started, gate, seen = threading.Event(), threading.Event(), {}
+
+    def first():
+        started.set()
+        wait(gate)
+        return "first"
+
+    functions = [first, *((lambda work=work: work) if isinstance(work, int) else raiser(work) for work in works)]
+    futures = [submits(function) for function in functions]
+    for k, future in enumerate(futures):
+        future.add_done_callback(lambda future, k=k: seen.__setitem__(k, future._state))
+    wait(started)
+    taken = [(k, futures[k].cancel()) for k in cancelled if k < len(futures)]
+    states = [future._state for future in futures]
+    gate.set()
+    concurrent.futures.wait(futures, PATIENCE)
+    return taken, states, seen, [outcome(future) for future in futures]
+
+
+def outcome(future):
+    if future.cancelled():
+        return "cancelled"
+    error = future.exception(PATIENCE)
+    return type(error) if error is not None else future.result(PATIENCE)
+
+
+@given(
+    st.lists(st.integers(0, 9) | st.sampled_from([ZeroDivisionError, KeyboardInterrupt, SystemExit]), max_size=5),
+    st.lists(st.integers(0, 5), max_size=5),
+)
+@settings(max_examples=50)
+def test_they_live_as_those_of_an_executor(works, cancelled):
+    with ThreadPoolExecutor(1) as executor:
+        expected = life(executor.submit, works, cancelled)
+    with spawn_workers([CPU]) as ([in_queue], [out_queue]):
+        assert life(lambda function: submit(in_queue, function), works, cancelled) == expected
+    assert take(out_queue) == (False, None)  # and nothing else
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_what_is_raised_is_the_same_error_with_its_traceback(failure):
+    error = failure("boom")
+    with spawn_workers([CPU]) as ([in_queue], _):
+        future = submit(in_queue, raiser(error))
+        with pytest.raises(failure, match="boom") as found:
+            future.result(PATIENCE)
+        assert found.value is error
+        assert found.traceback[-1].name == "fail"
+        assert submit(in_queue, lambda: "after").result(PATIENCE) == "after"
+
+
+def test_tasks_and_futures_take_their_turns_and_each_has_one_answer():
+    order = []
+    with spawn_workers([CPU]) as ([in_queue], [out_queue]):
+        tasks = [Task(CPUStream, compute=lambda k=k: order.append(k)) for k in (0, 2, 4)]
+        futures = []
+        for k, each in enumerate(tasks):
+            in_queue.put(each)
+            futures.append(submit(in_queue, lambda k=k: order.append(2 * k + 1)))
+        for each in tasks:
+            assert take(out_queue) == (True, (each, None))
+        concurrent.futures.wait(futures, PATIENCE)
+        with pytest.raises(Empty):
+            out_queue.get_nowait()
+    assert order == list(range(6))
+
+
+def test_leaving_the_block_does_what_was_submitted():
+    with spawn_workers([CPU] * 2, shared=False) as (in_queues, _):
+        futures = [submit(queue, lambda k=k: k) for k in range(10) for queue in in_queues]
+    assert all(future.done() for future in futures)
+
+
+@pytest.mark.parametrize("failure", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
+def test_a_callback_that_fails_is_logged_and_the_worker_goes_on(failure, caplog):
+    with spawn_workers([CPU]) as ([in_queue], _):
+        gate = threading.Event()
+        future = submit(in_queue, lambda: wait(gate))
+        future.add_done_callback(lambda _: raiser(failure)())
+        gate.set()
+        assert submit(in_queue, lambda: "after").result(PATIENCE) == "after"
+    assert failure.__name__ in caplog.text
+
+
+def test_a_worker_whose_device_cannot_be_taken_says_so_in_every_future():
+    in_queue, out_queue = SimpleQueue(), SimpleQueue()
+    futures = [submit(in_queue, lambda: pytest.fail("this ran without its device")) for _ in range(2)]
+    in_queue.put(None)
+    thread = threading.Thread(target=worker, args=(in_queue, out_queue, torch.device("cuda", 99), True), daemon=True)
+    thread.start()
+    for future in futures:
+        assert "cuda:99" in str(future.exception(PATIENCE))
+    thread.join(PATIENCE)
+
+
+def test_while_it_waits_the_worker_holds_nothing_of_a_future():
+    class Thing:
+        pass
+
+    gc.collect()
+    gc.disable()
+    try:
+        with spawn_workers([CPU]) as ([in_queue], _):
+            future = submit(in_queue, Thing)
+            thing = weakref.ref(future.result(PATIENCE))
+            gone = threading.Event()
+            weakref.finalize(future, gone.set)
+            del future
+            wait(gone)
+            assert thing() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"function": 3}, "compute must be callable"), ({"stream": None}, "stream must be")]
+)
+def test_what_cannot_be_done_is_refused_before_it_is_queued(arguments, message):
+    with (
+        spawn_workers([CPU]) as ([in_queue], _),
+        pytest.raises(TypeError, match=message),
+    ):
+        submit(in_queue, arguments.pop("function", int), **arguments)
+
+
+def test_it_is_a_future_of_the_standard_library():
+    with spawn_workers([CPU]) as ([in_queue], _):
+        futures = [submit(in_queue, lambda k=k: k) for k in range(3)]
+        assert all(isinstance(future, Future) for future in futures)
+        assert {future.result() for future in concurrent.futures.as_completed(futures, PATIENCE)} == {0, 1, 2}
+
+
+def test_the_example_in_its_docstring_holds():
+    result = doctest.testmod(_submit)
+    assert (result.attempted > 0, result.failed) == (True, 0)
+
+
+@pytest.mark.cuda
+def test_the_function_runs_under_the_stream():
+    stream = new_stream(DEVICE)
+    with spawn_workers([DEVICE]) as ([in_queue], _):
+        assert submit(in_queue, lambda: current_stream(DEVICE), stream=stream).result(PATIENCE) == stream
