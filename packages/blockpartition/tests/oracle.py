@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations, product
 
-from blockpartition import Stage
+from blockpartition import Mode, Stage
 
 
 def all_ends(n: int, k: int) -> Iterator[tuple[int, ...]]:
@@ -81,6 +81,7 @@ def outcomes(
     *,
     memory=None,
     activations=None,
+    boundary=None,
     in_flight=None,
     transfer=None,
     overlap=False,
@@ -91,7 +92,10 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Every placement that keeps the constraints."""
     n, k = len(costs), len(stages)
-    held = costs if memory is None and activations is None else memory or [0] * n
+    lists = any(isinstance(x, tuple) for stage in stages for mode in stage.modes for x in (mode.saved, mode.transient))
+    alone = memory is None and activations is None and boundary is None and not lists
+    held, kept = costs if alone else memory or [0] * n, activations or [0] * n
+    entering = [0] * n if boundary is None else [0] * (n - len(boundary)) + list(boundary)
     orders = [tuple(range(k))] if order == "fixed" else permutations(range(k))
     factors = {
         None: [1] * k,
@@ -102,18 +106,28 @@ def outcomes(
         for ends in all_ends(n, k):
             if set(ends) & set(forbid) or set(pin) - set(ends):
                 continue
-            outcome = Outcome([], Fraction(0))
-            for device, factor, (start, end) in zip(devices, factors, pairwise(ends), strict=True):
-                need = total(held[start:end]) + factor * total((activations or [0] * n)[start:end])
-                capacity = stages[device].capacity
-                if capacity is not None and need > Fraction(capacity):
-                    break
-                compute = total(costs[start:end]) / Fraction(stages[device].speed)
-                sent = Fraction(transfer[end - 1]) if transfer and end < n else Fraction(0)
-                outcome.times.append(max(compute, sent) if overlap else compute + sent)
-                outcome.latency += compute + sent
-            else:
-                yield outcome
+            for modes in product(*(stages[device].modes or (Mode("plain"),) for device in devices)):
+                outcome = Outcome([], Fraction(0))
+                for device, mode, factor, (start, end) in zip(devices, modes, factors, pairwise(ends), strict=True):
+                    need = total(held[start:end]) + factor * amount(mode.saved, kept, start, end)
+                    need += factor * Fraction(mode.boundary) * Fraction(entering[start])
+                    need += amount(mode.transient, kept, start, end)
+                    capacity = stages[device].capacity
+                    if capacity is not None and need > Fraction(capacity):
+                        break
+                    compute = amount(mode.time, costs, start, end) / Fraction(stages[device].speed)
+                    sent = Fraction(transfer[end - 1]) if transfer and end < n else Fraction(0)
+                    outcome.times.append(max(compute, sent) if overlap else compute + sent)
+                    outcome.latency += compute + sent
+                else:
+                    yield outcome
+
+
+def amount(given, values: list, start: int, end: int) -> Fraction:
+    """What a mode says of a block: a factor on the values, or values of its own."""
+    if isinstance(given, tuple):
+        return total(given[start:end])
+    return Fraction(given) * total(values[start:end])
 
 
 def agrees(value, exact: Fraction) -> bool:

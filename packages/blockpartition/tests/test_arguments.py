@@ -20,7 +20,7 @@ VALUE_ERRORS = [
     ({"memory": [1, 2, -3, 4]}, r"^memory\[2\] must not be negative, got -3$"),
     ({"activations": [1, float("nan"), 3, 4]}, r"^activations\[1\] must be finite, got nan$"),
     ({"transfer": [1, 2, -3]}, r"^transfer\[2\] must not be negative, got -3$"),
-    ({"in_flight": [1]}, r"^in_flight has 1 entries for 2 stages$"),
+    ({"in_flight": [1]}, r"^in_flight has 1 entry for 2 stages$"),
     ({"in_flight": [1, -1]}, r"^in_flight\[1\] must be at least 0, got -1$"),
     ({"in_flight": "gpipe"}, r"^in_flight must be one of '1f1b', 'fill_drain', got 'gpipe'$"),
     ({"in_flight": "fill_drain"}, r"^in_flight='fill_drain' holds every micro-batch: say how many, microbatches=…$"),

@@ -62,7 +62,7 @@ def test_as_many_blocks_as_were_asked_for(problem, data):
     other = data.draw(st.integers(1, len(costs)).filter(lambda count: count != k))
     for found, stages in ((partition(costs, k), None), (place(costs, k), k)):
         verify(found, costs, stages, partitions=k)
-        with pytest.raises(ValueError, match=rf"^the partition has {k} blocks, {other} were asked for$"):
+        with pytest.raises(ValueError, match=rf"^the partition has {k} blocks?, {other} were asked for$"):
             verify(found, costs, stages, partitions=other)
 
 

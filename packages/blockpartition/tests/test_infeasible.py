@@ -81,7 +81,7 @@ def test_of_several_layers_that_fit_nowhere_the_first_is_named():
     assert refusal([1, 7, 1, 9, 8], [Stage(1, 4), Stage(1, 5)]).layer == 1
 
 
-@given(placings(max_layers=6, forbid=[], order="fixed"))
+@given(placings(max_layers=6, forbid=[], order="fixed", boundary=None, modes=False))
 def test_the_first_layer_that_fits_on_no_stage_is_named(problem):
     """Each layer by itself, on each stage with what is in flight there, against a problem of that layer alone."""
     error = refusal(problem.costs, problem.stages, **problem.constraints)
@@ -102,6 +102,14 @@ def test_the_first_layer_that_fits_on_no_stage_is_named(problem):
 
     homeless = [i for i in range(len(problem.costs)) if not fits(i)]
     assert error.layer == (homeless[0] if homeless else None)
+
+
+def test_a_layer_with_a_large_input_may_fit_behind_a_smaller_one():
+    """Alone the second needs 1 + 9, with the first before it 1 + 1 + 2; the third 7 at least."""
+    assert place([1, 1, 1], [Stage(1, 6)], memory=[1, 1, 1], boundary=[2, 9, 9]).sizes == (3,)
+    error = refusal([1, 1, 1], [Stage(1, 6)], memory=[1, 1, 5], boundary=[2, 9, 9])
+    assert (error.layer, error.capacity) == (2, 9)
+    assert str(error).startswith("layer 2 needs 9 at least and fits on no stage; ")
 
 
 def test_layers_that_no_cut_may_part():
@@ -149,7 +157,9 @@ def test_a_capacity_is_never_rounded_below_what_would_do():
     ("arguments", "message"),
     [
         ({"pin": [1, 2], "stages": 2}, "2 pinned cuts make 3 blocks, and there are 2 stages"),
+        ({"pin": [1], "stages": 1}, "1 pinned cut makes 2 blocks, and there is 1 stage"),
         ({"forbid": [1, 3], "stages": 3}, "the forbidden cuts leave 2 blocks, which cannot fill 3 stages"),
+        ({"forbid": [1, 2, 3], "stages": 2}, "the forbidden cuts leave 1 block, which cannot fill 2 stages"),
     ],
 )
 def test_too_many_cuts_or_too_few(arguments, message):

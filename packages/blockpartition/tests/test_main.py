@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockpartition import partition
+from blockpartition import Mode, Stage, partition, place
 from blockpartition.__main__ import main
 from blockpartition._draw import draw
 
@@ -54,6 +54,44 @@ def test_even_is_passed_on(run):
     costs = [1, 1, 1, 1, 100, 1, 1, 1, 1]
     found = json.loads(run("5", "--even", "exact", "--json", "--costs", *map(str, costs)))
     assert tuple(found["sizes"]) == partition(costs, 5, even="exact").sizes != partition(costs, 5).sizes
+
+
+def test_constraints_are_those_of_place(run):
+    costs, memory, transfer = [4, 4, 1, 4, 4, 4], [3, 1, 2, 2, 1, 1], [2, 1, 0, 1, 2]
+    words = {name: list(map(str, values)) for name, values in (("c", costs), ("m", memory), ("t", transfer))}
+    printed = run(
+        "3", "--json", "--costs", *words["c"], "--memory", *words["m"], "--transfer", *words["t"],
+        "--activations", *["1"] * 6, "--boundary", *["1/2"] * 6, "--speed", "1", "2", "1.5",
+        "--capacity", "-", "7", "9", "--mode", "keep", "--mode", "again:time=4/3,saved=0,boundary=2,transient=1",
+        "--in-flight", "3", "2", "1", "--overlap", "--forbid", "2", "--pin", "1", "--order", "free",
+        "--microbatches", "4", "--objective", "makespan", "--gap", "0.01",
+    )  # fmt: skip
+    modes = [Mode("keep"), Mode("again", time=Fraction(4, 3), saved=0, boundary=2, transient=1)]
+    found = place(
+        costs, [Stage(1, None, modes), Stage(2, 7, modes), Stage(1.5, 9, modes)], memory=memory, transfer=transfer,
+        activations=[1] * 6, boundary=[Fraction(1, 2)] * 6, in_flight=[3, 2, 1], overlap=True, forbid=[2], pin=[1],
+        order="free", microbatches=4, objective="makespan", gap=0.01,
+    )  # fmt: skip
+    told = json.loads(printed)
+    assert (tuple(told["sizes"]), tuple(told["modes"]), tuple(told["order"])) == (found.sizes, found.modes, found.order)
+    assert told["makespan"] == found.makespan
+
+
+@cases("word", ["1f1b", "fill_drain"])
+def test_schedules_are_passed_on(run, word):
+    found = place([1] * 6, [Stage(1, 12)] * 3, activations=[1] * 6, in_flight=word, microbatches=4)
+    words = ["--activations", *["1"] * 6, "--capacity", "12", "--in-flight", word, "--microbatches", "4"]
+    assert json.loads(run("3", "--json", *words, "--costs", *["1"] * 6))["sizes"] == list(found.sizes)
+
+
+def test_a_drawing_of_a_placement():
+    stages = [Stage(2, 9), Stage(1, 9, [Mode("keep"), Mode("again", time=1.5, saved=0)])]
+    found = place([4, 4, 4, 4], stages, activations=[5, 1, 5, 5], in_flight=[1, 1])
+    assert draw(found, [4, 4, 4, 4], 40, "#=").splitlines() == [
+        "stage 0  0-1   4         ##===",
+        "stage 1  2-3  12  again  ########=======",
+        "bottleneck 12, at least 5.33333 for anyone; 2.25 times the mean",
+    ]
 
 
 def test_bars(run, monkeypatch):
@@ -115,7 +153,7 @@ def test_help_says_what_each_option_is_for(capsys):
         main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     for part in (
-        "usage: python -m blockpartition [-h] [--costs COST [COST ...]] [--even {quantile,exact}] [--json] partitions",
+        "usage: python -m blockpartition [-h] [--costs COST ...] [--even {quantile,exact}] [--json] [placement ...]",
         "Cut costs into contiguous blocks whose largest sum is the least possible.",
         "partitions number of blocks",
         "numbers such as 4, 1.5 or 2/3; read from standard input if not given",
@@ -134,6 +172,31 @@ def test_help_says_what_each_option_is_for(capsys):
         (["1", "--costs", "nan"], "costs[0] must be finite, got nan"),
         (["1", "--costs", "-1"], "costs[0] must not be negative, got -1"),
         (["two", "--costs", "1"], "argument partitions: invalid int value: 'two'"),
+        (["9", "--speed", "2", "--costs", "1", "2", "3"], "3 layers cannot fill 9 stages; use at most 3"),
+        (
+            ["2", "--speed", "1", "2", "3", "--costs", "1", "2"],
+            "--speed has 3 values for 2 stages; give one for each, or",
+        ),
+        (["2", "--speed", "0", "--costs", "1", "2"], "speed of stage[0] must be positive, got 0"),
+        (
+            ["2", "--mode", "a:tim=2", "--costs", "1", "2"],
+            "expected a mode such as recompute:time=4/3,saved=0,transient=1",
+        ),
+        (
+            ["2", "--mode", "a:time", "--costs", "1", "2"],
+            "expected a mode such as recompute:time=4/3,saved=0,transient=1",
+        ),
+        (["2", "--mode", "a:time=x", "--costs", "1", "2"], "expected a number such as 4, 1.5 or 2/3, got 'x'"),
+        (
+            ["2", "--in-flight", "1", "b", "--costs", "1", "2"],
+            "--in-flight must be '1f1b', 'fill_drain' or numbers, got",
+        ),
+        (
+            ["2", "--objective", "makespan", "--costs", "1", "2"],
+            "objective='makespan' depends on how many micro-batches",
+        ),
+        (["2", "--capacity", "1", "--costs", "2", "2"], "a capacity of 2 on each stage is the least that would do"),
+        (["2", "--pin", "1", "--even", "exact", "--costs", "1", "2"], "--even chooses among plain partitions"),
         (["1", "--even", "fair", "--costs", "1"], "argument --even: invalid choice: 'fair'"),
     ],
 )

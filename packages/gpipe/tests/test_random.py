@@ -174,22 +174,20 @@ def test_evaluation_is_as_without_a_pipe():
     assert torch.equal(pipe(x), model(x))
 
 
-def test_layer_that_starts_to_draw_is_refused_once_and_right_afterwards():
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_layer_that_starts_to_draw(mode: str, inline: bool):
     """As a drop path whose rate grows from zero does."""
-    layer = Call(lambda x: nn.functional.dropout(x, 0.5) if rate else x * 1)
-    pipe = GPipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
-    x = torch.ones(4, 16, requires_grad=True)
-    rate = 0.0
-    for _ in range(2):
-        pipe(x).sum().backward()
-    rate = 0.5
-    output = pipe(x)
-    with pytest.raises(RuntimeError, match="run this mini-batch again"):
-        output.sum().backward()
-    x.grad = None
-    output = pipe(x)
-    output.sum().backward()
-    assert torch.equal(x.grad, output)
+    layer = Call(lambda x: nn.functional.dropout(x, rates[0]) if rates[0] else x * 1)
+    pipe = GPipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint=mode)
+    x = torch.ones(8, 16, requires_grad=True)
+    rates = [0.0]
+    with gpipe.inline() if inline else nullcontext():
+        for rates[0] in (0.0, 0.0, 0.5, 0.5, 0.5):
+            x.grad = None
+            output = pipe(x)
+            output.sum().backward()
+            assert torch.equal(x.grad, output)
 
 
 def test_dropout_that_leaves_evaluation_by_itself():

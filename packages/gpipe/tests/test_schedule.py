@@ -354,3 +354,99 @@ class TestEverySchedule:
             direction = {"forward": -1, "recompute": 0, "backward": 1}[step.action.kind]
             assert {needed.stage for needed in requirement(step)} == ({step.stage + direction} if direction else set())
             assert {needed.action.microbatch for needed in requirement(step)} <= {step.action.microbatch}
+
+
+@st.composite
+def walked(draw: st.DrawFn) -> tuple[Schedule, list[int]]:
+    """A schedule whose stages share workers, in any order that comes to an end, and other workers to run it."""
+    programs, placement = draw(placed())
+    order = draw(st.randoms(use_true_random=False))
+    queues = [[Step(j, action) for action in program] for j, program in enumerate(programs)]
+    present, done = set(chain.from_iterable(queues)), []
+    while any(queues):
+        able = [queue for queue in queues if queue and needs(queue[0], present) in (None, *done)]
+        done.append(order.choice(able).pop(0))
+    walk = tuple(tuple(step for step in done if placement[step.stage] == worker) for worker in range(4))
+    return Schedule(programs, walk), draw(st.permutations(placement) | st.just([0] * len(placement)))
+
+
+class TestWalk:
+    @given(walked())
+    def test_other_workers_keep_the_order_that_was_written(self, problem: tuple[Schedule, list[int]]) -> None:
+        schedule, placement = problem
+        walk = schedule.on(placement)
+        assert Counter(executed(walk)) == Counter(steps_of(schedule))
+        if schedule.walk is None:
+            return
+        for written in schedule.walk:
+            for steps in walk:
+                shared = [step for step in steps if step in written]
+                assert shared == [step for step in written if step in steps]
+
+    @given(walked())
+    def test_each_worker_gets_the_steps_of_its_stages(self, problem: tuple[Schedule, list[int]]) -> None:
+        schedule, placement = problem
+        for worker, steps in enumerate(schedule.on(placement)):
+            assert {placement[step.stage] for step in steps} <= {worker}
+        for j, program in enumerate(schedule):
+            steps = schedule.on(placement)[placement[j]]
+            assert tuple(action for stage, action in steps if stage == j) == program
+
+    @given(walked(), walked())
+    def test_equal_schedules_do_the_same_on_any_workers(
+        self, one: tuple[Schedule, list[int]], other: tuple[Schedule, list[int]]
+    ) -> None:
+        schedule, placement = one
+        again = Schedule(tuple(schedule), schedule.walk)
+        assert again == schedule
+        assert hash(again) == hash(schedule)
+        assert again.on(placement) == schedule.on(placement)
+        assert (schedule == other[0]) == (str(schedule) == str(other[0]))
+        assert (schedule != other[0]) == (str(schedule) != str(other[0]))
+
+    def test_the_order_of_a_worker_s_steps_makes_a_difference(self) -> None:
+        one = Schedule.parse("F0@0 F0@1 F1@0 F1@1 B0@1 B1@1 B0@0 B1@0")
+        other = Schedule.parse("F0@0 F1@0 F0@1 F1@1 B0@1 B1@1 B0@0 B1@0")
+        assert tuple(one) == tuple(other)
+        assert one != other
+        assert len({one, other, Schedule.parse(str(one))}) == 2
+        assert tuple.__hash__(one) == hash(fill_like := Schedule(tuple(one)))
+        assert fill_like == tuple(one)
+        assert fill_like != one
+
+    def test_a_line_for_each_stage_says_no_more_than_the_programs(self) -> None:
+        schedule = fill_drain(3, 2)
+        assert Schedule.parse(str(schedule)) == schedule == tuple(schedule)
+        assert Schedule.parse("F0@1 B0@1\nF0@0 B0@0") == fill_drain(1, 2)
+
+    @pytest.mark.parametrize(
+        ("programs", "walk", "named"),
+        [
+            (fill_drain(1, 2), (tuple(steps_of(fill_drain(2, 2))),), "other steps of stage 0"),
+            (fill_drain(1, 2), (tuple(steps_of(fill_drain(1, 1))),), "other steps of stage 1"),
+            (fill_drain(1, 1), tuple((step,) for step in steps_of(fill_drain(1, 1))), "stage 0 are on 2 workers"),
+        ],
+    )
+    def test_one_that_is_not_that_of_the_programs_is_refused(
+        self, programs: Schedule, walk: tuple[tuple[Step, ...], ...], named: str
+    ) -> None:
+        with pytest.raises(ValueError, match=named):
+            Schedule(programs, walk)
+
+    @pytest.mark.parametrize("placement", [[0, 0], [0, 1]])
+    def test_what_waits_for_ever_as_written_is_refused_anywhere(self, placement: list[int]) -> None:
+        with pytest.raises(ValueError, match="for ever"):
+            validate(Schedule.parse("F0@0 B0@0 F0@1 B0@1"), 1, placement)
+
+
+class TestNames:
+    @pytest.mark.parametrize("name", ["1F1B", "1f1b", "Fill_Drain", "ZERO_BUBBLE"])
+    def test_capitals_do_not_matter(self, name: str) -> None:
+        assert named(name, 3, [0, 1]) == named(name.lower(), 3, [0, 1])
+
+    @pytest.mark.parametrize(
+        ("name", "meant"), [("1f1b ", "1f1b"), ("fill-drain", "fill_drain"), ("zerobubble", "zero")]
+    )
+    def test_what_was_meant_is_said(self, name: str, meant: str) -> None:
+        with pytest.raises(ValueError, match=rf"there is no schedule {name!r}; .*; did you mean '{meant}"):
+            named(name, 3, [0, 1])

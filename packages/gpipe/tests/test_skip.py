@@ -266,7 +266,7 @@ def commands(*given: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("layer", "error", "text"),
     [
-        (commands(stash("a", None)), RuntimeError, "'b' must be popped but have not"),
+        (commands(stash("a", None)), RuntimeError, "'b' must be popped but has not been"),
         (commands(stash("c", None)), RuntimeError, "'c' has not been declared as stashable"),
         (commands(pop("c")), RuntimeError, "'c' has not been declared as poppable"),
         (commands(pop("a")), RuntimeError, "'a' has not been declared as poppable"),
@@ -286,7 +286,7 @@ def test_layer_without_commands_is_refused_when_it_runs():
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    with pytest.raises(RuntimeError, match="'a' must be stashed but have not"):
+    with pytest.raises(RuntimeError, match="'a' must be stashed but has not been"):
         Plain()(torch.ones(1))
 
 

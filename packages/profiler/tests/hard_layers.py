@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -54,6 +55,41 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+class ToSparse(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to_sparse()
+
+
+class ToDense(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to_dense()
+
+
+class Transpose(nn.Module):
+    """Hands on a view whose rows do not lie one after the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)
+
+
+class Remembering(nn.Module):
+    """Has a tensor that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.rand(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def _old_weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        layer: nn.Module = nn.utils.weight_norm(nn.Linear(6, 6))
+    return layer
+
+
 def _rows(requires_grad: bool = False) -> torch.Tensor:
     return torch.rand(4, 6, requires_grad=requires_grad)
 
@@ -70,6 +106,13 @@ HARD = {
     "lstm": lambda: (nn.Sequential(nn.LSTM(6, 5, batch_first=True), First()), torch.rand(4, 3, 6)),
     "embedding": lambda: (nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 2)), torch.randint(9, (4, 3))),
     "sparse embedding": lambda: (nn.Sequential(nn.Embedding(9, 6, sparse=True)), torch.randint(9, (4, 3))),
+    "lstm on strided rows": lambda: (
+        nn.Sequential(nn.Dropout(), Transpose(), nn.LSTM(6, 5, batch_first=True), First()),
+        torch.rand(3, 4, 6),
+    ),
+    "sparse output": lambda: (nn.Sequential(nn.Linear(6, 6), ToSparse(), ToDense()), _rows()),
+    "old weight norm": lambda: (nn.Sequential(_old_weight_norm(), nn.ReLU()), _rows()),
+    "plain attribute": lambda: (nn.Sequential(Remembering(), nn.Linear(6, 6)), _rows(requires_grad=True)),
     "frozen": lambda: (nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.ReLU(), nn.Linear(6, 6)), _rows()),
     "no gradient at all": lambda: (nn.Sequential(nn.Linear(6, 6), Detach(), nn.ReLU()), _rows()),
     "skip": lambda: (nn.Sequential(Stash(), nn.Linear(6, 6), Pop(), nn.Linear(6, 6)), _rows()),
@@ -80,3 +123,6 @@ HARD = {
     "spectral norm": lambda: (nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))), _rows()),
     "complex": lambda: (nn.Sequential(nn.Linear(6, 6, dtype=torch.cfloat)), torch.rand(4, 6, dtype=torch.cfloat)),
 }
+
+# Their bytes cannot be known without a device.
+SIZED_BY_VALUES = frozenset({"sparse output"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from profiler import LayerProfile, Profile
@@ -28,19 +30,28 @@ def layers(timed: bool) -> st.SearchStrategy[LayerProfile]:
         flops=_bytes,
         allocated_bytes=st.none() | _bytes,
         allocated_peak_bytes=st.none() | _bytes,
+        backward_input_seconds=st.none() | seconds,
     )
 
 
-def profiles(timed: st.SearchStrategy[bool] = st.booleans(), min_size: int = 1) -> st.SearchStrategy[Profile]:  # noqa: B008
-    return timed.flatmap(
-        lambda timed: st.builds(
-            Profile,
-            layers=st.lists(layers(timed), min_size=min_size, max_size=4, unique_by=lambda x: x.name).map(tuple),
-            device=_names,
-            torch=_names,
-            threads=st.integers(1, 64),
-            chunks=st.integers(1, 64),
-            rows=st.integers(0, 4096),
-            rounds=st.integers(3, 99) if timed else st.just(0),
+@st.composite
+def profiles(draw: st.DrawFn, timed: st.SearchStrategy[bool] = st.booleans(), min_size: int = 1) -> Profile:  # noqa: B008
+    """Of the same layers at one number of rows or several, with a loss or without."""
+    ran, with_loss = draw(timed), draw(st.booleans())
+    rows = sorted(draw(st.sets(st.integers(0, 4096), min_size=1, max_size=3)))
+    first = draw(st.lists(layers(ran), min_size=min_size, max_size=4, unique_by=lambda x: x.name))
+    found: list[Profile] = []
+    for number in rows:
+        again = [replace(draw(layers(ran)), name=layer.name) for layer in first] if found else first
+        one = Profile(
+            layers=tuple(again),
+            device=draw(_names),
+            torch=draw(_names),
+            threads=draw(st.integers(1, 64)),
+            chunks=draw(st.integers(1, 64)),
+            rows=number,
+            rounds=draw(st.integers(3, 99)) if ran else 0,
+            loss=draw(layers(ran)) if with_loss else None,
         )
-    )
+        found.append(one)
+    return replace(found[-1], others=tuple(found[:-1]))

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from profiler import profile, profile_sizes, profile_times
+from profiler import profile, profile_seconds, profile_sizes, profile_times
 
 ROWS = torch.rand(4, 3)
 
@@ -66,6 +66,13 @@ def test_no_cuda(way):
 def test_nothing_is_timed_without_a_device():
     with pytest.raises(ValueError, match="expected a CPU or CUDA device to run on, got 'meta'"):
         profile_times(linear(), ROWS, 1, "meta")
+
+
+@pytest.mark.parametrize("timeout", ["1", None, True, [1]])
+def test_time_is_a_number(timeout):
+    for measure in (profile_times, profile_seconds, profile):
+        with pytest.raises(TypeError, match="timeout: expected a number of seconds, got"):
+            measure(linear(), ROWS, timeout=timeout, device="cpu")
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])

@@ -33,6 +33,8 @@ def test_ratios():
     assert changes["conv"].ratio("seconds") == pytest.approx(6 / 4.5)
     assert changes["conv"].ratio("latent_bytes") == 0.5
     assert changes["conv"].ratio("buffer_bytes") is None  # of nothing
+    gone = TWO.diff(replace(TWO, layers=(replace(conv, latent_bytes=0), head)))
+    assert gone["conv"].ratio("latent_bytes") == 0
     assert changes["head"].ratio("seconds") is None
     assert (changes.removed, changes.added) == (["head"], ["tail"])
     line = next(line for line in str(changes).split("\n") if line.startswith("conv"))

@@ -1,9 +1,11 @@
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from profiler import profile, profile_sizes, profile_times
+from profiler._fake import fake_layers, fake_mode
 
-from .hard_layers import HARD, Skip
+from .hard_layers import HARD, SIZED_BY_VALUES, Skip
 
 
 @pytest.fixture(params=HARD, ids=str)
@@ -20,8 +22,15 @@ def test_every_layer_gets_its_figures(hard):
     assert len(profile_sizes(model, sample, 2, 2.0, "cpu")) == len(model)
 
 
-def test_fake_tensors_agree_with_real_ones(hard):
-    model, sample = hard
+@pytest.mark.parametrize("name", sorted(SIZED_BY_VALUES))
+def test_bytes_that_depend_on_values_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=r"of layout torch\.sparse_coo depend on its values.*use device='cpu'"):
+        profile(*HARD[name](), device="meta")
+
+
+@pytest.mark.parametrize("name", sorted(HARD.keys() - SIZED_BY_VALUES))
+def test_fake_tensors_agree_with_real_ones(name):
+    model, sample = HARD[name]()
     real = profile(model, sample, device="cpu", timeout=1e-6)
     fake = profile(model, sample, device="meta")
     for by in ("latent_bytes", "output_bytes", "parameter_bytes", "buffer_bytes", "flops"):
@@ -50,3 +59,12 @@ def test_an_lstm_is_counted_for_real_where_fakes_know_no_better():
     with torch.device("meta"):
         ghost, _ = HARD["lstm"]()
     assert profile_sizes(ghost, sample, 1, 0, None) == profile_sizes(model, sample, 1, 0, "cpu")
+
+
+def test_no_tensor_of_a_fake_layer_has_memory(hard):
+    model, _ = hard
+    mode = fake_mode()
+    for layer in fake_layers(model, mode):
+        for child in layer.modules():
+            tensors = [*child._parameters.values(), *child._buffers.values(), *vars(child).values()]
+            assert all(isinstance(x, FakeTensor) for x in tensors if isinstance(x, torch.Tensor))

@@ -8,6 +8,7 @@ from profiler import Profile
 
 from .records import profiles
 from .strategies import fewer
+from .test_table import TWO
 
 
 @fewer
@@ -43,7 +44,47 @@ WRONG = {
     "flops": None,
     "allocated_bytes": [],
     "schema": "gpipe-profiler/0",
+    "loss": 3,
+    "others": {},
 }
+
+
+@fewer
+@given(profiles(), st.data())
+def test_a_layer_that_occurs_twice_is_refused(profile, data):
+    document = json.loads(profile.to_json())
+    again = data.draw(st.sampled_from(document["layers"]))
+    document["layers"].append(again)
+    with pytest.raises(ValueError, match="occurs twice"):
+        Profile.from_json(json.dumps(document))
+
+
+@fewer
+@given(profiles())
+def test_other_rows_come_in_ascending_order_with_the_same_layers(profile):
+    document = json.loads(profile.to_json())
+    document["others"].append({**document, "others": []} | {})
+    document["others"][-1].pop("schema")
+    with pytest.raises(ValueError, match="others: expected profiles of the same layers with fewer rows"):
+        Profile.from_json(json.dumps(document))
+
+
+@fewer
+@given(profiles(), st.sampled_from([1.7e308, 1e100, 2**50]))
+def test_seconds_of_any_size_can_be_printed(profile, seconds):
+    document = json.loads(profile.to_json())
+    for layer in document["layers"]:
+        layer["forward_seconds"] = layer["backward_seconds"] = seconds
+    assert len(str(Profile.from_json(json.dumps(document)))) < 10_000
+
+
+def test_names_that_no_file_takes_can_be_printed():
+    document = json.loads(TWO.to_json())
+    document["layers"][0]["name"] = "\ud800"
+    found = Profile.from_json(json.dumps(document))
+    assert str(found).encode("utf-8")
+    assert found.picture().encode("utf-8")
+    assert found["\ud800"] is found[0]
 
 
 @fewer

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,16 @@ from .records import layers, profiles
 def test_a_profile_is_a_sequence_with_names(profile):
     assert len(profile) == len(list(profile)) == len(profile.names)
     for i, layer in enumerate(profile):
-        assert profile[i] is profile[layer.name] is layer
+        assert profile[i] is profile[layer.name] is profile[np.int64(i)] is layer
+    assert profile[1:] == profile.layers[1:]
+
+
+@given(layers(timed=True))
+def test_both_parts_of_a_backward_are_all_of_it_or_more(layer):
+    if layer.backward_input_seconds is None:
+        assert layer.backward_weight_seconds is None
+    else:
+        assert layer.backward_weight_seconds == max(0.0, layer.backward_seconds - layer.backward_input_seconds)
 
 
 def test_an_unknown_name_is_told():

@@ -78,3 +78,9 @@ def test_parameters_count_by_their_scale():
     latent, bytes_of_parameters = 4 * 5, 4 * (3 * 5 + 5)
     assert profile_sizes(model, torch.rand(1, 3), 1, 0, "cpu") == [latent]
     assert profile_sizes(model, torch.rand(1, 3), 1, 4, "cpu") == [latent + 4 * bytes_of_parameters]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rows_that_do_not_divide_evenly_count_in_part(device):
+    """A micro-batch of 8 rows in 3 chunks has 8/3 rows on average."""
+    assert profile_sizes(nn.Sequential(nn.ReLU()), torch.rand(8, WIDTH), 3, 0, device) == [8 * ROW // 3]

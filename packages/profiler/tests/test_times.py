@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from microbatch import Batch
-from profiler import profile_times
+from profiler import profile_seconds, profile_times
 from profiler._times import measure
 from profiler._watch import HostWatch
 
@@ -81,14 +81,141 @@ def test_forward_and_backward_are_timed_apart():
         watch=HostWatch(clock),
         clock=itertools.count().__next__,
     )
-    assert rounds == [[(0, 0), (5, 7), (0, 0)]] * 2
+    assert [[seconds[:2] for seconds in each] for each in rounds] == [[(0, 0), (5, 7), (0, 0)]] * 2
 
 
 def test_no_backward_takes_no_time():
     rounds = measure(
         nn.Sequential(nn.ReLU()), Batch(torch.rand(3)), CPU, timeout=1e-6, least=1, watch=HostWatch(Clock())
     )
-    assert rounds == [[(1, 0)]]
+    assert rounds == [[(1, 0, None)]]
+
+
+@given(st.integers(1, 12), st.integers(0, 20))
+def test_rounds_that_are_not_owed_end_within_one_and_a_half_times_the_timeout(length, timeout):
+    """Each round takes `length` seconds; the first warms up, and is taken if there is time for no other."""
+
+    class Takes(nn.Module):
+        def forward(self, x):
+            clock.now += length
+            return x.detach()
+
+    clock = Clock(step=0.0)
+    rounds = measure(
+        nn.Sequential(Takes()),
+        Batch(torch.rand(2, 3)),
+        CPU,
+        timeout=timeout,
+        least=0,
+        watch=HostWatch(clock),
+        clock=clock,
+    )
+    assert [[(length, 0, None)]] * len(rounds) == rounds
+    assert clock.now - length <= 1.5 * timeout
+    assert len(rounds) == 1 or len(rounds) * length == clock.now - length
+
+
+def test_seconds_are_those_of_layers_and_nothing_is_counted(monkeypatch):
+    monkeypatch.setattr("profiler._sizes.count_layers", lambda *_: pytest.fail("counted"))
+    seconds = profile_seconds(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.rand(2, 3), timeout=1e-3, device="cpu")
+    assert len(seconds) == 2
+    assert all(isinstance(each, float) and each > 0 for each in seconds)
+
+
+class Timed(torch.autograd.Function):
+    """The identity; its backward turns the clock on by so many seconds."""
+
+    @staticmethod
+    def forward(ctx, x, clock, seconds):
+        ctx.clock, ctx.seconds = clock, seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock.now += ctx.seconds
+        return gradient, None, None
+
+
+class Weighted(nn.Module):
+    """4 seconds for the gradient of the input, 3 for that of the weight."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.clock = clock
+
+    def __deepcopy__(self, memo):
+        return Weighted(self.clock)
+
+    def forward(self, x):
+        return Timed.apply(x, self.clock, 4) * Timed.apply(self.weight, self.clock, 3)
+
+
+class Overwriting(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "requires_grad", "expected"),
+    [
+        (Weighted, True, (0, 7, 4)),
+        (Weighted, False, (0, 3, 0)),
+        (lambda _: nn.ReLU(), True, (0, 0, 0)),
+        (lambda _: Overwriting(), True, (0, 0, None)),
+    ],
+)
+def test_the_part_of_the_backward_for_the_inputs(layer, requires_grad, expected):
+    clock = Clock(step=0.0)
+    rounds = measure(
+        nn.Sequential(layer(clock)),
+        Batch(torch.rand(2, 3, requires_grad=requires_grad)),
+        CPU,
+        timeout=1e-6,
+        least=1,
+        split=True,
+        watch=HostWatch(clock),
+        clock=itertools.count().__next__,
+    )
+    assert rounds[0] == [expected]
+
+
+def test_what_makes_gradients_to_start_from_is_no_backward(monkeypatch):
+    clock = Clock(step=0.0)
+    ones = torch.ones_like
+
+    def slow(y):
+        clock.now += 100
+        return ones(y)
+
+    monkeypatch.setattr(torch, "ones_like", slow)
+    rounds = measure(
+        nn.Sequential(nn.Linear(3, 3)),
+        Batch(torch.rand(2, 3)),
+        CPU,
+        timeout=1e-6,
+        least=1,
+        watch=HostWatch(clock),
+        clock=itertools.count().__next__,
+    )
+    assert rounds == [[(0, 0, None)]]
+
+
+def test_gradients_do_not_add_up_from_round_to_round():
+    """An accumulation costs more than a first gradient, which is what most steps of training have."""
+    grads = []
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            grads.append(self.weight.grad)
+            return x * self.weight
+
+    measure(nn.Sequential(Looks()), Batch(torch.rand(2, 3)), CPU, timeout=1e-6, least=3)
+    assert grads == [None] * 4
 
 
 def test_every_round_starts_with_the_sample():

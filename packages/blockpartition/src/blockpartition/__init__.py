@@ -7,8 +7,9 @@ from ._partition import Placement as Placement
 from ._place import place as place
 from ._solve import partition as partition
 from ._solve import solve as solve
+from ._stages import Mode as Mode
 from ._stages import Stage as Stage
 
-__all__ = ["Infeasible", "Partition", "Placement", "Stage", "partition", "place", "solve", "verify"]
+__all__ = ["Infeasible", "Mode", "Partition", "Placement", "Stage", "partition", "place", "solve", "verify"]
 
 __version__ = "0.1.0"

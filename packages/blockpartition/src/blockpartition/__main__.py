@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,12 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
+from ._arguments import block_count
+from ._command import add_constraints, constraints, is_placement, numbers, stages
 from ._draw import ASCII, BLOCKS, draw
 from ._grid import Number
 from ._partition import Partition
+from ._place import place
 from ._solve import partition
 
 
@@ -26,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with _numbers_of_any_length():
         try:
-            costs = _costs(sys.stdin.read() if options.costs is None else " ".join(options.costs))
-            found = partition(costs, options.partitions, even=options.even)
-        except ValueError as error:
+            costs = numbers(sys.stdin.read() if options.costs is None else " ".join(options.costs))
+            found = _solution(options, costs)
+        except (TypeError, ValueError) as error:
             parser.error(str(error))
         print(_as_json(found, costs) if options.json else _as_bars(found, costs))
 
@@ -58,38 +60,29 @@ def _numbers_of_any_length() -> Iterator[None]:
         sys.set_int_max_str_digits(before)
 
 
+def _solution(options: argparse.Namespace, costs: Sequence[Number]) -> Partition:
+    """By `partition`, or by `place` where an option asks for it."""
+    if not is_placement(options):
+        return partition(costs, options.partitions, even=options.even or "quantile")
+    block_count(options.partitions, "partitions", len(costs))
+    if options.even is not None:
+        raise ValueError("--even chooses among plain partitions, not among placements")
+    return place(costs, stages(options), **constraints(options))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m blockpartition",
+        usage="%(prog)s [-h] [--costs COST ...] [--even {quantile,exact}] [--json] [placement ...] partitions",
         description="Cut costs into contiguous blocks whose largest sum is the least possible.",
     )
     parser.add_argument("partitions", type=int, help="number of blocks")
     costs = "numbers such as 4, 1.5 or 2/3; read from standard input if not given"
     parser.add_argument("--costs", nargs="+", metavar="COST", help=costs)
-    parser.add_argument("--even", choices=["quantile", "exact"], default="quantile", help="choice among the optima")
+    parser.add_argument("--even", choices=["quantile", "exact"], help="choice among the optima")
     parser.add_argument("--json", action="store_true", help="print everything that is known about the partition")
+    add_constraints(parser)
     return parser
-
-
-def _costs(text: str) -> list[Number]:
-    """Numbers between spaces, commas, brackets or line ends, so a JSON list will do."""
-    return [_number(word) for word in re.split(r"[\s,\[\]]+", text) if word]
-
-
-def _number(word: str) -> Number:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            pass
-    return _fraction(word)
-
-
-def _fraction(word: str) -> Fraction:
-    try:
-        return Fraction(word)
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"expected a number such as 4, 1.5 or 2/3, got {word!r}") from None
 
 
 def _as_json(found: Partition, costs: Sequence[Number]) -> str:

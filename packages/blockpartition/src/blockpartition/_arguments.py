@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
+from ._counted import counted
 from ._grid import Grid, read, shown
 from ._stages import Stage
 
@@ -73,7 +74,7 @@ def vector(values: Iterable[Any] | None, name: str, layers: int) -> Grid:
     """A number for each layer; zeros if there are none given."""
     grid = read([0] * layers if values is None else values, name)
     if len(grid.units) != layers:
-        raise ValueError(f"{name} has {len(grid.units)} entries for {layers} layers")
+        raise ValueError(f"{name} has {counted(len(grid.units), 'entry')} for {counted(layers, 'layer')}")
     return grid
 
 
@@ -83,12 +84,19 @@ def transfers(values: Iterable[Any] | None, layers: int) -> Grid:
     return vector([*given, 0] if given is not None and len(given) == layers - 1 else given, "transfer", layers)
 
 
+def boundaries(values: Iterable[Any] | None, layers: int) -> Grid:
+    """What enters each layer; that of the first layer, which crosses no cut, may be left out."""
+    given = None if values is None else list(values)
+    return vector([0, *given] if given is not None and len(given) == layers - 1 else given, "boundary", layers)
+
+
 def cut_set(cuts: Iterable[Any], name: str, layers: int) -> frozenset[int]:
     """Cuts, each named by the layer right after it."""
     found = [integer(cut, f"{name}[{i}]", 1) for i, cut in enumerate(cuts)]
     for i, cut in enumerate(found):
         if cut >= layers:
-            raise ValueError(f"{name}[{i}] is {cut}; {layers} layers have cuts 1 … {layers - 1}")
+            where = f"{layers} layers have cuts 1 … {layers - 1}" if layers > 1 else "1 layer has no cut"
+            raise ValueError(f"{name}[{i}] is {cut}; {where}")
     return frozenset(found)
 
 
@@ -101,7 +109,7 @@ def in_flight_factors(in_flight: InFlight | None, stages: int, microbatches: int
         return _one_forward_one_backward(stages, microbatches) if in_flight == "1f1b" else _all(stages, microbatches)
     factors = [integer(factor, f"in_flight[{j}]", 0) for j, factor in enumerate(in_flight)]
     if len(factors) != stages:
-        raise ValueError(f"in_flight has {len(factors)} entries for {stages} stages")
+        raise ValueError(f"in_flight has {counted(len(factors), 'entry')} for {counted(stages, 'stage')}")
     return factors
 
 

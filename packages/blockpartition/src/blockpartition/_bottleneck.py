@@ -63,7 +63,21 @@ def _start(reach: Reach, state: int, step: Step, end: int) -> int | None:
     first = problem.first_start(end, step.slot, reach.bound.limit(step.slot.speed))
     share = step.slot.work.prefix[end] * problem.speeds[step.before] // max(1, problem.speeds[state])
     target = bisect_left(step.slot.work.prefix, share)
+    if step.slot.need.entry or step.slot.work.entry:
+        return _closest(_fitting(reach, step, first, end), target, first, end - 1)
     return _closest(reach.ends[step.before], target, first, end - 1)
+
+
+def _fitting(reach: Reach, step: Step, first: int, end: int) -> list[Interval]:
+    """The reachable starts from `first` on of a block that is within the bound and the room."""
+    problem, slot = reach.problem, step.slot
+    limit = reach.bound.limit(slot.speed)
+    return [
+        (start, start)
+        for a, b in reach.ends[step.before]
+        for start in range(max(a, first), min(b + 1, end))
+        if slot.fits(start, end) and problem.occupied(start, end, slot) <= limit
+    ]
 
 
 def _closest(intervals: list[Interval], target: int, first: int, last: int) -> int | None:

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from ._arguments import choice, integer
+from ._counted import counted
 from ._fields import integers, same
 from ._grid import Grid, Number, ratio, read, shown
 from ._model import read_model
@@ -66,7 +67,7 @@ def verify(
     slack = Fraction(*ratio(gap, "gap"))
     sizes = integers(partition.sizes, "sizes")
     if partitions is not None and integer(partitions, "partitions", 1) != len(sizes):
-        raise ValueError(f"the partition has {len(sizes)} blocks, {partitions} were asked for")
+        raise ValueError(f"the partition has {counted(len(sizes), 'block')}, {partitions} were asked for")
     if isinstance(partition, Placement):
         if stages is None:
             raise TypeError("a placement is verified with the arguments it was made with: stages is missing")

@@ -4,34 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, cycle, pairwise, zip_longest
 
 from ._grid import Number
-from ._partition import Partition
+from ._partition import Partition, Placement
 
 BLOCKS = "█▓"
 ASCII = "#="
 
 
 def draw(partition: Partition, costs: Sequence[Number], width: int = 80, shades: str = BLOCKS) -> str:
-    """The bars, the longest of them the bottleneck, and a line that says how good that is; `width` is for all of it."""
+    """The bars, the longest of them the bottleneck, and a line that says how good that is; `width` is for all of it.
+
+    The bars of a placement are times, and their labels say the stage's mode too.
+    """
     ends = list(accumulate(partition.sizes, initial=0))
-    labels = _aligned(
-        [
-            (f"{start}" if start + 1 == end else f"{start}-{end - 1}", _short(load))
-            for (start, end), load in zip(pairwise(ends), partition.loads, strict=True)
-        ]
-    )
+    lengths = [Fraction(x) for x in (partition.times if isinstance(partition, Placement) else partition.loads)]
+    labels = _aligned([_label(partition, j, start, end) for j, (start, end) in enumerate(pairwise(ends))])
     room = max(1, width - max(map(len, labels)) - 2)
-    largest = Fraction(max(partition.loads)) or Fraction(1)
-    bars = [_bar(costs[start:end], room / largest, shades) for start, end in pairwise(ends)]
+    scale = room / (max(lengths) or Fraction(1))
+    bars = [
+        _bar(costs[start:end], scale * length, shades)
+        for length, (start, end) in zip(lengths, pairwise(ends), strict=True)
+    ]
     lines = [f"{label}  {bar}".rstrip() for label, bar in zip(labels, bars, strict=True)]
     return "\n".join([*lines, _summary(partition)])
 
 
-def _bar(costs: Sequence[Number], scale: Fraction, shades: str) -> str:
+def _label(partition: Partition, j: int, start: int, end: int) -> list[str]:
+    layers = f"{start}" if start + 1 == end else f"{start}-{end - 1}"
+    if not isinstance(partition, Placement):
+        return [layers, _short(partition.loads[j])]
+    mode = partition.modes[j]
+    return [f"stage {partition.order[j]}", layers, _short(partition.times[j]), *([] if mode is None else [mode])]
+
+
+def _bar(costs: Sequence[Number], length: Fraction, shades: str) -> str:
     """A run of characters for each layer: rounding the sums, not the costs, keeps the length right."""
-    ends = [round(scale * total) for total in accumulate((Fraction(cost) for cost in costs), initial=Fraction(0))]
+    sums = list(accumulate((Fraction(cost) for cost in costs), initial=Fraction(0)))
+    ends = [round(length * total / (sums[-1] or 1)) for total in sums]
     return "".join(shade * (end - start) for shade, (start, end) in zip(cycle(shades), pairwise(ends), strict=False))
 
 
@@ -42,9 +53,10 @@ def _summary(partition: Partition) -> str:
     )
 
 
-def _aligned(rows: list[tuple[str, str]]) -> list[str]:
-    layers, loads = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return [f"{layer:>{layers}}  {load:>{loads}}" for layer, load in rows]
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Columns of equal width; the rows may differ in number."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return ["  ".join(f"{word:>{width}}" for word, width in zip_longest(row, widths, fillvalue="")) for row in rows]
 
 
 def _short(value: Number) -> str:

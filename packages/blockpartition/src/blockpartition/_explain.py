@@ -41,13 +41,12 @@ def _as_work(slot: Slot) -> Slot:
 
 def _homeless(problem: Problem) -> int | None:
     """The first layer that fits on no stage, wherever in the pipeline that is."""
-    misfits = [set(step.slot.misfits) for steps in problem.into for step in steps]
+    misfits = [set(slot.misfits) for slot in problem.slots]
     return min(set.intersection(*misfits), default=None)
 
 
 def _describe_layer(model: Model, layer: int) -> str:
-    slots = [step.slot for steps in model.problem.into for step in steps]
-    need = min(slot.need.of(layer, layer + 1) for slot in slots)
+    need = min(slot.need.lightest[layer] for slot in model.problem.slots)
     first, last = model.positions[layer], model.positions[layer + 1] - 1
     who = f"layer {first} needs" if first == last else f"layers {first} to {last}, which no cut may part, need"
     return f"{who} {shown(model.memory(need), str)} at least and fit{'s' * (first == last)} on no stage"

@@ -133,9 +133,8 @@ def join(*grids: Grid) -> tuple[list[list[int]], int]:
     return [[unit * (scale // grid.scale) for unit in grid.units] for grid in grids], scale
 
 
-def joint_kind(*grids: Grid) -> type:
-    """The type of a sum of numbers of all grids."""
-    kinds = {grid.kind for grid in grids}
+def joint_kind(*kinds: type) -> type:
+    """The type of a sum of numbers of all these kinds."""
     return next(kind for kind in (float, Fraction, int) if kind in kinds)
 
 

@@ -28,7 +28,10 @@ def latency(problem: Problem, blocks: list[Chosen]) -> Fraction:
 
 
 def least_latency(problem: Problem, bound: Bound) -> list[Chosen] | None:
-    """Blocks with the least latency under the bound; None if nothing fits. O(k n log n) in a fixed order."""
+    """Blocks with the least latency under the bound; None if nothing fits. O(k n log n) in a fixed order.
+
+    With needs at the start of blocks, each start that a bound allows is looked at.
+    """
     unit = math.lcm(*{step.slot.speed for steps in problem.into for step in steps})
     tables: list[list[_Arrival | None]] = [[_Arrival(0)] + [None] * problem.n]
     for steps in problem.into[1:]:
@@ -51,18 +54,22 @@ def _extend(
     the first one allowed: candidates are kept in order, each dropped as soon as a later one is as good.
     """
     weight, limit, prefix = unit // slot.speed, bound.limit(slot.speed), slot.work.prefix
+    entered = slot.need.entry is not None
     starts: list[int] = []
     costs: list[int] = []
     for end in range(1, problem.n + 1):
         arrival = before[end - 1]
         if arrival is not None:
             cost = arrival.cost - weight * prefix[end - 1]
-            while costs and costs[-1] >= cost:
+            while costs and costs[-1] >= cost and not entered:
                 starts.pop()
                 costs.pop()
             starts.append(end - 1)
             costs.append(cost)
         best = bisect_left(starts, problem.first_start(end, slot, limit))
+        if entered:  # a later start that is as good may need more
+            fitting = (i for i in range(best, len(starts)) if slot.fits(starts[i], end))
+            best = min(fitting, key=costs.__getitem__, default=len(starts))
         if best < len(starts):
             transfer = unit * problem.transfer[end] if problem.transfer else 0
             yield end, starts[best], costs[best] + weight * prefix[end] + transfer

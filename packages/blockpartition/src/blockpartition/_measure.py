@@ -10,30 +10,49 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class Measure:
-    """`prefix[p]` is the sum of all layers before position p."""
+    """`prefix[p]` is the sum of all layers before position p.
+
+    entry: what a block needs on top if it starts at a position; None if nothing. A shorter block may then need more.
+    """
 
     prefix: list[int]
+    entry: list[int] | None = None
 
     def of(self, start: int, end: int) -> int:
         """The sum of a block."""
-        return self.prefix[end] - self.prefix[start]
+        total = self.prefix[end] - self.prefix[start]
+        return total + self.entry[start] if self.entry else total
 
     def last_end(self, start: int, limit: int) -> int:
-        """The furthest end of a block from `start` within the limit; `start` itself where not one layer fits."""
+        """The furthest end of a block from `start` within the limit; `start` itself where not one layer fits.
+
+        At most this, where there is an entry.
+        """
         return bisect_right(self.prefix, self.prefix[start] + limit, start) - 1
 
     def first_start(self, end: int, limit: int) -> int:
-        """The furthest start of a block up to `end` within the limit; beyond `end` where the limit is negative."""
+        """The furthest start of a block up to `end` within the limit; beyond `end` where the limit is negative.
+
+        At least this, where there is an entry.
+        """
         return bisect_left(self.prefix, self.prefix[end] - limit)
 
     def heavier(self, limit: int) -> list[int]:
-        """The layers that exceed the limit by themselves, in order of weight."""
+        """The layers that no block within the limit can have, in order of weight."""
         weights, layers = self._ranking
         return layers[bisect_right(weights, limit) :]
 
     @cached_property
+    def lightest(self) -> list[int]:
+        """For each layer the least that a block with it can come to: with an entry, a longer one may come to less."""
+        if self.entry is None:
+            return [after - before for before, after in pairwise(self.prefix)]
+        best = accumulate((total - held for total, held in zip(self.prefix, self.entry, strict=True)), max)
+        return [total - most for most, total in zip(best, self.prefix[1:], strict=False)]
+
+    @cached_property
     def _ranking(self) -> tuple[list[int], list[int]]:
-        weights = [after - before for before, after in pairwise(self.prefix)]
+        weights = self.lightest
         layers = sorted(range(len(weights)), key=weights.__getitem__)
         return [weights[i] for i in layers], layers
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 from ._arguments import (
     InFlight,
+    boundaries,
     choice,
     cut_set,
     in_flight_factors,
@@ -20,10 +24,12 @@ from ._arguments import (
     vector,
 )
 from ._bottleneck import Chosen
+from ._counted import counted
 from ._grid import Grid, Number, join, joint_kind, number, read
 from ._infeasible import Infeasible
 from ._lattice import chain, lattice
 from ._measure import Measure, measure_at
+from ._modes import Option, read_options
 from ._needs import Needs, read_needs
 from ._problem import Problem, Slot
 from ._stages import Stage
@@ -35,10 +41,12 @@ class Model:
 
     positions: the layer at which each position of the problem lies.
     kinds: for each stage the number its slots bear; equal stages of a free order share one.
+    options: for each stage its modes.
     """
 
     costs: Grid
     stages: list[Stage]
+    options: list[list[Option]]
     problem: Problem
     positions: list[int]
     kinds: list[int]
@@ -57,23 +65,33 @@ class Model:
 
     @property
     def mean_time(self) -> Fraction:
-        """How long each stage would take if layers could be divided."""
-        return Fraction(self._work.prefix[-1], self.problem.speeds[-1])
+        """How long each stage would take if layers could be divided, each layer and stage in its fastest mode."""
+        return Fraction(sum(self._least_work), self.problem.speeds[-1])
 
     @property
     def heaviest_time(self) -> Fraction:
         """How long the heaviest layer takes on the fastest stage."""
-        fastest = max(step.slot.speed for steps in self.problem.into for step in steps)
-        return Fraction(max(self._work.of(p, p + 1) for p in range(self.problem.n)), fastest)
+        fastest = max(slot.speed for slot in self.problem.slots)
+        return Fraction(max(self._least_work), fastest)
 
-    @property
-    def _work(self) -> Measure:
-        return self.problem.into[-1][0].slot.work
+    @cached_property
+    def _least_work(self) -> list[int]:
+        """For each layer of the problem the least work among all modes."""
+        works = {id(slot.work): slot.work for slot in self.problem.slots}.values()
+        return [min(weights) for weights in zip(*(map(_weigh, pairwise(work.prefix)) for work in works), strict=True)]
 
     def stages_of(self, blocks: list[Chosen]) -> tuple[int, ...]:
         """The stage of each block: of equal stages the earlier first."""
         unused = {kind: iter([j for j, other in enumerate(self.kinds) if other == kind]) for kind in self.kinds}
         return tuple(next(unused[block.slot.stage]) for block in blocks)
+
+    def modes_of(self, blocks: list[Chosen]) -> tuple[str | None, ...]:
+        """The name of the mode of each block; None on a stage without modes."""
+        return tuple(self.options[block.slot.stage][block.slot.mode].name for block in blocks)
+
+
+def _weigh(ends: tuple[int, int]) -> int:
+    return ends[1] - ends[0]
 
 
 def read_model(
@@ -82,6 +100,7 @@ def read_model(
     *,
     memory: Iterable[Any] | None = None,
     activations: Iterable[Any] | None = None,
+    boundary: Iterable[Any] | None = None,
     in_flight: InFlight | None = None,
     transfer: Iterable[Any] | None = None,
     overlap: bool = False,
@@ -96,24 +115,49 @@ def read_model(
     devices = stage_list(stages, n)
     count = None if microbatches is None else integer(microbatches, "microbatches", 1)
     paces, cut_costs = speeds(devices), transfers(transfer, n)
-    (units, paid), scale = join(work, cut_costs)
+    options = read_options(devices, paces, n)
     positions, pins = _positions(n, len(devices), cut_set(forbid, "forbid", n), cut_set(pin, "pin", n))
-    time = measure_at(positions, [unit * paces.scale for unit in units])
-    held = work if memory is None and activations is None else vector(memory, "memory", n)
-    needs = read_needs(held, vector(activations, "activations", n), devices, positions)
+    slots_of, paid, scale = _works(work, cut_costs, options, positions)
+    alone = memory is None and activations is None and boundary is None and not _own_memory(options)
+    needs = read_needs(
+        work if alone else vector(memory, "memory", n), vector(activations, "activations", n),
+        boundaries(boundary, n), devices, options, positions,
+    )  # fmt: skip
     factors = in_flight_factors(in_flight, len(devices), count)
     free = choice(order, "order", ["fixed", "free"]) == "free"
     kinds = [devices.index(stage) for stage in devices] if free else list(range(len(devices)))
 
-    def slot(stage: int, place: int) -> Slot:
-        return Slot(stage, time, paces.units[stage], *needs.on(stage, factors[place]))
+    def slots(stage: int, place: int) -> list[Slot]:
+        return [
+            Slot(stage, time, speed, *needs.on(stage, factors[place], option), mode)
+            for mode, (option, (time, speed)) in enumerate(zip(options[stage], slots_of[stage], strict=True))
+        ]
 
-    sets = lattice(kinds, slot) if free else chain(len(devices), slot)
-    problem = Problem(
-        sets.into, sets.depth, len(positions) - 1, _at_cuts(positions, paid), switch(overlap, "overlap"), pins
-    )
-    kind = joint_kind(work, cut_costs, paces)
-    return Model(work, devices, problem, positions, kinds, needs, scale, kind, count)
+    sets = lattice(kinds, slots) if free else chain(len(devices), slots)
+    problem = Problem(sets.into, sets.depth, len(positions) - 1, paid, switch(overlap, "overlap"), pins)
+    kind = joint_kind(work.kind, cut_costs.kind, paces.kind, *(option.kind for some in options for option in some))
+    return Model(work, devices, options, problem, positions, kinds, needs, scale, kind, count)
+
+
+def _works(
+    costs: Grid, transfer: Grid, options: list[list[Option]], positions: list[int]
+) -> tuple[list[list[tuple[Measure, int]]], list[int] | None, int]:
+    """For each stage the work and the speed of each mode, the costs of cuts, and the unit of all times."""
+    every = [option for some in options for option in some]
+    own = {id(option.costs): option.costs for option in every if option.costs is not None}
+    (units, paid, *others), scale = join(costs, transfer, *own.values())
+    pace = math.lcm(*{option.pace.denominator for option in every})
+    measures = {
+        name: measure_at(positions, [unit * pace for unit in mine])
+        for name, mine in zip([id(None), *own], [units, *others], strict=True)
+    }
+    works = [[(measures[id(option.costs)], int(option.pace * pace)) for option in some] for some in options]
+    return works, _at_cuts(positions, paid), scale
+
+
+def _own_memory(options: list[list[Option]]) -> bool:
+    """Whether a mode says what it needs for each layer."""
+    return any(isinstance(x, Grid) for some in options for option in some for x in (option.saved, option.transient))
 
 
 def _positions(
@@ -124,9 +168,15 @@ def _positions(
         raise ValueError(f"cuts {sorted(forbid & pin)} are both pinned and forbidden")
     positions = [p for p in range(layers + 1) if p not in forbid]
     if len(positions) - 1 < stages:
-        raise Infeasible(f"the forbidden cuts leave {len(positions) - 1} blocks, which cannot fill {stages} stages")
+        raise Infeasible(
+            f"the forbidden cuts leave {counted(len(positions) - 1, 'block')}, which cannot fill {stages} stages"
+        )
     if len(pin) >= stages:
-        raise Infeasible(f"{len(pin)} pinned cuts make {len(pin) + 1} blocks, and there are {stages} stages")
+        make, are = "makes" if len(pin) == 1 else "make", "is" if stages == 1 else "are"
+        raise Infeasible(
+            f"{counted(len(pin), 'pinned cut')} {make} {len(pin) + 1} blocks, "
+            f"and there {are} {counted(stages, 'stage')}"
+        )
     return positions, frozenset(i for i, p in enumerate(positions) if p in pin)
 
 

@@ -54,6 +54,7 @@ class Placement(Partition):
 
     order: which stage each block is on.
     times: load / speed and what the cut after the block adds.
+    modes: in which of its stage's modes each block is; None on a stage without modes.
     makespan: when the last micro-batch leaves; None if their number was not given.
     witness: for the bottleneck, the ends that faster blocks could reach at most, as intervals for each set of stages;
         for the makespan, the bounds between which no placement finishes earlier. See `verify`.
@@ -62,6 +63,7 @@ class Placement(Partition):
     order: tuple[int, ...] = ()
     times: tuple[Number, ...] = ()
     makespan: Number | None = None
+    modes: tuple[str | None, ...] = ()
 
 
 def check_sizes(sizes: tuple[int, ...], n: int) -> None:

@@ -26,6 +26,7 @@ def place(
     *,
     memory: Iterable[Any] | None = None,
     activations: Iterable[Any] | None = None,
+    boundary: Iterable[Any] | None = None,
     in_flight: InFlight | None = None,
     transfer: Iterable[Any] | None = None,
     overlap: bool = False,
@@ -38,9 +39,11 @@ def place(
 ) -> Placement:
     """One non-empty block for each stage, so that the slowest stage is as fast as possible, or the last micro-batch is.
 
-    stages: a number, or `Stage`s with a speed and a capacity.
+    stages: a number, or `Stage`s with a speed, a capacity and modes.
     memory, activations: what each layer needs once, and once for each micro-batch that its stage holds. A stage's sum
-        must not exceed its capacity. Without either, capacities limit the costs.
+        must not exceed its capacity. Without any of the three, capacities limit the costs.
+    boundary: what enters each layer for a micro-batch, such as the bytes of its input. A stage also keeps what enters
+        its first layer, once for each micro-batch that it holds.
     in_flight: how many micro-batches each stage holds: a list, "1f1b" (k - j on stage j, but no more than there are) or
         "fill_drain" (all). One, if not given.
     transfer: cost of a cut after each layer, in time. The stage before the cut pays it: its time is load/speed +
@@ -57,11 +60,20 @@ def place(
     (2, 4)
     >>> place([4, 4, 4, 4, 4, 4], 2, pin=[1]).times
     (4, 20)
+
+    With modes, the cuts and the mode of each stage are chosen together: here only the first stage, which holds two
+    micro-batches, has to save memory.
+
+    >>> modes = [Mode("keep"), Mode("recompute", time=1.5, saved=0, transient=1)]
+    >>> stages = [Stage(capacity=8, modes=modes)] * 2
+    >>> found = place([4] * 4, stages, activations=[3] * 4, boundary=[1] * 4, in_flight="1f1b")
+    >>> found.sizes, found.modes
+    ((2, 2), ('recompute', 'keep'))
     """
     choice(objective, "objective", ["bottleneck", "makespan"])
     model = read_model(
-        costs, stages, memory=memory, activations=activations, in_flight=in_flight, transfer=transfer,
-        overlap=overlap, forbid=forbid, pin=pin, order=order, microbatches=microbatches,
+        costs, stages, memory=memory, activations=activations, boundary=boundary, in_flight=in_flight,
+        transfer=transfer, overlap=overlap, forbid=forbid, pin=pin, order=order, microbatches=microbatches,
     )  # fmt: skip
     slack = Fraction(*ratio(gap, "gap"))
     return _by_makespan(model, slack) if objective == "makespan" else _by_bottleneck(model)
@@ -104,6 +116,7 @@ def _describe(model: Model, blocks: list[Chosen], witness: tuple[Any, ...], gap:
         order=model.stages_of(blocks),
         times=tuple(model.time(problem.time(block.start, block.end, block.slot)) for block in blocks),
         makespan=None if m is None else model.time(makespan(problem, blocks, m)),
+        modes=model.modes_of(blocks),
     )
 
 

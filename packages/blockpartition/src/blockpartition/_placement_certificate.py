@@ -47,29 +47,45 @@ def _blocks(placement: Placement, model: Model) -> list[Block]:
     for cut in layers:
         if cut not in position:
             raise ValueError(f"cut {cut} is forbidden")
+    modes = entries_of(placement.modes, "modes")
+    if len(modes) != k:
+        raise ValueError(f"{len(modes)} modes for {k} blocks")
     blocks, state = [], 0
-    for (start, end), stage in zip(pairwise(layers), placement.order, strict=True):
-        state, slot = _follow(model, state, stage)
+    for (start, end), stage, mode in zip(pairwise(layers), placement.order, modes, strict=True):
+        state, slot = _follow(model, state, stage, _index(model, stage, mode))
         blocks.append((position[start], position[end], slot))
     return blocks
 
 
-def _follow(model: Model, state: int, stage: int) -> tuple[int, Slot]:
+def _index(model: Model, stage: int, mode: Any) -> int:
+    """Which of the stage's modes this is."""
+    names = [option.name for option in model.options[stage]]
+    if not (mode is None or isinstance(mode, str)) or mode not in names:
+        raise ValueError(f"stage {stage} has the modes {names}, not {shown(mode)}")
+    return names.index(mode)
+
+
+def _follow(model: Model, state: int, stage: int, mode: int) -> tuple[int, Slot]:
     """The set of stages after one more, and its slot."""
     for after, steps in enumerate(model.problem.into):
         for step in steps:
-            if step.before == state and step.slot.stage == model.kinds[stage]:
+            if (step.before, step.slot.stage, step.slot.mode) == (state, model.kinds[stage], mode):
                 return after, step.slot
     raise ValueError(f"stage {stage} is out of order")
 
 
 def _check_room(block: Block, model: Model) -> None:
     start, end, slot = block
-    if slot.need.prefix[end] - slot.need.prefix[start] > slot.room:
+    if not _has_room(start, end, slot):
         raise ValueError(f"layers {model.positions[start]} to {model.positions[end] - 1} do not fit on their stage")
     for pin in model.problem.pins:
         if start < pin < end:
             raise ValueError(f"cut {model.positions[pin]} is pinned, and a block goes across")
+
+
+def _has_room(start: int, end: int, slot: Slot) -> bool:
+    entry = slot.need.entry[start] if slot.need.entry else 0
+    return slot.need.prefix[end] - slot.need.prefix[start] + entry <= slot.room
 
 
 def _check_numbers(placement: Placement, model: Model, blocks: list[Block]) -> None:
@@ -147,7 +163,17 @@ def _positions_in(intervals: Iterable[tuple[int, int]], positions: list[int]) ->
 
 
 def _ends(problem: Problem, starts: set[int], slot: Slot, limit: int) -> Iterator[int]:
-    """Where one block can end. If it can from any start, then from the nearest: that block is the smallest."""
+    """Where one block can end. If it can from any start, then from the nearest: that block is the smallest.
+
+    Not so where blocks need something at their start: there every start is tried.
+    """
+    if slot.need.entry:
+        yield from (
+            end
+            for end in range(1, problem.n + 1)
+            if any(_fits(problem, start, end, slot, limit) for start in starts if start < end)
+        )
+        return
     start = None
     for end in range(1, problem.n + 1):
         start = end - 1 if end - 1 in starts else start
@@ -157,9 +183,7 @@ def _ends(problem: Problem, starts: set[int], slot: Slot, limit: int) -> Iterato
 
 def _fits(problem: Problem, start: int, end: int, slot: Slot, limit: int) -> bool:
     return (
-        end <= problem.next_pin[start]
-        and slot.need.prefix[end] - slot.need.prefix[start] <= slot.room
-        and problem.occupied(start, end, slot) <= limit
+        end <= problem.next_pin[start] and _has_room(start, end, slot) and problem.occupied(start, end, slot) <= limit
     )
 
 

@@ -23,18 +23,26 @@ class Bound:
 
 @dataclass(frozen=True)
 class Slot:
-    """A stage at its place in the pipeline: a block takes work/speed and has to fit into the room."""
+    """A stage at its place in the pipeline, in one of its modes: a block takes work/speed and has to fit into the room.
+
+    At most one of work and need has an entry.
+    """
 
     stage: int
     work: Measure
     speed: int
     need: Measure
     room: int
+    mode: int = 0
 
     @cached_property
     def misfits(self) -> list[int]:
-        """Layers that do not fit into the room."""
+        """Layers that do not fit into the room, with whatever other layers."""
         return self.need.heavier(self.room)
+
+    def fits(self, start: int, end: int) -> bool:
+        """Whether a block fits into the room."""
+        return self.need.of(start, end) <= self.room
 
 
 @dataclass(frozen=True)
@@ -82,16 +90,23 @@ class Problem:
 
     @cached_property
     def speeds(self) -> list[int]:
-        """For each set of used stages the sum of their speeds."""
+        """For each set of used stages the sum of their speeds, each in its fastest mode."""
         sums = [0]
         for steps in self.into[1:]:
-            sums.append(sums[steps[0].before] + steps[0].slot.speed)
+            before = steps[0].before
+            sums.append(sums[before] + max(step.slot.speed for step in steps if step.before == before))
         return sums
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        """Every slot of every step, some of them many times."""
+        return [step.slot for steps in self.into for step in steps]
 
     @cached_property
     def unbounded(self) -> Bound:
         """A bound that every block keeps."""
-        heaviest = max(step.slot.work.prefix[-1] for steps in self.into for step in steps)
+        works = {id(slot.work): slot.work for slot in self.slots}.values()
+        heaviest = max(work.prefix[-1] + max(work.entry or [0]) for work in works)
         return Bound(Fraction(heaviest + max(self.transfer or [0]) + 1))
 
     def last_position(self, state: int) -> int:
@@ -103,7 +118,7 @@ class Problem:
         return self.transfer[end] * slot.speed if self.transfer else 0
 
     def first_start(self, end: int, slot: Slot, limit: int) -> int:
-        """The furthest start of a block up to `end`; `end` or beyond where there is none."""
+        """The furthest start of a block up to `end`; `end` or beyond if there is none. With an entry, at least this."""
         extra = self.transfer_work(end, slot)
         if self.overlap:
             limit, extra = (limit if extra <= limit else -1), 0

@@ -7,7 +7,7 @@ cannot hold may have to wait for the next.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from itertools import pairwise
 
@@ -40,9 +40,14 @@ class Reach:
     def _into(self, state: int) -> list[Interval]:
         ends: list[Interval] = []
         for step in self.problem.into[state]:
-            advance = self._advance if self.problem.transfer is None else self._scan
+            advance = self._way(step.slot)
             ends += advance(self.ends[step.before], step.slot, self.bound.limit(step.slot.speed))
         return _union(ends, self.problem.last_position(state))
+
+    def _way(self, slot: Slot) -> Callable[[list[Interval], Slot, int], Iterator[Interval]]:
+        if slot.need.entry or slot.work.entry:
+            return self._search
+        return self._advance if self.problem.transfer is None else self._scan
 
     def _advance(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
         """Without transfer costs a block may always be shortened, so the starts of one run reach one interval."""
@@ -71,8 +76,45 @@ class Reach:
             else:
                 self._note(slot, work)
 
+    def _search(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
+        """Where blocks need something at their start, a shorter one may need more: find the best start for each end.
+
+        A start is of no more use once a later one needs no more. What is left is in order of start and of need, so the
+        nearest start from which a block fits is found by bisection; of those that fit, it makes the least work. If the
+        need at the start is work, it is the first that is left.
+        """
+        measure = slot.need if slot.need.entry else slot.work
+        assert measure.entry is not None, slot
+        useful: list[int] = []
+        needs: list[int] = []
+        reached = _each(starts)
+        coming = next(reached, None)
+        for end in range(1, self.problem.n + 1):
+            if coming == end - 1:
+                need = measure.entry[coming] - measure.prefix[coming]
+                while needs and needs[-1] >= need:
+                    useful.pop()
+                    needs.pop()
+                useful.append(coming)
+                needs.append(need)
+                coming = next(reached, None)
+            best = bisect_left(useful, self.problem.last_pin[end])
+            if slot.need.entry:
+                fitting = bisect_right(needs, slot.room - slot.need.prefix[end])
+                best = fitting - 1 if fitting > best else len(needs)
+            if best < len(needs):
+                work = self.problem.occupied(useful[best], end, slot)
+                if work <= limit:
+                    yield end, end
+                else:
+                    self._note(slot, work)
+
     def _note(self, slot: Slot, work: int) -> None:
         self._beyond[slot.speed] = min(work, self._beyond.get(slot.speed, work))
+
+
+def _each(intervals: list[Interval]) -> Iterator[int]:
+    return (position for first, last in intervals for position in range(first, last + 1))
 
 
 def _runs(starts: Iterable[Interval], excluded: list[int]) -> Iterator[Interval]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 import torch
+
+from ._meant import did_you_mean
 
 Device = torch.device | int | str
 
@@ -44,12 +45,6 @@ def _meant(mode: Any, name: str) -> str:
     if isinstance(mode, bool):
         return f"; instead of {mode} write checkpoint={'always' if mode else 'never'!r}"
     return did_you_mean(name, CHECKPOINT_MODES)
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a message about ``name``, if one of ``names`` is like it."""
-    close = difflib.get_close_matches(name.strip().lower(), names, 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def checked_flag(name: str, flag: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -13,12 +13,14 @@ from microbatch import Batch
 from streams import Context
 
 from . import _engine
-from ._checkpoint import Snapshot, Training, Witness, checkpointing, recomputing, restored, training_flags
+from ._checkpoint import checkpointing, recomputing
 from ._grown import Grown
 from ._leaves import Below, below
 from ._partial import backward_inputs
-from ._random import CellRandom, Refusal, RunRandom
+from ._random import CellRandom, RunRandom
+from ._repeat import Extent, Sample, checks_all
 from ._stage import Stage
+from ._state import Grounds, Remembered, Training
 from ._value import cloned, cut, laid_out, versions
 
 Result = TypeVar("Result")
@@ -140,62 +142,120 @@ class Circumstances:
 
     def __init__(self, stage: Stage, context: Context, random: RunRandom) -> None:
         self._stage = stage
-        self._witness: Witness | None = None
+        self._random = random
+        self._training: Training | None = None
+        self._grounds: Grounds | None = None
         self._looked = False
+        self._watched = False
+        self._compares = False
         self.context = context
-        self.random = random
 
-    @cached_property
-    def training(self) -> Training:
-        """The training flags of all layers, at the first forward."""
-        return training_flags(self._stage.module)
+    def remember(self) -> Remembered:
+        """Before a forward: the state of the layers."""
+        state = self._stage.state
+        if self._training is None:
+            state.begin()
+            self._training = state.training
+            self._all = checks_all()
+        return state.remember(self._training)
 
-    def remember(self, snapshot: Snapshot) -> None:
-        """After a forward that changed the buffers in ``snapshot``: all else must stay as it is."""
-        if self._witness is None:
-            self._witness = Witness(self._stage.module, self.training, snapshot)
+    def settle(self, remembered: Remembered) -> bool:
+        """After the forward: whether the state of the layers lets a recomputation repeat it."""
+        repeatable = self._stage.state.settle(remembered)
+        if self._grounds is None:
+            self._grounds = Grounds(remembered)
+        return repeatable
 
     def expect_unchanged(self) -> None:
-        """Before a recomputation. Looks once, since nobody gets in between two of them."""
-        if self._witness is not None and not self._looked:
-            self._witness.check()
-            self._looked = True
+        """Before a recomputation: training flags, and what shows neither in identities nor in versions."""
+        if self._stage.state.training != self._training:
+            raise RuntimeError(
+                "train() or eval() was called between the forward and the backward of a checkpointed run, whose "
+                "recomputation would now compute something else; call it after backward(), or use checkpoint='never'"
+            )
+        if self._grounds is not None and not self._looked:
+            self._stage.state.expect_same(self._grounds)
+            self._looked = True  # what is replaced without a trace is replaced by callers, between forward and backward
+
+    def drew_past(self, random: CellRandom | None) -> bool:
+        """After a forward with ``random``: whether it may have drawn numbers unseen.
+
+        Or another thread has. So once in a run is enough, and not if the layers were watched in this run.
+        """
+        if self._watched:
+            return False
+        watched = random is not None and random.watches
+        drew = not watched and self._random.moved()
+        self._watched = watched or drew
+        if drew:
+            self._stage.forget_draws()
+        return drew
+
+    def sample(self, outputs: Batch) -> Sample:
+        """What the recomputation of ``outputs`` is to be compared with."""
+        whole = self._all or not (self._compares or self._training in self._stage.compared)
+        self._compares = True
+        on_cpu = self._stage.device.type == "cpu"
+        return Sample(outputs, Extent.ALL if whole else Extent.SOME if on_cpu else Extent.SHAPES)
+
+    def expect(self, sample: Sample, outputs: Batch) -> None:
+        """Raise RuntimeError if a recomputation gave other ``outputs``."""
+        assert self._training is not None
+        try:
+            sample.expect(outputs)
+        except RuntimeError:
+            self._stage.forget()
+            raise
+        self._stage.compared.add(self._training)
 
 
 class CheckpointedCell(Cell):
-    """A cell that lets its graph go after the forward, and builds it again just before the backward."""
+    """A cell that lets its graph go after the forward, and builds it again just before the backward.
 
-    __slots__ = ("_circumstances", "_snapshot", "_versions")
+    If the forward turns out to be one that cannot be repeated, the cell keeps its graph, as any other does.
+    """
+
+    __slots__ = ("_circumstances", "_remembered", "_sample", "_versions")
+    _remembered: Remembered | None
 
     def __init__(self, stage: Stage, random: CellRandom | None, circumstances: Circumstances) -> None:
         super().__init__(stage, random)
         self._circumstances = circumstances
+        self._remembered = None
 
     def forward(self, inputs: Batch) -> Batch:
         self.inputs = inputs
         spare = cloned(inputs) if self._stage.may_change_input else None
         before = versions(inputs)
-        with checkpointing(), self._stage.buffers.watched(self._circumstances.training) as self._snapshot:
-            # Leaves of its own, because layers may leave hooks and flags on what they get, and will do so again.
-            outputs = cut(self._compute(cut(inputs)))
-        self._circumstances.remember(self._snapshot)
+        remembered = self._circumstances.remember()
+        # Leaves of its own, because layers may leave hooks and flags on what they get, and will do so again.
+        leaves = cut(inputs)
+        with checkpointing():
+            outputs = self._compute(leaves)
+        gone = spare is None and versions(inputs) != before
+        if not self._circumstances.settle(remembered) or self._circumstances.drew_past(self._random) or gone:
+            self.inputs, self._outputs = leaves, outputs
+            return cut(outputs)
         if versions(inputs) != before:
-            self.inputs = _expect_spare(spare)
+            assert spare is not None
+            self.inputs = spare
+        self._remembered = remembered
         self._versions = versions(self.inputs)
-        return outputs
+        self._sample = self._circumstances.sample(outputs)
+        return cut(outputs)
 
     def recompute(self) -> None:
         """Run the layers again as they ran in the forward, for their graph."""
+        if self._remembered is None:
+            return
         self._expect_inputs()
-        self._circumstances.expect_unchanged()
-        with self._circumstances.context.applied(), recomputing(), restored(self._snapshot), self._repeated():
-            self._outputs = self._stage.compute(self.inputs)
-
-    def _repeated(self) -> AbstractContextManager[None]:
-        random = self._circumstances.random
-        if self._random is None and random.unexpected:
-            self._random = Refusal(random, 0, self._stage.device)
-        return _NOTHING if self._random is None else self._random.repeated()
+        common = self._circumstances
+        common.expect_unchanged()
+        repeated = _NOTHING if self._random is None else self._random.repeated()
+        with common.context.applied():
+            with recomputing(), self._stage.state.restored(self._remembered, still=self._sample.whole), repeated:
+                self._outputs = self._stage.compute(self.inputs)
+            common.expect(self._sample, self._outputs)
 
     def _expect_inputs(self) -> None:
         if versions(self.inputs) != self._versions:
@@ -203,12 +263,3 @@ class CheckpointedCell(Cell):
                 "the input of this partition was changed in place after its forward, and its recomputation needs it as "
                 "it was; change a clone instead, or use checkpoint='never'"
             )
-
-
-def _expect_spare(spare: Batch | None) -> Batch:
-    if spare is None:
-        raise RuntimeError(
-            "the layers of this partition changed their input in place on this micro-batch but not on the ones before, "
-            "so that it is gone for the recomputation; let them work on a clone, or use checkpoint='never'"
-        )
-    return spare

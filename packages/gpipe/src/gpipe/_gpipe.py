@@ -23,6 +23,7 @@ from ._layers import Held, expect_replacement, refuse
 from ._loss import LossEnd, LossFunction
 from ._module_hooks import pre_hooked, refuse_hooks
 from ._placement import expect_movable, expect_same_device, move, moving_denied, untouched_on_failure
+from ._rows import expect_same_rows
 from ._split import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
 from ._stage import Stage
 from ._transforms import not_compiled, refuse_transforms
@@ -249,7 +250,7 @@ class GPipe(nn.Module):
 
         Raises:
             ValueError: no such schedule, or one that does not fit; a loss that is no scalar or needs no grad; a target
-                that gives another number of micro-batches.
+                with other numbers of rows than the input.
             RuntimeError: grad mode is off; the pipe itself has forward or backward hooks; it is in a
                 ``DistributedDataParallel``, outside of ``no_sync()``.
             Whatever a layer raises, with a note that says where.
@@ -266,7 +267,7 @@ class GPipe(nn.Module):
         check(inputs, spec)
         pipeline = self._pipeline(inputs, spec)
         microbatches = len(pipeline.batches)
-        targets = _targets(target, self._stages[-1].device, microbatches, self._chunks)
+        targets = _targets(target, self._stages[-1].device, pipeline.batches, self._chunks)
         weights = _weights(pipeline.batches, reduction, normalizer)
         end = LossEnd(loss_fn, targets, weights, keep_outputs=return_outputs)
         pipeline.train(end, schedule)
@@ -478,19 +479,15 @@ def _gathered(outputs: Sequence[Batch], rows: Sequence[tuple[int, ...]], spec: A
     return gather([Batch(batch.value, each) for batch, each in zip(outputs, rows, strict=True)], spec)
 
 
-def _targets(target: Any, device: torch.device, microbatches: int, chunks: int) -> list[Any]:
-    """The target of each micro-batch, on ``device``."""
+def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: int) -> list[Any]:
+    """The target of each micro-batch of ``inputs``, on ``device``."""
     if target is None:
-        return [None] * microbatches
+        return [None] * len(inputs)
     value, spec = unwrap(target)
     check(value, spec)
     there = mapped(Batch(value), lambda tensor: tensor.detach().to(device))
     targets, _ = scatter_views(there.value, chunks, spec)
-    if len(targets) != microbatches:
-        raise ValueError(
-            f"target gives {len(targets)} micro-batches, the input {microbatches} (chunks: {chunks}); both need the "
-            "same number of rows"
-        )
+    expect_same_rows(targets, inputs)
     return [batch.value for batch in targets]
 
 

@@ -15,7 +15,7 @@ from ._leaves import Below
 from ._loss import LossEnd
 from ._place import At, place
 from ._ports import Port, Ports
-from ._random import CellRandom, RunRandom
+from ._random import CellRandom, RunRandom, Unwatched
 from ._stage import Stage
 from ._value import cloned
 from .schedule import Action
@@ -151,7 +151,8 @@ class Lane:
 
     def _cell(self, i: int) -> Cell:
         stage = self.stage
-        random = CellRandom(self._random, i << 12 | stage.index, stage.device) if stage.may_draw else None
-        if i < self._checkpoint_stop:
-            return CheckpointedCell(stage, random, self._circumstances)
-        return Cell(stage, random)
+        checkpointed = i < self._checkpoint_stop
+        random: CellRandom | None = None
+        if stage.may_draw or (checkpointed and stage.device.type == "cuda"):
+            random = (CellRandom if stage.may_draw else Unwatched)(self._random, i << 12 | stage.index, stage.device)
+        return CheckpointedCell(stage, random, self._circumstances) if checkpointed else Cell(stage, random)

@@ -139,3 +139,16 @@ def replay(
         stuck = ", ".join(f"{blocked[worker]} for {needed}" for needed, worker in waiting.items())
         raise ValueError(f"the workers wait for each other for ever: {stuck}")
     return spans
+
+
+def deal(walk: Walk, placement: Sequence[int]) -> Walk:
+    """The steps of ``walk`` for other workers, stage j on ``placement[j]``, in the order in which its own begin them.
+
+    Raises ValueError as :func:`replay` does.
+    """
+    spans = replay(walk)
+    workers: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
+    # No step waits for one that begins at the same time, so that any order among those will do; as in start_ticks.
+    for step in sorted(spans, key=lambda step: (spans[step].start, -step.stage)):
+        workers[placement[step.stage]].append(step)
+    return tuple(map(tuple, workers))

@@ -26,11 +26,7 @@ from streams import DispatchMode
 
 
 class RunRandom:
-    """The random numbers of one run.
-
-    If something that was not expected to draw takes numbers from the process's generator, cells refuse to draw in a
-    recomputation what they did not keep track of in the forward.
-    """
+    """The random numbers of one run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +34,6 @@ class RunRandom:
         self._around: CellRandom | None = getattr(_active, "cell", None)
         self._seed: int | None = None
         self._state = _PROCESS.get_state()
-        self._found: bool | None = None
 
     @property
     def seed(self) -> int:
@@ -50,16 +45,8 @@ class RunRandom:
                 self._state = _PROCESS.get_state()
             return self._seed
 
-    def end(self) -> bool:
-        """All forwards are done; whether somebody has drawn past the cells. Who draws later is no layer."""
-        self._found = self.unexpected
-        return self._found
-
-    @property
-    def unexpected(self) -> bool:
-        """Whether somebody has drawn past the cells so far."""
-        if self._found is not None:
-            return self._found
+    def moved(self) -> bool:
+        """Whether somebody has drawn from the process's generator past the cells."""
         with self._lock:
             return not torch.equal(self._state, _PROCESS.get_state())
 
@@ -74,6 +61,8 @@ class CellRandom:
     """
 
     __slots__ = ("_cuda", "_generator", "_number", "_others", "_run", "asked", "drew")
+    watches = True
+    """Whether everything that is drawn is seen."""
 
     def __init__(self, run: RunRandom, number: int, device: torch.device) -> None:
         self._run = run
@@ -143,14 +132,14 @@ class CellRandom:
             torch.cuda.set_rng_state(now, device)
 
 
-class Refusal(CellRandom):
-    """For the recomputation of a cell whose forward nobody watched: it must not draw."""
+class Unwatched(CellRandom):
+    """For a checkpointed cell on a CUDA device whose layers were not seen to draw: should they begin, all is kept."""
 
-    def draw(self) -> torch.Generator:
-        raise RuntimeError(
-            "this layer drew random numbers, for the first time in this training mode, and its recomputation cannot "
-            "repeat them; run this mini-batch again: from now on the pipeline keeps track of what the layer draws"
-        )
+    watches = False
+
+    @contextmanager
+    def drawn_from(self) -> Iterator[None]:
+        yield
 
 
 class _Draws(DispatchMode):  # type: ignore[no-untyped-call]

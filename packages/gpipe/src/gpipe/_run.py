@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
@@ -29,6 +30,8 @@ from ._workers import Workers
 from .schedule import Action, Schedule, Step, Walk, fill_drain, halves, named, validate
 from .skip import SkipLayout
 from .timeline._record import WatchedLink, recorder
+
+_log = logging.getLogger("gpipe")
 
 
 class Run:
@@ -157,6 +160,10 @@ class Run:
         """What each worker does under ``schedule``. ValueError if there is none of this name, or it does not fit."""
         if isinstance(schedule, str):
             return _named(schedule, self._microbatches, self._checkpoint_stop, self._placement)
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                f"schedule must be a name such as '1f1b', or a gpipe.schedule.Schedule; got {type(schedule).__name__}"
+            )
         validate(schedule, self._microbatches, self._placement)
         return schedule.recomputing(self._checkpoint_stop).on(self._placement)
 
@@ -203,7 +210,7 @@ class Run:
         return _labelled if torch.autograd.profiler._is_profiler_enabled else Lane.do
 
     def _look_for_draws(self) -> None:
-        if self._random.end():
+        if self._random.moved():
             for lane in self._lanes:
                 lane.stage.forget_draws()
 
@@ -222,6 +229,13 @@ def _halves(microbatches: int, checkpoint_stop: int, placement: tuple[int, ...])
 
 @lru_cache(maxsize=64)
 def _named(name: str, microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]) -> Walk:
+    if name.lower() == "interleaved" and 1 < len(placement) == len(set(placement)):
+        _log.warning(  # once for each number of stages and micro-batches: what this returns is kept
+            "schedule='interleaved' has nothing to interleave, because each of the %d partitions has a worker of its "
+            "own, and so it is a '1f1b' that holds more; give each worker several partitions, as with "
+            "devices=[0, 1, 0, 1], or on the CPU devices=['cpu:0', 'cpu:1'] * 2",
+            len(placement),
+        )
     return named(name, microbatches, placement, checkpoint_stop).on(placement)
 
 

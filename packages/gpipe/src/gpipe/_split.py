@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +13,6 @@ from ._arguments import Device, checked_sizes, parsed_device
 from ._container import expect_plain
 from ._layers import refuse_more
 from ._placement import expect_movable, move, untouched_on_failure
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Partition(nn.Sequential):
@@ -29,19 +26,19 @@ class Partition(nn.Sequential):
         return value
 
     # These number the layers from 0. Among the names of a pipe that would be those of other layers.
-    def append(self, module: nn.Module) -> Self:
+    def append(self, module: nn.Module) -> Partition:
         refuse_more(self._modules)
         return super().append(module)
 
-    def insert(self, index: int, module: nn.Module) -> Self:
+    def insert(self, index: int, module: nn.Module) -> Partition:
         refuse_more(self._modules)
         return super().insert(index, module)
 
-    def __iadd__(self, other: Any) -> Self:
+    def __iadd__(self, other: Any) -> Partition:
         refuse_more(self._modules)
         return super().__iadd__(other)
 
-    def __imul__(self, other: int) -> Self:
+    def __imul__(self, other: int) -> Partition:
         refuse_more(self._modules)
         return super().__imul__(other)
 

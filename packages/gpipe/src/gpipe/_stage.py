@@ -11,8 +11,8 @@ from torch import nn
 
 from microbatch import Batch
 
-from ._checkpoint import Buffers
 from ._plain import expect_plain
+from ._state import State, Training
 from ._tensor_hooks import TensorHooks
 from ._value import Arguments, SharedBatch, entered, marked, versions
 from .skip import SkipLayout
@@ -35,6 +35,7 @@ class Stage:
         self._layers_then = dict(module._modules)
         self._draws: dict[bool, bool] = {}
         self._hooks: dict[bool, bool | None] = {}
+        self.compared: set[Training] = set()
 
     def compute(self, inputs: Batch) -> Batch:
         """What the layers make of ``inputs``; they may work in place on them, although these are leaves."""
@@ -108,16 +109,27 @@ class Stage:
     def saw_draw(self, drew: bool) -> None:
         """Learn from a forward whether the layers draw. Those that did once may do it again."""
         training = self.module.training
-        self._draws[training] = drew or self._draws.get(training, False)
+        before = self._draws.get(training)
+        self._draws[training] = drew or (self._brings_generator() if before is None else before)
 
     def forget_draws(self) -> None:
         """Look again, at the next forward."""
         self._draws.clear()
 
+    def forget(self) -> None:
+        """Learn everything about the layers anew."""
+        self.forget_draws()
+        self.state.forget()
+        self.compared.clear()
+
+    def _brings_generator(self) -> bool:
+        """Whether a layer has a generator of its own, which shows nowhere when it begins to be used."""
+        return any(isinstance(value, torch.Generator) for m in self.module.modules() for value in vars(m).values())
+
     @cached_property
-    def buffers(self) -> Buffers:
-        """The buffers of the layers, and which of them a forward changes."""
-        return Buffers(self.module)
+    def state(self) -> State:
+        """What the layers remember between forwards."""
+        return State(self.module)
 
     def expect_current(self) -> None:
         """Raise RuntimeError if a layer was replaced, so that a recomputation would compute something else."""

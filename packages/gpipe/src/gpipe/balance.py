@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from blockpartition import partition, place
-from profiler import profile, profile_sizes
+from profiler import profile, profile_seconds, profile_sizes
 
 Device = torch.device | int | str
 Layer = str | re.Pattern[str] | int
@@ -54,7 +54,7 @@ def balance_by_time(
     """
     cuts = _checked(partitions, module, pin, forbid)
     with _threads(max(1, torch.get_num_threads() // partitions)):
-        seconds = profile(module, sample, timeout=timeout, device=device).seconds
+        seconds = profile_seconds(module, sample, timeout=timeout, device=device)
     return _balance(seconds, partitions, cuts)
 
 

@@ -16,14 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from ._actions import LETTERS, Action, Kind, Program, Step, Walk, requirement
-from ._order import merge, replay, start_ticks
+from ._meant import did_you_mean
+from ._order import deal, merge, replay, start_ticks
 
 
 class Schedule(tuple[Program, ...]):
     """The program of each stage: a tuple of tuples of :class:`Action`.
 
     Where several stages share a worker, their order among each other matters too. ``walk`` gives it; without, workers
-    take what can start first (:func:`merge`).
+    take what can start first (:func:`merge`). It is None where every stage has a worker of its own, because then it
+    says nothing that the programs do not. Schedules are equal if their programs and walks are.
+
+    Raises ValueError if ``walk`` has other steps than ``programs``, or a stage on two workers.
 
     ``str()`` writes a line for each worker, which :meth:`parse` reads back.
 
@@ -36,8 +40,19 @@ class Schedule(tuple[Program, ...]):
 
     def __new__(cls, programs: Iterable[Iterable[Action]], walk: Walk | None = None) -> Schedule:
         schedule = super().__new__(cls, tuple(map(tuple, programs)))
-        schedule.walk = walk
+        schedule.walk = None if walk is None else _telling(walk, schedule)
         return schedule
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) and self.walk == getattr(other, "walk", None)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        # A schedule without a walk equals the tuple of its programs.
+        own = tuple.__hash__(self)
+        return own if self.walk is None else hash((own, self.walk))
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -60,10 +75,16 @@ class Schedule(tuple[Program, ...]):
         return cls(([s.action for steps in walk for s in steps if s.stage == j] for j in range(stages)), walk)
 
     def on(self, placement: Sequence[int]) -> Walk:
-        """The steps of each worker, where stage j runs on worker ``placement[j]``."""
-        if self.walk is not None and _places(self.walk) == dict(enumerate(placement)):
-            return self.walk
-        return merge(self, placement)
+        """The steps of each worker, where stage j runs on worker ``placement[j]``.
+
+        Where ``walk`` was written for other workers, steps go in the order in which those would begin them: so any two
+        that share a worker here and there keep their order.
+
+        Raises ValueError if the workers that it was written for would wait for each other for ever.
+        """
+        if self.walk is None:
+            return merge(self, placement)
+        return self.walk if _places(self.walk) == dict(enumerate(placement)) else deal(self.walk, placement)
 
     def recomputing(self, checkpoint_stop: int) -> Schedule:
         """The same with a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
@@ -129,6 +150,19 @@ def _recomputing(step: Step, present: set[Step], checkpoint_stop: int) -> Iterat
     if kind in ("backward", "backward_input") and i < checkpoint_stop and needed not in present:
         yield needed
     yield step
+
+
+def _telling(walk: Walk, programs: Sequence[Program]) -> Walk | None:
+    """``walk``, unless it says no more than ``programs``."""
+    walk = tuple(steps for steps in walk if steps)
+    for j, program in enumerate(programs):
+        lines = [[step.action for step in steps if step.stage == j] for steps in walk]
+        lines = [line for line in lines if line]
+        if len(lines) > 1:
+            raise ValueError(f"the steps of stage {j} are on {len(lines)} workers; write them on one line")
+        if [action for line in lines for action in line] != list(program):
+            raise ValueError(f"the walk and the programs have other steps of stage {j}, or in another order")
+    return None if all(step.stage == steps[0].stage for steps in walk for step in steps) else walk
 
 
 def _places(walk: Walk) -> dict[int, int]:
@@ -262,13 +296,16 @@ def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
 
 
 def named(name: str, microbatches: int, placement: Sequence[int], checkpoint_stop: int = 0) -> Schedule:
-    """The schedule called ``name``, for stages on the workers of ``placement``.
+    """The schedule called ``name``, in capitals or not, for stages on the workers of ``placement``.
 
     Raises ValueError, with the list of names, if there is none.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(map(repr, SCHEDULES))}")
-    return SCHEDULES[name](microbatches, placement, checkpoint_stop)
+    if name.lower() not in SCHEDULES:
+        raise ValueError(
+            f"there is no schedule {name!r}; choose one of {', '.join(map(repr, SCHEDULES))}"
+            + did_you_mean(name, SCHEDULES)
+        )
+    return SCHEDULES[name.lower()](microbatches, placement, checkpoint_stop)
 
 
 def _looped(microbatches: int, placement: Sequence[int], checkpoint_stop: int) -> Schedule:

@@ -10,6 +10,7 @@ from ._sandbox import detach as detach
 from ._sandbox import layerwise_sandbox as layerwise_sandbox
 from ._sizes import profile_sizes as profile_sizes
 from ._skips import SkipStore as SkipStore
+from ._times import profile_seconds as profile_seconds
 from ._times import profile_times as profile_times
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "detach",
     "layerwise_sandbox",
     "profile",
+    "profile_seconds",
     "profile_sizes",
     "profile_times",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
@@ -15,21 +17,19 @@ if TYPE_CHECKING:
     Device = torch.device | int | str
 
 
-def check_module(module: nn.Sequential) -> None:
-    """Refuses what cannot be walked layer by layer: no Sequential, an empty one, a lazy layer."""
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
+def check_not_empty(module: nn.Sequential) -> None:
+    """Refuses a chain without layers."""
     if len(module) == 0:
         raise ValueError("module: expected at least one layer, got an empty nn.Sequential")
+
+
+def check_not_lazy(module: nn.Module) -> None:
+    """Refuses a module with a parameter or buffer that has no size yet."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        _check_not_lazy(name, tensor)
-
-
-def _check_not_lazy(name: str, tensor: torch.Tensor) -> None:
-    if nn.parameter.is_lazy(tensor):
-        raise ValueError(
-            f"module: {name!r} is lazy and has no size yet; run the module once on a sample, then try again"
-        )
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"module: {name!r} is lazy and has no size yet; run the module once on a sample, then try again"
+            )
 
 
 def check_no_gradient(module: nn.Module) -> None:
@@ -49,6 +49,8 @@ def check_sample(sample: Any) -> None:
 
 
 def check_timeout(timeout: float) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
+        raise TypeError(f"timeout: expected a number of seconds, got {timeout!r} ({type(timeout).__name__})")
     if not (timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
 
@@ -60,7 +62,19 @@ def check_chunks(chunks: int) -> None:
         raise ValueError(f"chunks: expected at least 1 micro-batch, got {chunks!r}")
 
 
+def check_rows(rows: Sequence[int]) -> list[int]:
+    """``rows`` in order; refuses what is no list of different numbers of rows."""
+    if isinstance(rows, SupportsIndex):
+        raise TypeError(f"rows: expected a list of numbers, got {rows!r}; write rows=[{rows!r}]")
+    numbers = sorted(operator.index(number) for number in rows)
+    if not numbers or numbers[0] < 1 or len(set(numbers)) < len(numbers):
+        raise ValueError(f"rows: expected different numbers of at least 1, got {list(rows)}")
+    return numbers
+
+
 def check_scale(param_scale: float) -> None:
+    if isinstance(param_scale, bool) or not isinstance(param_scale, Real):
+        raise TypeError(f"param_scale: expected a number of copies, got {param_scale!r} ({type(param_scale).__name__})")
     if not (param_scale >= 0 and math.isfinite(param_scale)):
         raise ValueError(f"param_scale: expected a number of copies >= 0, got {param_scale!r}")
 

@@ -13,7 +13,7 @@ from ._allocator import Meter, NoMeter
 from ._births import Births
 from ._eager import uncompiled
 from ._storages import tensor_bytes
-from ._walk import Visit
+from ._walk import Visit, gradients_for
 
 
 class Count(NamedTuple):
@@ -45,7 +45,7 @@ def count(
     latent, workspace, allocated = births.alive(), births.holds_empty_workspace(), meter.read()
     if backward and roots:
         with mode:
-            gradients = [torch.ones_like(y) for y in roots]
+            gradients = gradients_for(roots)
         with uncompiled(), mode, births:
             torch.autograd.backward(roots, gradients)
     peaks = births.peak, births.flops

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map_only
 from microbatch import Batch
 from streams import add_note
 
+from ._sandbox import computed_copies
+
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -71,11 +73,12 @@ def explained() -> Iterator[None]:
 
 def materialised(layer: nn.Module) -> nn.Module:
     """A real copy of `layer` with memory on the CPU and nothing meaningful in it."""
-    return copy.deepcopy(layer).to_empty(device="cpu").train()
+    return copy.deepcopy(layer, computed_copies(layer)).to_empty(device="cpu").train()
 
 
 def zeros_like(batch: Batch) -> Batch:
     def zeros(x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(x.shape, dtype=x.dtype, requires_grad=x.requires_grad)
+        # With the same strides: a kernel that wants another layout keeps a copy.
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_().requires_grad_(x.requires_grad)
 
     return batch.call(lambda value: tree_map_only(torch.Tensor, zeros, value))

@@ -6,11 +6,12 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from ._record import LayerProfile, Profile
 
-SCHEMA = "gpipe-profiler/1"
+SCHEMA = "gpipe-profiler/2"
 _MOST_DIGITS = 100
 
 
@@ -22,13 +23,28 @@ def load(text: str) -> Profile:
     """Raises ValueError with the path of the first thing that `dump` would not have written."""
     document = _expect_object(_parse(text), "profile")
     _expect_schema(document.pop("schema", None))
-    values = _read(document, _PROFILE, "profile")
-    layers = tuple(
-        LayerProfile(**_read(_expect_object(layer, where), _LAYER, where))
-        for where, layer in ((f"layers[{i}]", layer) for i, layer in enumerate(values.pop("layers")))
-    )
+    return _profile(document, "profile")
+
+
+def _profile(document: Any, where: str) -> Profile:
+    values = _read(_expect_object(document, where), _PROFILE, where)
+    layers = tuple(_layer(layer, f"layers[{i}]") for i, layer in enumerate(values.pop("layers")))
     _expect_unique([layer.name for layer in layers])
-    return Profile(layers=layers, **values)
+    loss = values.pop("loss")
+    others = tuple(_profile(other, f"others[{i}]") for i, other in enumerate(values.pop("others")))
+    profile = Profile(layers=layers, loss=None if loss is None else _layer(loss, "loss"), others=others, **values)
+    _expect_ascending([*others, profile])
+    return profile
+
+
+def _layer(document: Any, where: str) -> LayerProfile:
+    return LayerProfile(**_read(_expect_object(document, where), _LAYER, where))
+
+
+def _expect_ascending(profiles: list[Profile]) -> None:
+    for fewer, more in pairwise(profiles):
+        if fewer.names != more.names or fewer.rows >= more.rows or fewer.others or (not fewer.loss) != (not more.loss):
+            raise ValueError("others: expected profiles of the same layers with fewer rows, in ascending order")
 
 
 def _parse(text: str) -> Any:
@@ -106,12 +122,19 @@ def _list(value: Any) -> bool:
     return isinstance(value, list)
 
 
+def _object_or_none(value: Any) -> bool:
+    """an object, or null"""
+    return value is None or isinstance(value, dict)
+
+
 _BY_ANNOTATION: dict[str, Check] = {
     "str": _text,
     "int": _count,
     "int | None": _count_or_none,
     "float | None": _seconds_or_none,
     "tuple[LayerProfile, ...]": _list,
+    "tuple[Profile, ...]": _list,
+    "LayerProfile | None": _object_or_none,
 }
 _PROFILE = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(Profile)}
 _LAYER = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(LayerProfile)}

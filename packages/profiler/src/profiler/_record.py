@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex, overload
 
 if TYPE_CHECKING:
     from ._diff import ProfileDiff
@@ -16,7 +16,8 @@ class LayerProfile:
 
     name, kind: its name in the Sequential, and its class.
     forward_seconds, backward_seconds: medians over the rounds; None if nothing was run.
-    trainable_bytes, frozen_bytes: of its parameters, by whether they require a gradient.
+    trainable_bytes, frozen_bytes: of its parameters, by whether they require a gradient. What several layers share
+        counts for the first.
     buffer_bytes: of its buffers.
     latent_bytes: of the storages that its forward creates and leaves alive, its output among them.
     output_bytes: of its output, which is what has to cross if a partition ends here.
@@ -24,6 +25,8 @@ class LayerProfile:
     flops: of forward and backward, by PyTorch's own formulas; 0 for operations without one.
     allocated_bytes, allocated_peak_bytes: latent and peak as the CUDA allocator sees them, rounded up to its blocks;
         None elsewhere.
+    backward_input_seconds: of the backward for the inputs alone; None unless it was asked for, and where autograd
+        cannot do it alone. Figures of both parts may add up to more than the backward in one go.
     """
 
     name: str
@@ -39,6 +42,14 @@ class LayerProfile:
     flops: int
     allocated_bytes: int | None = None
     allocated_peak_bytes: int | None = None
+    backward_input_seconds: float | None = None
+
+    @property
+    def backward_weight_seconds(self) -> float | None:
+        """The rest of the backward, which nobody waits for; None if the part for the inputs was not measured."""
+        if self.backward_seconds is None or self.backward_input_seconds is None:
+            return None
+        return max(0.0, self.backward_seconds - self.backward_input_seconds)
 
     @property
     def seconds(self) -> float | None:
@@ -53,7 +64,7 @@ class LayerProfile:
         return self.trainable_bytes + self.frozen_bytes
 
 
-COSTS = ("seconds", "parameter_bytes", *(field.name for field in fields(LayerProfile)[2:]))
+COSTS = ("seconds", "parameter_bytes", "backward_weight_seconds", *(field.name for field in fields(LayerProfile)[2:]))
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,8 @@ class Profile:
     chunks: into how many micro-batches the sample was cut.
     rows: of the one that was used.
     rounds: how many times each layer was timed.
+    loss: what the loss costs, as if it were a layer behind the last; None if none was given.
+    others: the same layers with fewer rows, in ascending order.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -77,6 +90,8 @@ class Profile:
     chunks: int
     rows: int
     rounds: int
+    loss: LayerProfile | None = None
+    others: tuple[Profile, ...] = ()
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -84,10 +99,14 @@ class Profile:
     def __iter__(self) -> Iterator[LayerProfile]:
         return iter(self.layers)
 
-    def __getitem__(self, layer: int | str) -> LayerProfile:
-        if isinstance(layer, int):
-            return self.layers[layer]
-        return self.layers[self._index(layer)]
+    @overload
+    def __getitem__(self, layer: SupportsIndex | str) -> LayerProfile: ...
+
+    @overload
+    def __getitem__(self, layer: slice) -> tuple[LayerProfile, ...]: ...
+
+    def __getitem__(self, layer: SupportsIndex | str | slice) -> LayerProfile | tuple[LayerProfile, ...]:
+        return self.layers[self._index(layer) if isinstance(layer, str) else layer]
 
     def _index(self, name: str) -> int:
         try:
@@ -112,6 +131,18 @@ class Profile:
         if None in costs:
             raise ValueError(f"by: this profile has no {by}, as it was made on device {self.device!r}")
         return costs
+
+    def at(self, rows: int) -> Profile:
+        """What a micro-batch of `rows` rows costs: each figure on the line through the two nearest that were measured.
+
+        Costs have a part that does not depend on rows, so that figures in proportion to them are off by as much.
+
+        Raises:
+            ValueError: only one number of rows was measured, or `rows` is below 1.
+        """
+        from ._rows import at
+
+        return at(self, rows)
 
     def __str__(self) -> str:
         from ._table import profile_table

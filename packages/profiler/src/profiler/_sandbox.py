@@ -22,7 +22,17 @@ def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | 
     layer does and come along; hooks on parameters and gradients stay behind.
     """
     for layer in module:
-        yield copy.deepcopy(layer).to(device).train()
+        yield copy.deepcopy(layer, computed_copies(layer)).to(device).train()
+
+
+def computed_copies(layer: nn.Module) -> dict[int, torch.Tensor]:
+    """A memo for ``copy.deepcopy`` with detached copies of the tensors that it refuses: those computed from others.
+
+    Such as the weight that ``torch.nn.utils.weight_norm`` leaves in a plain attribute, and computes again in every
+    forward.
+    """
+    attributes = (value for child in layer.modules() for value in vars(child).values())
+    return {id(x): x.detach().clone() for x in attributes if isinstance(x, torch.Tensor) and x.grad_fn is not None}
 
 
 def repeatable_sandbox(module: nn.Sequential, device: torch.device) -> Callable[[], Iterator[nn.Module]]:

@@ -11,11 +11,13 @@ from torch import nn
 from microbatch import Batch, scatter
 
 from ._allocator import meter_for
-from ._arguments import check_chunks, check_module, check_sample, check_scale, sizing_device
+from ._arguments import check_chunks, check_sample, check_scale, sizing_device
 from ._count import Count, count
 from ._enter import copy_to, enter_batch
 from ._fake import explained, fake_batch, fake_layers, fake_mode, materialised, zeros_like
 from ._isolation import isolated
+from ._layers import layers_of
+from ._owned import owned
 from ._sandbox import layerwise_sandbox
 from ._storages import tensor_bytes
 from ._walk import Visit, walk
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def profile_sizes(
-    module: nn.Sequential,
+    module: nn.Module,
     input: Any,  # noqa: A002
     chunks: int,
     param_scale: float,
@@ -34,22 +36,22 @@ def profile_sizes(
     """Bytes of each layer in training: latent bytes of a micro-batch plus parameter bytes × `param_scale`.
 
     Latent is what the layer's forward creates and leaves alive, for the backward or as its output; parameters and
-    the input are not counted. It is measured on one row of `input` and multiplied by the rows of a micro-batch, or,
-    if a layer refuses a single row, measured on the first micro-batch.
+    the input are not counted, and what several layers share counts for the first. It is measured on one row of `input`
+    and multiplied by the rows of a micro-batch, or, if a layer refuses a single row, measured on the first micro-batch.
 
     On the device ``"meta"`` nothing is computed and no memory is taken: a model of any size is sized in seconds,
     as on a CPU.
     """
-    check_module(module)
+    chain = layers_of(module)
     check_sample(input)
     check_chunks(chunks)
     check_scale(param_scale)
-    device = sizing_device(module, device)
+    device = sizing_device(chain, device)
     with isolated(device):
-        latents = _latents(module, input, chunks, device)
+        latents = _latents(chain, input, chunks, device)
     return [
-        int(latent + param_scale * tensor_bytes(list(layer.parameters())))
-        for latent, layer in zip(latents, module, strict=True)
+        int(latent + param_scale * tensor_bytes(own.parameters))
+        for latent, own in zip(latents, owned(chain), strict=True)
     ]
 
 
@@ -94,9 +96,19 @@ def _count_fakes(module: nn.Sequential, batch: Batch, backward: bool) -> list[Co
         if counted.workspace:
             real = replace(visit, layer=materialised(module[visit.index]), input=enter_batch(zeros_like(visit.input)))
             _, counted = count(real, backward=backward)
+        _expect_known_size(output)
         counts.append(counted)
         return output
 
     with explained():
         walk(module, fake_layers(module, mode), fake_batch(batch, mode), step)
     return counts
+
+
+def _expect_known_size(output: Batch) -> None:
+    for tensor in output:
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"the bytes of an output of layout {tensor.layout} depend on its values, and without a device there "
+                "are none; use device='cpu'"
+            )

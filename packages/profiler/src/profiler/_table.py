@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .text import align, format_bytes, format_cost, format_flops, format_seconds
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _COLUMNS = {
     "forward": "forward_seconds",
     "backward": "backward_seconds",
+    "inputs": "backward_input_seconds",
     "parameters": "parameter_bytes",
     "buffers": "buffer_bytes",
     "latent": "latent_bytes",
@@ -24,10 +25,18 @@ _COLUMNS = {
 
 
 def profile_table(profile: Profile) -> str:
-    """A line for each layer, one for the sum, the largest figure of each column marked."""
-    largest = {column: _largest(profile, column) for column in _COLUMNS.values()}
-    rows = [["layer", "type", *_COLUMNS], *(_row(layer, largest) for layer in profile), _total(profile)]
+    """A line for each layer and the loss, one for the sum, the largest figure of each column marked."""
+    columns = _columns(profile)
+    lines = [*profile, *([] if profile.loss is None else [profile.loss])]
+    largest = {column: _largest(lines, column) for column in columns.values()}
+    rows = [["layer", "type", *columns], *(_row(layer, largest) for layer in lines), _total(lines, columns)]
     return f"{_heading(profile)}\n{align(rows, left=2)}\n* the largest of its column"
+
+
+def _columns(profile: Profile) -> dict[str, str]:
+    """The figures to show: the part of the backward for the inputs only where it was measured."""
+    split = any(layer.backward_input_seconds is not None for layer in profile)
+    return {head: column for head, column in _COLUMNS.items() if split or column != "backward_input_seconds"}
 
 
 def _heading(profile: Profile) -> str:
@@ -36,8 +45,8 @@ def _heading(profile: Profile) -> str:
     return f"{len(profile)} layers on {profile.device}, {rows}, {timed}"
 
 
-def _largest(profile: Profile, column: str) -> float | None:
-    values = [getattr(layer, column) or 0 for layer in profile]
+def _largest(layers: Sequence[LayerProfile], column: str) -> float | None:
+    values = [getattr(layer, column) or 0 for layer in layers]
     return max(values, default=0) or None
 
 
@@ -50,10 +59,10 @@ def _row(layer: LayerProfile, largest: dict[str, float | None]) -> list[str]:
     return cells
 
 
-def _total(profile: Profile) -> list[str]:
+def _total(layers: Sequence[LayerProfile], columns: dict[str, str]) -> list[str]:
     cells = ["total", ""]
-    for column in _COLUMNS.values():
-        values = [getattr(layer, column) for layer in profile]
+    for column in columns.values():
+        values = [getattr(layer, column) for layer in layers]
         # Layers reach their peaks one after the other, and outputs are latent bytes already.
         summable = None not in values and column not in ("peak_bytes", "output_bytes")
         cells.append(format_cost(sum(values), column) if summable else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,6 +31,11 @@ class Visit:
         with routed(self.layer, self.skips):
             output = self.input.call(self.layer)
         return output, [y for y in (*output, *self.skips.stashed()) if y.requires_grad]
+
+
+def gradients_for(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What a backward from ``roots`` starts with: ones, or for a sparse root, which has no ones, its own values."""
+    return [torch.ones_like(y) if y.layout is torch.strided else y.detach().clone() for y in roots]
 
 
 Step = Callable[[Visit], Batch]

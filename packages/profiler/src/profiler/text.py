@@ -9,6 +9,8 @@ __all__ = ["align", "format_bytes", "format_cost", "format_flops", "format_secon
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 _TIMES = ("ns", "µs", "ms", "s")
+_LONGEST = 1e9
+"""Where no unit is large enough: from here on numbers have an exponent."""
 
 
 def format_bytes(count: float) -> str:
@@ -32,7 +34,10 @@ def format_seconds(seconds: float) -> str:
     >>> format_seconds(0.00125), format_seconds(33), format_seconds(0)
     ('1.25 ms', '33.0 s', '0 s')
     """
-    return _scaled(seconds * 1e9, 1000, _TIMES) if seconds else "0 s"
+    if not seconds:
+        return "0 s"
+    # Not from nanoseconds on, of which a float holds fewer than of seconds.
+    return _scaled(seconds, 1000, _TIMES, power=3) if seconds >= 1 else _scaled(seconds * 1e9, 1000, _TIMES)
 
 
 def format_share(share: float) -> str:
@@ -71,18 +76,25 @@ def align(rows: Sequence[Sequence[str]], left: int) -> str:
     ──────────
     a     12 B
     """
+    rows = [[_printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
     lines = ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in (lines[0], "─" * len(lines[0]), *lines[1:]))
 
 
-def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
-    """``value``, a number of the first unit, in the unit that leaves it less than ``base``, if there is one."""
-    power = 0
+def _printable(cell: str) -> str:
+    """``cell`` without lone surrogates, which no file and no terminal takes."""
+    return cell.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...], power: int = 0) -> str:
+    """``value``, a number of the unit ``power``, in the unit that leaves it less than ``base``, if there is one."""
     # 999.7 would be written with four digits, as 1000.
     while abs(value) >= base - 0.5 and power < len(units) - 1:
         value /= base
         power += 1
+    if not abs(value) < _LONGEST:
+        return f"{value:.3g} {units[power]}"
     digits = 0 if power == 0 and value == int(value) else max(0, 3 - len(str(int(abs(value)))))
     return f"{value:.{digits}f} {units[power]}"

@@ -114,8 +114,10 @@ class Skippable(nn.Module):
 
     def _expect_all(self, done: set[str]) -> None:
         for names, participle in ((self.stashable_names, "stashed"), (self.poppable_names, "popped")):
-            if names - done:
-                raise RuntimeError(f"{', '.join(map(repr, sorted(names - done)))} must be {participle} but have not")
+            left = sorted(names - done)
+            if left:
+                have = "has" if len(left) == 1 else "have"
+                raise RuntimeError(f"{', '.join(map(repr, left))} must be {participle} but {have} not been")
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:

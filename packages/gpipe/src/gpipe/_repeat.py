@@ -1,0 +1,128 @@
+"""Whether a recomputation computed what its forward sent on.
+
+Layers may remember things where nobody can look: in a closure, a list, a library of their own. Then the recomputation
+computes another function, and its gradients are wrong. Its outputs tell.
+
+Always compared are the number, shapes, dtypes and ``requires_grad`` of the outputs. Their values are compared
+
+- whole, on the first checkpointed micro-batch of each training mode, which is kept that long,
+- in up to 64 elements of each tensor, on all others if they are on the CPU; elsewhere that would make the device wait,
+- whole and always, if the environment variable ``GPIPE_CHECK`` is 1.
+
+Kernels may round differently each time: floating-point values may differ by the square root of the precision of their
+type, relative to the largest of them; by that of bfloat16 under autocast.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from enum import Enum
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from microbatch import Batch
+
+_SOME = 64
+
+
+class Extent(Enum):
+    """How much of the outputs is compared."""
+
+    SHAPES = 0
+    SOME = 1
+    ALL = 2
+
+
+def checks_all() -> bool:
+    """Whether ``GPIPE_CHECK`` asks to compare every recomputation as a whole."""
+    text = os.environ.get("GPIPE_CHECK", "0")
+    if text not in {"", "0", "1"}:
+        raise ValueError(f"GPIPE_CHECK must be 0 or 1; got {text!r}")
+    return text == "1"
+
+
+class _Kind(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        with_grad = "with" if self.requires_grad else "without"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {with_grad} grad"
+
+
+class Sample:
+    """What the outputs of a forward were like."""
+
+    __slots__ = ("_extent", "_kinds", "_values", "whole")
+
+    def __init__(self, outputs: Batch, extent: Extent) -> None:
+        self._extent = extent
+        self.whole = extent is Extent.ALL
+        self._kinds = [_kind(tensor) for tensor in outputs]
+        self._values = [_picked(tensor, extent) for tensor in outputs]
+
+    def expect(self, outputs: Batch) -> None:
+        """Raise RuntimeError if ``outputs``, those of the recomputation, are others."""
+        kinds = [_kind(tensor) for tensor in outputs]
+        if kinds != self._kinds:
+            raise _different(f"{', '.join(map(str, self._kinds))}; now {', '.join(map(str, kinds))}")
+        for k, (before, tensor) in enumerate(zip(self._values, outputs, strict=True)):
+            now = _picked(tensor, self._extent)
+            if before is not None and now is not None and not _close(before, now):
+                raise _different(f"tensor {k} of {len(kinds)} has other values by up to {_distance(before, now):.3g}")
+
+
+def _different(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"the recomputation of this partition gave another output than its forward ({what}); its layers depend on "
+        "something that changes from call to call, such as a counter or a generator outside of the modules. Keep it in "
+        "a buffer or an attribute, change it only if not gpipe.is_recomputing(), or use checkpoint='never'. If random "
+        "numbers have just begun to be drawn, run this mini-batch again: from now on they are watched"
+    )
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return _Kind(tensor.shape, tensor.dtype, tensor.requires_grad)
+
+
+def _picked(tensor: Tensor, extent: Extent) -> Tensor | None:
+    """The values to compare, in memory of their own; None if there is nothing to compare."""
+    if extent is Extent.SHAPES or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    if extent is Extent.ALL or tensor.numel() <= _SOME:
+        return tensor.detach().clone()
+    return torch.take(tensor.detach(), _spread(tensor.numel(), tensor.device))
+
+
+@lru_cache(maxsize=256)
+def _spread(elements: int, device: torch.device) -> Tensor:
+    """Indices all over so many elements."""
+    return torch.linspace(0, elements - 1, _SOME, dtype=torch.float64, device=device).long()
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    if not a.is_floating_point() and not a.is_complex():
+        return False
+    tolerance = _tolerance(a.dtype, a.device.type)
+    scale = float(_wide(a).abs().nan_to_num(posinf=0).max())
+    return torch.allclose(_wide(a), _wide(b), rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def _tolerance(dtype: torch.dtype, device: str) -> float:
+    coarse = torch.bfloat16 if torch.is_autocast_enabled(device) else dtype
+    return math.sqrt(max(torch.finfo(dtype).eps, torch.finfo(coarse).eps))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((_wide(a) - _wide(b)).abs().nan_to_num(nan=torch.inf).max())

@@ -1,0 +1,151 @@
+"""What is in the parameters, buffers and attributes of modules at one moment, to be compared with another moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class _Absent:
+    """Nothing is there."""
+
+
+ABSENT: Final = _Absent()
+
+
+class Slot(NamedTuple):
+    """The place of a value in a module: its parameters, its buffers, or its own attributes."""
+
+    owner: nn.Module
+    kind: str
+    name: str
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The dict that holds it."""
+        own = vars(self.owner)
+        return own if self.kind == "attribute" else own[self.kind]
+
+    @property
+    def value(self) -> Any:
+        """What is there now; ``ABSENT`` if nothing is."""
+        return self.values.get(self.name, ABSENT)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if value is ABSENT:
+            self.values.pop(self.name, None)
+        else:
+            self.values[self.name] = value
+
+
+class Sight:
+    """What is in some slots at one moment.
+
+    Args:
+        slots: the same list in all sights between which no name came or went.
+        values: one for each of them, in order.
+        versions: likewise; how often a tensor has been changed in place.
+    """
+
+    __slots__ = ("slots", "values", "versions")
+
+    def __init__(self, slots: list[Slot], values: list[Any], versions: list[int]) -> None:
+        self.slots = slots
+        self.values = values
+        self.versions = versions
+
+    def moved(self, later: Sight) -> list[Slot]:
+        """The slots that hold something else in ``later``, or a tensor that was changed in place."""
+        if self.slots is later.slots and self.versions == later.versions and all(map(is_, self.values, later.values)):
+            return []
+        old, new = self._seen(), later._seen()
+        return [slot for slot in {**old, **new} if old.get(slot) != new.get(slot)]
+
+    def value(self, slot: Slot) -> Any:
+        """What was in ``slot``; ``ABSENT`` if nothing was."""
+        return self.values[self.slots.index(slot)] if slot in self.slots else ABSENT
+
+    def _seen(self) -> dict[Slot, tuple[int, int]]:
+        return {
+            slot: (id(value), version)
+            for slot, value, version in zip(self.slots, self.values, self.versions, strict=True)
+        }
+
+
+class View:
+    """Looks at all parameters and buffers of some modules, and at those attributes that layers may change.
+
+    Args:
+        modules: in order.
+        ignored: those of which only parameters are looked at.
+
+    Attributes:
+        parameters: how many of the slots are parameters; these come first.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], ignored: Iterable[nn.Module]) -> None:
+        unseen = {*ignored}
+        seen = [module for module in modules if module not in unseen]
+        self._registered: list[tuple[nn.Module, str, dict[str, Any]]]
+        self._registered = [(m, "_parameters", m._parameters) for m in modules]
+        self._registered += [(m, "_buffers", m._buffers) for m in seen]
+        self._changing = [module for module in seen if _may_keep(module)]
+        self._index()
+
+    def look(self) -> Sight:
+        """What is there now."""
+        values: list[Any] = [value for own in self._filled for value in own.values() if value is not None]
+        if len(values) != self._tensors or any(self._empty) or self._sizes != list(map(len, self._kept)):
+            self._index()
+            values = [slot.value for slot in self._slots[: self._tensors]]
+        versions = [value._version for value in values]
+        if self._attributes:
+            found = [own.get(name, ABSENT) for own, name in self._attributes]
+            values += found
+            versions += [value._version if isinstance(value, Tensor) else 0 for value in found]
+        return Sight(self._slots, values, versions)
+
+    def _index(self) -> None:
+        slots = [
+            Slot(owner, kind, name)
+            for owner, kind, own in self._registered
+            for name, value in own.items()
+            if value is not None
+        ]
+        self._tensors = len(slots)
+        self.parameters = sum(slot.kind == "_parameters" for slot in slots)
+        self._filled = [own for _, _, own in self._registered if own]
+        self._empty = [own for _, _, own in self._registered if not own]
+        self._kept = [vars(owner) for owner in self._changing]
+        self._sizes = list(map(len, self._kept))
+        self._attributes = [
+            (vars(owner), name)
+            for owner in self._changing
+            for name, value in vars(owner).items()
+            if name not in _OF_ANY_MODULE and _is_state(value)
+        ]
+        owners = {id(vars(owner)): owner for owner in self._changing}
+        self._slots = slots + [Slot(owners[id(own)], "attribute", name) for own, name in self._attributes]
+
+
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+_CONSTANTS = frozenset([type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device])
+
+
+def _may_keep(module: nn.Module) -> bool:
+    """Whether ``module`` may keep something in attributes. Those of torch do not, unless a hook does it for them."""
+    return not type(module).__module__.startswith("torch.nn.modules.") or bool(
+        module._forward_hooks or module._forward_pre_hooks
+    )
+
+
+def _is_state(value: object) -> bool:
+    """Whether ``value`` can be put back."""
+    if isinstance(value, Tensor):
+        return not value.is_inference()
+    return type(value) in _CONSTANTS or (type(value) is tuple and all(map(_is_state, value)))

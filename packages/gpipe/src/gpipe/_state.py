@@ -1,0 +1,258 @@
+"""What the layers of a stage remember between forwards, so that a recomputation finds it as its forward did.
+
+That is buffers, and what modules keep in attributes: numbers, flags, tensors. A recomputation works on copies of them
+as they were before its forward, and afterwards they are as they were before the recomputation. So it sees what the
+forward saw, and nothing changes twice. Parameters are not copied: they must stay as they are. A forward that changes
+its own parameters cannot be repeated, and keeps its graph instead.
+
+Small tensors are copied before every forward, as statistics may change by kernels, NumPy or ``.data`` that leave no
+trace. Large ones, such as masks, are copied before the first forward of each training mode, and from then on if it has
+changed them. Any other change shows in the identity or the version of a tensor: these are looked at around every
+forward and recomputation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from ._sight import Sight, Slot, View
+
+Training = tuple[bool, ...]
+"""``training`` of every module of a stage, in order."""
+
+SMALL = 4096
+"""Elements up to which a tensor is copied just in case."""
+
+_log = logging.getLogger("gpipe")
+
+
+class Remembered:
+    """What a checkpointed cell has to find again.
+
+    Attributes:
+        sight: all that was looked at, before the forward.
+        copies: of tensors that are not parameters.
+        bare: the versions of those that were not copied, since nobody is expected to change them in place.
+        due: what is to be put back even if nothing shows that it changed since.
+        initialises: whether the forward gives lazy layers their parameters.
+    """
+
+    __slots__ = ("bare", "copies", "due", "initialises", "sight", "training")
+
+    def __init__(self, training: Training, sight: Sight) -> None:
+        self.training = training
+        self.sight = sight
+        self.copies: dict[Slot, Tensor] = {}
+        self.bare: dict[Slot, int] = {}
+        self.due: set[Slot] = set()
+        self.initialises = False
+
+    def keep(self, at: int, *, copied: bool) -> None:
+        """Make it possible to put back the tensor at that place of the sight."""
+        slot, value = self.sight.slots[at], self.sight.values[at]
+        if copied and not value.requires_grad and not is_lazy(value):
+            self.copies[slot] = value.clone()
+            return
+        self.bare[slot] = self.sight.versions[at]
+        if not value.is_leaf:
+            self.sight.values[at] = self.copies[slot] = _without_graph(value)
+
+    def recoverable(self, slot: Slot) -> bool:
+        """Whether what was in ``slot`` before the forward can be put back although something else is there now."""
+        if slot.kind == "_parameters":
+            return _renormed(slot)
+        return slot not in self.bare or self.once_more(slot)._version == self.bare[slot]
+
+    def once_more(self, slot: Slot) -> Any:
+        """What a recomputation finds in ``slot``, and may change."""
+        return self.copies[slot] if slot in self.copies else self.sight.value(slot)
+
+
+class Grounds:
+    """What the parameters and large buffers of a stage rest on: their memory, and whether they require grad."""
+
+    def __init__(self, remembered: Remembered) -> None:
+        sight = remembered.sight
+        self._tensors = [
+            (slot, value)
+            for slot, value in zip(sight.slots, sight.values, strict=True)
+            if slot.kind == "_parameters" or (slot.kind == "_buffers" and slot in remembered.bare)
+        ]
+        self._seen = [_ground(tensor) for _, tensor in self._tensors]
+
+    def moved(self) -> list[Slot]:
+        """The slots of tensors that were given other memory by ``.data``, frozen or thawed."""
+        return [slot for (slot, tensor), seen in zip(self._tensors, self._seen, strict=True) if _ground(tensor) != seen]
+
+
+class State:
+    """The state of the layers of a stage, and what is known about how their forwards change it.
+
+    A layer with a true attribute ``recomputes_without_buffers`` neither reads nor changes its own in a recomputation.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modules: list[nn.Module] = []
+        self._view = View([], [])
+        self._moving: dict[Training, set[Slot]] = {}
+        self._unrepeatable: set[Training] = set()
+
+    def begin(self) -> None:
+        """A run begins, and layers may have been put in and out."""
+        self._modules = list(self._module.modules())
+        ignored = [m for m in self._modules if getattr(m, "recomputes_without_buffers", False)]
+        self._view = View(self._modules, ignored)
+
+    @property
+    def training(self) -> Training:
+        """``training`` of every module that was there when the run began."""
+        return tuple([module.training for module in self._modules])
+
+    def forget(self) -> None:
+        """Learn again what the forwards change."""
+        self._moving.clear()
+
+    def remember(self, training: Training) -> Remembered:
+        """Before a forward."""
+        sight = self._view.look()
+        remembered = Remembered(training, sight)
+        moving = self._moving.get(training)
+        if moving is None:
+            remembered.initialises = any(map(is_lazy, sight.values))
+        for at in range(self._view.parameters, len(sight.slots)):
+            slot, value = sight.slots[at], sight.values[at]
+            if isinstance(value, Tensor):
+                remembered.keep(at, copied=moving is None or slot in moving or value.numel() <= SMALL)
+        return remembered
+
+    def settle(self, remembered: Remembered) -> bool:
+        """After the forward: learn what it has changed. Whether a recomputation will be able to repeat it."""
+        training, sight = remembered.training, remembered.sight
+        moved = sight.moved(self._view.look())
+        self._find_hidden(remembered, moved)
+        lost = [slot for slot in moved if not remembered.recoverable(slot)]
+        self._moving[training].update(slot for slot in lost if slot.kind != "_parameters")
+        own = [slot for slot in lost if slot.kind == "_parameters" and slot in sight.slots]
+        if own and not remembered.initialises:
+            self._say_unrepeatable(own)
+            self._unrepeatable.add(training)
+        return not lost and training not in self._unrepeatable
+
+    @contextmanager
+    def restored(self, remembered: Remembered, *, still: bool) -> Iterator[None]:
+        """Around a recomputation: all is as before its forward, and afterwards as it is now.
+
+        Args:
+            still: whether to look if the recomputation changes what its forward did not.
+
+        Raises:
+            RuntimeError: it does, or something has changed that cannot be put back.
+        """
+        now = self._view.look()
+        moved = remembered.sight.moved(now)
+        gone = [slot for slot in moved if not remembered.recoverable(slot)]
+        if gone:
+            raise RuntimeError(self._gone(gone, remembered.training))
+        back = {slot for slot in moved if slot.kind != "_parameters"} | remembered.due
+        back |= {slot for slot, copy in remembered.copies.items() if slot not in back and _changed(slot, copy)}
+        own = [(slot, slot.value) for slot in back]
+        for slot in back:
+            slot.value = remembered.once_more(slot)
+        try:
+            yield
+        finally:
+            for slot, value in own:
+                slot.value = value
+        if still:
+            self._expect_still(now.moved(self._view.look()))
+
+    def expect_same(self, grounds: Grounds) -> None:
+        """Raise RuntimeError naming what was given other memory, frozen or thawed."""
+        moved = grounds.moved()
+        if moved:
+            raise RuntimeError(self._gone(moved, ()))
+
+    def _find_hidden(self, remembered: Remembered, moved: Sequence[Slot]) -> None:
+        """Find what the forward has changed without a trace; forget copies of large tensors that it did not change."""
+        training, copies = remembered.training, remembered.copies
+        # Batch norm is taken at its word: a mini-batch may happen to leave its statistics as they were.
+        due = {slot for slot, copy in copies.items() if _is_norm(slot) or (slot not in moved and _changed(slot, copy))}
+        remembered.due = due
+        if training not in self._moving:
+            self._moving[training] = due | {slot for slot in moved if slot in copies}
+            for slot in [slot for slot, copy in copies.items() if copy.numel() > SMALL and slot not in due]:
+                if slot not in moved:
+                    del copies[slot]
+                    remembered.bare[slot] = slot.value._version
+
+    def _gone(self, slots: Sequence[Slot], training: Training) -> str:
+        if training in self._unrepeatable:
+            return (
+                f"the forward of a later micro-batch changed {self._names(slots)}, which the recomputation of this one "
+                "needs as it was; run this mini-batch again: from now on the pipeline keeps the graph of this "
+                "partition, as with checkpoint='never'"
+            )
+        return (
+            f"{self._names(slots)} changed between the forward and the backward of a checkpointed run, whose "
+            "recomputation would now compute something else; change it after backward() (optimizer.step() comes "
+            "last), or use checkpoint='never'"
+        )
+
+    def _expect_still(self, moved: Sequence[Slot]) -> None:
+        changed = [slot for slot in moved if slot.kind != "attribute" and not _renormed(slot)]
+        if changed:
+            raise RuntimeError(
+                f"the recomputation changed {self._names(changed)}, which its forward did not; let the layer change it "
+                "only if not gpipe.is_recomputing(), or use checkpoint='never'"
+            )
+
+    def _say_unrepeatable(self, slots: Sequence[Slot]) -> None:
+        if not self._unrepeatable:
+            _log.warning("a forward changes %s: graphs are kept instead of recomputed", self._names(slots))
+
+    def _names(self, slots: Iterable[Slot]) -> str:
+        prefixes = {id(owner): prefix for prefix, owner in self._module.named_modules()}
+        return ", ".join(repr(f"{prefixes.get(id(slot.owner), '')}.{slot.name}".lstrip(".")) for slot in slots)
+
+
+def _without_graph(value: Tensor) -> Tensor:
+    """``value``, which holds on to nothing, and must not get a gradient."""
+    leaf = value.detach().requires_grad_()
+    leaf.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+    return leaf
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise RuntimeError(
+        "a layer uses a tensor that it kept in an attribute in an earlier forward, whose graph is gone under "
+        "checkpointing; keep it detached, or use checkpoint='never'"
+    )
+
+
+def _ground(tensor: Tensor) -> tuple[int, bool]:
+    memory = tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not is_lazy(tensor) else 0
+    return memory, tensor.requires_grad
+
+
+def _renormed(slot: Slot) -> bool:
+    """Whether a forward changes this parameter in a way that makes no difference when it is done twice."""
+    owner = slot.owner
+    return slot.name == "weight" and isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None
+
+
+def _is_norm(slot: Slot) -> bool:
+    return isinstance(slot.owner, _NormBase) and slot.kind == "_buffers"
+
+
+def _changed(slot: Slot, copy: Tensor) -> bool:
+    value = slot.value
+    return value is not copy and (value.shape != copy.shape or not torch.equal(value.detach(), copy.detach()))

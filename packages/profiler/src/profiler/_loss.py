@@ -1,0 +1,56 @@
+"""The loss as one more layer behind the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from ._storages import tensor_bytes
+
+LossFunction = Callable[[Any, Any], Any]
+"""From an output and a target to a scalar loss, or to the sum of losses and their count."""
+
+
+class LossLayer(nn.Module):
+    """Calls ``loss_fn`` with its input and a target of its own; of ``(sum, count)`` it returns the sum."""
+
+    def __init__(self, loss_fn: LossFunction, target: Any) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+        self._names: list[_Named] = []
+        self._target = _pytree.tree_map_only(torch.Tensor, self._keep, target)
+
+    def _keep(self, tensor: torch.Tensor) -> _Named:
+        """Register ``tensor`` as a buffer, so that it follows the layer to its device; its name."""
+        name = _Named(f"target{len(self._names)}")
+        self.register_buffer(name, tensor.detach())
+        self._names.append(name)
+        return name
+
+    @property
+    def target_bytes(self) -> int:
+        """Of the target, which is no state of the loss."""
+        return tensor_bytes([getattr(self, name) for name in self._names])
+
+    def forward(self, output: Any) -> Any:
+        target = _pytree.tree_map_only(_Named, lambda name: getattr(self, name), self._target)
+        loss = self.loss_fn(output, target)
+        return loss[0] if isinstance(loss, tuple) else loss
+
+
+class _Named(str):
+    """The name of a buffer in the place of a tensor."""
+
+    __slots__ = ()
+
+
+def with_loss(chain: nn.Sequential, loss_fn: LossFunction, target: Any) -> nn.Sequential:
+    """``chain`` with the loss behind it."""
+    longer = nn.Sequential()
+    name = "loss" if "loss" not in chain._modules else f"loss of {len(chain)} layers"
+    longer._modules.update({**chain._modules, name: LossLayer(loss_fn, target)})
+    return longer

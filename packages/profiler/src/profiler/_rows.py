@@ -1,0 +1,51 @@
+"""From measured numbers of rows to others."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from ._record import LayerProfile, Profile
+
+# What depends on the layer alone.
+_FIXED = frozenset({"name", "kind", "trainable_bytes", "frozen_bytes", "buffer_bytes"})
+_VARIABLE = tuple(field.name for field in fields(LayerProfile) if field.name not in _FIXED)
+
+
+def at(profile: Profile, rows: int) -> Profile:
+    """See `Profile.at`."""
+    if rows < 1:
+        raise ValueError(f"rows: expected at least 1, got {rows}")
+    measured = [*profile.others, profile]
+    exact = next((each for each in measured if each.rows == rows), None)
+    if exact is not None:
+        return replace(exact, others=())
+    if len(measured) < 2:
+        raise ValueError(
+            f"rows: this profile knows {profile.rows} rows only, and got {rows}; "
+            f"measure at two: profile(..., rows=[{min(rows, profile.rows)}, {max(rows, profile.rows)}])"
+        )
+    # The last two that are not both above; in the beginning the first two.
+    k = next((k for k in range(1, len(measured) - 1) if measured[k].rows > rows), len(measured) - 1)
+    low, high = measured[k - 1], measured[k]
+    share = (rows - low.rows) / (high.rows - low.rows)
+    return replace(
+        high,
+        layers=tuple(_between(a, b, share) for a, b in zip(low.layers, high.layers, strict=True)),
+        loss=_between(low.loss, high.loss, share) if low.loss and high.loss else None,
+        rows=rows,
+        chunks=max(1, round(high.chunks * high.rows / rows)),
+        rounds=min(low.rounds, high.rounds),
+        others=(),
+    )
+
+
+def _between(low: LayerProfile, high: LayerProfile, share: float) -> LayerProfile:
+    return replace(high, **{name: _mixed(getattr(low, name), getattr(high, name), share) for name in _VARIABLE})
+
+
+def _mixed(low: Any, high: Any, share: float) -> Any:
+    if low is None or high is None:
+        return None
+    value = max(0, low + (high - low) * share)  # a line through measured points may lead below nothing
+    return round(value) if isinstance(high, int) else value

@@ -1,0 +1,71 @@
+"""The loss is profiled as a layer behind the last."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from profiler import Profile, profile
+
+MODEL = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+X, Y = torch.rand(8, 6), torch.randint(5, (8,))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_bytes_of_cross_entropy(device, chunks):
+    found = profile(MODEL, X, device=device, chunks=chunks, loss_fn=F.cross_entropy, target=Y, timeout=1e-6)
+    rows = 8 // chunks
+    assert found.names == ["0", "1"]
+    assert (found.loss.kind, found.loss.parameter_bytes, found.loss.buffer_bytes) == ("cross_entropy", 0, 0)
+    assert found.loss.output_bytes == 4
+    # Logarithms of the probabilities are saved, the loss itself is alive, and nll keeps its sum of weights.
+    assert found.loss.latent_bytes == rows * 5 * 4 + 4 + 4
+    assert found.loss.peak_bytes >= found.loss.latent_bytes
+    assert (found.loss.seconds is None) == (device == "meta")
+
+
+def test_figures_of_the_layers_do_not_depend_on_it():
+    alone = profile(MODEL, X, device="meta")
+    both = profile(MODEL, X, device="meta", loss_fn=F.cross_entropy, target=Y)
+    assert both.layers == alone.layers
+    assert alone.loss is None
+    assert both.costs("latent_bytes") == alone.costs("latent_bytes")
+
+
+def test_a_loss_that_is_a_module_and_one_that_counts():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5))
+
+        def forward(self, output, target):
+            return (output * self.weight).square().sum(), target["mask"].sum()
+
+    found = profile(MODEL, X, device="cpu", loss_fn=Head(), target={"mask": Y > 1}, timeout=1e-6)
+    assert (found.loss.kind, found.loss.trainable_bytes) == ("Head", 5 * 4)
+
+
+def test_a_layer_may_be_called_loss():
+    model = nn.Sequential()
+    model.add_module("loss", nn.Linear(6, 5))
+    found = profile(model, X, device="meta", loss_fn=F.cross_entropy, target=Y)
+    assert found.names == ["loss"]
+    assert found.loss.kind == "cross_entropy"
+
+
+def test_it_has_a_line_and_is_in_the_sum_and_in_json():
+    found = profile(MODEL, X, device="meta", loss_fn=F.cross_entropy, target=Y)
+    loss, total = [line.split() for line in str(found).split("\n") if line.startswith(("loss", "total"))]
+    assert loss[1] == "cross_entropy"
+    assert total[0] == "total"
+    assert Profile.from_json(found.to_json()) == found
+
+
+def test_an_error_says_that_it_is_the_loss():
+    def fail(output, target):
+        raise ArithmeticError("no")
+
+    with pytest.raises(ArithmeticError) as caught:
+        profile(MODEL, X, device="cpu", loss_fn=fail, target=Y, timeout=1e-6)
+    assert "while profiling layer 'loss' (LossLayer)" in caught.value.__notes__[0]

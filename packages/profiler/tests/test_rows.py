@@ -1,0 +1,84 @@
+"""Profiles at several numbers of rows, and in between."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from profiler import LayerProfile, Profile, profile
+
+MODEL = nn.Sequential(nn.Linear(6, 30), nn.GELU(), nn.Linear(30, 6))
+
+
+def affine(rows: int, slope: int, constant: int, others: tuple[Profile, ...] = ()) -> Profile:
+    figure = constant + slope * rows
+    layer = LayerProfile("a", "Linear", figure / 1000, figure / 500, 7, 8, 9, figure, figure, figure, figure)
+    return Profile((layer,), "cpu", "2", 1, chunks=max(1, 64 // rows), rows=rows, rounds=3, loss=layer, others=others)
+
+
+@given(
+    st.lists(st.integers(1, 64), min_size=2, max_size=4, unique=True).map(sorted),
+    st.integers(1, 128),
+    st.integers(0, 50),
+    st.integers(0, 1000),
+)
+def test_affine_costs_are_known_at_any_number_of_rows(measured, rows, slope, constant):
+    *fewer, most = measured
+    found = affine(most, slope, constant, tuple(affine(each, slope, constant) for each in fewer)).at(rows)
+    expected = affine(rows, slope, constant)
+    for one, other in ((found.layers[0], expected.layers[0]), (found.loss, expected.loss)):
+        assert one.seconds == pytest.approx(other.seconds)
+        assert (one.latent_bytes, one.flops, one.peak_bytes) == (other.latent_bytes, other.flops, other.peak_bytes)
+        assert (one.trainable_bytes, one.frozen_bytes, one.buffer_bytes) == (7, 8, 9)
+    assert (found.rows, found.others) == (rows, ())
+
+
+def test_measured_numbers_are_as_measured_and_others_between_their_neighbours():
+    one, two, four = affine(1, 0, 10), affine(2, 0, 30), affine(4, 0, 50)
+    found = replace(four, others=(one, two))
+    assert [found.at(rows).layers[0].latent_bytes for rows in (1, 2, 3, 4, 5)] == [10, 30, 40, 50, 60]
+
+
+def test_no_figure_falls_below_nothing():
+    found = replace(affine(8, 0, 10), others=(affine(6, 0, 100),))
+    assert found.at(100).layers[0].latent_bytes == 0
+
+
+def test_one_number_of_rows_knows_no_other():
+    found = affine(8, 1, 0)
+    assert found.at(8) == found
+    with pytest.raises(
+        ValueError, match=r"knows 8 rows only, and got 2; measure at two: profile\(..., rows=\[2, 8\]\)"
+    ):
+        found.at(2)
+    with pytest.raises(ValueError, match="rows: expected at least 1, got 0"):
+        found.at(0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_bytes_between_are_those_that_would_be_measured(device):
+    found = profile(MODEL, torch.rand(16, 6), rows=[16, 4], device=device, timeout=1e-6)
+    assert ([other.rows for other in found.others], found.rows) == ([4], 16)
+    for rows in (1, 4, 8, 16):
+        counted = profile(MODEL, torch.rand(rows, 6), device="meta")
+        for by in ("latent_bytes", "output_bytes", "flops", "parameter_bytes"):
+            assert found.at(rows).costs(by) == counted.costs(by)
+    assert Profile.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "match"),
+    [
+        ({"rows": 4}, TypeError, r"rows: expected a list of numbers, got 4; write rows=\[4\]"),
+        ({"rows": [4, 4]}, ValueError, "rows: expected different numbers of at least 1"),
+        ({"rows": [0, 4]}, ValueError, "rows: expected different numbers of at least 1"),
+        ({"rows": [4, 17]}, ValueError, "rows: expected numbers of at most 16, the rows of the sample, got 17"),
+        ({"rows": [4], "chunks": 2}, ValueError, "rows: expected either rows or chunks"),
+    ],
+)
+def test_other_numbers(arguments, kind, match):
+    with pytest.raises(kind, match=match):
+        profile(MODEL, torch.rand(16, 6), device="cpu", timeout=1e-6, **arguments)
