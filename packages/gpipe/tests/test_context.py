@@ -19,7 +19,7 @@ import gpipe
 from gpipe import GPipe
 from streams import Context
 
-from .layers import Call, assert_same, linears, piped, rows
+from .layers import Call, OnBackward, assert_same, linears, piped, rows
 from .models import one_thread as one_thread
 
 MODES = ("never", "except_last", "always")
@@ -69,6 +69,24 @@ def test_autocast_around_the_backward_too(mode: str):
         with torch.autocast("cpu", torch.bfloat16):
             (module(x) if module is pipe else loop(model, x, 2)).float().sum().backward()
     assert_nearly([p.grad for p in pipe.parameters()], [p.grad for p in model.parameters()])
+
+
+@each_mode
+@pytest.mark.parametrize("way", [nullcontext, gpipe.inline])
+def test_backwards_inside_stay_on_their_worker(mode: str, way: Any):
+    """On a thread of autograd's own they might wait for a worker that waits for them."""
+
+    def look() -> None:
+        seen.append(torch._C._is_multithreading_enabled())
+
+    seen: list[bool] = []
+    layer = Call(lambda x: OnBackward.apply((look(), x)[1], look))
+    pipe = piped(nn.Sequential(nn.Linear(6, 6), layer), [1, 1], chunks=2, checkpoint=mode)
+    with way():
+        pipe(torch.randn(4, 6)).sum().backward()
+    recomputations = {"never": 0, "except_last": 1, "always": 2}[mode]
+    assert seen == [False] * (4 + recomputations)
+    assert torch._C._is_multithreading_enabled()
 
 
 def test_autocast_may_be_off_in_the_backward_of_a_checkpointed_forward():

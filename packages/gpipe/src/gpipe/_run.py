@@ -55,7 +55,7 @@ class Run:
     ) -> None:
         self._workers = workers
         self._microbatches = microbatches
-        self._context = Context.capture()
+        self._context = _callers_context()
         self._devices = [stage.device for stage in stages]
         self._streams = [current_stream(device) for device in self._devices]
         self._inline = is_inline()
@@ -119,7 +119,7 @@ class Run:
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
             self._wiring.exit.gradients.put(i, each)
-        self._walk(self._halves()[1], Context.capture())
+        self._walk(self._halves()[1], _callers_context())
         _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
         own = [whole.pop(parameter, None) for parameter in self.kept]
@@ -191,7 +191,7 @@ class Run:
         failures = self._failures
         step = steps[0]
         try:
-            with context.applied(), torch.autograd.set_multithreading_enabled(False):
+            with context.applied():
                 do = self._doing()
                 for step in steps:
                     if failures.before(step):
@@ -237,6 +237,12 @@ def _named(name: str, microbatches: int, checkpoint_stop: int, placement: tuple[
             len(placement),
         )
     return named(name, microbatches, placement, checkpoint_stop).on(placement)
+
+
+def _callers_context() -> Context:
+    """What this thread sees, except that every backward inside a layer or cell stays on its worker."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return Context.capture()
 
 
 def _labelled(lane: Lane, action: Action) -> None:
