@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe import Event, Timeline
-from gpipe.schedule import one_forward_one_backward
+from gpipe.schedule import Kind, one_forward_one_backward
 from gpipe.simulate import StageCost, simulate
 from gpipe.timeline._chrome import read, trace
 from gpipe.timeline._html import html
-from gpipe.timeline._svg import NAMES, describe, svg
+from gpipe.timeline._svg import describe, svg
 from profiler.text import format_bytes, format_seconds
 
 from .timelines import fewer, timelines
@@ -164,7 +164,7 @@ class TestPicture:
     def test_the_legend_names_every_kind_that_occurs_and_no_other(self, shown: list[Timeline]) -> None:
         texts = said(svg([(str(k), timeline) for k, timeline in enumerate(shown)]))
         kinds = {each.kind for timeline in shown for each in timeline.events}
-        assert {kind for kind, name in NAMES.items() if name in texts} == kinds
+        assert {kind for kind in Kind if kind.label in texts} == kinds
 
     @pytest.mark.parametrize("place", [0, 1])
     def test_an_empty_panel_beside_a_full_one(self, place: int) -> None:

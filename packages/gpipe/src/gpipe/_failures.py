@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ._actions import Step, Walk
-from ._order import replay
+from .schedule import Step, Walk, replay
 
 When = tuple[float, int]
 """The time of a step in a replay of the walk, and its stage: the order of the schedule."""

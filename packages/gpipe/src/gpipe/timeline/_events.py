@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .._actions import LETTERS, Kind
+from ..schedule import Kind
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,15 @@ class Event:
     layers: str = ""
     held_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", Kind(self.kind))  # its name will do
+
     @property
     def seconds(self) -> float:
         return self.end - self.start
 
     def __str__(self) -> str:
-        return f"{LETTERS[self.kind]}{self.microbatch}@{self.stage}"
+        return f"{self.kind.letter}{self.microbatch}@{self.stage}"
 
 
 class Events:

@@ -15,9 +15,7 @@ from itertools import accumulate
 
 from profiler import LayerProfile, Profile
 
-from .._actions import Kind, Program, Step
-from .._order import replay
-from ..schedule import Schedule
+from ..schedule import Kind, Program, Schedule, Step, replay
 from ._events import Event
 from ._timeline import Timeline
 
@@ -65,13 +63,13 @@ class StageCost:
 
     def seconds(self, kind: Kind) -> float:
         """How long an action of this kind takes."""
-        if kind == "recompute":
+        if kind == Kind.RECOMPUTE:
             return self.forward if self.recompute is None else self.recompute
-        if kind == "backward_input":
+        if kind == Kind.BACKWARD_INPUT:
             return self._part(self.backward_input, self.backward_weight)
-        if kind == "backward_weight":
+        if kind == Kind.BACKWARD_WEIGHT:
             return self._part(self.backward_weight, self.backward_input)
-        return self.forward if kind == "forward" else self.backward
+        return self.forward if kind == Kind.FORWARD else self.backward
 
     def _part(self, own: float | None, other: float | None) -> float:
         if own is not None:
@@ -152,9 +150,9 @@ def _crossing(costs: Sequence[StageCost], placement: Sequence[int], j: int) -> i
 
 
 def _moved(step: Step, boundary: Sequence[int | None]) -> int:
-    if step.action.kind == "forward":
+    if step.action.kind == Kind.FORWARD:
         return boundary[step.stage] or 0
-    if step.action.kind in ("backward", "backward_input") and step.stage + 1 < len(boundary):
+    if step.action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and step.stage + 1 < len(boundary):
         return boundary[step.stage + 1] or 0
     return 0
 
@@ -169,14 +167,14 @@ def _held(schedule: Schedule, costs: Sequence[StageCost]) -> dict[Step, int]:
 
 
 def _changes(program: Program, cost: StageCost) -> Iterable[int]:
-    checkpointed = {i for kind, i in program if kind == "recompute"}
+    checkpointed = {i for kind, i in program if kind == Kind.RECOMPUTE}
     for kind, i in program:
-        if kind == "forward":
+        if kind == Kind.FORWARD:
             yield cost.boundary_bytes if i in checkpointed else cost.activation_bytes
-        elif kind == "recompute":
+        elif kind == Kind.RECOMPUTE:
             yield cost.activation_bytes - cost.boundary_bytes
         else:
-            yield 0 if kind == "backward_input" else -cost.activation_bytes
+            yield 0 if kind == Kind.BACKWARD_INPUT else -cost.activation_bytes
 
 
 def stage_costs(

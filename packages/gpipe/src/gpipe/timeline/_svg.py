@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from profiler.svg import escaped
 from profiler.text import format_bytes, format_seconds, format_share, time_unit
 
-from .._actions import LETTERS, Kind
+from ..schedule import Kind
 from ._events import Event, Events
 from ._table import heading, kinds_in
 
@@ -22,18 +22,11 @@ LANE, STRIP = 30.0, 14.0
 LEGEND, NOTES, AXIS = 28.0, 20.0, 36.0
 
 COLOURS: dict[Kind, str] = {
-    "forward": "#7fb0f2",
-    "recompute": "#f6d776",
-    "backward": "#6fc793",
-    "backward_input": "#b394e6",
-    "backward_weight": "#f6b3cd",
-}
-NAMES: dict[Kind, str] = {
-    "forward": "forward",
-    "recompute": "recompute",
-    "backward": "backward",
-    "backward_input": "backward for the inputs",
-    "backward_weight": "backward for the weights",
+    Kind.FORWARD: "#7fb0f2",
+    Kind.RECOMPUTE: "#f6d776",
+    Kind.BACKWARD: "#6fc793",
+    Kind.BACKWARD_INPUT: "#b394e6",
+    Kind.BACKWARD_WEIGHT: "#f6b3cd",
 }
 
 _STYLE = """
@@ -169,7 +162,7 @@ def _cell(event: Event, begin: float, stages: Sequence[int], scale: Scale) -> st
     fill = _paler(COLOURS[event.kind], stages.index(event.stage) / len(stages))
     return (
         f'<rect class="cell" x="{x:.2f}" width="{width:.2f}" height="{LANE:g}" fill="{fill}" '
-        f'data-i="{event.microbatch}" data-letter="{LETTERS[event.kind]}">'
+        f'data-i="{event.microbatch}" data-letter="{event.kind.letter}">'
         f"<title>{escaped(describe(event, begin))}</title></rect>"
     )
 
@@ -179,7 +172,7 @@ def describe(event: Event, begin: float) -> str:
     facts = [
         ("stage", f"{event.stage} ({event.layers})" if event.layers else str(event.stage)),
         ("micro-batch", str(event.microbatch)),
-        ("kind", NAMES[event.kind]),
+        ("kind", event.kind.label),
         ("device", event.device),
         ("start", _moment(event.start - begin)),
         ("duration", format_seconds(event.seconds)),
@@ -205,7 +198,7 @@ def _number(event: Event, begin: float, scale: Scale) -> Iterator[str]:
     """The micro-batch, with the letter of its kind if all have room, its digits stacked if they must be."""
     width, number = scale.x(event.seconds), str(event.microbatch)
     if _size(width, 1 + scale.digits) >= 8.5:
-        lines, size = [LETTERS[event.kind] + number], _size(width, 1 + scale.digits)
+        lines, size = [event.kind.letter + number], _size(width, 1 + scale.digits)
     elif _size(width, scale.digits) >= 7:
         lines, size = [number], _size(width, scale.digits)
     else:
@@ -257,8 +250,8 @@ def _legend(panels: Sequence[tuple[str, Events]], scale: Scale, y: float) -> Ite
     present = {kind for _, timeline in panels for kind in kinds_in(timeline)}
     for kind in (kind for kind in COLOURS if kind in present):
         yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" rx="2" fill="{COLOURS[kind]}"/>'
-        yield _text(x + 17, y + 10, NAMES[kind])
-        x += 34 + 5.8 * len(NAMES[kind])
+        yield _text(x + 17, y + 10, kind.label)
+        x += 34 + 5.8 * len(kind.label)
     yield _text(LEFT, y + 10 + NOTES, "; ".join(_notes(panels, scale)), "faint")
 
 

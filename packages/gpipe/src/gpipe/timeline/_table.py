@@ -6,16 +6,11 @@ from collections.abc import Sequence
 
 from profiler.text import align, format_bytes, format_seconds, format_share
 
-from .._actions import Kind
+from ..schedule import Kind
 from ._events import Event, Events
 
-_SPLIT: dict[Kind, str] = {
-    "forward": "forward",
-    "recompute": "recompute",
-    "backward": "backward",
-    "backward_input": "inputs",
-    "backward_weight": "weights",
-}
+# Narrower than the labels of both parts of a backward.
+_HEADS = {Kind.BACKWARD_INPUT: "inputs", Kind.BACKWARD_WEIGHT: "weights"}
 
 
 def heading(timeline: Events) -> str:
@@ -37,7 +32,16 @@ def table(timeline: Events) -> str:
     if not timeline.events:
         return heading(timeline)
     kinds = kinds_in(timeline)
-    head = ["worker", "stages", "device", *(_SPLIT[kind] for kind in kinds), "waiting", "moved", "peak", "busy"]
+    head = [
+        "worker",
+        "stages",
+        "device",
+        *(_HEADS.get(kind, kind.label) for kind in kinds),
+        "waiting",
+        "moved",
+        "peak",
+        "busy",
+    ]
     busy = timeline.utilisation
     rows = [_row(timeline, worker, lane, kinds, busy[worker]) for worker, lane in timeline.lanes.items()]
     return f"{heading(timeline)}\n{align([head, *rows], left=3)}"
@@ -46,7 +50,7 @@ def table(timeline: Events) -> str:
 def kinds_in(timeline: Events) -> list[Kind]:
     """The kinds of action that occur."""
     present = {event.kind for event in timeline.events}
-    return [kind for kind in _SPLIT if kind in present]
+    return [kind for kind in Kind if kind in present]
 
 
 def _row(timeline: Events, worker: int, lane: Sequence[Event], kinds: Sequence[Kind], busy: float) -> list[str]:

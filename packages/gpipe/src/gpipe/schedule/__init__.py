@@ -1,0 +1,56 @@
+"""What happens on which stage, and in which order, as plain data.
+
+A **program** lists the actions of one stage in order; a **schedule** holds the program of every stage. Nothing here
+runs anything: schedules can be printed, read back, compared, and proved free of deadlocks in milliseconds.
+:mod:`gpipe.pipeline` walks them.
+
+In text an action is a letter and its micro-batch::
+
+    F forward   R recompute   B backward   I backward for the inputs   W backward for the weights
+"""
+
+from ._actions import Action as Action
+from ._actions import Kind as Kind
+from ._actions import Program as Program
+from ._actions import Step as Step
+from ._actions import Walk as Walk
+from ._actions import requirement as requirement
+from ._builders import clock_cycles as clock_cycles
+from ._builders import fill_drain as fill_drain
+from ._builders import halves as halves
+from ._builders import interleaved as interleaved
+from ._builders import one_forward_one_backward as one_forward_one_backward
+from ._builders import zero_bubble as zero_bubble
+from ._merge import merge as merge
+from ._merge import start_ticks as start_ticks
+from ._named import SCHEDULES as SCHEDULES
+from ._named import named as named
+from ._replay import Span as Span
+from ._replay import replay as replay
+from ._schedule import Schedule as Schedule
+from ._validate import in_flight as in_flight
+from ._validate import validate as validate
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Program",
+    "Schedule",
+    "Span",
+    "Step",
+    "Walk",
+    "clock_cycles",
+    "fill_drain",
+    "halves",
+    "in_flight",
+    "interleaved",
+    "merge",
+    "named",
+    "one_forward_one_backward",
+    "replay",
+    "requirement",
+    "start_ticks",
+    "validate",
+    "zero_bubble",
+]

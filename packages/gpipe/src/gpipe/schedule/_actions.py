@@ -1,0 +1,73 @@
+"""The words of a schedule: what a stage does to a micro-batch, and what that needs."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(str, Enum):
+    """What an action does. A member equals its name in lower case, as in ``Kind.FORWARD == "forward"``.
+
+    Attributes:
+        letter: in the text of a schedule.
+        label: in tables and pictures.
+    """
+
+    letter: str
+    label: str
+
+    FORWARD = "forward", "F", "forward"
+    RECOMPUTE = "recompute", "R", "recompute"
+    BACKWARD = "backward", "B", "backward"
+    BACKWARD_INPUT = "backward_input", "I", "backward for the inputs"
+    BACKWARD_WEIGHT = "backward_weight", "W", "backward for the weights"
+
+    def __new__(cls, value: str, letter: str = "", label: str = "") -> Kind:
+        kind = str.__new__(cls, value)
+        kind._value_, kind.letter, kind.label = value, letter, label
+        return kind
+
+    # Enum would hash the name of the member, and a dict then not find "forward".
+    __hash__ = str.__hash__
+    __str__ = str.__str__
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.value, format_spec)
+
+
+class Action(NamedTuple):
+    """One thing a stage does to one micro-batch."""
+
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{Kind(self.kind).letter}{self.microbatch}"
+
+
+class Step(NamedTuple):
+    """An action together with the stage that does it."""
+
+    stage: int
+    action: Action
+
+    def __str__(self) -> str:
+        return f"{self.action}@{self.stage}"
+
+
+Program = tuple[Action, ...]
+"""The actions of a stage, in order."""
+
+Walk = tuple[tuple[Step, ...], ...]
+"""For each worker, its steps in order."""
+
+
+def requirement(step: Step) -> tuple[Step, ...]:
+    """The steps of another stage one of which makes what this one consumes, if there is such a stage."""
+    stage, (kind, i) = step
+    if kind == Kind.FORWARD:
+        return (Step(stage - 1, Action(Kind.FORWARD, i)),)
+    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        return Step(stage + 1, Action(Kind.BACKWARD, i)), Step(stage + 1, Action(Kind.BACKWARD_INPUT, i))
+    return ()

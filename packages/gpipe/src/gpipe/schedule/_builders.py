@@ -1,0 +1,135 @@
+"""The schedules of the literature, for any number of micro-batches and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from ._actions import Action, Kind, Program, Step
+from ._schedule import Schedule
+
+
+def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
+    """The cells (micro-batch i, stage j) that may run at the same clock tick: those with i + j = tick.
+
+    There are ``microbatches + stages - 1`` ticks (GPipe, section 2.3).
+
+    >>> list(clock_cycles(3, 2))
+    [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
+    """
+    for tick in range(microbatches + stages - 1 if microbatches and stages else 0):
+        first = max(tick - microbatches + 1, 0)
+        yield [(tick - j, j) for j in range(first, min(tick + 1, stages))]
+
+
+def fill_drain(microbatches: int, stages: int, checkpoint_stop: int = 0) -> Schedule:
+    """All forwards, then all backwards in reverse; holds every micro-batch at once (GPipe, arXiv 1811.06965).
+
+    Micro-batches below ``checkpoint_stop`` are checkpointed. Their graph is rebuilt just before their backward, in
+    the time a stage would otherwise wait for the gradient::
+
+        F0 F1 F2 .  .  .  R2 B2 R1 B1 R0 B0
+        .  F0 F1 F2 R2 B2 R1 B1 R0 B0 .  .
+
+    >>> print(fill_drain(2, 1, checkpoint_stop=1))
+    F0 F1 B1 R0 B0
+    """
+    forwards = [Action(Kind.FORWARD, i) for i in range(microbatches)]
+    backwards = [action for i in reversed(range(microbatches)) for action in _backward(i, checkpoint_stop)]
+    return Schedule([(*forwards, *backwards)] * stages)
+
+
+def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: int = 0) -> Schedule:
+    """Backwards as soon as they can be: as fast as fill-drain, with stage j holding n − j micro-batches at most.
+
+    Source: PipeDream-Flush (Narayanan et al., arXiv 2006.09503)::
+
+        F0 F1 F2 .  B0 F3 B1 .  B2 .  B3
+        .  F0 F1 B0 F2 B1 F3 B2 .  B3 .
+    """
+    return Schedule(_one_by_one(microbatches, stages - j, checkpoint_stop) for j in range(stages))
+
+
+def _one_by_one(microbatches: int, in_flight: int, checkpoint_stop: int) -> Iterator[Action]:
+    ahead = min(in_flight, microbatches)
+    yield from (Action(Kind.FORWARD, i) for i in range(ahead))
+    for i in range(microbatches):
+        yield from _backward(i, checkpoint_stop)
+        if i + ahead < microbatches:
+            yield Action(Kind.FORWARD, i + ahead)
+
+
+def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: int = 0) -> Schedule:
+    """1F1B with several stages a worker, stage j on worker j mod k: a bubble as many times smaller.
+
+    A group of k micro-batches goes through the first stage of every worker, then through the second ones, and so on.
+    With v = n / k stages a worker the bubble is that of k stages divided by v, for m divisible by k. Each worker holds
+    at most 2(k − r − 1) + (v − 1)k + 1 micro-batches of one stage, r being its number.
+
+    Source: Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2).
+
+    Raises ValueError if the stages cannot be dealt out evenly.
+    """
+    if workers < 1 or stages % workers:
+        raise ValueError(
+            f"interleaving deals the same number of stages to every worker: {stages} stages do not go evenly on "
+            f"{workers} workers; choose a balance with a multiple of {workers} partitions"
+        )
+    walk = tuple(tuple(_interleaved(microbatches, stages, workers, r, checkpoint_stop)) for r in range(workers))
+    programs = [[s.action for s in walk[j % workers] if s.stage == j] for j in range(stages)] if workers else []
+    return Schedule(programs, walk)
+
+
+def _interleaved(microbatches: int, stages: int, workers: int, r: int, checkpoint_stop: int) -> Iterator[Step]:
+    # Groups are whole, and steps of micro-batches that do not exist are left out: what remains is still in an order
+    # that some run of the whole takes.
+    groups = [range(first, first + workers) for first in range(0, microbatches, workers)]
+    own = range(r, stages, workers)
+    forwards = [(j, i) for group in groups for j in own for i in group]
+    backwards = [(j, i) for group in groups for j in reversed(own) for i in group]
+    ahead = min(len(forwards), 2 * (workers - r - 1) + (len(own) - 1) * workers)
+    rest = iter(forwards[ahead:])
+    yield from (Step(j, Action(Kind.FORWARD, i)) for j, i in forwards[:ahead] if i < microbatches)
+    for j, i in backwards:
+        yield from (Step(k, Action(Kind.FORWARD, h)) for k, h in islice(rest, 1) if h < microbatches)
+        if i < microbatches:
+            yield from (Step(j, action) for action in _backward(i, checkpoint_stop))
+
+
+def zero_bubble(microbatches: int, stages: int, checkpoint_stop: int = 0) -> Schedule:
+    """1F1B with the backward split: the gradient of the input goes on at once, those of the weights fill the bubble.
+
+    Stage j puts off the weights of j micro-batches, so that every stage holds n of them at most. If a forward and both
+    parts of the backward take the same time and m ≥ n, the bubble is n − 1 such times, a third of 1F1B's.
+
+    Source: ZB-H1 (Qi et al., arXiv 2401.10241)::
+
+        F0 F1 .  I0 W0 F2 I1 W1 I2 W2
+        .  F0 I0 F1 I1 W0 F2 I2 W1 W2
+    """
+    return Schedule(_split_one_by_one(microbatches, stages, j, checkpoint_stop) for j in range(stages))
+
+
+def _split_one_by_one(microbatches: int, stages: int, j: int, checkpoint_stop: int) -> Iterator[Action]:
+    ahead = min(stages - j, microbatches)
+    yield from (Action(Kind.FORWARD, i) for i in range(ahead))
+    for i in range(microbatches):
+        yield from _backward(i, checkpoint_stop, Kind.BACKWARD_INPUT)
+        if i >= j:
+            yield Action(Kind.BACKWARD_WEIGHT, i - j)
+        if i + ahead < microbatches:
+            yield Action(Kind.FORWARD, i + ahead)
+    yield from (Action(Kind.BACKWARD_WEIGHT, i) for i in range(max(0, microbatches - j), microbatches))
+
+
+def _backward(i: int, checkpoint_stop: int, kind: Kind = Kind.BACKWARD) -> Iterator[Action]:
+    if i < checkpoint_stop:
+        yield Action(Kind.RECOMPUTE, i)
+    yield Action(kind, i)
+
+
+def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
+    """Cut programs whose forwards all come first where the caller gets the outputs: (forwards, the rest)."""
+    forwards = [[action for action in program if action.kind == Kind.FORWARD] for program in schedule]
+    rests = [program[len(head) :] for program, head in zip(schedule, forwards, strict=True)]
+    return Schedule(forwards), Schedule(rests)

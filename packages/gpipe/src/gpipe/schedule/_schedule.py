@@ -1,0 +1,137 @@
+"""A schedule: the program of every stage, and how it is written as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from ._actions import Action, Kind, Program, Step, Walk
+from ._merge import deal, merge
+
+
+class Schedule(tuple[Program, ...]):
+    """The program of each stage: a tuple of tuples of :class:`Action`.
+
+    Where several stages share a worker, their order among each other matters too. ``walk`` gives it; without, workers
+    take what can start first (:func:`merge`). It is None where every stage has a worker of its own, because then it
+    says nothing that the programs do not. Schedules are equal if their programs and walks are.
+
+    Raises ValueError if ``walk`` has other steps than ``programs``, or a stage on two workers.
+
+    ``str()`` writes a line for each worker, which :meth:`parse` reads back.
+
+    >>> from gpipe.schedule import one_forward_one_backward
+    >>> print(one_forward_one_backward(3, 2))
+    F0 F1 B0 F2 B1 B2
+    F0 B0 F1 B1 F2 B2
+    """
+
+    walk: Walk | None
+
+    def __new__(cls, programs: Iterable[Iterable[Action]], walk: Walk | None = None) -> Schedule:
+        schedule = super().__new__(cls, tuple(map(tuple, programs)))
+        schedule.walk = None if walk is None else _telling(walk, schedule)
+        return schedule
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) and self.walk == getattr(other, "walk", None)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        # A schedule without a walk equals the tuple of its programs.
+        own = tuple.__hash__(self)
+        return own if self.walk is None else hash((own, self.walk))
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The schedule that ``text`` describes: a line for each worker, with actions such as ``F0`` or ``B3@2``.
+
+        An action without ``@stage`` belongs to the stage of its line's number. Dots, which draw idle time, and what
+        follows ``#`` are passed over.
+
+        Raises ValueError naming line and word if something cannot be read.
+
+        >>> from gpipe.schedule import fill_drain
+        >>> Schedule.parse("F0 F1 . . B1 B0  # all forwards first") == fill_drain(2, 1)
+        True
+        """
+        lines = [line.split("#")[0].split() for line in text.splitlines()]
+        walk = tuple(
+            tuple(_read(word, number) for word in words if word.strip("."))
+            for number, words in enumerate([words for words in lines if words])
+        )
+        stages = 1 + max((step.stage for steps in walk for step in steps), default=-1)
+        return cls(([s.action for steps in walk for s in steps if s.stage == j] for j in range(stages)), walk)
+
+    def on(self, placement: Sequence[int]) -> Walk:
+        """The steps of each worker, where stage j runs on worker ``placement[j]``.
+
+        Where ``walk`` was written for other workers, steps go in the order in which those would begin them: so any two
+        that share a worker here and there keep their order.
+
+        Raises ValueError if the workers that it was written for would wait for each other for ever.
+        """
+        if self.walk is None:
+            return merge(self, placement)
+        return self.walk if _places(self.walk) == dict(enumerate(placement)) else deal(self.walk, placement)
+
+    def recomputing(self, checkpoint_stop: int) -> Schedule:
+        """The same with a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
+
+        Where there is one already, it stays where it is.
+
+        >>> print(Schedule.parse("F0 F1 B0 B1").recomputing(1))
+        F0 F1 R0 B0 B1
+        """
+        walk = self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
+        present = {step for own in walk for step in own}
+        steps = [[each for step in own for each in _recomputing(step, present, checkpoint_stop)] for own in walk]
+        programs = [[s.action for own in steps for s in own if s.stage == j] for j in range(len(self))]
+        return Schedule(programs, None if self.walk is None else tuple(map(tuple, steps)))
+
+    def __str__(self) -> str:
+        walk = self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
+        alone = all(step.stage == number for number, steps in enumerate(walk) for step in steps)
+        return "\n".join(" ".join(str(step.action if alone else step) for step in steps) for steps in walk)
+
+
+_WORD = re.compile(r"([FRBIW])(\d+)(?:@(\d+))?")
+
+
+def _read(word: str, line: int) -> Step:
+    match = _WORD.fullmatch(word)
+    if match is None:
+        raise ValueError(
+            f"cannot read {word!r} in line {line + 1} of the schedule; an action is one of the letters "
+            f"{' '.join(kind.letter for kind in Kind)}, a micro-batch, and perhaps @stage, as in F0 or B3@2"
+        )
+    letter, microbatch, stage = match.groups()
+    kind = next(kind for kind in Kind if kind.letter == letter)
+    return Step(line if stage is None else int(stage), Action(kind, int(microbatch)))
+
+
+def _recomputing(step: Step, present: set[Step], checkpoint_stop: int) -> Iterator[Step]:
+    stage, (kind, i) = step
+    needed = Step(stage, Action(Kind.RECOMPUTE, i))
+    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and i < checkpoint_stop and needed not in present:
+        yield needed
+    yield step
+
+
+def _telling(walk: Walk, programs: Sequence[Program]) -> Walk | None:
+    """``walk``, unless it says no more than ``programs``."""
+    walk = tuple(steps for steps in walk if steps)
+    for j, program in enumerate(programs):
+        lines = [[step.action for step in steps if step.stage == j] for steps in walk]
+        lines = [line for line in lines if line]
+        if len(lines) > 1:
+            raise ValueError(f"the steps of stage {j} are on {len(lines)} workers; write them on one line")
+        if [action for line in lines for action in line] != list(program):
+            raise ValueError(f"the walk and the programs have other steps of stage {j}, or in another order")
+    return None if all(step.stage == steps[0].stage for steps in walk for step in steps) else walk
+
+
+def _places(walk: Walk) -> dict[int, int]:
+    return {step.stage: worker for worker, steps in enumerate(walk) for step in steps}
