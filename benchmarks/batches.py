@@ -1,13 +1,15 @@
-"""microbatch: what a mini-batch costs to cut and to join, beside torch.chunk and torch.cat."""
+"""microbatch: what a mini-batch costs to cut and to join, beside torch.chunk, torch.cat and torch's own splitter."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from microbatch import Batch, gather, scatter, scatter_views
 
@@ -31,6 +33,9 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
         size = f"{rows} × {width}, {chunks}"
         for name, reference, ours, theirs in _cuts(x, chunks):
             _add(table, name, reference, size, ours, theirs, rounds)
+    for name, value in _large().items():
+        for chunks in (4, 16):
+            _add(table, *_many_leaves(name, value, chunks), rounds)
     yield Report([table])
 
 
@@ -60,6 +65,26 @@ def _cuts(x: Tensor, chunks: int) -> list[tuple[str, str, Call, Call]]:
         ),
         ("gather(batches)", "torch.cat", lambda: gather(batches), lambda: torch.cat(pieces)),
     ]
+
+
+def _large() -> dict[str, Any]:
+    """Values of 2,000 leaves."""
+    leaves = [torch.randn(16, 4) for _ in range(2000)]
+    return {
+        "tuple of 2,000": tuple(leaves),
+        "dict of 2,000": {f"leaf {i}": leaf for i, leaf in enumerate(leaves)},
+        "dict of 200 lists": {f"list {i}": leaves[i : i + 10] for i in range(0, 2000, 10)},
+    }
+
+
+def _many_leaves(name: str, value: Any, chunks: int) -> tuple[str, str, str, Call, Call]:
+    return (
+        f"scatter_views({name})",
+        "split_args_kwargs_into_chunks",
+        f"16 × 4, {chunks}",
+        lambda: scatter_views(value, chunks),
+        lambda: split_args_kwargs_into_chunks((value,), None, chunks),
+    )
 
 
 def _add(table: Table, name: str, reference: str, size: str, ours: Call, theirs: Call, rounds: int) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._spec import cuts, unwrap
+from ._spec import cut_rules
 
 
 def check(value: Any, spec: Any = None) -> None:
@@ -25,7 +25,7 @@ Replicate() around it, or in the spec, hands it whole to every micro-batch
     """
     if spec is None and is_flat(value):
         return
-    cuts(*unwrap(value, spec))
+    cut_rules(value, spec)
 
 
 def is_flat(value: Any) -> bool:

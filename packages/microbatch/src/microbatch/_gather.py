@@ -13,7 +13,7 @@ from ._check import is_tensors
 from ._reduce import reduced
 from ._rows import expect_rows
 from ._rules import ROWS, Mean, Rule, Split, Sum
-from ._spec import rules
+from ._spec import ruled
 from ._tree import Place, flatten, unflatten
 
 
@@ -61,8 +61,7 @@ def _no_batch(batch: Any, i: int) -> Any:
 
 def _gather_tree(values: Sequence[Any], batches: Sequence[Batch], spec: Any) -> Any:
     first = values[0]
-    chosen = rules(first, spec, "output")
-    leaves, tree = flatten(first)
+    first, leaves, chosen, tree = ruled(first, spec, "output")
     rows = [leaves, *[_leaves_like(first, tree, value, i) for i, value in enumerate(values) if i]]
     columns = enumerate(zip(chosen, zip(*rows, strict=True), strict=True))
     return unflatten([_leaf(column, rule, batches, Place(first, i, "output")) for i, (rule, column) in columns], tree)

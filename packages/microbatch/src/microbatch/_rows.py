@@ -14,12 +14,20 @@ def expect_rows(parts: Sequence[Tensor], batches: Sequence[Batch], place: Place)
     It may be k times the rows, with one k for all, so that tokens that were flattened into one dimension pass. A single
     micro-batch is not concatenated, and where rows are not known nothing can be said.
     """
-    if len(parts) == 1:
+    if len(parts) == 1 or _are_rows(parts, batches):
         return
     sizes = tuple([part.shape[0] for part in parts])
     columns = list(zip(*[batch.rows for batch in batches], strict=False))
     if columns and sizes not in columns and not any(_are_tokens(parts, sizes, rows) for rows in columns):
         raise ValueError(_message(parts, columns, place))
+
+
+def _are_rows(parts: Sequence[Tensor], batches: Sequence[Batch]) -> bool:
+    """Whether all is as it nearly always is: one row for one row."""
+    for part, batch in zip(parts, batches, strict=True):
+        if not batch.rows or part.shape[0] != batch.rows[0]:
+            return False
+    return True
 
 
 def weights(batches: Sequence[Batch], place: Place) -> list[float]:

@@ -1,6 +1,7 @@
 """Mini-batch to micro-batches."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from ._check import is_tensors
 from ._cut import Cut, copies, views
 from ._rules import ROWS, Rule, Split
 from ._sizes import Chunks, Deal, Sizes, dealer
-from ._spec import cuts, unwrap
-from ._tree import Place, flatten, leaves_of, unflatten
+from ._spec import cut_rules
+from ._tree import Place, leaves_of, unflatten
 from ._versions import Versions
 
 
@@ -69,9 +70,8 @@ def _scatter(value: Any, chunks: Chunks, spec: Any, cut: Cut) -> list[Batch]:
         return [Batch(part, (rows,)) for part, rows in zip(parts, sizes, strict=True)]
     if spec is None and value and is_tensors(value):
         return [Batch(*row) for row in _dealt(value, [ROWS] * len(value), value, chunks, cut)]
-    value, spec = unwrap(value, spec)
-    leaves, tree = flatten(value)
-    dealt = _dealt(leaves, cuts(value, spec), value, chunks, cut)
+    bare, leaves, rules, tree = cut_rules(value, spec)
+    dealt = _dealt(leaves, rules, bare, chunks, cut)
     return [Batch(unflatten(row, tree), rows) for row, rows in dealt]
 
 
@@ -79,7 +79,7 @@ def _dealt(
     leaves: Sequence[Any], rules: Sequence[Rule], value: Any, chunks: Chunks, cut: Cut
 ) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
     """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
-    deal = dealer(chunks)
+    deal = cache(dealer(chunks))  # many leaves, few numbers of rows
     columns = {
         i: _column(leaf, rule, deal, cut, Place(value, i, "input"))
         for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True))

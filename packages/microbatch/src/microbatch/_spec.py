@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import TreeSpec
 
 from ._rules import ROWS, Mean, Replicate, Rule, Split, Sum, wraps
 from ._tree import Place, children, describe, flatten, leaves_of, unflatten
@@ -29,21 +30,50 @@ def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
     >>> rules({'x': torch.ones(2), 'n': 3, 'none': None}, {'x': None, 'n': Replicate(), 'none': None})
     [Split(0), Replicate(), None]
     """
-    leaves = leaves_of(tree)
-    asked = list(_broadcast(tree, spec, root))
-    return [_settle(leaf, rule, Place(tree, i, root)) for i, (leaf, rule) in enumerate(zip(leaves, asked, strict=True))]
+    return ruled(tree, spec, root).rules
 
 
-def cuts(value: Any, spec: Any) -> list[Rule]:
-    """The rules by which an input is cut."""
-    found = rules(value, spec, "input")
-    for i, rule in enumerate(found):
+class Ruled(NamedTuple):
+    """A value taken apart, with the rule of each leaf."""
+
+    value: Any
+    leaves: list[Any]
+    rules: list[Rule]
+    tree: TreeSpec
+
+
+def ruled(value: Any, spec: Any, root: str) -> Ruled:
+    """See `rules`; all that is known of a value is found in one walk over it, since it may have thousands of leaves."""
+    return _ruled(value, *flatten(value), spec, root)
+
+
+def cut_rules(value: Any, spec: Any) -> Ruled:
+    """An input without rules around its parts, and those by which it is cut."""
+    leaves, tree = flatten(value)
+    if any(map(wraps, leaves)):
+        value, spec = _unwrapped(value, leaves, tree, spec)
+        leaves, tree = flatten(value)
+    found = _ruled(value, leaves, tree, spec, "input")
+    for i, rule in enumerate(found.rules):
         if isinstance(rule, Mean | Sum):
             raise TypeError(
                 f"the spec says {rule!r} for {Place(value, i, 'input')}, which puts outputs together; an input needs "
                 "Split(dim) or Replicate()"
             )
     return found
+
+
+def _ruled(value: Any, leaves: list[Any], tree: TreeSpec, spec: Any, root: str) -> Ruled:
+    if spec is None:
+        _refuse_packed(value, root)
+        asked: list[Rule] = [None] * len(leaves)
+    else:
+        asked = list(_broadcast(value, spec, root))
+    settled = [
+        ROWS if rule is None and isinstance(leaf, Tensor) else _settle(leaf, rule, Place(value, i, root))
+        for i, (leaf, rule) in enumerate(zip(leaves, asked, strict=True))
+    ]
+    return Ruled(value, leaves, settled, tree)
 
 
 def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
@@ -58,8 +88,10 @@ def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
     if isinstance(value, Tensor):
         return value, spec
     leaves, tree = flatten(value)
-    if not any(wraps(leaf) for leaf in leaves):
-        return value, spec
+    return _unwrapped(value, leaves, tree, spec) if any(map(wraps, leaves)) else (value, spec)
+
+
+def _unwrapped(value: Any, leaves: list[Any], tree: TreeSpec, spec: Any) -> tuple[Any, Any]:
     asked = _broadcast(value, spec, "input")
     told = [
         _told(leaf, rule, Place(value, i, "input")) for i, (leaf, rule) in enumerate(zip(leaves, asked, strict=True))
@@ -86,7 +118,7 @@ def _settle(leaf: Any, rule: Rule, place: Place) -> Rule:
     if leaf is None:
         return None
     if isinstance(leaf, Tensor):
-        return rule or ROWS
+        return rule
     if isinstance(rule, Mean | Sum) and isinstance(leaf, int | float | complex):
         return rule
     raise TypeError(

@@ -41,20 +41,20 @@ class _Tie:
 
     def __init__(self, source: Tensor, chunks: Sequence[Tensor]) -> None:
         self._source = source
-        self._chunks = list(chunks)
-        self._seen = source._version, [0] * len(self._chunks)
+        self._chunks = chunks
+        self._seen = source._version, (0,) * len(chunks)
 
     def sync(self) -> None:
         source, chunks = self._seen
         source_moved = self._source._version != source
-        chunks_moved = [chunk._version for chunk in self._chunks] != chunks
+        chunks_moved = tuple([chunk._version for chunk in self._chunks]) != chunks
         if source_moved:
             increment_version(self._chunks)
         if chunks_moved:
             self._chunks = [chunk.detach() for chunk in self._chunks]  # a change may have given them a graph
             increment_version(self._source)
         if source_moved or chunks_moved:
-            self._seen = self._source._version, [chunk._version for chunk in self._chunks]
+            self._seen = self._source._version, tuple([chunk._version for chunk in self._chunks])
 
 
 def counter(tensor: Tensor) -> Tensor:
