@@ -463,7 +463,7 @@ BY_ROW: dict[str, Kind] = {
     **{name: _function(name, function) for name, function in FUNCTIONS.items()},
     "function with parameter": _on(lambda like, site: Applied(like)),
     "force": _on(lambda like, site: Force(_linear(like), at_input=site.option % 2 == 0)),
-    "lookup": _on(lambda like, site: Lookup(like, None)),
+    "lookup": _on(lambda like, site: Lookup(like, [None, None, 0.5][site.option % 3])),
     "tied": _on(lambda like, site: Tied(_linear(like), _linear(like))),
     "checkpointed": _on(lambda like, site: Checkpointed(_linear(like), reentrant=site.option % 2 == 0)),
     "unwatched": _on(lambda like, site: Unwatched(_linear(like))),
@@ -484,6 +484,6 @@ BY_MICROBATCH: dict[str, Kind] = {
 }
 """Which compute, or count, something else for each micro-batch."""
 
-# Open, and to be generated once they are mended: an embedding with max_norm, which is refused under checkpointing; and
-# "in place" on what a stage before has passed on as it was, which may change rows of the caller's input.
+# Open, and to be generated once it is mended: "in place" on what a stage before has passed on as it was, which may
+# change rows of the caller's input.
 KINDS = STRUCTURE | BY_ROW | BY_MICROBATCH

@@ -166,6 +166,22 @@ def test_blocked_gradients_stay_none(mode: str, where: Any):
         assert x.grad is None
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_blocked_gradients_of_what_accumulates_outside_of_grad(mode: str):
+    """Both a loss with a parameter of its own, and two runs of which the later one comes backwards first."""
+    model, head = linears(2), nn.Parameter(torch.ones(3, dtype=DOUBLE))
+    model.append(Call(Blocks.apply))
+    pipe = piped(model, [1, 2], chunks=2, checkpoint=mode)
+    loss = pipe.step(rows(), loss_fn=lambda y, _: (y + Blocks.apply(head)).sum(), reduction="sum")
+    first, second = pipe(rows()), pipe(rows())
+    second.sum().backward()
+    first.sum().backward()
+    assert head.grad is None
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    torch.testing.assert_close(loss, (model(rows()) + head).sum().detach())
+    pipe.close()
+
+
 def forced(x: Tensor) -> Tensor:
     """Energy and forces: differentiates with respect to its input in the forward."""
     x.requires_grad_()

@@ -70,9 +70,14 @@ def added(a: Tensor, b: Tensor) -> Tensor:
 @contextmanager
 def _copied(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Inside, what arrives at ``leaves`` is copied as it does: a custom Function may overwrite the gradient it gets."""
-    handles = [leaf.register_hook(Tensor.clone) for leaf in leaves]  # type: ignore[no-untyped-call]
+    handles = [leaf.register_hook(_copy) for leaf in leaves]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    """None comes from a custom Function that returns it."""
+    return None if gradient is None else gradient.clone()
