@@ -229,14 +229,60 @@ def test_generator_of_a_layer_of_its_own(mode: str):
         assert torch.equal(output, torch.cat([plain(chunk) for chunk in torch.ones(6, 5).chunk(3)]))
 
 
-def test_generator_of_the_process_by_name():
-    layer = Call(lambda x: x * torch.rand(x.shape, generator=torch.default_generator))
-    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint="always")
-    for _ in range(2):
-        x = torch.ones(6, 5, requires_grad=True)
-        output = pipe(x)
-        output.sum().backward()
-        assert torch.equal(x.grad, output)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_generator_of_the_process_by_name(mode: str, inline: bool):
+    layers = [Call(lambda x: x * torch.rand(x.shape, generator=torch.default_generator)) for _ in range(2)]
+    pipe = GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
+    outputs = []
+    with gpipe.inline() if inline else nullcontext():
+        for _ in range(3):
+            torch.manual_seed(1)
+            x = torch.ones(6, 5, requires_grad=True)
+            outputs.append(pipe(x))
+            outputs[-1].sum().backward()
+            assert torch.equal(x.grad, outputs[-1])
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[1], outputs[2])
+
+
+class Drawn(nn.Module):
+    """Draws several times from generators of its own, now and then seeded anew, or all with one seed."""
+
+    def __init__(self, plan: list[tuple[int, str]]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for which, how in self.plan:
+            generator = self.generators[which]
+            if how == "seeded":
+                generator.manual_seed(5)
+            elif how == "new":
+                generator = torch.Generator().manual_seed(3)
+            x = x * torch.rand(x.shape, generator=generator)
+        return x
+
+
+@given(
+    plan=st.lists(st.tuples(st.integers(0, 1), st.sampled_from(["drawn", "drawn", "seeded", "new"])), max_size=5),
+    mode=st.sampled_from(MODES),
+    inline=st.booleans(),
+)
+@settings(max_examples=settings.default.max_examples // 2)
+def test_generators_of_layers(plan: list[tuple[int, str]], mode: str, inline: bool):
+    torch.manual_seed(0)  # as theirs, so that nobody mistakes one for the other
+    pipe = GPipe(nn.Sequential(Drawn(plan), Drawn(plan)), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
+    plain = nn.Sequential(Drawn(plan), Drawn(plan))
+    with gpipe.inline() if inline else nullcontext():
+        for _ in range(2):
+            x = torch.ones(6, 5, requires_grad=True)
+            output = pipe(x)
+            output.sum().backward()
+            torch.testing.assert_close(x.grad, output)
+            assert torch.equal(output, torch.cat([plain(chunk) for chunk in torch.ones(6, 5).chunk(3)]))
+    pipe.close()
 
 
 @pytest.mark.parametrize("outer", MODES)
@@ -280,17 +326,6 @@ def test_state_read_and_set_inside_a_layer_is_the_layers():
         torch.testing.assert_close(x.grad, output)
         torch.set_rng_state(before)
         torch.randint(2**32, ())
-
-
-def test_main_thread_keeps_its_generator_beside_a_pipe():
-    """The stand-in that layers see is nobody else's."""
-    GPipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"])(torch.ones(2, 2))
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    first = torch.rand(3)
-    torch.set_rng_state(state)
-    assert torch.equal(torch.rand(3), first)
-    assert torch.initial_seed() == 3
 
 
 def test_draws_of_another_thread_do_no_harm():

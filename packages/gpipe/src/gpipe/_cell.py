@@ -115,11 +115,16 @@ class Cell:
             raise
 
     def _compute(self, inputs: Batch) -> Batch:
-        if self._random is None:
-            return self._stage.compute(inputs)
-        with self._random.drawn_from():
-            outputs = self._stage.compute(inputs)
-        self._stage.saw_draw(self._random.drew)
+        random, stage = self._random, self._stage
+        if random is None:
+            return stage.compute(inputs)
+        try:
+            with random.drawn_from(served=stage.may_ask):
+                outputs = stage.compute(inputs)
+        finally:
+            if random.served or random.asked:
+                stage.saw_ask(random.asked)
+        stage.saw_draw(random.drew)
         return outputs
 
 

@@ -13,7 +13,7 @@ Layers that do not draw pay nothing: who draws is found out at the first forward
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -24,6 +24,8 @@ from torch._ops import OpOverload
 
 from streams import DispatchMode
 
+from ._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent
+
 
 class RunRandom:
     """The random numbers of one run."""
@@ -33,22 +35,23 @@ class RunRandom:
         # A pipe inside a layer of another one draws from that one's cell, which the recomputation repeats.
         self._around: CellRandom | None = getattr(_active, "cell", None)
         self._seed: int | None = None
-        self._state = _PROCESS.get_state()
+        self._state = PROCESS.get_state()
 
     @property
     def seed(self) -> int:
         """The one number that the run takes."""
         with self._lock:
             if self._seed is None:
-                source = _PROCESS if self._around is None else self._around.draw()
-                self._seed = int(torch.randint(2**32, (), device="cpu", generator=source))
-                self._state = _PROCESS.get_state()
+                source = PROCESS if self._around is None else self._around.draw()
+                with _unseen():
+                    self._seed = int(torch.randint(2**32, (), device="cpu", generator=source))
+                self._state = PROCESS.get_state()
             return self._seed
 
     def moved(self) -> bool:
         """Whether somebody has drawn from the process's generator past the cells."""
         with self._lock:
-            return not torch.equal(self._state, _PROCESS.get_state())
+            return not torch.equal(self._state, PROCESS.get_state())
 
 
 class CellRandom:
@@ -56,11 +59,13 @@ class CellRandom:
 
     Attributes:
         drew: whether anything was drawn on the CPU or on a CUDA device.
-        asked: whether somebody asked for the state of the generator in order to put it back later, as
-            ``torch.utils.checkpoint`` does; the backward then draws too.
+        asked: whether layers read or set torch's generator, as ``torch.utils.checkpoint`` does in order to draw the
+            same numbers again; the backward may then draw too.
+        served: whether they would get at the cell's own instead. This costs time, so only layers that were seen to ask,
+            or were not looked at yet, have it.
     """
 
-    __slots__ = ("_cuda", "_generator", "_number", "_others", "_run", "asked", "drew")
+    __slots__ = ("_cuda", "_generator", "_number", "_others", "_run", "_seed", "asked", "drew", "served")
     watches = True
     """Whether everything that is drawn is seen."""
 
@@ -68,10 +73,11 @@ class CellRandom:
         self._run = run
         self._number = number
         self._generator: torch.Generator | None = None
-        self._others: dict[torch.Generator, Tensor] = {}
+        self._others: list[tuple[torch.Generator, Tensor]] = []
         self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
         self.asked = False
         self.drew = False
+        self.served = False
 
     @property
     def generator(self) -> torch.Generator:
@@ -87,17 +93,39 @@ class CellRandom:
 
     def saw(self, generator: torch.Generator) -> None:
         """Remember a layer's own generator as it is before the cell first draws from it."""
-        if generator is not self._generator and generator not in self._others:
-            self.drew = True
-            self._others[generator] = generator.get_state()
+        self.drew = True
+        with _unseen():
+            known = any(are_one(generator, own) for own, _ in self._others)
+        if not known:
+            self._others.append((generator, generator.get_state()))
+
+    def ask(self) -> torch.Generator:
+        """What layers read or set that mean torch's generator."""
+        self.asked = True
+        return self.generator
+
+    def expect_served(self) -> None:
+        """Before a draw: raise RuntimeError if layers have just begun to read or set torch's generator."""
+        if not self.served and (PROCESS.initial_seed() != self._seed or in_checkpoint()):
+            self.asked = True
+            raise RuntimeError(
+                "layers of this partition began to read or set torch's random generator (torch.manual_seed, fork_rng, "
+                "set_rng_state, torch.utils.checkpoint) after their first forward in this training mode; run this "
+                "mini-batch again: from now on the pipeline serves them"
+                if can_serve()
+                else "layers of this partition draw random numbers inside torch.utils.checkpoint, or seed torch's "
+                "generator, which the pipeline cannot follow while a profiler written in C (cProfile, or "
+                "torch.profiler with_stack) watches the thread; profile otherwise"
+            )
 
     @contextmanager
-    def drawn_from(self) -> Iterator[None]:
-        """Inside, what this thread draws on the CPU comes from here."""
+    def drawn_from(self, *, served: bool) -> Iterator[None]:
+        """Inside, what this thread draws on the CPU comes from here; if ``served``, see there."""
         before, _active.cell = getattr(_active, "cell", None), self
-        _stand_in()
+        self.served = served and can_serve()
+        self._seed = PROCESS.initial_seed()
         try:
-            with _Draws(self).pushed():
+            with _Draws(self).pushed(), Served(self.ask) if self.served else nullcontext():
                 yield
         finally:
             _active.cell = before
@@ -106,17 +134,18 @@ class CellRandom:
     def repeated(self) -> Iterator[None]:
         """Inside, this thread draws again what it drew in the forward, on every device."""
         self._generator = None
-        now = {generator: generator.get_state() for generator in self._others}
-        _set_states(self._others)
+        others, self._others = self._others, []
+        now = [(generator, generator.get_state()) for generator, _ in others]
+        _set_states(others)
         try:
-            with self._cuda_rewound(), self.drawn_from():
+            with self._cuda_rewound(), self.drawn_from(served=self.asked):
                 yield
         finally:
             _set_states(now)
 
     def backward(self) -> AbstractContextManager[None]:
         """Around the backward."""
-        return self.drawn_from() if self.asked else nullcontext()
+        return self.drawn_from(served=True) if self.asked else nullcontext()
 
     @contextmanager
     def _cuda_rewound(self) -> Iterator[None]:
@@ -138,7 +167,7 @@ class Unwatched(CellRandom):
     watches = False
 
     @contextmanager
-    def drawn_from(self) -> Iterator[None]:
+    def drawn_from(self, *, served: bool) -> Iterator[None]:
         yield
 
 
@@ -153,36 +182,41 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
         self, operation: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _draws(operation):
+        if not _draws(operation) or getattr(_active, "unseen", False):
             return operation(*args, **kwargs)
         own = kwargs.get("generator")
-        if own is not None and own is not _PROCESS:
+        if own is not None and not _is_process(own):
             self._cell.saw(own)
             return operation(*args, **kwargs)
+        self._cell.expect_served()
         if _device(args, kwargs) != "cpu":
             self._cell.drew = True
             return operation(*args, **kwargs)
         with_generator = _with_generator(operation)
         if with_generator is not None:
             return with_generator(*args, **{**kwargs, "generator": self._cell.draw()})
-        return _swapped(self._cell.draw(), operation, args, kwargs)
+        with lent(self._cell.draw()), _unseen():  # few operations take no generator
+            return operation(*args, **kwargs)
 
 
-def _set_states(states: dict[torch.Generator, Tensor]) -> None:
-    for generator, state in states.items():
+def _set_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
+    for generator, state in states:
         generator.set_state(state)
 
 
-def _swapped(generator: torch.Generator, operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """For the few that take no generator: lend the cell's numbers to the process while ``operation`` runs."""
-    with _swapping:
-        process = _PROCESS.get_state()
-        _PROCESS.set_state(generator.get_state())
-        try:
-            return operation(*args, **kwargs)
-        finally:
-            generator.set_state(_PROCESS.get_state())
-            _PROCESS.set_state(process)
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Inside, cells leave alone what this thread draws."""
+    before, _active.unseen = getattr(_active, "unseen", False), True
+    try:
+        yield
+    finally:
+        _active.unseen = before
+
+
+def _is_process(generator: torch.Generator) -> bool:
+    with _unseen():
+        return is_process(generator)
 
 
 @cache
@@ -214,23 +248,4 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return torch.device(device).type
 
 
-class _StandIn:
-    """In the place of ``torch.random.default_generator``: the cell's generator on a thread that has one."""
-
-    def __getattr__(self, name: str) -> Any:
-        cell: CellRandom | None = getattr(_active, "cell", None)
-        if cell is None:
-            return getattr(_PROCESS, name)
-        cell.asked = True
-        return getattr(cell.generator, name)
-
-
-def _stand_in() -> None:
-    """Let ``torch.get_rng_state`` and ``set_rng_state`` inside a layer speak of what the layer draws from."""
-    torch.random.__dict__["default_generator"] = _STAND_IN
-
-
-_PROCESS = torch.default_generator
-_STAND_IN = _StandIn()
 _active = threading.local()
-_swapping = threading.Lock()

@@ -34,6 +34,7 @@ class Stage:
         self._said_whole = False
         self._layers_then = dict(module._modules)
         self._draws: dict[bool, bool] = {}
+        self._asks: dict[bool, bool] = {}
         self._hooks: dict[bool, bool | None] = {}
         self.compared: set[Training] = set()
 
@@ -112,9 +113,20 @@ class Stage:
         before = self._draws.get(training)
         self._draws[training] = drew or (self._brings_generator() if before is None else before)
 
+    @property
+    def may_ask(self) -> bool:
+        """Whether the layers read or set torch's generator, in this training mode; true until somebody looked."""
+        return self._asks.get(self.module.training, True)
+
+    def saw_ask(self, asked: bool) -> None:
+        """Learn from a forward whether the layers do. Those that did once may do it again."""
+        training = self.module.training
+        self._asks[training] = asked or self._asks.get(training, False)
+
     def forget_draws(self) -> None:
         """Look again, at the next forward."""
         self._draws.clear()
+        self._asks.clear()
 
     def forget(self) -> None:
         """Learn everything about the layers anew."""

@@ -1,0 +1,121 @@
+"""What layers read from torch's generator, and write to it, is that of their cell.
+
+``torch.get_rng_state``, ``set_rng_state``, ``manual_seed`` and ``fork_rng``, which ``torch.utils.checkpoint`` uses too,
+end in methods of the one generator of the process. Nothing of torch is replaced for this: a profile function, which
+belongs to one thread, sees such a call begin and end. For just this long the process's generator has the state of the
+cell's::
+
+    layer            torch.get_rng_state() -------------> returns
+    profile function       c_call                c_return
+    process's state  P --> cell's --- get_state ---> P
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch.utils import checkpoint
+
+PROCESS: Final = torch.default_generator
+"""The generator of the process."""
+
+_READING = frozenset(["get_state", "initial_seed", "clone_state", "graphsafe_get_state"])
+_borrowing = threading.Lock()
+
+
+@contextmanager
+def lent(generator: torch.Generator, *, changes: bool = True) -> Iterator[None]:
+    """Inside, the process's generator has the state of ``generator``, which afterwards has its, if it ``changes``."""
+    with _borrowing:
+        before = PROCESS.get_state()
+        PROCESS.set_state(generator.get_state())
+        try:
+            yield
+        finally:
+            if changes:
+                generator.set_state(PROCESS.get_state())
+            PROCESS.set_state(before)
+
+
+def can_serve() -> bool:
+    """Whether this thread can have a :class:`Served`: profilers written in C, such as cProfile, take its place."""
+    return sys.getprofile() is None or callable(sys.getprofile())
+
+
+class Served:
+    """While it is entered, methods of the process's generator that this thread calls work on another one.
+
+    Args:
+        ask: returns that one; called at each such call.
+    """
+
+    def __init__(self, ask: Callable[[], torch.Generator]) -> None:
+        self._ask = ask
+        self._call: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        self._before = sys.getprofile()
+        self._others = None if isinstance(getattr(self._before, "__self__", None), Served) else self._before
+        sys.setprofile(self._watch)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._before)
+
+    def _watch(self, frame: FrameType, event: str, argument: Any) -> None:
+        if self._others is not None:
+            self._others(frame, event, argument)  # type: ignore[arg-type]
+        if event == "c_call":
+            if argument.__self__ is PROCESS and not _ours(frame):
+                self._call = lent(self._ask(), changes=argument.__name__ not in _READING)
+                self._call.__enter__()
+        elif self._call is not None and event in _ENDS:
+            call, self._call = self._call, None
+            call.__exit__(None, None, None)
+
+
+_ENDS = frozenset(["c_return", "c_exception"])
+_OURS = frozenset([__name__, __name__.replace("_served", "_random")])
+
+
+def _ours(frame: FrameType) -> bool:
+    """Whether it is this package that calls."""
+    return frame.f_globals.get("__name__") in _OURS
+
+
+def is_process(generator: torch.Generator) -> bool:
+    """Whether ``generator`` is the process's. See :func:`are_one`."""
+    if generator.device.type != "cpu" or generator.initial_seed() != PROCESS.initial_seed():
+        return False
+    with _borrowing:
+        return are_one(generator, PROCESS)
+
+
+def are_one(a: torch.Generator, b: torch.Generator) -> bool:
+    """Whether both have the same state and always will. What comes through the dispatcher is a new object each time."""
+    state = a.get_state()
+    if a.device != b.device or not torch.equal(b.get_state(), state):
+        return False
+    torch.empty(1, device=a.device).uniform_(generator=a)
+    moved = not torch.equal(b.get_state(), state)
+    a.set_state(state)
+    return moved
+
+
+def in_checkpoint() -> bool:
+    """Whether the caller runs inside ``torch.utils.checkpoint``, which will want to draw the same numbers again."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT:
+            return bool(frame.f_locals.get("preserve", True))
+        frame = frame.f_back
+    return False
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
