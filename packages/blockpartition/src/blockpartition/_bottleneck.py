@@ -28,7 +28,7 @@ def least_slowest(problem: Problem) -> tuple[Fraction, list[Chosen]] | None:
     if not reach.complete:
         return None
     blocks = _trace(reach)
-    low, high = Fraction(0), slowest(problem, blocks)
+    low, high = problem.floor, slowest(problem, blocks)
     while low < high:
         reach = Reach(problem, Bound((low + high) / 2))
         if reach.complete:

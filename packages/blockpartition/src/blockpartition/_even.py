@@ -1,4 +1,4 @@
-"""Among the partitions with the least bottleneck, an even one."""
+"""Among the partitions with the least bottleneck, one that is nearly even, found in no time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-
-Gate = tuple[int, int]
 
 
 def gates(prefix: list[int], bottleneck: int, latest: list[int]) -> tuple[list[int], list[int]]:
@@ -32,6 +30,13 @@ def near_even(prefix: list[int], bottleneck: int, latest: list[int]) -> list[int
     # Lists of ints only: a thousand tuples would wake the garbage collector, which looks at every prefix sum.
     firsts, lasts = gates(prefix, bottleneck, latest)
     heights, parts = taut_string([prefix[first] for first in firsts], [prefix[last] for last in lasts])
+    return near_string(prefix, bottleneck, firsts, lasts, heights, parts)
+
+
+def near_string(
+    prefix: list[int], bottleneck: int, firsts: list[int], lasts: list[int], heights: list[int], parts: list[int]
+) -> list[int]:
+    """Ends within their gates, each the nearest to its height that the end before it allows."""
     ends = [0]
     for j in range(1, len(firsts)):
         # Never empty: from any end inside its gate one block reaches the next gate.
@@ -104,45 +109,6 @@ def _nearest(prefix: list[int], target: int, parts: int, first: int, last: int) 
     if right > first and target - parts * prefix[right - 1] <= parts * prefix[right] - target:
         return bisect_left(prefix, prefix[right - 1], first, right)
     return right
-
-
-def most_even(prefix: list[int], bottleneck: int, latest: list[int]) -> list[int]:
-    """Ends of the optimal partition with the least sum of squared loads, earliest ends among equals; O(k n log n)."""
-    passages = zip(*gates(prefix, bottleneck, latest), strict=True)
-    best = {0: 0}
-    origins = []
-    for here, there in pairwise(passages):
-        best, origin = _row(prefix, bottleneck, best, here, there)
-        origins.append(origin)
-    ends = [len(prefix) - 1]
-    for origin in reversed(origins):
-        ends.append(origin[ends[-1]])
-    return ends[::-1]
-
-
-def _row(
-    prefix: list[int], bottleneck: int, best: dict[int, int], here: Gate, there: Gate
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Least sum of squares up to each end in `there`, and where its last block starts in `here`.
-
-    The squared load of a block is convex in its length, so the best start never moves left as the end moves right:
-    the middle end's start splits the search for the others.
-    """
-    sums, origin = {}, {}
-    todo = [(*there, *here)]
-    while todo:
-        low, high, first, last = todo.pop()
-        end = (low + high) // 2
-        fits = bisect_left(prefix, prefix[end] - bottleneck, first, last + 1)
-        sums[end], start = min(
-            (best[s] + (prefix[end] - prefix[s]) ** 2, s) for s in range(fits, min(last, end - 1) + 1)
-        )
-        origin[end] = start
-        if low < end:
-            todo.append((low, end - 1, first, start))
-        if end < high:
-            todo.append((end + 1, high, start, last))
-    return sums, origin
 
 
 def sizes_of(ends: list[int]) -> tuple[int, ...]:

@@ -39,8 +39,7 @@ class Measure:
 
     def heavier(self, limit: int) -> list[int]:
         """The layers that no block within the limit can have, in order of weight."""
-        weights, layers = self._ranking
-        return layers[bisect_right(weights, limit) :]
+        return self._ranking.above(limit)
 
     @cached_property
     def lightest(self) -> list[int]:
@@ -51,10 +50,26 @@ class Measure:
         return [total - most for most, total in zip(best, self.prefix[1:], strict=False)]
 
     @cached_property
-    def _ranking(self) -> tuple[list[int], list[int]]:
-        weights = self.lightest
-        layers = sorted(range(len(weights)), key=weights.__getitem__)
-        return [weights[i] for i in layers], layers
+    def _ranking(self) -> Ranking:
+        return rank(self.lightest)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Layers in order of weight."""
+
+    weights: list[int]
+    layers: list[int]
+
+    def above(self, limit: int) -> list[int]:
+        """Those that weigh more."""
+        return self.layers[bisect_right(self.weights, limit) :]
+
+
+def rank(weights: list[int]) -> Ranking:
+    """The layers with these weights."""
+    layers = sorted(range(len(weights)), key=weights.__getitem__)
+    return Ranking([weights[i] for i in layers], layers)
 
 
 def measure_at(positions: list[int], units: list[int]) -> Measure:

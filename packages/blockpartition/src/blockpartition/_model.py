@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal
 
 from ._arguments import (
@@ -66,19 +64,13 @@ class Model:
     @property
     def mean_time(self) -> Fraction:
         """How long each stage would take if layers could be divided, each layer and stage in its fastest mode."""
-        return Fraction(sum(self._least_work), self.problem.speeds[-1])
+        return self.problem.floor
 
     @property
     def heaviest_time(self) -> Fraction:
         """How long the heaviest layer takes on the fastest stage."""
         fastest = max(slot.speed for slot in self.problem.slots)
-        return Fraction(max(self._least_work), fastest)
-
-    @cached_property
-    def _least_work(self) -> list[int]:
-        """For each layer of the problem the least work among all modes."""
-        works = {id(slot.work): slot.work for slot in self.problem.slots}.values()
-        return [min(weights) for weights in zip(*(map(_weigh, pairwise(work.prefix)) for work in works), strict=True)]
+        return Fraction(max(self.problem.least_work), fastest)
 
     def stages_of(self, blocks: list[Chosen]) -> tuple[int, ...]:
         """The stage of each block: of equal stages the earlier first."""
@@ -88,10 +80,6 @@ class Model:
     def modes_of(self, blocks: list[Chosen]) -> tuple[str | None, ...]:
         """The name of the mode of each block; None on a stage without modes."""
         return tuple(self.options[block.slot.stage][block.slot.mode].name for block in blocks)
-
-
-def _weigh(ends: tuple[int, int]) -> int:
-    return ends[1] - ends[0]
 
 
 def read_model(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from math import inf, lcm
 from typing import Any, TypeAlias
 
 from ._fields import entries_of, integers, same
@@ -14,13 +16,14 @@ from ._partition import Placement, check_sizes
 from ._problem import Bound, Problem, Slot
 
 Block: TypeAlias = tuple[int, int, Slot]
+Run: TypeAlias = tuple[int, int]
 
 
 def check_placement(placement: Placement, model: Model, objective: str, gap: Fraction) -> None:
     """Return if the placement is valid and, by its witness, optimal; ValueError with the reason if not.
 
-    A bottleneck takes a pass over the positions for each step between sets of stages, a makespan one over all pairs of
-    positions for each of these and each bound of the witness.
+    A bottleneck takes a look at each interval of the witness and at the ends it denies within reach, a makespan a look
+    at all pairs of positions within reach, for each step between sets of stages and for each bound of the witness.
     """
     if objective == "makespan" and model.microbatches is None:
         raise ValueError("a makespan depends on how many micro-batches there are: say microbatches=…")
@@ -136,17 +139,18 @@ def _check_reach(placement: Placement, model: Model, slowest: Fraction) -> None:
     witness = entries_of(placement.witness, "witness")
     if len(witness) != len(problem.into):
         raise ValueError(f"the witness is about {len(witness)} sets of stages, there are {len(problem.into)}")
-    allowed = [_positions_in(_intervals(entry, f"witness[{i}]"), model.positions) for i, entry in enumerate(witness)]
-    if 0 not in allowed[0]:
+    allowed = [_at_positions(_intervals(entry, f"witness[{i}]"), model.positions) for i, entry in enumerate(witness)]
+    if not allowed[0] or allowed[0][0][0] > 0:
         raise ValueError("the witness does not start at layer 0")
-    if problem.n in allowed[-1]:
+    if allowed[-1] and allowed[-1][-1][1] == problem.n:
         raise ValueError("the witness reaches the end: it proves nothing")
     for state, steps in enumerate(problem.into):
         for step in steps:
-            ends = set(_ends(problem, allowed[step.before], step.slot, below.limit(step.slot.speed)))
-            denied = {end for end in ends - allowed[state] if end <= problem.last_position(state)}
-            if denied:
-                raise ValueError(f"the witness denies that a faster block can end at {model.positions[min(denied)]}")
+            limit = below.limit(step.slot.speed)
+            denied = _outside(allowed[state], problem.last_position(state))
+            way = _denied_from_any if step.slot.need.entry else _denied_from_nearest
+            for end in way(problem, allowed[step.before], denied, step.slot, limit):
+                raise ValueError(f"the witness denies that a faster block can end at {model.positions[end]}")
 
 
 def _intervals(values: Any, name: str) -> list[tuple[int, int]]:
@@ -157,28 +161,50 @@ def _intervals(values: Any, name: str) -> list[tuple[int, int]]:
     return [(first, last) for first, last in pairs]
 
 
-def _positions_in(intervals: Iterable[tuple[int, int]], positions: list[int]) -> set[int]:
-    pairs = list(intervals)
-    return {p for p, layer in enumerate(positions) if any(first <= layer <= last for first, last in pairs)}
+def _at_positions(intervals: list[Run], positions: list[int]) -> list[Run]:
+    """The same in positions of the problem, in order, without overlaps and empty ones."""
+    runs: list[Run] = []
+    for first, last in sorted(intervals):
+        low, high = bisect_left(positions, first), bisect_right(positions, last) - 1
+        low = max(low, runs[-1][1] + 1) if runs else low
+        if low <= high:
+            runs.append((low, high))
+    return runs
 
 
-def _ends(problem: Problem, starts: set[int], slot: Slot, limit: int) -> Iterator[int]:
-    """Where one block can end. If it can from any start, then from the nearest: that block is the smallest.
+def _outside(runs: list[Run], until: int) -> list[Run]:
+    """The positions up to `until` that are in no run."""
+    bounds = [(-1, -1), *runs, (until + 1, until + 1)]
+    return [(last + 1, min(first - 1, until)) for (_, last), (first, _) in pairwise(bounds) if last + 1 <= until]
 
-    Not so where blocks need something at their start: there every start is tried.
+
+def _denied_from_nearest(
+    problem: Problem, starts: list[Run], denied: list[Run], slot: Slot, limit: int
+) -> Iterator[int]:
+    """Denied ends where one block can end. If it can from any start, then from the nearest: that block is the smallest.
+
+    From the last start before a gap only ends within reach of the work alone, and of the room, come into question.
     """
-    if slot.need.entry:
-        yield from (
-            end
-            for end in range(1, problem.n + 1)
-            if any(_fits(problem, start, end, slot, limit) for start in starts if start < end)
-        )
-        return
-    start = None
-    for end in range(1, problem.n + 1):
-        start = end - 1 if end - 1 in starts else start
-        if start is not None and _fits(problem, start, end, slot, limit):
-            yield end
+    lows = [low for low, _ in denied]
+    for (first, last), (until, _) in pairwise([*starts, (problem.n, problem.n)]):
+        by_work = bisect_right(slot.work.prefix, slot.work.prefix[last] + limit) - 1
+        by_room = bisect_right(slot.need.prefix, slot.need.prefix[last] + slot.room) - 1
+        stop = min(until, max(last, min(by_work, by_room)))
+        for low, high in denied[max(0, bisect_right(lows, first) - 1) : bisect_right(lows, stop)]:
+            for end in range(max(low, first + 1), min(high, stop) + 1):
+                if _fits(problem, min(end - 1, last), end, slot, limit):
+                    yield end
+
+
+def _denied_from_any(problem: Problem, starts: list[Run], denied: list[Run], slot: Slot, limit: int) -> Iterator[int]:
+    """The same where blocks need something at their start, and the nearest need not be the best: all are tried."""
+    every = [start for first, last in starts for start in range(first, last + 1)]
+    for low, high in denied:
+        for end in range(max(low, 1), high + 1):
+            nearest = bisect_left(every, end)
+            furthest = bisect_left(every, bisect_left(slot.work.prefix, slot.work.prefix[end] - limit))
+            if any(_fits(problem, start, end, slot, limit) for start in every[furthest:nearest]):
+                yield end
 
 
 def _fits(problem: Problem, start: int, end: int, slot: Slot, limit: int) -> bool:
@@ -205,18 +231,39 @@ def _check_thresholds(placement: Placement, model: Model, value: Fraction) -> No
 
 
 def _least_latency(problem: Problem, bound: Bound) -> Fraction | None:
-    tables = [{0: Fraction(0)}]
+    """The least sum of times under the bound, in integers, by the least over all starts of each block."""
+    unit = lcm(*{slot.speed for slot in problem.slots})
+    tables: list[list[int | float]] = [[0] + [inf] * problem.n]
     for steps in problem.into[1:]:
-        table: dict[int, Fraction] = {}
+        table: list[int | float] = [inf] * (problem.n + 1)
         for step in steps:
-            for end, cost in _extend(problem, tables[step.before], step.slot, bound.limit(step.slot.speed)):
-                table[end] = min(cost, table.get(end, cost))
+            ends = _extend(problem, tables[step.before], step.slot, bound.limit(step.slot.speed), unit)
+            table = list(map(min, table, ends))
         tables.append(table)
-    return tables[-1].get(problem.n)
+    least = tables[-1][problem.n]
+    return None if least == inf else Fraction(int(least), unit)
 
 
-def _extend(problem: Problem, table: dict[int, Fraction], slot: Slot, limit: int) -> Iterator[tuple[int, Fraction]]:
-    for start, cost in table.items():
-        for end in range(start + 1, problem.n + 1):
-            if _fits(problem, start, end, slot, limit):
-                yield end, cost + _latency(problem, [(start, end, slot)])
+def _extend(problem: Problem, before: list[int | float], slot: Slot, limit: int, unit: int) -> Iterator[int | float]:
+    """For each end the least latency with one more block; infinite where there is none."""
+    weight, prefix = unit // slot.speed, slot.work.prefix
+    reduced = [known - weight * total if known < inf else inf for known, total in zip(before, prefix, strict=True)]
+    for end in range(problem.n + 1):
+        first = _furthest_start(problem, end, slot, limit)
+        if slot.need.entry:
+            window = [reduced[start] for start in range(first, end) if _has_room(start, end, slot)]
+        else:
+            window = reduced[first:end]
+        least = min(window, default=inf)
+        cut = unit * problem.transfer[end] if problem.transfer else 0
+        yield least + weight * prefix[end] + cut if least < inf else inf
+
+
+def _furthest_start(problem: Problem, end: int, slot: Slot, limit: int) -> int:
+    """The furthest start of a block that keeps the limit, the pins and the room, but for what it needs at its start."""
+    cut = problem.transfer_work(end, slot)
+    left = limit - (0 if problem.overlap else cut)
+    if left < 0 or cut > limit:
+        return end
+    work, need = slot.work.prefix, slot.need.prefix
+    return max(bisect_left(work, work[end] - left), bisect_left(need, need[end] - slot.room), problem.last_pin[end])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from operator import sub
 
 from ._measure import Measure
+from ._paid import Paid, read_paid
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,32 @@ class Problem:
         works = {id(slot.work): slot.work for slot in self.slots}.values()
         heaviest = max(work.prefix[-1] + max(work.entry or [0]) for work in works)
         return Bound(Fraction(heaviest + max(self.transfer or [0]) + 1))
+
+    @cached_property
+    def floor(self) -> Fraction:
+        """No placement is faster than if layers could be divided, each and each stage in its fastest mode."""
+        return Fraction(sum(self.least_work), self.speeds[-1]) if self.speeds[-1] else Fraction(0)
+
+    @cached_property
+    def least_work(self) -> list[int]:
+        """For each layer the least work among all modes."""
+        works = list({id(slot.work): slot.work for slot in self.slots}.values())
+        weights = [list(map(sub, work.prefix[1:], work.prefix)) for work in works]
+        return weights[0] if len(weights) == 1 else list(map(min, *weights))
+
+    @cached_property
+    def paid(self) -> Callable[[Slot], Paid]:
+        """What the costs of cuts do to the reach of a slot; slots with the same work and speed share it."""
+        known: dict[tuple[int, int], Paid] = {}
+
+        def find(slot: Slot) -> Paid:
+            key = id(slot.work), slot.speed
+            if key not in known:
+                extra = [self.transfer_work(end, slot) for end in range(self.n + 1)]
+                known[key] = read_paid(slot.work, extra, self.overlap)
+            return known[key]
+
+        return find
 
     def last_position(self, state: int) -> int:
         """The last end after which every remaining stage still finds a layer."""

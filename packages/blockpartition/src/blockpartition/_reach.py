@@ -47,7 +47,7 @@ class Reach:
     def _way(self, slot: Slot) -> Callable[[list[Interval], Slot, int], Iterator[Interval]]:
         if slot.need.entry or slot.work.entry:
             return self._search
-        return self._advance if self.problem.transfer is None else self._scan
+        return self._advance if self.problem.transfer is None else self._pay
 
     def _advance(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
         """Without transfer costs a block may always be shortened, so the starts of one run reach one interval."""
@@ -61,20 +61,33 @@ class Reach:
                 self._note(slot, slot.work.of(last, end + 1))
             yield first + 1, min(end, fence)
 
-    def _scan(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
-        """With transfer costs, one end may be out of reach where a later one is not: try each, from its nearest start.
+    def _pay(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
+        """With transfer costs, one end may be out of reach where a later one is not: each end from its nearest start.
 
         The nearest is the best: it makes the smallest block, and the cost of the cut before it is not this stage's.
+        Only the last ends in reach of a start have to be looked at one by one.
         """
-        problem, need, fence = self.problem, slot.need.prefix, self.problem.next_pin
-        for start, end in _nearest(starts, problem.n):
-            if end > fence[start] or need[end] - need[start] > slot.room:
-                continue
-            work = problem.occupied(start, end, slot)
-            if work <= limit:
-                yield end, end
-            else:
-                self._note(slot, work)
+        problem, paid = self.problem, self.problem.paid(slot)
+        heavy = paid.singles.above(limit)
+        if heavy:
+            self._note(slot, problem.occupied(heavy[0], heavy[0] + 1, slot))
+        alone = sorted({layer + 1 for layer in [*heavy, *slot.misfits]})
+        for (first, last), (until, _) in pairwise([*starts, (problem.n, problem.n)]):
+            yield from _runs([(first + 1, last)], alone)
+            fence = min(slot.need.last_end(last, slot.room), problem.next_pin[last], until)
+            furthest = max(last, slot.work.last_end(last, limit))
+            if furthest < fence:
+                self._note(slot, paid.least_beyond(last, furthest))
+            furthest = min(furthest, fence)
+            sure = max(last, min(furthest, paid.sure_end(last, limit)))
+            if last < sure:
+                yield last + 1, sure
+            for end in range(sure + 1, furthest + 1):
+                work = problem.occupied(last, end, slot)
+                if work <= limit:
+                    yield end, end
+                else:
+                    self._note(slot, work)
 
     def _search(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
         """Where blocks need something at their start, a shorter one may need more: find the best start for each end.
@@ -126,13 +139,6 @@ def _runs(starts: Iterable[Interval], excluded: list[int]) -> Iterator[Interval]
             first = hole + 1
         if first <= last:
             yield first, last
-
-
-def _nearest(starts: list[Interval], n: int) -> Iterator[tuple[int, int]]:
-    """Each position up to n that has a start before it, behind the nearest such start."""
-    for (first, last), (until, _) in pairwise([*starts, (n, n)]):
-        for end in range(first + 1, until + 1):
-            yield min(end - 1, last), end
 
 
 def _union(intervals: Iterable[Interval], limit: int) -> list[Interval]:
