@@ -312,11 +312,10 @@ class Recipe:
 def _in_order(recipe: Recipe, layers: Sequence[nn.Module]) -> list[nn.Module]:
     """The layers, the ones that change the kind of value where the next needs another, and the skips.
 
-    A layer that works in place gets memory of its own where torch would refuse the plain model, or where a stage of
-    its own might have given away its input, which a checkpointed pipe refuses.
+    A layer that works in place gets memory of its own where torch would refuse the plain model.
     """
     spaces = [Namespace() for _ in recipe.skips]
-    kind, output, fresh = "tensor", "free", None
+    kind, output = "tensor", "free"
     order: list[nn.Module] = []
     for k, ((wanted, name), layer) in enumerate(zip(recipe.layers, layers, strict=True)):
         for ns, (start, stop, what, in_place) in zip(spaces, recipe.skips, strict=True):
@@ -326,10 +325,9 @@ def _in_order(recipe: Recipe, layers: Sequence[nn.Module]) -> list[nn.Module]:
             order.append({"tensor": ToTensor, "tuple": ToTuple, "dict": ToDict}[wanted]())
             kind = wanted
         part = PARTS[name]
-        if part.in_place and (output == "kept" or (recipe.checkpoint != "never" and order and order[-1] is not fresh)):
+        if part.in_place and output == "kept":
             order.append(OnMain(Fresh()))
         order.append(layer)
-        fresh = layer if part.output == "free" else None
         output = output if part.output == "input" and not part.in_place else part.output
     return order
 

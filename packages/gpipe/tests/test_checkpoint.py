@@ -458,11 +458,7 @@ class TestInPlace:
         first, last = linears(2)
         model = nn.Sequential(first, copy.deepcopy(view), nn.LeakyReLU(0.5, inplace=True), last)
         pipe = piped(model, [1, 1, 2], chunks=2, checkpoint=checkpoint)
-        if checkpoint == "never":
-            assert_trains_like(pipe, model)
-        else:  # what it would be recomputed from is gone
-            with pytest.raises(RuntimeError, match="the input of this partition was changed in place"):
-                assert_trains_like(pipe, model)
+        assert_trains_like(pipe, model)
 
     @each_mode
     @pytest.mark.parametrize("balance", [[4], [2, 2], [1, 1, 1, 1]])

@@ -95,15 +95,10 @@ def test_stages_that_give_what_they_got(mode: str):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("between", [nn.Identity(), nn.Flatten(), Call(lambda x: (x,))], ids=["same", "view", "packed"])
-def test_input_given_on_and_changed_by_the_next_stage_is_right_or_refused(mode: str, between: nn.Module):
+def test_input_given_on_and_changed_by_the_next_stage(mode: str, between: nn.Module):
     change = Call(lambda v: (v[0] if isinstance(v, tuple) else v).mul_(2))
     model = nn.Sequential(linear(), between, change, linear())
-    pipe = piped(model, [1, 1, 2], chunks=2, checkpoint=mode)
-    try:
-        assert_trains_like(pipe, model)
-    except RuntimeError as error:
-        assert "changed in place" in str(error)  # noqa: PT017
-        assert mode != "never"
+    assert_trains_like(piped(model, [1, 1, 2], chunks=2, checkpoint=mode), model)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -200,20 +195,16 @@ def test_caller_s_tensor_after_a_first_layer_that_works_in_place(mode: str):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_inputs_that_share_memory_and_are_changed_are_right_or_refused(mode: str):
+def test_an_input_given_twice_and_changed(mode: str):
     model = nn.Sequential(Call(lambda v: v[0].relu_() + 2 * v[1]), linear())
     pipe = piped(model, [1, 1], chunks=2, checkpoint=mode)
     ours, theirs = rows(grad=True), rows(grad=True)
     x = theirs * 1
     model((x, x)).square().sum().backward()
     x = ours * 1
-    try:
-        pipe((x, x)).square().sum().backward()
-    except RuntimeError as error:
-        assert "shares its memory" in str(error)  # noqa: PT017
-    else:
-        torch.testing.assert_close(ours.grad, theirs.grad)
-        assert_same(pipe, model)
+    pipe((x, x)).square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    assert_same(pipe, model)
 
 
 @pytest.mark.parametrize(

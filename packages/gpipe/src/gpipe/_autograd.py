@@ -27,11 +27,16 @@ def tied(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch]:
     wholes = list(Batch(value))
     if not any(whole.requires_grad for whole in wholes):
         return list(views)
-    tied = [
-        Deal.apply(dim, whole, *column) if whole.requires_grad else column  # type: ignore[no-untyped-call]
-        for dim, whole, column in zip(_dims(value, spec), wholes, zip(*views, strict=True), strict=True)
-    ]
+    columns: dict[int, Sequence[Tensor]] = {}
+    for dim, whole, column in zip(_dims(value, spec), wholes, zip(*views, strict=True), strict=True):
+        if id(whole) not in columns:  # of a tensor that is there twice, the micro-batches are too
+            columns[id(whole)] = _dealt(dim, whole, column)
+    tied = [columns[id(whole)] for whole in wholes]
     return [_with(batch, row) for batch, row in zip(views, zip(*tied, strict=True), strict=True)]
+
+
+def _dealt(dim: int | None, whole: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
+    return Deal.apply(dim, whole, *views) if whole.requires_grad else views  # type: ignore[no-untyped-call]
 
 
 def _dims(value: Any, spec: Any) -> list[int | None]:

@@ -21,6 +21,7 @@ from ._random import CellRandom, RunRandom
 from ._repeat import Extent, Sample, checks_all
 from ._stage import Stage
 from ._state import Grounds, Remembered, Training
+from ._ties import KEPT, marked
 from ._value import cloned, cut, laid_out, versions
 
 Result = TypeVar("Result")
@@ -46,7 +47,7 @@ class Cell:
         """Run the layers; the outputs, cut off."""
         self.inputs = inputs
         self._outputs = self._compute(inputs)
-        return cut(self._outputs)
+        return marked(cut(self._outputs), inputs, self._stage.given)
 
     def recompute(self) -> None:
         """Make :meth:`backward` possible; here it is already."""
@@ -240,14 +241,14 @@ class CheckpointedCell(Cell):
         gone = spare is None and versions(inputs) != before
         if not self._circumstances.settle(remembered) or self._circumstances.drew_past(self._random) or gone:
             self.inputs, self._outputs = leaves, outputs
-            return cut(outputs)
+            return marked(cut(outputs), inputs, self._stage.given)
         if versions(inputs) != before:
             assert spare is not None
             self.inputs = spare
         self._remembered = remembered
         self._versions = versions(self.inputs)
         self._sample = self._circumstances.sample(outputs)
-        return cut(outputs)
+        return marked(cut(outputs), inputs, [*((tensor, KEPT) for tensor in self.inputs), *self._stage.given])
 
     def recompute(self) -> None:
         """Run the layers again as they ran in the forward, for their graph."""

@@ -12,13 +12,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, check, gather, scatter_views, unwrap
+from microbatch import Batch, check, scatter_views, unwrap
 from streams import AbstractStream, add_note, new_stream
 
 from ._arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from ._arguments import Device, checked_checkpoint, checked_chunks, checked_devices, checked_flag, checked_sizes
 from ._autograd import tied
 from ._batchnorm import DeferredBatchNorm
+from ._gathered import gathered
 from ._layers import Held, expect_replacement, refuse
 from ._loss import LossEnd, LossFunction
 from ._module_hooks import pre_hooked, refuse_hooks
@@ -184,7 +185,7 @@ class GPipe(nn.Module):
         pipeline = self._pipeline(inputs, spec)
         rows = [batch.rows for batch in pipeline.batches]
         pipeline.run()
-        return _gathered(pipeline.batches, rows, self.out_spec)
+        return pipeline.gathered(rows, self.out_spec)
 
     @overload
     def step(
@@ -274,7 +275,7 @@ class GPipe(nn.Module):
         if return_outputs:
             outputs = [end.outputs[i] for i in range(microbatches)]
             try:
-                return end.loss, _gathered(outputs, [batch.rows for batch in pipeline.batches], self.out_spec)
+                return end.loss, gathered(outputs, [batch.rows for batch in pipeline.batches], self.out_spec)
             except (TypeError, ValueError) as error:
                 add_note(error, "the step itself is complete: its gradients are in .grad")
                 raise
@@ -472,11 +473,6 @@ def _weights(batches: list[Batch], reduction: str, normalizer: float | Tensor | 
         raise ValueError("normalizer goes with reduction='sum'; a mean divides by the rows already")
     rows = [batch.rows[0] for batch in batches]
     return [row / max(1, sum(rows)) for row in rows]
-
-
-def _gathered(outputs: Sequence[Batch], rows: Sequence[tuple[int, ...]], spec: Any) -> Any:
-    """The output of the mini-batch, given those of its micro-batches and how many rows went into each."""
-    return gather([Batch(batch.value, each) for batch, each in zip(outputs, rows, strict=True)], spec)
 
 
 def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: int) -> list[Any]:

@@ -17,7 +17,7 @@ from ._place import At, place
 from ._ports import Port, Ports
 from ._random import CellRandom, RunRandom, Unwatched
 from ._stage import Stage
-from ._value import cloned
+from ._ties import owned
 from .schedule import Action
 
 _HIDES = (
@@ -84,8 +84,8 @@ class Lane:
 
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
-        if self.stage.index == 0 and self.stage.may_change_input:
-            inputs = cloned(inputs)  # what the caller gave stays as it is
+        if self.stage.may_change_input:
+            inputs = owned(inputs)  # what the caller gave stays as it is, and what a recomputation needs
         cell = self._cells[i] = self._cell(i)
         with At(i, self._statistics):
             outputs = cell.forward(inputs)

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from microbatch import Batch
 
 from . import _engine
+from ._aliases import unpacked
 from ._grown import Grown
 from ._hooks import HeldGradients
 from ._leaves import below
+from ._ties import guarded, released
 from ._value import entered, mapped
 
 LossFunction = Callable[[Any, Any], Any]
@@ -54,7 +56,8 @@ class LossEnd:
 
     def put_values(self, i: int, batch: Batch) -> None:
         """Compute the loss of a micro-batch, and the gradients of what it was computed from."""
-        found = self._loss_fn(entered(batch).value, self._targets[i])
+        batch = released(batch)
+        found = self._loss_fn(unpacked(guarded(entered(batch)).value), self._targets[i])
         self._expect_alike(isinstance(found, tuple))
         loss, weight = self._counted(found) if isinstance(found, tuple) else (_checked(found), self._weights[i])
         self._gradients[i] = self._backward(loss, torch.full_like(loss, weight), list(batch))

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from microbatch import Batch
 
+from ._aliases import Aliased
 from ._link import Channel
-from ._value import SharedBatch
+from ._ties import divided, joined
 
 Gradients = list[Tensor | None]
 
@@ -39,22 +40,25 @@ class Ports:
     What goes through them all is a batch of a tuple of the main value and the skips.
     """
 
-    __slots__ = ("_channels", "_sizes")
+    __slots__ = ("_aliased", "_channels", "_sizes")
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = channels
         self._sizes: dict[int, list[int]] = {}
+        self._aliased: dict[int, Aliased] = {}
 
     def get_values(self, i: int) -> Batch:
         """Wait for what the stages before have sent."""
         parts = [channel.values.get(i) for channel in self._channels]
         self._sizes[i] = [len(part) for part in parts]
-        shared = any(isinstance(part, SharedBatch) for part in parts)
-        return (SharedBatch if shared else Batch)(tuple([part.value for part in parts]))
+        batch = joined(parts)
+        if isinstance(batch.value, Aliased):
+            self._aliased[i] = batch.value
+        return batch
 
     def put_values(self, i: int, batch: Batch) -> None:
         """Send each part to the stage that needs it."""
-        parts = [type(batch)(value) for value in batch.value]
+        parts = divided(batch)
         self._sizes[i] = [len(part) for part in parts]
         for channel, part in zip(self._channels, parts, strict=True):
             channel.values.put(i, part)
@@ -65,6 +69,7 @@ class Ports:
 
     def put_gradients(self, i: int, gradients: Gradients) -> None:
         """Send back the gradients of what :meth:`get_values` got."""
-        flowing = iter(gradients)
+        aliased = self._aliased.pop(i, None)
+        flowing = iter(gradients if aliased is None else aliased.spread(gradients))
         for channel, size in zip(self._channels, self._sizes.pop(i), strict=True):
             channel.gradients.put(i, [next(flowing) for _ in range(size)])

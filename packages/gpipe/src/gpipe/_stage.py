@@ -7,14 +7,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from microbatch import Batch
 
+from ._aliases import packed, unpacked
 from ._plain import expect_plain
 from ._state import State, Training
 from ._tensor_hooks import TensorHooks
-from ._value import Arguments, SharedBatch, entered, marked, versions
+from ._ties import expect_unseen, given_state
+from ._value import Arguments, entered, versions
 from .skip import SkipLayout
 from .skip._store import Key, routed
 
@@ -22,7 +24,11 @@ _log = logging.getLogger("gpipe")
 
 
 class Stage:
-    """One partition on its device. It lives as long as its pipe, and so does what is learned about its layers."""
+    """One partition on its device. It lives as long as its pipe, and so does what is learned about its layers.
+
+    Attributes:
+        given: parameters and buffers whose memory the first forward of the run gave away, with their tie.
+    """
 
     def __init__(self, index: int, module: nn.Module, device: torch.device, layout: SkipLayout) -> None:
         self.index = index
@@ -30,6 +36,8 @@ class Stage:
         self.device = torch.device("cpu") if device.type == "cpu" else device
         self._pops = [route.key for route in layout.routes if route.target == index]
         self._stashes = [route.key for route in layout.routes if route.source == index]
+        self.given: list[tuple[Tensor, int]] = []
+        self._seen_outputs = False
         self._changes_input: bool | None = None
         self._said_whole = False
         self._layers_then = dict(module._modules)
@@ -41,22 +49,21 @@ class Stage:
     def compute(self, inputs: Batch) -> Batch:
         """What the layers make of ``inputs``; they may work in place on them, although these are leaves."""
         if not self.may_change_input:
-            return marked(Batch(self._call(inputs.value)), inputs)
+            return Batch(self._call(inputs.value))
         before = versions(inputs)
         outputs = Batch(self._call(entered(inputs).value))
-        changed = versions(inputs) != before
-        self._changes_input = self._changes_input or changed
-        if changed and isinstance(inputs, SharedBatch) and self._parts(inputs):
-            raise RuntimeError(
-                "the layers of this partition changed a tensor in place that shares its memory with another one from "
-                "an earlier partition, whose gradient would be wrong; let them work on a clone, or put both into one "
-                "partition"
-            )
-        return marked(outputs, inputs)
+        after = versions(inputs)
+        expect_unseen(inputs, before, after)
+        self._learn(inputs, outputs, after != before)
+        return outputs
 
-    def _parts(self, inputs: SharedBatch) -> bool:
-        """Whether tensors that share their memory are on their own here: in their gradients, or as copies."""
-        return self.index == 0 or self.device.type != "cpu" or any(leaf.requires_grad for leaf in inputs)
+    def _learn(self, inputs: Batch, outputs: Batch, changed: bool) -> None:
+        if not self._seen_outputs:
+            self.given = given_state(self.module, outputs)
+            self._seen_outputs = True
+        # Inference tensors do not count their changes.
+        if changed or not any(tensor.is_inference() for tensor in inputs):
+            self._changes_input = self._changes_input or changed
 
     def _call(self, value: Any) -> Any:
         """Hand skips from other stages to the layers, and those for other stages on, beside the main value."""
@@ -64,8 +71,8 @@ class Stage:
             return self._layers(value)
         store: dict[Key, Any] = {}
         if self._pops:
-            value, *skips = value
-            store.update(zip(self._pops, skips, strict=True))
+            value, *skips = unpacked(value)
+            store.update(zip(self._pops, map(unpacked, skips), strict=True))
         with routed(store):
             output = self._layers(value)
         return (output, *[store.pop(key) for key in self._stashes]) if self._stashes else output
@@ -80,9 +87,10 @@ class Stage:
         return output
 
     def _output(self, value: Any) -> Any:
+        value = unpacked(value)
         output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
         expect_plain(output, self.index)
-        return output
+        return packed(output)
 
     @property
     def may_change_input(self) -> bool:
@@ -92,6 +100,7 @@ class Stage:
     def begin(self) -> None:
         """Forget what the last run has shown: layers may have been changed since."""
         self._changes_input = None
+        self._seen_outputs = False
 
     def expect_split(self) -> None:
         """Let the next forward look for hooks, unless one has in this training mode."""

@@ -11,44 +11,37 @@ from torch import Tensor
 from microbatch import Arguments as Arguments
 from microbatch import Batch, map_tensors
 
+from ._memory import clone, cloned_together, storage_id
+
 
 class SharedBatch(Batch):
-    """A batch with a tensor in the memory of another one, in it or on its own way to another stage.
+    """A batch with tensors whose memory is also somebody else's; see :mod:`gpipe._ties`.
 
-    Stages see such tensors as leaves that know nothing of each other. As long as nobody changes them that is the same.
+    Attributes:
+        ties: for each tensor, who else has to do with its memory: a sum of flags.
     """
 
-    __slots__ = ()
+    __slots__ = ("ties",)
+
+    def __init__(self, value: Any, ties: Sequence[int]) -> None:
+        super().__init__(value)
+        self.ties = ties
 
 
 def mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """The same structure with ``function`` applied to every tensor."""
-    return type(batch)(map_tensors(function, batch.value))
-
-
-def marked(outputs: Batch, inputs: Batch) -> Batch:
-    """``outputs``, as a :class:`SharedBatch` if they are one, given the inputs that they come from."""
-    shared = isinstance(inputs, SharedBatch)
-    if outputs.atomic and not shared:
-        return outputs
-    own = [memory(tensor) for tensor in outputs]
-    known = {memory(tensor) for tensor in inputs} if shared else set()
-    return SharedBatch(outputs.value) if len({*own}) < len(own) or not known.isdisjoint(own) else outputs
-
-
-def memory(tensor: Tensor) -> int:
-    """Equal for tensors that share their memory."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    value = map_tensors(function, batch.value)
+    return SharedBatch(value, batch.ties) if isinstance(batch, SharedBatch) else Batch(value)
 
 
 def alone(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> list[Tensor | None]:
     """``found`` in memory of their own: the stage that they are sent to may overwrite them before all else is done."""
-    taken = {memory(gradient) for gradient in kept if gradient is not None}
+    taken = {storage_id(gradient) for gradient in kept if gradient is not None}
     gradients: list[Tensor | None] = []
     for gradient in found:
-        if gradient is not None and memory(gradient) in taken:
+        if gradient is not None and storage_id(gradient) in taken:
             gradient = gradient.clone()
-        taken.update([] if gradient is None else [memory(gradient)])
+        taken.update([] if gradient is None else [storage_id(gradient)])
         gradients.append(gradient)
     return gradients
 
@@ -67,7 +60,10 @@ def cut(batch: Batch) -> Batch:
 
 def cloned(batch: Batch) -> Batch:
     """Like :func:`cut`, in memory of their own."""
-    return mapped(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+    if not isinstance(batch, SharedBatch):
+        return mapped(batch, clone)
+    clones = iter(cloned_together(list(batch)))
+    return mapped(batch, lambda _: next(clones))
 
 
 def entered(batch: Batch) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,16 @@ from torch import Tensor, nn
 from microbatch import Batch, Versions
 from streams import AbstractStream, add_note, new_stream
 
+from ._aliases import Aliased, packed, unpacked
 from ._autograd import attach
 from ._data_parallel import refuse_data_parallel
+from ._gathered import gathered
 from ._loss import LossEnd
 from ._run import Run
 from ._section import Section
 from ._stage import Stage
-from ._value import cut, mapped, marked
+from ._ties import KEPT, SEEN, guarded, marked, overlap, released, tied, ties_of
+from ._value import cut, mapped
 from ._workers import Workers
 from .schedule import Schedule
 from .skip import SkipLayout, inspect_skip_layout
@@ -80,7 +84,8 @@ class Pipeline:
         before = _Gradients([p for stage in self._stages for p in stage.module.parameters()])
         mixed = 0
         try:
-            gradients = run.train(_entering(self.batches), walk)
+            entering = _entering(self.batches)
+            gradients = _spread(entering, run.train(entering, walk))
             leaves, whole = run.whole()
             mixed = len(self.batches)
             inputs, flowing = self._flowing(gradients, end.scale)
@@ -108,13 +113,21 @@ class Pipeline:
         in the schedule. Then ``batches`` are as before.
         """
         inputs = list(self.batches)
+        entering = _entering(inputs)
         with self._workers.section.entered():
             run = self._run()
-            outputs = run.forward(_entering(inputs))
+            outputs = run.forward(entering)
             self._versions.sync()
+        if len(outputs) == 1:
+            outputs = [released(outputs[0])]  # others are released when they are put together
         if torch.is_grad_enabled():
-            outputs = _attached(run, self._workers.section, self._versions, inputs, outputs)
-        self.batches[:] = outputs
+            outputs = _attached(run, self._workers.section, self._versions, inputs, entering, outputs)
+        self._outputs = outputs
+        self.batches[:] = [Batch(unpacked(guarded(batch).value)) for batch in outputs]
+
+    def gathered(self, rows: Sequence[tuple[int, ...]], spec: Any = None) -> Any:
+        """The outputs of the last :meth:`run` put together; ``rows`` is how many rows went into each micro-batch."""
+        return gathered(self._outputs, rows, spec)
 
     def _run(self, end: LossEnd | None = None) -> Run:
         return Run(
@@ -152,7 +165,25 @@ class _Gradients:
 
 
 def _entering(batches: Sequence[Batch]) -> list[Batch]:
-    return [marked(cut(batch), batch) for batch in batches]
+    """The micro-batches as the first stage takes them, whose memory is the caller's."""
+    entering = [cut(Batch(_packed(batch))) for batch in batches]
+    tie = KEPT | SEEN if overlap(batches) else KEPT
+    return [tied(batch, [tie | own for own in ties_of(marked(batch, batch))]) for batch in entering]
+
+
+def _packed(batch: Batch) -> Any:
+    """Packed, if each gradient that comes back is one of a tensor in ``batch``."""
+    value, own = packed(batch.value), [id(tensor) for tensor in batch]
+    whole = not isinstance(value, Aliased) or all(id(s) in own for s in value.sources if s.requires_grad)
+    return value if whole else batch.value
+
+
+def _spread(entering: Sequence[Batch], gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
+    """The gradients of all tensors of the caller, given those of what they were packed in."""
+    return [
+        batch.value.spread(each) if isinstance(batch.value, Aliased) else each
+        for batch, each in zip(entering, gradients, strict=True)
+    ]
 
 
 def _module(partition: nn.Module | Stage) -> nn.Module:
@@ -160,7 +191,12 @@ def _module(partition: nn.Module | Stage) -> nn.Module:
 
 
 def _attached(
-    run: Run, section: Section, versions: Versions, inputs: Sequence[Batch], outputs: Sequence[Batch]
+    run: Run,
+    section: Section,
+    versions: Versions,
+    inputs: Sequence[Batch],
+    entering: Sequence[Batch],
+    outputs: Sequence[Batch],
 ) -> list[Batch]:
     """The outputs as autograd's results of the inputs."""
     flags = [[tensor.requires_grad for tensor in batch] for batch in outputs]
@@ -171,7 +207,7 @@ def _attached(
         gradients = [[next(flowing) if flag else None for flag in each] for each in flags]
         with section.entered(accumulates=True):
             found, own = run.backward(gradients)
-        return [*(gradient for each in found for gradient in each), *own]
+        return [*(gradient for each in _spread(entering, found) for gradient in each), *own]
 
     ends = [tensor for batch in outputs for tensor in batch if tensor.requires_grad]
     attached = iter(attach(backward, [*(tensor for batch in inputs for tensor in batch), *run.kept], ends))

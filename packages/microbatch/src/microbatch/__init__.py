@@ -16,6 +16,7 @@ from ._scatter import scatter_views as scatter_views
 from ._spec import rules as rules
 from ._spec import unwrap as unwrap
 from ._tree import flatten as flatten
+from ._tree import leaf_paths as leaf_paths
 from ._tree import map_tensors as map_tensors
 from ._tree import unflatten as unflatten
 from ._versions import Versions as Versions
@@ -36,6 +37,7 @@ __all__ = [
     "check",
     "flatten",
     "gather",
+    "leaf_paths",
     "map_tensors",
     "rules",
     "scatter",

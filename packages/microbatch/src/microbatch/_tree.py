@@ -77,7 +77,11 @@ class Place(NamedTuple):
 
 
 def leaf_paths(tree: Any, path: str) -> Iterator[str]:
-    """The path of each leaf, in tree order."""
+    """The path of each leaf of `tree`, in the order of `flatten`; `path` is what the tree itself is called.
+
+    >>> list(leaf_paths({'x': 1, 'y': (2, 3)}, 'input'))
+    ["input['x']", "input['y'][0]", "input['y'][1]"]
+    """
     found = children(tree)
     if found is None:
         yield path

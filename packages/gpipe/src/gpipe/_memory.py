@@ -1,0 +1,116 @@
+"""Which tensors share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Region(NamedTuple):
+    """A part of a storage, in bytes. Two tensors may share memory only if their regions overlap."""
+
+    storage: int
+    start: int
+    stop: int
+
+    def overlaps(self, other: Region) -> bool:
+        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
+
+
+def region(tensor: Tensor) -> Region:
+    """The memory from the first to the last element of ``tensor``; empty if there is none."""
+    if tensor.layout is not torch.strided:
+        return Region(id(tensor), 0, 1)
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return Region(storage_id(tensor), start, start + extent(tensor) * tensor.itemsize)
+
+
+def extent(tensor: Tensor) -> int:
+    """How many elements lie between the first and the last in memory, both included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory, each in a place of its own; then a clone is laid out alike."""
+    if tensor.is_contiguous():
+        return True
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Equal for tensors with the same storage, as long as they live."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def has_own_storages(tensors: Sequence[Tensor]) -> bool:
+    """Whether no two have the same storage; the quick answer to whether any share memory."""
+    return len({storage_id(tensor) for tensor in tensors}) == len(tensors)
+
+
+def clusters(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors, those together whose regions overlap, directly or by way of others; in the order given."""
+    found: list[list[int]] = []
+    last = Region(0, 0, 0)
+    for where, k in sorted((region(each), k) for k, each in enumerate(tensors)):
+        if found and where.overlaps(last):
+            found[-1].append(k)
+            last = last._replace(stop=max(last.stop, where.stop))
+        else:
+            found.append([k])
+            last = where
+    # Not in the order of addresses: a recomputation must find the same.
+    return [[tensors[k] for k in sorted(cluster)] for cluster in sorted(found, key=min)]
+
+
+def cloned_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves like ``tensors`` in memory of their own, of which they share what ``tensors`` do."""
+    clones: dict[int, Tensor] = {}
+    for cluster in clusters(tensors):
+        alone = len({id(tensor) for tensor in cluster}) == 1
+        fresh = map(clone, cluster) if alone or any(map(_is_special, cluster)) else _copied(cluster)
+        clones.update(zip(map(id, cluster), fresh, strict=True))
+    return [clones[id(tensor)] for tensor in tensors]
+
+
+def clone(tensor: Tensor) -> Tensor:
+    """A leaf like ``tensor``, in memory of its own."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _is_special(tensor: Tensor) -> bool:
+    """Whether there is more to the tensor than its memory, shape and strides."""
+    strided = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    return type(tensor) not in (Tensor, nn.Parameter) or not strided or tensor.is_quantized
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves like ``tensors`` in a copy of all their memory."""
+    regions = [region(tensor) for tensor in tensors]
+    start = min(each.start for each in regions) // _ALIGNMENT * _ALIGNMENT
+    stop = max(each.stop for each in regions)
+    storage = tensors[0].untyped_storage()
+    copy = (
+        torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storage, start, (stop - start,), (1,)).clone()
+    )
+    return [
+        _placed(each, copy.untyped_storage(), where.start - start) for each, where in zip(tensors, regions, strict=True)
+    ]
+
+
+def _placed(tensor: Tensor, storage: torch.UntypedStorage, start: int) -> Tensor:
+    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    own.set_(storage, start // tensor.itemsize, tensor.shape, tensor.stride())
+    return own.requires_grad_(tensor.requires_grad)
+
+
+_ALIGNMENT = 16  # bytes of the largest element
