@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from gpipe.schedule import (
     SCHEDULES,
     Action,
+    Kind,
     Program,
     Schedule,
     Step,
@@ -21,6 +23,7 @@ from gpipe.schedule import (
     fill_drain,
     halves,
     in_flight,
+    interleaved,
     merge,
     named,
     one_forward_one_backward,
@@ -30,6 +33,8 @@ from gpipe.schedule import (
     validate,
     zero_bubble,
 )
+
+from .schedules import CHOICES, some_schedule
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -450,3 +455,158 @@ class TestNames:
     def test_what_was_meant_is_said(self, name: str, meant: str) -> None:
         with pytest.raises(ValueError, match=rf"there is no schedule {name!r}; .*; did you mean '{meant}"):
             named(name, 3, [0, 1])
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
+    """A valid schedule in any order, its micro-batches, and the worker of each stage."""
+    m, n = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    placement = draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n))
+    return some_schedule(draw(CHOICES), m, placement, draw(st.integers(0, m))), m, placement
+
+
+@st.composite
+def edited(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
+    """A valid schedule after up to two edits of its lines, each of which may spoil it, or not."""
+    schedule, m, placement = draw(orders())
+    lines = [list(steps) for steps in schedule.on(placement)]
+    for _ in range(draw(st.integers(0, 2))):
+        line = draw(st.sampled_from([line for line in lines if line] or [[]]))
+        if line:
+            _edit(line, draw)
+    programs = [[s.action for line in lines for s in line if s.stage == j] for j in range(len(placement))]
+    return Schedule(programs, tuple(map(tuple, lines))), m, placement
+
+
+def _edit(line: list[Step], draw: st.DrawFn) -> None:
+    at, to = draw(st.integers(0, len(line) - 1)), draw(st.integers(0, len(line) - 1))
+    stage, action = line[at]
+    match draw(st.sampled_from(["move", "repeat", "leave out", "other kind", "other micro-batch"])):
+        case "move":
+            line.insert(to, line.pop(at))
+        case "repeat":
+            line.insert(to, line[at])
+        case "leave out":
+            del line[at]
+        case "other kind":
+            line[at] = Step(stage, Action(draw(st.sampled_from(list(Kind))), action.microbatch))
+        case "other micro-batch":
+            line[at] = Step(stage, Action(action.kind, draw(st.integers(0, 3))))
+
+
+def trains(schedule: Schedule, m: int, placement: Sequence[int]) -> bool:
+    """What :func:`validate` promises, said in another way: a word for each cell, and workers that get through."""
+    for program in schedule:
+        words = ["".join(Kind(kind).letter for kind, k in program if k == i) for i in range(m)]
+        if not all(re.fullmatch("FR?(B|IW)", word) for word in words) or any(k >= m for _, k in program):
+            return False
+    return len(executed(schedule.walk or lines_of(schedule))) == len(steps_of(schedule))
+
+
+def lines_of(schedule: Schedule) -> list[list[Step]]:
+    return [[Step(j, action) for action in program] for j, program in enumerate(schedule)]
+
+
+class TestValidate:
+    @given(orders())
+    def test_any_order_that_trains_is_valid(self, problem: tuple[Schedule, int, list[int]]) -> None:
+        schedule, m, placement = problem
+        assert trains(schedule, m, placement)
+        validate(schedule, m, placement)
+
+    @given(edited())
+    def test_it_is_refused_exactly_if_it_does_not_train(self, problem: tuple[Schedule, int, list[int]]) -> None:
+        schedule, m, placement = problem
+        if trains(schedule, m, placement):
+            validate(schedule, m, placement)
+        else:
+            with pytest.raises(ValueError, match=r"[FRBIW]\d@\d"):
+                validate(schedule, m, placement)
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("F0 F0 B0", "F0@0 occurs twice"),
+            ("F0 R0 R0 B0", "R0@0 occurs twice"),
+            ("F0 B0 B0", "B0@0 occurs twice"),
+            ("F0 I0 W0 W0", "W0@0 occurs twice"),
+            ("R0 F0 B0", "R0@0 comes before F0@0"),
+            ("B0 F0", "B0@0 comes before F0@0"),
+            ("F0 W0 I0", "W0@0 comes before I0@0"),
+            ("F0 B0 R0", "R0@0 comes after the backward"),
+            ("F0 I0 R0 W0", "R0@0 comes after the backward"),
+            ("F0 I0 W0 R0", "R0@0 comes after the backward"),
+            ("F0 I0 W0 B0", "B0@0 comes after I0@0"),
+            ("F0 I0 B0 W0", "B0@0 comes after I0@0"),
+            ("F0 B0 I0 W0", "I0@0 comes after B0@0"),
+            ("F0 I0", "W0@0 is missing"),
+            ("F0", "B0@0 is missing"),
+            ("F0 B0 F1 B1", "F1@0 is of micro-batch 1, but there are 1"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, text: str, told: str) -> None:
+        with pytest.raises(ValueError, match=told):
+            validate(Schedule.parse(text), 1, [0])
+
+    def test_a_missing_forward_is_named(self) -> None:
+        with pytest.raises(ValueError, match="F1@0 is missing"):
+            validate(Schedule.parse("F0 B0"), 2, [0])
+
+    def test_workers_that_stages_share_may_wait_for_ever_where_others_would_not(self) -> None:
+        alone, shared = "F0@0 B0@0\nF0@1 B0@1", "F0@1 F0@0 B0@1 B0@0"
+        validate(Schedule.parse(alone), 1, [0, 1])
+        with pytest.raises(ValueError, match="for ever: F0@1 for F0@0"):
+            validate(Schedule.parse(shared), 1, [0, 0])
+
+    def test_other_numbers_of_stages_are_named(self) -> None:
+        with pytest.raises(ValueError, match="for 2 stages, the pipe has 1"):
+            validate(fill_drain(1, 2), 1, [0])
+
+
+class TestRecomputing:
+    @given(orders(), st.integers(0, 4), st.integers(0, 4))
+    def test_once_is_as_good_as_twice(self, problem: tuple[Schedule, int, list[int]], one: int, two: int) -> None:
+        schedule, _, _ = problem
+        assert schedule.recomputing(one).recomputing(two) == schedule.recomputing(max(one, two))
+
+    @given(orders(), st.integers(0, 4))
+    def test_all_else_stays_in_its_place(self, problem: tuple[Schedule, int, list[int]], stop: int) -> None:
+        schedule, m, placement = problem
+        again = schedule.recomputing(stop)
+        validate(again, m, placement)
+        added = set(steps_of(again)) - set(steps_of(schedule))
+        for before, after in zip(schedule.on(placement), again.on(placement), strict=True):
+            assert tuple(step for step in after if step not in added) == before or schedule.walk is None
+        for program, longer in zip(schedule, again, strict=True):
+            assert tuple(action for action in longer if action in program) == program
+            assert {i for kind, i in longer if kind == Kind.RECOMPUTE} >= set(range(min(stop, m)))
+            for action, following in pairwise(longer):
+                assert action in program or following.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+                assert action in program or following.microbatch == action.microbatch < stop
+
+
+class TestInterleaved:
+    @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.data())
+    def test_a_worker_holds_no_more_than_is_promised(self, m: int, k: int, v: int, data: st.DataObject) -> None:
+        schedule = interleaved(m, k * v, k, data.draw(st.integers(0, m)))
+        for r, steps in enumerate(schedule.on([j % k for j in range(k * v)])):
+            changes = [{Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(step.action.kind, 0) for step in steps]
+            promised = 2 * (k - r - 1) + (v - 1) * k + 1
+            assert max(accumulate(changes)) <= promised
+            if m % k == 0:
+                assert max(accumulate(changes)) == min(m * v, promised)
+
+
+class TestParse:
+    @given(orders(), st.randoms(use_true_random=False))
+    def test_blank_lines_comments_and_dots_say_nothing(
+        self, problem: tuple[Schedule, int, list[int]], random: Random
+    ) -> None:
+        schedule, _, _ = problem
+        noise = ["", "   ", "# F9 B9", "  # nothing", "#"]
+        lines: list[str] = random.choices(noise, k=2)
+        for line in str(schedule).splitlines():
+            words = [word for each in line.split() for word in (["."] * random.randrange(3) + [each])]
+            lines += ["  " * random.randrange(2) + "  ".join(words) + random.choice(["", "  # R0", "#"])]
+            lines += random.choices(noise, k=random.randrange(3))
+        assert Schedule.parse("\n".join(lines)) == schedule
