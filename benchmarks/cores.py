@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe._cores import bind, shares, usable
+from gpipe.engine._cores import bind, shares, usable
 
 
 def take_share(k: int, of: int) -> None:

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe, _workers, inline
-from gpipe._cores import bind, shares, usable
+from gpipe import GPipe, inline
+from gpipe.engine import _workers
+from gpipe.engine._cores import bind, shares, usable
 
 from .layers import Call, rows
 
@@ -51,7 +52,7 @@ class TestShares:
 
     def test_neighbours_stay_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Cores 0 and 2 are two threads of one physical core, as are 1 and 3.
-        monkeypatch.setattr("gpipe._cores._position", lambda core: (0, core % 2, core))
+        monkeypatch.setattr("gpipe.engine._cores._position", lambda core: (0, core % 2, core))
         assert shares(range(4), 2) == [{0, 2}, {1, 3}]
 
     def test_the_system_may_not_tell(self) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline, is_recomputing
-from gpipe._link import Channel
+from gpipe.transport._link import Channel
 
 from .layers import DOUBLE, Call, Raise, assert_trains_like, linears, numbered, piped, rows, within
 

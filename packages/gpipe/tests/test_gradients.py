@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
-from gpipe._partial import backward_inputs
+from gpipe.engine._split_backward import backward_inputs
 from gpipe.schedule import SCHEDULES
 
 from .layers import DOUBLE, Call, assert_same, linears, piped, rows

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe import GPipe, inline
-from gpipe._inline import is_inline
+from gpipe.engine._inline import is_inline
 
 from .layers import Call, OnBackward, assert_same, assert_trains_like, linears, numbered, piped, rows
 

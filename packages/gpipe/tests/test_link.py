@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import GPipe
-from gpipe._errors import Poisoned
-from gpipe._link import Channel, Link, stall_seconds
+from gpipe.transport._link import Channel, Link, stall_seconds
+from gpipe.values._describe import Poisoned
 
 from .layers import Call, numbered, within
 

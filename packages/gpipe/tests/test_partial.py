@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe import GPipe
-from gpipe._partial import backward_inputs
+from gpipe.engine._split_backward import backward_inputs
 
 from .layers import DOUBLE, Call, Raise, assert_same, gradients, linears, piped, rows
 from .models import PARTS, WIDTH, OnMain

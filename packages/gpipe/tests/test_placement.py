@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import gpipe._split
+import gpipe.module._partition
 from gpipe import DeferredBatchNorm, GPipe, split_module
 
 from .layers import DOUBLE, assert_trains_like, linears, piped, rows
@@ -56,7 +56,7 @@ class TestConstruction:
             block.to("meta")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpipe._split, "move", move)
+            patch.setattr(gpipe.module._partition, "move", move)
             with pytest.raises(FullError):
                 GPipe(model, [1] * 4, devices=["cpu"] * 4, deferred_batch_norm=deferred)
         assert state(model) == before

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe import GPipe
-from gpipe._random import CellRandom, RunRandom
+from gpipe.checkpoint._random import CellRandom, RunRandom
 
 from .layers import Call
 from .models import one_thread as one_thread

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, is_recomputing
-from gpipe._repeat import Extent, Sample
+from gpipe.checkpoint._compare import Extent, Sample
 from microbatch import Batch
 
 from .layers import Call, rows

@@ -131,7 +131,7 @@ class Masked(nn.Module):
 
 class TestArguments:
     def test_they_are_those_of_microbatch(self) -> None:
-        assert gpipe._value.Arguments is Arguments
+        assert gpipe.values._leaves.Arguments is Arguments
 
     @each_mode
     @each_way

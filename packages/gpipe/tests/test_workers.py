@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
-from gpipe._workers import Workers, placement
+from gpipe.engine._workers import Workers, placement
 from streams import CPUStream
 
 from .layers import Call, OnBackward, assert_trains_like, linears, numbered, piped, rows, within

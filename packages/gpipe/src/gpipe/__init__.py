@@ -1,18 +1,18 @@
 """Pipeline-parallel training of sequential PyTorch models in one process."""
 
 from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm
-from ._checkpoint import is_checkpointing as is_checkpointing
-from ._checkpoint import is_recomputing as is_recomputing
 from ._gpipe import GPipe as GPipe
-from ._inline import inline as inline
-from ._split import BalanceError as BalanceError
-from ._split import recommend_auto_balance as recommend_auto_balance
-from ._split import split_module as split_module
-from ._split import verify_module as verify_module
-from ._value import Arguments as Arguments
+from .checkpoint._phase import is_checkpointing as is_checkpointing
+from .checkpoint._phase import is_recomputing as is_recomputing
+from .engine._inline import inline as inline
+from .module._partition import BalanceError as BalanceError
+from .module._partition import recommend_auto_balance as recommend_auto_balance
+from .module._partition import split_module as split_module
+from .module._partition import verify_module as verify_module
 from .timeline import Event as Event
 from .timeline import Timeline as Timeline
 from .timeline import record as record
+from .values._leaves import Arguments as Arguments
 
 __all__ = [
     "Arguments",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _LazyNormBase
 
-from ._place import place
+from ._current import place
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -15,24 +15,24 @@ from torch import Tensor, nn
 from microbatch import Batch, check, scatter_views, unwrap
 from streams import AbstractStream, add_note, new_stream
 
-from ._arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
-from ._arguments import Device, checked_checkpoint, checked_chunks, checked_devices, checked_flag, checked_sizes
-from ._autograd import tied
 from ._batchnorm import DeferredBatchNorm
-from ._gathered import gathered
-from ._layers import Held, expect_replacement, refuse
-from ._loss import LossEnd, LossFunction
-from ._module_hooks import pre_hooked, refuse_hooks
-from ._placement import expect_movable, expect_same_device, move, moving_denied, untouched_on_failure
-from ._rows import expect_same_rows
-from ._split import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
-from ._stage import Stage
-from ._transforms import not_compiled, refuse_transforms
-from ._value import Arguments, mapped
-from ._workers import Workers
+from .engine._autograd import tied
+from .engine._loss import LossEnd, LossFunction
+from .engine._stage import Stage
+from .engine._workers import Workers
+from .module._arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
+from .module._arguments import Device, checked_checkpoint, checked_chunks, checked_devices, checked_flag, checked_sizes
+from .module._devices import expect_movable, expect_same_device, move, moving_denied, untouched_on_failure
+from .module._hooks import pre_hooked, refuse_hooks
+from .module._layers import Held, expect_replacement, refuse
+from .module._partition import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
+from .module._rows import expect_same_rows
+from .module._transforms import not_compiled, refuse_transforms
 from .pipeline import Pipeline
 from .schedule import Schedule
 from .skip import SkipLayout, inspect_skip_layout, verify_skippables
+from .values._gather import gathered
+from .values._leaves import Arguments, mapped
 
 
 class GPipe(nn.Module):

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from microbatch import Batch, Versions
 from streams import AbstractStream, add_note, new_stream
 
-from ._aliases import Aliased, packed, unpacked
-from ._autograd import attach
-from ._data_parallel import refuse_data_parallel
-from ._gathered import gathered
-from ._loss import LossEnd
-from ._run import Run
-from ._section import Section
-from ._stage import Stage
-from ._ties import KEPT, SEEN, guarded, marked, overlap, released, tied, ties_of
-from ._value import cut, mapped
-from ._workers import Workers
+from .engine._autograd import attach
+from .engine._exclusive import Section
+from .engine._loss import LossEnd
+from .engine._run import Run
+from .engine._stage import Stage
+from .engine._workers import Workers
+from .module._data_parallel import refuse_data_parallel
 from .schedule import Schedule
 from .skip import SkipLayout, inspect_skip_layout
+from .values._aliases import Aliased, packed, unpacked
+from .values._gather import gathered
+from .values._leaves import cut, mapped
+from .values._sharing import KEPT, SEEN, guarded, marked, overlap, released, tied, ties_of
 
 
 class Pipeline:

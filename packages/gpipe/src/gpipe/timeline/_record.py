@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from microbatch import Batch
 from profiler import Births
 
-from .._lane import Lane
-from .._link import Link, Payload
+from ..engine._stage_runner import Lane
 from ..schedule import Action
+from ..transport._link import Link, Payload
 from ._events import Event
 from ._timeline import Timeline
 

@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 
 from streams import DispatchMode
 
-from ._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent
+from .._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent
 
 
 class RunRandom:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from microbatch import Batch
 
-from ._errors import Poisoned
+from ..values._describe import Poisoned
 
 Payload = TypeVar("Payload")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from microbatch import Batch
 from streams import AbstractStream, as_cuda, is_cuda, record_stream, use_stream, wait_stream
 
-from ._value import mapped
+from ..values._leaves import mapped
 
 Payload = Batch | list[Tensor | None]
 Parcel = tuple[Payload, torch.cuda.Event]

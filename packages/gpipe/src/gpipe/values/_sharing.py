@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from microbatch import Batch
 
 from ._aliases import Aliased, packed
+from ._leaves import SharedBatch, mapped
 from ._memory import Region, cloned_together, has_own_storages, region, storage_id
-from ._value import SharedBatch, mapped
 
 OWN, KEPT, SEEN = 0, 1, 2
 

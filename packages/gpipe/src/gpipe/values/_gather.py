@@ -11,7 +11,7 @@ from torch import Tensor
 from microbatch import Batch, gather, map_tensors
 
 from ._aliases import Aliased, View, unpacked
-from ._ties import SEEN, guarded, ties_of, unchangeable
+from ._sharing import SEEN, guarded, ties_of, unchangeable
 
 
 def gathered(batches: Sequence[Batch], rows: Sequence[tuple[int, ...]], spec: Any = None) -> Any:

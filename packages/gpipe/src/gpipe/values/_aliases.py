@@ -18,8 +18,8 @@ from torch.utils import _pytree
 
 from microbatch import flatten, unflatten
 
+from ._constants import is_flat
 from ._memory import clusters, extent, has_own_storages, is_dense, region
-from ._plain import is_flat
 
 
 class View(NamedTuple):

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from microbatch import Batch
 
-from ._aliases import Aliased
+from ..values._aliases import Aliased
+from ..values._sharing import divided, joined
 from ._link import Channel
-from ._ties import divided, joined
 
 Gradients = list[Tensor | None]
 

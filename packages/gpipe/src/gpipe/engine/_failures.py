@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from .schedule import Step, Walk, replay
+from ..schedule import Step, Walk, replay
 
 When = tuple[float, int]
 """The time of a step in a replay of the walk, and its stage: the order of the schedule."""

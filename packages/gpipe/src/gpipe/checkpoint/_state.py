@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from ._sight import Sight, Slot, View
+from ._snapshot import Sight, Slot, View
 
 Training = tuple[bool, ...]
 """``training`` of every module of a stage, in order."""

@@ -6,19 +6,19 @@ import torch
 
 from streams import Context, add_note
 
-from ._batchnorm import MiniBatchStatistics
+from .._batchnorm import MiniBatchStatistics
+from .._current import At, place
+from ..checkpoint._random import CellRandom, RunRandom, Unwatched
+from ..schedule import Action
+from ..transport._ports import Port, Ports
+from ..values._describe import shapes
+from ..values._sharing import owned
+from ._accumulate import Grown
 from ._cell import Cell, CheckpointedCell, Circumstances
-from ._errors import shapes
-from ._grown import Grown
-from ._hooks import HeldGradients
-from ._leaves import Below
+from ._deferred_gradients import HeldGradients
+from ._graph_leaves import Below
 from ._loss import LossEnd
-from ._place import At, place
-from ._ports import Port, Ports
-from ._random import CellRandom, RunRandom, Unwatched
 from ._stage import Stage
-from ._ties import owned
-from .schedule import Action
 
 _HIDES = (
     "someone (DistributedDataParallel?) has hooks where autograd accumulates the gradients of these parameters, "

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ._value import Arguments
+from ..values._leaves import Arguments
 
 
 def refuse_hooks(pipe: nn.Module) -> None:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from microbatch import Batch
 
-from ._aliases import packed, unpacked
-from ._plain import expect_plain
-from ._state import State, Training
+from ..checkpoint._state import State, Training
+from ..skip import SkipLayout
+from ..skip._store import Key, routed
+from ..values._aliases import packed, unpacked
+from ..values._constants import expect_plain
+from ..values._leaves import Arguments, entered, versions
+from ..values._sharing import expect_unseen, given_state
 from ._tensor_hooks import TensorHooks
-from ._ties import expect_unseen, given_state
-from ._value import Arguments, entered, versions
-from .skip import SkipLayout
-from .skip._store import Key, routed
 
 _log = logging.getLogger("gpipe")
 

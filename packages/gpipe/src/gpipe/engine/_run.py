@@ -12,24 +12,24 @@ from torch import Tensor
 from microbatch import Batch
 from streams import AbstractStream, Context, current_stream, wait_stream
 
-from ._carry import Place
-from ._errors import Poisoned
+from ..checkpoint._random import RunRandom
+from ..schedule import Action, Schedule, Step, Walk, fill_drain, halves, named, validate
+from ..skip import SkipLayout
+from ..timeline._record import WatchedLink, recorder
+from ..transport._channels import Wiring
+from ..transport._copy import Place
+from ..transport._link import Channel, Link
+from ..values._describe import Poisoned
+from ._accumulate import Grown
+from ._deferred_gradients import HeldGradients, summed
+from ._exclusive import involved, serving
 from ._failures import Failures
-from ._grown import Grown
-from ._hooks import HeldGradients, summed
 from ._inline import is_inline
-from ._lane import Lane
-from ._link import Channel, Link
+from ._kept_nodes import kept
 from ._loss import LossEnd
-from ._nodes import kept
-from ._random import RunRandom
-from ._section import involved, serving
 from ._stage import Stage
-from ._wiring import Wiring
+from ._stage_runner import Lane
 from ._workers import Workers
-from .schedule import Action, Schedule, Step, Walk, fill_drain, halves, named, validate
-from .skip import SkipLayout
-from .timeline._record import WatchedLink, recorder
 
 _log = logging.getLogger("gpipe")
 

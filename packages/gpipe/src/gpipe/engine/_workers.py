@@ -24,7 +24,7 @@ from streams import (
 )
 
 from ._cores import Cores, bind, pauses_callers_helpers, shares, usable
-from ._section import Section, Sections, involved, serving
+from ._exclusive import Section, Sections, involved, serving
 
 Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]

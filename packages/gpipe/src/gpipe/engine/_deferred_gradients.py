@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._grown import added
+from ._accumulate import added
 
 
 class HeldGradients:

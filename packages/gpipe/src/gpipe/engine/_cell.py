@@ -12,17 +12,17 @@ from torch import Tensor
 from microbatch import Batch
 from streams import Context
 
-from . import _engine
-from ._checkpoint import checkpointing, recomputing
-from ._grown import Grown
-from ._leaves import Below, below
-from ._partial import backward_inputs
-from ._random import CellRandom, RunRandom
-from ._repeat import Extent, Sample, checks_all
+from ..checkpoint._compare import Extent, Sample, checks_all
+from ..checkpoint._phase import checkpointing, recomputing
+from ..checkpoint._random import CellRandom, RunRandom
+from ..checkpoint._state import Grounds, Remembered, Training
+from ..values._leaves import cloned, cut, laid_out, versions
+from ..values._sharing import KEPT, marked
+from . import _autograd_calls as _engine
+from ._accumulate import Grown
+from ._graph_leaves import Below, below
+from ._split_backward import backward_inputs
 from ._stage import Stage
-from ._state import Grounds, Remembered, Training
-from ._ties import KEPT, marked
-from ._value import cloned, cut, laid_out, versions
 
 Result = TypeVar("Result")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ._carry import Place, carrier
+from ..skip import SkipLayout
+from ._copy import Place, carrier
 from ._link import Channel
 from ._ports import Port, Ports
-from .skip import SkipLayout
 
 
 class Wiring:

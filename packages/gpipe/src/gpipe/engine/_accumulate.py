@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from . import _engine
-from ._leaves import Below
-from ._value import alone, laid_out
+from ..values._leaves import alone, laid_out
+from . import _autograd_calls as _engine
+from ._graph_leaves import Below
 
 
 class Grown:

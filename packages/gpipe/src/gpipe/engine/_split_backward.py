@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from . import _engine
-from ._grown import Grown
-from ._value import Enter, alone
+from ..values._leaves import Enter, alone
+from . import _autograd_calls as _engine
+from ._accumulate import Grown
 
 Gradients = list[Tensor | None]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._meant import did_you_mean
+from .._meant import did_you_mean
 
 Device = torch.device | int | str
 

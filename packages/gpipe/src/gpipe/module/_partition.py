@@ -11,8 +11,8 @@ from torch import nn
 
 from ._arguments import Device, checked_sizes, parsed_device
 from ._container import expect_plain
+from ._devices import expect_movable, move, untouched_on_failure
 from ._layers import refuse_more
-from ._placement import expect_movable, move, untouched_on_failure
 
 
 class Partition(nn.Sequential):

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from microbatch import Batch
 
-from . import _engine
-from ._aliases import unpacked
-from ._grown import Grown
-from ._hooks import HeldGradients
-from ._leaves import below
-from ._ties import guarded, released
-from ._value import entered, mapped
+from ..values._aliases import unpacked
+from ..values._leaves import entered, mapped
+from ..values._sharing import guarded, released
+from . import _autograd_calls as _engine
+from ._accumulate import Grown
+from ._deferred_gradients import HeldGradients
+from ._graph_leaves import below
 
 LossFunction = Callable[[Any, Any], Any]
 """From an output and a target to a scalar loss, or to the sum of losses and their count."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
-from ._value import Enter
+from ..values._leaves import Enter
 
 _OWN = getattr(Enter, "_backward_cls", None)
 
