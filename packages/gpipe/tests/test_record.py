@@ -109,7 +109,7 @@ def test_bytes_that_cross_between_devices(monkeypatch: pytest.MonkeyPatch, carri
 
 class TestOff:
     def test_no_recorder_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("__init__", "begin", "do"):
+        for name in ("__init__", "begin"):
             monkeypatch.setattr(Recorder, name, lambda *args: pytest.fail("a recorder at work"))
         assert recorder() is None
         stepped(piped(linears(), [1, 2], chunks=2), "1f1b", 4)
@@ -244,6 +244,21 @@ class TestMemory:
                     stepped(pipe, "1f1b", 4)
             peaks.append(timeline.peak_bytes)
         assert peaks[0] == peaks[1]
+
+    @pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
+    def test_runs_that_overlap_are_counted_one_by_one(self, where: type[AbstractContextManager[Any]]) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+        found = []
+        for others in (0, 1):
+            with record(memory=True) as timeline, where():
+                output = pipe(rows(4))
+                between = [pipe(rows(4)) for _ in range(others)]
+                seen = len(timeline)
+                output.sum().backward()
+            backward = timeline.events[seen:]
+            found.append({j: [e.held_bytes for e in backward if e.stage == j] for j in range(2)})
+            assert len(between) == others
+        assert found[0] == found[1]
 
 
 class TestProfilers:

@@ -1,4 +1,5 @@
 import gc
+import threading
 
 import pytest
 import torch
@@ -56,6 +57,25 @@ def test_a_reused_address_is_a_new_storage():
         y = torch.empty(1000)
     assert births.alive() == 4 * len(y)
     assert births.peak == 4 * len(y)
+
+
+def test_storages_may_die_on_another_thread_while_they_are_counted(monkeypatch):
+    """As activations do that one stage of a pipeline made and another, or the caller, lets go."""
+
+    def interrupted(storage):
+        thread = threading.Thread(target=dying.clear)
+        thread.start()
+        thread.join(20)
+        return nbytes(storage)
+
+    births, nbytes = Births(), torch.UntypedStorage.nbytes
+    with births:
+        kept, dying = torch.ones(3), [torch.ones(5) for _ in range(10)]
+        monkeypatch.setattr(torch.UntypedStorage, "nbytes", interrupted)
+        assert births.alive() >= 4 * len(kept)
+        assert births.alive() == 4 * len(kept)
+        more = torch.ones(1000)
+    assert births.peak == 4 * (len(kept) + len(more))
 
 
 def test_a_grown_storage_counts_as_it_is_now():

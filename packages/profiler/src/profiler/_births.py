@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -28,10 +29,13 @@ class Births(DispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.flops = 0
         self._now = 0
+        # Written by whatever thread lets the last reference go, in the middle of anything; read by the one that counts.
+        self._deaths: deque[tuple[int, int]] = deque()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, torch.dtype]] = {}
 
     def alive(self, without: Iterable[torch.Tensor] = ()) -> int:
         """Bytes of the storages born so far and not dead yet, except those of the tensors in ``without``."""
+        self._bury()
         others = {storage._cdata for tensor in without for storage in storages(tensor)}
         living = ((key, ref()) for key, (ref, _, _) in self._alive.items() if key not in others)
         return sum(storage.nbytes() for _, storage in living if storage is not None)
@@ -54,6 +58,7 @@ class Births(DispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, result: Any, old: set[int]) -> None:
+        self._bury()  # first, since the address of a dead storage is handed out again
         for leaf in torch.utils._pytree.tree_leaves(result):
             for storage in storages(leaf):
                 if storage._cdata not in old and storage._cdata not in self._alive:
@@ -66,9 +71,14 @@ class Births(DispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self._now)
 
     def _died(self, key: int, size: int, ref: object) -> None:
-        # The address of a dead storage is handed out again: it must leave at once.
-        self._now -= size
-        del self._alive[key]
+        self._deaths.append((key, size))
+
+    def _bury(self) -> None:
+        """Forget the storages that have died since the last time."""
+        while self._deaths:
+            key, size = self._deaths.popleft()
+            del self._alive[key]
+            self._now -= size
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -62,9 +62,8 @@ class Run:
         self._placement = (0,) * len(stages) if self._inline else workers.placement
         self._checkpoint_stop = checkpoint_stop
         self._end = end
-        self._recorder = recorder()
-        if self._recorder is not None:
-            self._recorder.begin(workers.placement)
+        recording = recorder()
+        self._recorder = None if recording is None else recording.begin(workers.placement)
         self._failures = Failures()
         places = [Place(*each) for each in zip(self._devices, self._streams, copy_streams, strict=True)]
         link = Link if self._recorder is None else WatchedLink

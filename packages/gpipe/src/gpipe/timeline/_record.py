@@ -55,18 +55,27 @@ def recorder() -> Recorder | None:
 
 
 class Recorder:
-    """Does the actions of lanes with an eye on the clock."""
+    """Brings what several runs do together in one timeline."""
 
     def __init__(self, memory: bool) -> None:
         self.timeline = Timeline()
         self._clock = Clock()
         self._memory = memory
-        self._births: dict[int, Births] = {}
 
-    def begin(self, placement: Sequence[int]) -> None:
+    def begin(self, placement: Sequence[int]) -> RunRecorder:
         """A run begins, whose stage j is on worker ``placement[j]``."""
         self.timeline.workers.update(enumerate(placement))
-        self._births = {j: Births() for j in range(len(placement))} if self._memory else {}
+        births = {j: Births() for j in range(len(placement))} if self._memory else {}
+        return RunRecorder(self.timeline, self._clock, births)
+
+
+class RunRecorder:
+    """Does the actions of a run's lanes with an eye on the clock."""
+
+    def __init__(self, timeline: Timeline, clock: Clock, births: dict[int, Births]) -> None:
+        self._timeline = timeline
+        self._clock = clock
+        self._births = births
 
     def do(self, lane: Lane, action: Action) -> None:
         """Do an action, and note it."""
@@ -83,7 +92,7 @@ class Recorder:
             place = stage.index, action.microbatch, action.kind, str(stage.device)
             return Event(*place, *times, look.wait, look.bytes_moved, stage.layers, held)
 
-        self.timeline.add(event if stage.device.type == "cuda" else event())
+        self._timeline.add(event if stage.device.type == "cuda" else event())
 
 
 def _gradients(module: nn.Module) -> list[Tensor]:
