@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch.utils import _pytree
 from gpipe import GPipe, inline
 from microbatch import flatten
 
-from .layers import Call, assert_trains_like, linears, piped, rows
+from .layers import Call, assert_same, assert_trains_like, linears, piped, rows
 from .models import one_thread as one_thread
 
 MODES = ("never", "except_last", "always")
@@ -62,6 +63,13 @@ class Pair(NamedTuple):
 class Colour(enum.Enum):
     RED = 1
 
+
+# Dataclasses and mappings are trees, registered or not.
+PLAIN: dict[str, Callable[[Any], Any]] = {
+    "dataclass": Bare,
+    "dict": lambda x: Lookup(x=x),
+    "user dict": lambda x: UserDict(x=x),
+}
 
 OPAQUE: dict[str, Callable[[Any], Any]] = {
     "slots": Slotted,
@@ -140,6 +148,48 @@ def test_the_error_names_path_type_and_the_way_out():
     expected = r"output\['a'\]\[1\].x of partition 0 is of type Slotted.*register_pytree_node\(Slotted, "
     with piped_open(model, [2, 1]) as pipe, pytest.raises(TypeError, match=expected):
         pipe(rows())
+
+
+def held(value: Any) -> Any:
+    """What is in a dataclass or mapping."""
+    return value.x if isinstance(value, Bare) else value["x"]
+
+
+@pytest.mark.parametrize("threads", [inline, nullcontext], ids=["inline", "threads"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_dataclasses_and_mappings_travel(name: str, mode: str, threads: Any):
+    pack = PLAIN[name]
+    first, last = linears(2)
+    layers = [Call(held), first, Call(lambda x: pack((x, {"y": x * 2}))), Call(lambda v: held(v)[0] * held(v)[1]["y"])]
+    model = nn.Sequential(*layers, last, Call(pack))
+    pipe = piped(model, [1, 2, 1, 1, 1], chunks=3, checkpoint=mode)
+    x, y = rows(grad=True), rows(grad=True)
+    with threads():
+        output, expected = pipe(pack(x)), model(pack(y))
+        assert type(output) is type(expected)
+        torch.testing.assert_close(held(output), held(expected))
+        held(output).square().sum().backward()
+        held(expected).square().sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+        assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_dataclasses_and_mappings_travel_in_a_step(name: str, schedule: str):
+    pack = PLAIN[name]
+    model = nn.Sequential(*linears(1), Call(pack), Call(held), *linears(1), Call(pack))
+    pipe = piped(model, [2, 2, 1], chunks=3)
+
+    def loss_fn(output: Any, target: Any) -> tuple[Tensor, int]:
+        return (held(output) - held(target)).square().sum(), held(target).numel()
+
+    loss = pipe.step(rows(), pack(rows()), loss_fn=loss_fn, schedule=schedule)
+    total, count = loss_fn(model(rows()), pack(rows()))
+    (total / count).backward()
+    torch.testing.assert_close(loss, (total / count).detach())
+    assert_same(pipe, model)
 
 
 @pytest.mark.parametrize("mode", MODES)

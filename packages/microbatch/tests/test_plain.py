@@ -37,6 +37,7 @@ class Derived:
 
     def __post_init__(self) -> None:
         self.length = self.words.sum(1)
+        self.words = self.words * 2
 
 
 class Encoding(UserDict):  # type: ignore[type-arg]
@@ -136,10 +137,11 @@ def test_nothing_is_registered_and_torch_sees_what_it_saw() -> None:
     assert pytree.tree_leaves(value)[0] is value
 
 
-def test_constructors_run_and_derive() -> None:
+def test_what_a_constructor_has_done_is_not_done_again() -> None:
     a, b = scatter(Derived(x), 2)
     assert a.value.length.tolist() == [3, 12]
-    assert gather([a, b]).length.tolist() == x.sum(1).tolist()
+    assert a.value.words.tolist() == (2 * x[:2]).tolist()
+    assert gather([a, b]).words.tolist() == (2 * x).tolist()
 
 
 def test_what_else_a_mapping_carries_does_not_come_along() -> None:
@@ -162,15 +164,36 @@ def test_packed_sequences_are_found_in_them() -> None:
         scatter(Sample(x, nn.utils.rnn.pack_sequence([torch.ones(2, 1)])), 2)
 
 
+class Stubborn(UserDict):  # type: ignore[type-arg]
+    def __init__(self, words: Any, mask: Any) -> None:
+        super().__init__(words=words, mask=mask)
+
+
+class Scaling(UserDict):  # type: ignore[type-arg]
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value * 2)
+
+
+class Upper(UserDict):  # type: ignore[type-arg]
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key.upper() + "!", value)
+
+
+@pytest.mark.parametrize("value", [Stubborn(x, x), Scaling(words=x, mask=x), Upper(words=x, mask=x)])
+def test_what_cannot_be_put_together_says_how_to(value: Any) -> None:
+    kind = type(value).__name__
+    with pytest.raises(TypeError, match=rf"^a {kind} cannot be made of its parts \S+, \S+: .*register_pytree_node"):
+        scatter(value, 2)
+
+
 @dataclass
-class Stubborn:
+class Initialised:
     words: Any
     how: InitVar[str]
 
 
-def test_what_cannot_be_put_together_says_how_to() -> None:
-    with pytest.raises(TypeError, match=r"^a Stubborn cannot be made of its parts words: .*register_pytree_node"):
-        scatter(Stubborn(x, "so"), 2)
+def test_what_only_a_constructor_sees_is_not_needed_again() -> None:
+    assert gather(scatter(Initialised(x, "so"), 2)).words.equal(x)
 
 
 def test_a_class_is_no_value() -> None:

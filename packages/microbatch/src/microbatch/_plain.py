@@ -55,9 +55,8 @@ def _flatten(node: Opened) -> tuple[list[Any], Shape]:
 
 def _unflatten(values: Any, shape: Shape) -> Any:
     named = dict(zip(shape.names, values, strict=True))
-    kind: Any = shape.type
     try:
-        return kind(named) if issubclass(kind, Mapping) else _dataclass(kind, named)
+        return _mapping(shape.type, named) if issubclass(shape.type, Mapping) else _dataclass(shape.type, named)
     except Exception as error:
         raise TypeError(
             f"a {shape.type.__name__} cannot be made of its parts {', '.join(map(str, shape.names))}: {error}; "
@@ -66,11 +65,17 @@ def _unflatten(values: Any, shape: Shape) -> Any:
 
 
 def _dataclass(kind: Any, named: dict[str, Any]) -> Any:
-    """By the constructor, so that what it derives is derived; other fields are set as they were."""
-    late = [field.name for field in fields(kind) if not field.init]
-    value = kind(**{name: each for name, each in named.items() if name not in late})
-    for name in late:
-        object.__setattr__(value, name, named[name])
+    """Not by its constructor: what that has done to the fields, such as a scaling, must not be done again."""
+    value = object.__new__(kind)
+    for name, each in named.items():
+        object.__setattr__(value, name, each)
+    return value
+
+
+def _mapping(kind: Any, named: dict[Any, Any]) -> Any:
+    value = kind(named)
+    if list(value) != list(named) or any(value[key] is not each for key, each in named.items()):
+        raise ValueError(f"its constructor makes other items of a dict: {list(value)}")
     return value
 
 

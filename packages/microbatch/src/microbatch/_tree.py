@@ -29,8 +29,8 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
     """The value whose `flatten` is `(leaves, tree)`.
 
-    A dataclass that is not registered is made by its constructor; a mapping by that of its type, given a dict. What
-    they carry besides their fields or items does not come along.
+    A mapping that is not registered is made by the constructor of its type, given a dict; a dataclass by setting its
+    fields, without its constructor. What they carry besides their items or fields does not come along.
     """
     return pytree.tree_unflatten(leaves, tree)
 
