@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe
 
-from .layers import OnBackward, within
+from .layers import Call, OnBackward, within
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
@@ -321,6 +321,57 @@ def test_recomputation_leaves_the_generator_where_the_forward_left_it(mode: str)
     before = torch.cuda.get_rng_state(gpu())
     output.sum().backward()
     assert torch.equal(torch.cuda.get_rng_state(gpu()), before)
+
+
+@each_mode
+def test_layer_that_starts_to_draw(mode: str):
+    """The state of the device's generator is kept for each checkpointed cell, also while nobody was seen to draw."""
+    dropout = nn.Dropout(0.0)
+    pipe = GPipe(nn.Sequential(nn.Identity(), dropout), [1, 1], devices=[gpu(), gpu()], chunks=4, checkpoint=mode)
+    for dropout.p in (0.0, 0.0, 0.5, 0.5):
+        x = torch.ones(8, 64, device=gpu(), requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        assert torch.equal(x.grad, output)
+
+
+@each_mode
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_generator_of_a_layer_that_starts_to_draw(mode: str, place: str):
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator(place).manual_seed(1)
+            self.begun = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2 * self.begun):
+                x = x * torch.rand(x.shape, generator=self.generator, device=place).to(x.device)
+            return x * 1
+
+    layer = Noise()
+    pipe = GPipe(nn.Sequential(layer), [1], devices=[gpu()], chunks=4, checkpoint=mode)
+    for layer.begun in (False, False, True, True):
+        x = torch.ones(8, 64, device=gpu(), requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad, output)
+
+
+@each_mode
+def test_numbers_of_the_cpu_in_a_stage_on_a_gpu(mode: str):
+    """As layer drop does: the first cell that draws keeps its graph, and those after it are watched."""
+    runs = {"begun": False}
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand(()).item() if runs["begun"] else 1.0)
+
+    pipe = GPipe(nn.Sequential(Call(drop)), [1], devices=[gpu()], chunks=4, checkpoint=mode)
+    for runs["begun"] in (False, False, True, True):
+        x = torch.ones(8, 64, device=gpu(), requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        assert torch.equal(x.grad, output)
 
 
 @each_mode
