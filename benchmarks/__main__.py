@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import time
+from pathlib import Path
 
 # One thread for each part and each contender, before any of them imports torch.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -71,6 +72,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks/*.md")
     parser.add_argument("--rounds", type=_positive, help="instead of each part's own number")
     parser.add_argument("--workload", nargs="+", metavar="NAME", help="compare: only W, 'W 256', U-Net, ResNet, GPT-2")
+    parser.add_argument(
+        "--before", type=Path, metavar="FOLDER", help="solve: older sources of blockpartition to compare with"
+    )
     parser.add_argument("--unpinned", action="store_true", help="compare: let the kernel choose cores for everybody")
     return parser.parse_args()
 

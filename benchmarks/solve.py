@@ -18,6 +18,7 @@ from typing import Any
 
 from blockpartition import Stage, place, solve
 
+from . import growth
 from .report import Report, Table
 from .timing import ratios, repeats_within, spread, timed
 
@@ -30,6 +31,9 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
     yield _against_prefix_sums(rounds, 10**4 if options.quick else 10**6)
     yield Report([_against_torchgpipe(2 if options.quick else 10)])
     yield Report([_under_constraints(rounds, 200 if options.quick else 2000)])
+    yield Report([growth.many_blocks(PAGE, 10**4 if options.quick else 10**6, min(rounds, 3))])
+    if options.before is not None:
+        yield Report([growth.table(PAGE, options.before, 1)])
 
 
 def _against_prefix_sums(rounds: int, largest: int) -> Report:

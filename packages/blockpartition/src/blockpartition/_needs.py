@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
+from operator import add
 from typing import TypeAlias
 
 from ._grid import Grid, join, joint_kind, read
@@ -53,12 +54,13 @@ class Needs:
     def _measure(self) -> Callable[[Terms, int], Measure]:
         @cache  # stages share a few factors, and with them the ranking of the layers
         def measure(terms: Terms, crossing: int) -> Measure:
-            sums = [0] * len(self.boundary)
+            sums: list[int] = []
             for part, times in terms:
                 if times:
-                    sums = [total + times * x for total, x in zip(sums, self.parts[part], strict=True)]
+                    more = self.parts[part] if times == 1 else [times * x for x in self.parts[part]]
+                    sums = list(map(add, sums, more)) if sums else more
             held = [crossing * x for x in self.boundary] if crossing and any(self.boundary) else None
-            return Measure(sums, held)
+            return Measure(sums or [0] * len(self.boundary), held)
 
         return measure
 

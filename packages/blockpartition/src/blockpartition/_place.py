@@ -64,6 +64,7 @@ def place(
     With modes, the cuts and the mode of each stage are chosen together: here only the first stage, which holds two
     micro-batches, has to save memory.
 
+    >>> from blockpartition import Mode
     >>> modes = [Mode("keep"), Mode("recompute", time=1.5, saved=0, transient=1)]
     >>> stages = [Stage(capacity=8, modes=modes)] * 2
     >>> found = place([4] * 4, stages, activations=[3] * 4, boundary=[1] * 4, in_flight="1f1b")

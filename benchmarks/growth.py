@@ -1,0 +1,107 @@
+"""blockpartition where its work used to grow fast: beside older sources of it, if a folder with them is given."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from time import process_time
+from types import ModuleType
+from typing import Any
+
+import blockpartition
+
+from .report import Table
+from .timing import timed
+
+Call = Callable[[ModuleType], Any]
+
+
+def table(page: str, before: Path, rounds: int) -> Table:
+    """Both take turns in one process; each is given the same problem, and a checker what its own solver found."""
+    old = _load(before)
+    caption = f"the least of {rounds} turns of processor time; before and after in one process"
+    found = Table(page, "growth", caption, ("problem", "before, s", "after, s", "before / after"))
+    for name, prepare, run in _problems():
+        then, now = (_least(partial(run, module, prepare(module)), rounds) for module in (old, blockpartition))
+        found.add(name, f"{then:.3g}", f"{now:.3g}", f"{then / now:.0f}")
+    return found
+
+
+def many_blocks(page: str, n: int, rounds: int) -> Table:
+    """A million layers in ever more blocks, against adding them up."""
+    caption = (
+        f"{n} layers, the least of {rounds} turns of processor time, as multiples of the time of building prefix sums"
+    )
+    counts = [64, 512, n // 100, n // 10, n // 2]
+    found = Table(page, "many-blocks", caption, ("costs", *(f"{k} blocks" for k in counts)))
+    for name, costs in _long(n).items():
+        base = _least(lambda c=costs: list(accumulate(c, initial=0)), rounds)
+        shares = [_least(partial(blockpartition.solve, costs, k), rounds) / base for k in counts]
+        found.add(name, *(f"{share:.1f}" for share in shares))
+    return found
+
+
+def _long(n: int) -> dict[str, list[int]]:
+    random = Random(n)
+    return {
+        "1 to 999": [random.randrange(1, 1000) for _ in range(n)],
+        "all equal": [7] * n,
+        "heavy tail": [int(10 * random.paretovariate(1.1)) for _ in range(n)],
+        "squares, and one of 10¹⁵": [i * i for i in range(n - 1)] + [10**15],
+    }
+
+
+def _problems() -> Iterator[tuple[str, Call, Callable[[ModuleType, Any], object]]]:
+    """What is done, what is needed for it, and the call that counts."""
+    random = Random(0)
+
+    def drawn(n: int, limit: int) -> list[int]:
+        return [random.randrange(1, limit) for _ in range(n)]
+
+    for n in (10_000, 20_000):
+        squares = [i * i for i in range(n)] + [10**15]
+        yield f"solve, {n} squares and one of 10¹⁵, k = n/2", _nothing, lambda m, _, c=squares: m.solve(c, len(c) // 2)
+    heavy = [*drawn(4999, 1000), 10**5]
+    yield (
+        "even='exact', n = 5000, k = 500, one heavy layer",
+        _nothing,
+        lambda m, _: m.partition(heavy, 500, even="exact"),
+    )
+    costs, transfer = drawn(10**4, 1000), drawn(10**4, 300)
+    yield "place with transfer, n = 10⁴, k = 100", _nothing, lambda m, _: m.place(costs, 100, transfer=transfer)
+    many = drawn(10**5, 1000)
+    yield "verify a placement, n = 10⁵, k = 200", lambda m: m.place(many, 200), lambda m, p: m.verify(p, many, 200)
+    few, paid = drawn(300, 1000), drawn(300, 300)
+    call = {"transfer": paid, "microbatches": 8, "objective": "makespan"}
+    yield (
+        "verify a makespan, n = 300, k = 8",
+        lambda m: m.place(few, [m.Stage(1 + j % 3) for j in range(8)], **call),
+        lambda m, p: m.verify(p, few, [m.Stage(1 + j % 3) for j in range(8)], **call),
+    )
+
+
+def _least(call: Callable[[], object], rounds: int) -> float:
+    return min(timed(call, 1, process_time) for _ in range(rounds))
+
+
+def _nothing(module: ModuleType) -> None:
+    return None
+
+
+def _load(folder: Path) -> ModuleType:
+    """The package in this folder, under another name so that both can be there."""
+    name = "blockpartition_before"
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if spec is None or spec.loader is None or not (folder / "__init__.py").is_file():
+        raise SystemExit(f"--before must be a folder with the sources of blockpartition, got {folder}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
