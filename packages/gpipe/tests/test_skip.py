@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe
+from gpipe import GPipe, inline
 from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, verify_skippables
 
-from .layers import DOUBLE, Call, assert_same, assert_trains_like, piped, rows
+from .layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, piped, rows
 from .models import one_thread as one_thread
 
 MODES = ("never", "except_last", "always")
@@ -318,3 +322,36 @@ def test_skip_inside_a_nested_module_crosses_stages():
 
     model = nn.Sequential(Block(), linear(), nn.Sequential(linear(), Pop()))
     assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint="always"), model)
+
+
+@pytest.mark.parametrize("where", [nullcontext, inline])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
+def test_what_fails_between_stash_and_pop_keeps_nothing_alive(
+    balance: list[int], mode: str, phase: str, where: Callable[[], AbstractContextManager[None]]
+):
+    stashed: list[weakref.ref[Tensor]] = []
+
+    @skippable(stash=["skip"])
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = x * 2
+            stashed.append(weakref.ref(skip))
+            yield stash("skip", skip)
+            return x
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    def layer(x: Tensor) -> Any:
+        return fail() if phase == "forward" else OnBackward.apply(x, fail)
+
+    model = nn.Sequential(Watched(), Call(layer), Pop())
+    pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2, checkpoint=mode)
+    with where(), pytest.raises(ArithmeticError):
+        pipe(rows(grad=True)).sum().backward()
+    gc.collect()
+    assert stashed
+    assert not any(ref() is not None for ref in stashed)
+    pipe.close()

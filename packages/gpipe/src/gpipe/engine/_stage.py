@@ -13,6 +13,7 @@ from microbatch import Batch
 
 from ..checkpoint._state import State, Training
 from ..skip import SkipLayout
+from ..skip._layout import skippables
 from ..skip._store import Key, routed
 from ..values._aliases import packed, unpacked
 from ..values._constants import expect_plain
@@ -36,6 +37,7 @@ class Stage:
         self.device = torch.device("cpu") if device.type == "cpu" else device
         self._pops = [route.key for route in layout.routes if route.target == index]
         self._stashes = [route.key for route in layout.routes if route.source == index]
+        self._skips = any(True for _ in skippables(module))
         self.given: list[tuple[Tensor, int]] = []
         self._seen_outputs = False
         self._changes_input: bool | None = None
@@ -67,9 +69,9 @@ class Stage:
 
     def _call(self, value: Any) -> Any:
         """Hand skips from other stages to the layers, and those for other stages on, beside the main value."""
-        if not self._pops and not self._stashes:
+        if not self._skips:
             return self._layers(value)
-        store: dict[Key, Any] = {}
+        store: dict[Key, Any] = {}  # of this cell: what a failure leaves there goes with it
         if self._pops:
             value, *skips = unpacked(value)
             store.update(zip(self._pops, map(unpacked, skips), strict=True))
