@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -22,6 +23,7 @@ Call = Callable[[], object]
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
     torch.set_num_threads(1)
+    gc.freeze()  # else a full collection walks all of torch, in whichever call it happens to fall
     rounds = options.rounds or (3 if options.quick else 30)
     caption = (
         f"Microseconds of CPU time a call, and over that of the reference; {rounds} rounds: medians, in brackets the "
