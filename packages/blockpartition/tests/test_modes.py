@@ -67,6 +67,15 @@ def test_the_boundary_is_that_of_the_cut_before_the_stage():
         place([9, 1, 1, 1], stages, **{**call, "boundary": [1, 9, 3, 9]})
 
 
+def test_an_earlier_start_is_kept_where_the_next_needs_one_more():
+    """From the second layer the last stage needs 3, from the third 4."""
+    call = {"memory": [0, 1, 1], "boundary": [0, 1, 3]}
+    assert place([1, 1, 1], [Stage(), Stage(1, 3)], **call).sizes == (1, 2)
+    with pytest.raises(Infeasible) as refused:
+        place([1, 1, 1], [Stage(), Stage(1, 2)], **call)
+    assert refused.value.scale == Fraction(3, 2)
+
+
 def test_what_enters_the_first_layer_may_be_left_out():
     long, short = ({"boundary": boundary, "memory": [1, 1]} for boundary in ([0, 4], [4]))
     assert place([1, 1], [Stage(1, 5)] * 2, **long) == place([1, 1], [Stage(1, 5)] * 2, **short)
