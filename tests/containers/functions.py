@@ -80,6 +80,18 @@ class Stops(Function):
         return None
 
 
+class Reverses(Function):
+    """Gives a view of its input, and the gradient of another function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * -0.5
+
+
 class Overwrites(Function):
     """Changes the gradient that it gets, which nobody else needs here: both neighbours give it one of their own."""
 
@@ -128,6 +140,7 @@ FUNCTIONS: dict[str, Any] = {
     "both halves": both_halves,
     "marks": lambda x: Marks.apply(x)[0],
     "dirty": lambda x: Dirty.apply(x * 0.9),
+    "reverses": Reverses.apply,
     "stops": lambda x: Stops.apply(x),
     "partly stops": lambda x: x + Stops.apply(x.sin()),
     "overwrites": overwrites,

@@ -57,6 +57,11 @@ class Site:
     def place(self, fitting: list[int]) -> int | None:
         return fitting[self.pick % len(fitting)] if fitting else None
 
+    @property
+    def alone(self) -> bool:
+        """Whether what a layer is given takes no other way too."""
+        return len(tensors(self.value)) == 1 and not self.open
+
     def leaf(self, place: int) -> Tensor:
         return pytree.tree_leaves(self.value)[place]
 
@@ -203,9 +208,8 @@ class Watches(nn.Module):
         super().__init__()
         self.tally = site.tally
         self.name = site.name
-        # Where what it is given takes another way too, a hook on it sees the sum in the plain model, its own part in a
-        # pipe.
-        self.given = len(tensors(site.value)) == 1 and not site.open
+        # Else a hook on it would see the sum of the gradients of both ways in the plain model, its own part in a pipe.
+        self.given = site.alone
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.sin()
@@ -455,6 +459,7 @@ BY_ROW: dict[str, Kind] = {
     "tanh": _function("tanh", torch.tanh),
     "fresh": _function("fresh", fresh),
     "detach": _function("detach", Tensor.detach),
+    "in place": _on(_in_place),
     "in place on fresh": _on(_in_place_on_fresh),
     "complex": _on_complex,
     "merge": _merging(lambda a, b: a + b),
@@ -462,7 +467,8 @@ BY_ROW: dict[str, Kind] = {
     "merge in place": _merging(lambda a, b: fresh(a).add_(b)),
     **{name: _function(name, function) for name, function in FUNCTIONS.items()},
     "function with parameter": _on(lambda like, site: Applied(like)),
-    "force": _on(lambda like, site: Force(_linear(like), at_input=site.option % 2 == 0)),
+    # To make a tensor require grad makes its views do so too, which a pipe cannot know of those on another way.
+    "force": _on(lambda like, site: Force(_linear(like), at_input=site.alone and site.option % 2 == 0)),
     "lookup": _on(lambda like, site: Lookup(like, [None, None, 0.5][site.option % 3])),
     "tied": _on(lambda like, site: Tied(_linear(like), _linear(like))),
     "checkpointed": _on(lambda like, site: Checkpointed(_linear(like), reentrant=site.option % 2 == 0)),
@@ -484,6 +490,4 @@ BY_MICROBATCH: dict[str, Kind] = {
 }
 """Which compute, or count, something else for each micro-batch."""
 
-# Open, and to be generated once it is mended: "in place" on what a stage before has passed on as it was, which may
-# change rows of the caller's input.
 KINDS = STRUCTURE | BY_ROW | BY_MICROBATCH

@@ -21,12 +21,25 @@ from torch import Tensor, nn
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
 
-from .layers import DOUBLE, Call, linears, piped, rows
+from .layers import DOUBLE, Call, assert_same, linears, piped, rows
 from .models import one_thread as one_thread
 
 MODES = ("never", "except_last", "always")
 SCHEDULES = ("forward", "fill_drain", "1f1b", "zero_bubble")
 WIDTH = 4
+
+
+class Reversed(torch.autograd.Function):
+    """A view with a gradient of its own, as reversal layers compute it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * -0.5
+
 
 Op = tuple[str, int]
 """What to do, and with which of the tensors on the way, modulo their number."""
@@ -45,6 +58,8 @@ VIEWS = {
     "flipped": lambda t: [t.unsqueeze(1).transpose(1, 2)],
     "detach": lambda t: [t.detach()],
     "detached view": lambda t: [t.detach()[:, :1]],
+    "reversed": lambda t: [t := Reversed.apply(t), t[:, :1]],
+    "reversed parts": lambda t: [t := Reversed.apply(t[:, 1:]), *t.split(1, 1)],
     "bits": lambda t: [t.detach().view(torch.int64)],
     "bytes": lambda t: [t.detach().view(torch.uint8)],
     "constant": lambda t: [t.detach() * 2],
@@ -366,3 +381,22 @@ def test_rows_of_one_micro_batch_in_another_must_not_be_changed(chunks: int, mod
     pipe = piped(nn.Sequential(*layers), [1, 1], chunks=chunks, checkpoint=mode)
     with inline(), pytest.raises(RuntimeError, match="shares its memory") if chunks > 1 else nullcontext():
         assert torch.equal(pipe((x[:-1], x[1:])), nn.Sequential(*layers)((x[:-1], x[1:])))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("balance", [[2, 1], [1, 2], [1, 1, 1]])
+def test_hooks_of_views_are_called(mode: str, balance: list[int]):
+    """Gradients go back through a view that has a hook, not past it to what it is a view of."""
+
+    def heard(x: Tensor) -> tuple[Tensor, Tensor]:
+        view = (x * 2).view_as(x)
+        if view.requires_grad:
+            view.register_hook(lambda gradient: gradient * 0.5 + 1)
+        return view, view[:, :1]
+
+    model = nn.Sequential(linears(1)[0], Call(heard), Call(lambda value: value[0].sin() * value[1]))
+    with closing(piped(model, balance, chunks=3, checkpoint=mode)) as pipe:
+        pipe(rows()).sum().backward()
+        for part in rows().chunk(3):
+            model(part).sum().backward()
+        assert_same(pipe, model)

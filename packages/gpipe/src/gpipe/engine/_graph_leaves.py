@@ -6,12 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-from ..values._leaves import Enter
-
-_OWN = getattr(Enter, "_backward_cls", None)
+from ..values._leaves import is_custom
 
 
 class Below(NamedTuple):
@@ -44,11 +41,7 @@ def below(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Below:
     known = {id(tensor) for tensor in inputs}
     leaves = [leaf for node in ends if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in known]
     kinds = {type(node) for node in nodes}
-    return Below(leaves, any(map(_is_custom, kinds)), any(kind.__name__ in _HIDING for kind in kinds))
+    return Below(leaves, any(map(is_custom, kinds)), any(kind.__name__ in _HIDING for kind in kinds))
 
 
 _HIDING = ("CheckpointFunctionBackward", "PipelineBackwardBackward")
-
-
-def _is_custom(kind: type[Node]) -> bool:
-    return issubclass(kind, BackwardCFunction) and kind is not _OWN

@@ -9,16 +9,18 @@ So whatever happens to a value on its way, a change of one tensor is a change of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
 from microbatch import flatten, unflatten
 
 from ._constants import is_flat
+from ._leaves import is_custom
 from ._memory import clusters, extent, has_own_storages, is_dense, region
 
 
@@ -137,22 +139,32 @@ def _source(tensors: Sequence[Tensor]) -> Tensor | None:
     """What all ``tensors`` can be made of as views; None if there is no such tensor."""
     if any(type(each) is not Tensor or each.layout is not torch.strided or each.is_quantized for each in tensors):
         return None
-    trained = any(tensor.requires_grad for tensor in tensors)
-    candidates = [_root(tensors)] if trained else [_batch(tensors), _flat(tensors)]
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    candidates = _roots(trained) if trained else [_batch(tensors), _flat(tensors)]
     fitting = (each for each in candidates if each is not None and all(_fits(tensor, each) for tensor in tensors))
     return next(fitting, None)
 
 
-def _root(tensors: Sequence[Tensor]) -> Tensor | None:
-    """What those that require grad are views of, as autograd knows it."""
-    trained = [tensor for tensor in tensors if tensor.requires_grad]
-    root = trained[0] if trained[0]._base is None else trained[0]._base
-    for tensor in trained:
-        # A view that is a leaf has gradients of its own. One of another dtype is no matter of strides.
-        if tensor is not root and (tensor._base is not root or tensor.is_leaf or tensor.dtype is not root.dtype):
-            return None
-    lazy = root.is_conj() or root.is_neg() or not root.requires_grad
-    return None if lazy or not is_dense(root) else root
+def _roots(trained: Sequence[Tensor]) -> Iterator[Tensor]:
+    """What all ``trained`` are views of, as autograd knows it: something outside of the value, or one of them."""
+    base = trained[0]._base
+    for root in trained if base is None else (base, *trained):
+        lazy = root.is_conj() or root.is_neg() or not root.requires_grad
+        if not lazy and is_dense(root) and all(_is_view(tensor, root) for tensor in trained):
+            yield root
+
+
+def _is_view(tensor: Tensor, root: Tensor) -> bool:
+    """Whether the gradient of ``tensor`` becomes one of ``root`` by strides alone."""
+    if tensor is root:
+        return True
+    # A view of another dtype is no matter of strides; and who goes straight to the root passes the hooks.
+    if tensor.dtype is not root.dtype or tensor._backward_hooks:
+        return False
+    node, end = tensor.grad_fn, get_gradient_edge(root).node
+    while node is not None and node is not end and not is_custom(type(node)):  # such a view has a gradient of its own
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node is end
 
 
 def _batch(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from microbatch import Arguments as Arguments
 from microbatch import Batch, map_tensors
@@ -99,3 +101,11 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
         return gradient
+
+
+_OWN = getattr(Enter, "_backward_cls", None)
+
+
+def is_custom(kind: type[Node]) -> bool:
+    """Whether nodes of this kind are written in Python, other than that by which tensors enter a stage."""
+    return issubclass(kind, BackwardCFunction) and kind is not _OWN
