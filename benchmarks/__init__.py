@@ -1,1 +1,1 @@
-"""How fast the house is, and what it keeps in memory: `python -m benchmarks`, or `nox -s bench` for everything."""
+"""How fast the packages are, and what they keep in memory: `python -m benchmarks`, or `nox -s bench` for everything."""

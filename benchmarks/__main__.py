@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 import time
 from pathlib import Path
 
-# One thread for each part and each contender, before any of them imports torch.
-os.environ["OMP_NUM_THREADS"] = "1"
+from rich.console import Console
+
+from .machine import stamp
+from .report import keep, show_all, write
 
 # In this order; `targets` reads what the others have found.
 PARTS = {
     "compare": "time of a step: ours, the plain loop, torchgpipe, fairscale, torch.distributed.pipelining",
-    "foretold": "`step` by each schedule beside what `simulate` says it should take",
-    "footprint": "resident memory of the same",
-    "activations": "what a pipe keeps between forward and backward",
+    "predicted": "`step` by each schedule beside the time that `simulate` predicts",
+    "memory": "what a pipe keeps between forward and backward; resident memory of each library",
     "engine": "microseconds a cell on stages that do nothing; time to import",
-    "hotspots": "where these microseconds go",
+    "calls": "how many calls a cell makes, and where the engine's microseconds go",
     "solve": "blockpartition beside prefix sums and torchgpipe's solver",
     "profiling": "how repeatable balances by time are",
     "workers": "streams: workers and contexts",
     "batches": "microbatch: cutting and joining",
     "cuda": "one GPU, where there is one",
-    "targets": "what was to be reached, and what was",
+    "targets": "the figures to reach, beside those measured",
 }
 
 
 def main() -> None:
     options = _arguments()
-    from rich.console import Console
-
-    from .figures import keep
-    from .machine import stamp
-    from .report import show_all, write
-
-    console = Console(width=160)
+    console = Console(width=200)
     line = stamp(" ".join(["python -m nox -s bench --", *sys.argv[1:]]))
     failed = []
     for part in options.parts or PARTS:
@@ -68,7 +62,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART")
-    parser.add_argument("--quick", action="store_true", help="a smoke: few rounds of little work, no measurement")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: few rounds of little work")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks/*.md")
     parser.add_argument("--rounds", type=_positive, help="instead of each part's own number")
     parser.add_argument("--workload", nargs="+", metavar="NAME", help="compare: only W, 'W 256', U-Net, ResNet, GPT-2")

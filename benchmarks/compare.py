@@ -6,19 +6,35 @@ import argparse
 from collections.abc import Callable, Iterator
 from statistics import median
 
-from .contenders import LOOP, PEERS, STAGES, TWO_LOOPS, Contender, Task, can_run, contenders, rival
-from .match import Court, Outcomes, Rules
+import torch
+
+from .contenders import (
+    LOOP,
+    PEERS,
+    PIPELINES,
+    STAGES,
+    TWO_LOOPS,
+    Contender,
+    Task,
+    can_run,
+    contenders,
+    rivals,
+)
+from .machine import allocator
+from .match import Match, Outcomes, Rules
 from .report import Report, Table
 from .timing import ratios, spread
 from .workloads import WORKLOADS, by_name
 
 Comparable = Callable[[Contender], bool]
-PIPELINES = ("gpipe", *PEERS)
 HEADINGS = (
     "library",
-    "way",
+    "schedule",
     "checkpoint",
+    "allocator",
+    "threads",
     "ms",
+    "page faults",
     "speed-up",
     "efficiency",
     *(f"ours / {library}'s" for library in PEERS),
@@ -26,20 +42,21 @@ HEADINGS = (
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
+    """A table for each workload and number of micro-batches."""
     rounds, turn = (2, 0.01) if options.quick else (10, 0.1)
     rules = Rules(rounds=options.rounds or rounds, turn=turn, pin=not options.unpinned)
-    with Court(rules) as court:
+    with Match(rules) as match:
         for task in tasks(options):
-            outcomes = court.play(task, _field(task), comparable(task))
+            outcomes = match.play(task, _field(task), comparable(task))
             yield Report([_table(task, outcomes, rules)], _figures(task, outcomes))
 
 
 def comparable(task: Task) -> Comparable:
-    """Whose results must be the loop's: where masks are drawn nobody's, and with batch norm only micro-batches'."""
+    """Whose results must be the loop's: nobody's where masks are drawn; with batch norm, only micro-batches'."""
     workload = by_name(task.workload)
 
     def same(contender: Contender) -> bool:
-        if task.training and workload.looks_at_the_batch and contender.library == "plain":
+        if task.training and workload.has_batch_norm and contender.library == "plain":
             return False
         return not (task.training and workload.random)
 
@@ -47,6 +64,7 @@ def comparable(task: Task) -> Comparable:
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
+    """What the options ask for, else everything."""
     tasks = [Task(name, chunks) for name in WORKLOADS for chunks in ((8, 32) if name.startswith("W ") else (8,))]
     tasks += [Task(name, 8, training=False) for name in WORKLOADS if name.startswith("W ")]
     return [task for task in tasks if _is_chosen(task, options)]
@@ -64,43 +82,52 @@ def _field(task: Task) -> list[Contender]:
 
 
 def _table(task: Task, outcomes: Outcomes, rules: Rules) -> Table:
-    table = Table(*place(task), _caption(task, outcomes, rules), HEADINGS, left=3)
+    table = Table(*place(task), _caption(task, outcomes, rules), HEADINGS, left=4)
     for contender, outcome in outcomes.items():
+        words = *contender.columns, contender.allocator
         if outcome.failure is not None:
-            table.add(*contender.columns, f"– {table.note(outcome.failure)}", *["–"] * 5)
+            table.add(*words, contender.threads or "–", f"– {table.note(outcome.failure)}", *["–"] * (len(PEERS) + 3))
             continue
+        efficiency = _efficiency(contender, task, outcomes)
         table.add(
-            *contender.columns,
+            *words,
+            outcome.threads,
             spread(outcome.seconds, 2 if median(outcome.seconds) < 0.01 else 1, scale=1e3),
-            spread(ratios(outcomes[LOOP].seconds, outcome.seconds)),
-            _optional(_efficiency(contender, task, outcomes)),
-            *(_against(contender, library, outcomes) for library in PEERS),
+            f"{median(outcome.faults):.0f}",
+            spread(_speedups(contender, outcomes)) if _speedups(contender, outcomes) else "–",
+            "–" if efficiency is None else f"{efficiency:.2f}",
+            *(spread(found) if (found := against(contender, library, outcomes)) else "–" for library in PEERS),
         )
     return table
 
 
-def _against(contender: Contender, library: str, outcomes: Outcomes) -> str:
-    found = _ratios_to(contender, library, outcomes)
-    return spread(found) if found else "–"
-
-
-def _ratios_to(contender: Contender, library: str, outcomes: Outcomes) -> list[float]:
-    """Our time over theirs, where there are both."""
-    other = rival(contender, library, outcomes)
-    if contender.library != "gpipe" or other is None:
+def against(contender: Contender, library: str, outcomes: Outcomes) -> list[float]:
+    """Our time over theirs in each round; of a rival with several numbers of threads, over the faster one."""
+    if contender.library != "gpipe" or outcomes[contender].failure:
         return []
-    ours, theirs = outcomes[contender], outcomes[other]
-    return [] if ours.failure or theirs.failure else ratios(ours.seconds, theirs.seconds)
+    times = [outcomes[one].seconds for one in rivals(contender, library, outcomes) if not outcomes[one].failure]
+    return ratios(outcomes[contender].seconds, min(times, key=median)) if times else []
+
+
+def _speedups(contender: Contender, outcomes: Outcomes) -> list[float]:
+    """Over the loop with the same allocator, in each round."""
+    loop = outcomes[_like(LOOP, contender)]
+    return [] if loop.failure else ratios(loop.seconds, outcomes[contender].seconds)
 
 
 def _efficiency(contender: Contender, task: Task, outcomes: Outcomes) -> float | None:
-    """The speed-up over the schedule's limit, over half of what two loops gain from two threads."""
-    if contender.library not in PIPELINES or contender.checkpoint != "never" or contender.schedule == "interleaved":
+    """The speed-up over the schedule's limit, over half of what two loops gain from two threads.
+
+    The loop has one thread, so this is for machines on which a worker has one, too.
+    """
+    whole = contender.library in PIPELINES and contender.checkpoint == "never" and contender.schedule != "interleaved"
+    loops = [_like(one, contender) for one in (LOOP, TWO_LOOPS)]
+    if not whole or torch.get_num_threads() >= 2 * STAGES:
         return None
-    if any(outcomes[one].failure for one in (contender, LOOP, TWO_LOOPS)):
+    if any(one not in outcomes or outcomes[one].failure for one in (contender, *loops)):
         return None
-    speedup = median(ratios(outcomes[LOOP].seconds, outcomes[contender].seconds))
-    return speedup / limit(task) / (_scaling(outcomes) / 2)
+    scaling = two_thread_scaling(outcomes, contender.keep_memory)
+    return median(_speedups(contender, outcomes)) / limit(task) / (scaling / 2)
 
 
 def limit(task: Task) -> float:
@@ -108,9 +135,14 @@ def limit(task: Task) -> float:
     return task.chunks * STAGES / (task.chunks + STAGES - 1)
 
 
-def _scaling(outcomes: Outcomes) -> float:
+def two_thread_scaling(outcomes: Outcomes, keep_memory: bool = False) -> float:
     """How much more two threads do than one; 2 at best."""
-    return 2 * median(ratios(outcomes[LOOP].seconds, outcomes[TWO_LOOPS].seconds))
+    loop, two_loops = [one.keeping_memory() if keep_memory else one for one in (LOOP, TWO_LOOPS)]
+    return 2 * median(ratios(outcomes[loop].seconds, outcomes[two_loops].seconds))
+
+
+def _like(baseline: Contender, contender: Contender) -> Contender:
+    return baseline.keeping_memory() if contender.keep_memory else baseline
 
 
 def _figures(task: Task, outcomes: Outcomes) -> dict[str, float]:
@@ -124,15 +156,20 @@ def _figures(task: Task, outcomes: Outcomes) -> dict[str, float]:
         if efficiency is not None:
             found[f"{where}: {contender.name}: efficiency"] = efficiency
         for library in PEERS:
-            if values := _ratios_to(contender, library, outcomes):
+            if values := against(contender, library, outcomes):
                 found[f"{where}: {contender.name}: time / {library}"] = median(values)
     return found
 
 
 def _caption(task: Task, outcomes: Outcomes, rules: Rules) -> str:
-    parts = [_title(task), f"{rules.rounds} rounds: medians, in brackets the quartiles", f"limit {limit(task):.2f}"]
+    parts = [
+        _title(task),
+        f"{rules.rounds} rounds: medians, in brackets the quartiles",
+        f"allocator: {allocator()}",
+        f"limit {limit(task):.2f}",
+    ]
     if not (outcomes[LOOP].failure or outcomes[TWO_LOOPS].failure):
-        parts.append(f"two-thread scaling {_scaling(outcomes):.2f}")
+        parts.append(f"two-thread scaling {two_thread_scaling(outcomes):.2f}")
     differences = [outcome.difference for outcome in outcomes.values() if outcome.difference is not None]
     if differences:
         parts.append(f"results differ from the loop's by at most {max(differences):.0e} of the largest")
@@ -147,7 +184,3 @@ def place(task: Task) -> tuple[str, str]:
     """The page and the name of its table."""
     page = "pipeline.md" if task.workload.startswith("W ") else "models.md"
     return page, _title(task).lower().replace(", ", "-").replace(" ", "-").replace("=", "")
-
-
-def _optional(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"

@@ -1,9 +1,9 @@
-"""Who takes part, and in what: pure data, which goes to a process of its own."""
+"""Who is compared, and on what: pure data, which is sent to a process of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .machine import installed
 
@@ -11,6 +11,7 @@ CHECKPOINTS = ("never", "except_last", "always")
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble", "interleaved")
 STAGES = 2
 PEERS = ("torchgpipe", "fairscale", "distributed")
+PIPELINES = ("gpipe", "inline", *PEERS)
 
 
 @dataclass(frozen=True)
@@ -24,54 +25,91 @@ class Task:
 
 @dataclass(frozen=True)
 class Contender:
-    """A library and how it is used. With a `schedule`, `step` does forward and backward."""
+    """A library and how it is used.
+
+    Attributes:
+        schedule: if there is one, `step` does forward and backward.
+        threads: OMP_NUM_THREADS of its process, and `torch.set_num_threads`; None: as torch has it.
+        keep_memory: whether `streams.keep_memory()` tells the allocator not to give memory back to the system.
+    """
 
     library: str
     checkpoint: str = "never"
     schedule: str = ""
-    threads: int = 1
+    threads: int | None = None
+    keep_memory: bool = False
 
     @property
     def columns(self) -> tuple[str, str, str]:
-        """Library, way, checkpointing; what makes no difference is left out."""
-        if self.library == "plain":
-            return self.library, f"{self.threads} thread" + "s" * (self.threads > 1), ""
-        pipeline = self.library in ("gpipe", *PEERS)
-        return self.library, self.schedule, self.checkpoint if pipeline else ""
+        """Library, schedule and checkpointing, the latter two where they make a difference."""
+        return self.library, self.schedule, self.checkpoint if self.library in PIPELINES else ""
+
+    @property
+    def allocator(self) -> str:
+        return "keep_memory()" if self.keep_memory else "as it is"
 
     @property
     def name(self) -> str:
-        library, way, checkpoint = self.columns
-        return ", ".join(part for part in (library, way, checkpoint and f"checkpoint {checkpoint}") if part)
+        """As figures have it, such as `gpipe, 1f1b, checkpoint never`."""
+        library, schedule, checkpoint = self.columns
+        parts = (
+            library,
+            schedule,
+            checkpoint and f"checkpoint {checkpoint}",
+            self.threads and f"threads {self.threads}",
+            self.keep_memory and "keep_memory()",
+        )
+        return ", ".join(part for part in parts if part)
+
+    def keeping_memory(self) -> Contender:
+        """The same with `streams.keep_memory()`."""
+        return replace(self, keep_memory=True)
 
 
-LOOP = Contender("loop")
-TWO_LOOPS = Contender("two loops")
-BASELINES = [LOOP, TWO_LOOPS, Contender("plain"), Contender("plain", threads=2)]
+LOOP = Contender("loop", threads=1)
+TWO_LOOPS = Contender("two loops", threads=1)
+BASELINES = [LOOP, TWO_LOOPS, Contender("plain", threads=1), Contender("plain")]
 
 
 def contenders(task: Task, *, quarters: bool) -> list[Contender]:
     """All that can do `task`; interleaving wants a model that can be cut into quarters."""
     if not task.training:
-        ways = [("gpipe", ""), ("torchgpipe", ""), ("fairscale", ""), ("distributed", "fill_drain")]
-        return BASELINES + [Contender(library, schedule=schedule) for library, schedule in ways]
-    modes = [Contender(library, mode) for library in ("gpipe", "torchgpipe", "fairscale") for mode in CHECKPOINTS]
-    steps = [Contender("gpipe", schedule=name) for name in SCHEDULES if quarters or name != "interleaved"]
-    distributed = [Contender("distributed", schedule=name) for name in SCHEDULES if quarters or name in _HALVES]
+        peers = [*_in_both_ways(("never",)), Contender("distributed", schedule="fill_drain")]
+        return [*BASELINES, Contender("gpipe"), *peers]
+    ours = [Contender("gpipe", mode) for mode in CHECKPOINTS]
+    schedules = [name for name in SCHEDULES if quarters or name != "interleaved"]
+    steps = [Contender("gpipe", schedule=name) for name in schedules]
+    # torchrun gives each rank one thread, so for it there is no other way.
+    distributed = [Contender("distributed", schedule=name) for name in schedules]
     # It has no checkpointing of its own: each stage is wrapped in torch.utils.checkpoint.
     distributed.append(Contender("distributed", "always", "fill_drain"))
-    return [*BASELINES, *modes, *steps, *distributed]
+    kept = [one.keeping_memory() for one in (LOOP, TWO_LOOPS, Contender("gpipe"))]
+    return [*BASELINES, *ours, *steps, *_in_both_ways(CHECKPOINTS), *distributed, *kept]
 
 
-_HALVES = ("fill_drain", "1f1b", "zero_bubble")
+def _in_both_ways(modes: Iterable[str]) -> list[Contender]:
+    """torchgpipe and fairscale, with torch's default number of threads and with OMP_NUM_THREADS=1.
+
+    They start threads in every run, each of which has torch's default number: on few cores that is too many.
+    """
+    return [
+        Contender(library, mode, threads=threads)
+        for library in ("torchgpipe", "fairscale")
+        for mode in modes
+        for threads in (None, 1)
+    ]
 
 
 def can_run(contender: Contender) -> bool:
-    """Whether its library is here; the others come with us, or with torch."""
+    """Whether its library is installed; the others are ours, or torch's."""
     return contender.library not in ("torchgpipe", "fairscale") or installed(contender.library)
 
 
-def rival(ours: Contender, library: str, field: Iterable[Contender]) -> Contender | None:
-    """Whom of `library` `ours` is measured against: as much recomputed, by the same schedule if it can."""
+def rivals(ours: Contender, library: str, field: Iterable[Contender]) -> list[Contender]:
+    """The contenders of `library` that do what `ours` does, with any number of threads.
+
+    They recompute as much, have the same allocator and, in `torch.distributed.pipelining`, the same schedule.
+    """
     schedule = (ours.schedule or "fill_drain") if library == "distributed" else ""
-    return next((one for one in field if one == Contender(library, ours.checkpoint, schedule)), None)
+    wanted = replace(ours, library=library, schedule=schedule)
+    return [one for one in field if replace(one, threads=ours.threads) == wanted]

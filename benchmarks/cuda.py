@@ -1,4 +1,4 @@
-"""One GPU: what GPipe costs beside the loop by hand, and what checkpointing saves. Says so where there is none."""
+"""One GPU: what GPipe costs beside the loop by hand, and what checkpointing saves. Skipped where there is no GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from .contenders import CHECKPOINTS
+from .programs import optimizer_of
 from .report import Report, Table
 from .timing import ratios, repeats_within, spread, turns
 from .workloads import linear, total
@@ -25,7 +26,9 @@ Step = Callable[[], None]
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
     if not torch.cuda.is_available():
-        yield Report([_nothing("cuda-time", "Time of a step"), _nothing("cuda-memory", "Peak of allocated memory")])
+        yield Report(
+            [_not_measured("cuda-time", "Time of a step"), _not_measured("cuda-memory", "Peak of allocated memory")]
+        )
         return
     widths = (256,) if options.quick else (256, 1024, 4096)
     rounds = options.rounds or (3 if options.quick else 20)
@@ -33,7 +36,7 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
     yield Report([_memory(widths)])
 
 
-def _nothing(name: str, caption: str) -> Table:
+def _not_measured(name: str, caption: str) -> Table:
     table = Table("cuda.md", name, caption, ("what", "found"), left=2)
     table.add(caption, f"not measured {table.note('there was no CUDA device')}")
     return table
@@ -66,6 +69,7 @@ def _memory(widths: tuple[int, ...]) -> Table:
 
 def _loop(width: int) -> Step:
     model, batch = _model(width), _batch(width)
+    optimizer = optimizer_of(model)
 
     def step() -> None:
         _zero(model)
@@ -73,6 +77,7 @@ def _loop(width: int) -> Step:
         for chunk in chunks:
             total(model(chunk)).backward()
         torch.cat([chunk.grad for chunk in chunks if chunk.grad is not None])
+        optimizer.step()
 
     return step
 
@@ -85,10 +90,12 @@ def _pipe(width: int, stages: int, mode: str) -> Step:
     model, batch = _model(width), _batch(width)
     balance = [len(model) // stages] * stages
     pipe = GPipe(model, balance, devices=[DEVICE] * stages, chunks=CHUNKS, checkpoint=mode)
+    optimizer = optimizer_of(pipe)
 
     def step() -> None:
         _zero(pipe)
         total(pipe(batch.detach().requires_grad_())).backward()
+        optimizer.step()
 
     return step
 
@@ -104,7 +111,7 @@ def _batch(width: int) -> Tensor:
 
 
 def _zero(module: nn.Module) -> None:
-    """In place: gradients are there before and after, and no part of what a step allocates."""
+    """Zero in place, so that gradients are no part of what a step allocates."""
     module.zero_grad(set_to_none=False)
 
 

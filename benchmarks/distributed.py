@@ -1,10 +1,14 @@
-"""torch.distributed.pipelining: two processes, gloo between them, the same stages and micro-batches."""
+"""torch.distributed.pipelining: two processes, gloo between them, the same stages and micro-batches.
+
+It has no skip connections. So each stage relays them beside its output, and the layers that skip are written in the
+vocabulary of `gpipe.skip`, which this module has too: `skippable`, `stash` and `pop` work inside a :class:`SkipRelay`.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,13 +17,14 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.checkpoint import checkpoint
 
 from .contenders import Contender, Task
-from .cores import take_share
-from .handed import Stage, connect
+from .machine import bind_to_share
+from .programs import optimizer_of, slices
 from .workloads import Workload
 
-# By schedule: the class, how many stages a rank has, and whether they lie as a V (rank 0 has the last one, too).
+Layer = TypeVar("Layer", bound=type)
+
+# By schedule: the class, and how many stages a rank has.
 SCHEDULES: dict[str, tuple[Any, int]] = {
-    "": (schedules.ScheduleGPipe, 1),
     "fill_drain": (schedules.ScheduleGPipe, 1),
     "1f1b": (schedules.Schedule1F1B, 1),
     "zero_bubble": (schedules.ScheduleInterleavedZeroBubble, 1),
@@ -30,30 +35,29 @@ Built = tuple[Callable[[], Tensor | None], nn.Module, Callable[[], object]]
 
 
 def build(model: nn.Sequential, batch: Tensor, workload: Workload, contender: Contender, task: Task) -> Built:
+    """This rank's step, its layers, and the barrier that all ranks pass before a step."""
     rank = _rank()
     kind, each = SCHEDULES[contender.schedule]
-    modules = _modules(model, workload.balance if each == 1 else workload.quarters)
-    own = {j: _recomputing(module, contender) for j, module in enumerate(modules) if j % 2 == rank}
-    stages = [PipelineStage(module, j, len(modules), torch.device("cpu")) for j, module in own.items()]
+    relays = _relays(model, workload.balance if each == 1 else workload.quarters)
+    own = {j: _recomputing(relay, contender) for j, relay in enumerate(relays) if j % 2 == rank}
+    stages = [PipelineStage(module, j, len(relays), torch.device("cpu")) for j, module in own.items()]
     loss = (lambda output, _: workload.loss(output)) if task.training else None
     schedule = kind(stages if each > 1 or _takes_a_list(kind) else stages[0], task.chunks, loss, scale_grads=False)
-    parameters = _together(modules, rank)
-    return _step(schedule, parameters, batch, rank, task), parameters, dist.barrier
+    layers = _layers(relays, rank)
+    return _step(schedule, layers, batch, rank, task), layers, dist.barrier
 
 
 def _rank() -> int:
     """This process's place, among two that keep their connection from task to task."""
     if not dist.is_initialized():
-        take_share(int(os.environ["RANK"]), 2)  # before gloo starts threads of its own
+        bind_to_share(int(os.environ["RANK"]), 2)  # before gloo starts threads of its own
         dist.init_process_group("gloo")
     return dist.get_rank()
 
 
-def _modules(model: nn.Sequential, balance: tuple[int, ...] | None) -> list[Stage]:
-    from .programs import slices
-
+def _relays(model: nn.Sequential, balance: tuple[int, ...] | None) -> list[SkipRelay]:
     assert balance is not None
-    stages = [Stage(layers) for layers in slices(model, balance)]
+    stages = [SkipRelay(layers) for layers in slices(model, balance)]
     connect(stages)
     return stages
 
@@ -62,9 +66,9 @@ def _takes_a_list(kind: Any) -> bool:
     return issubclass(kind, schedules.PipelineScheduleMulti)
 
 
-def _together(modules: list[Stage], rank: int) -> nn.Module:
+def _layers(relays: list[SkipRelay], rank: int) -> nn.Module:
     """This rank's layers under their own names."""
-    return nn.ModuleDict({name: layer for module in modules[rank::2] for name, layer in module.named_children()})
+    return nn.ModuleDict({name: layer for relay in relays[rank::2] for name, layer in relay.named_children()})
 
 
 class _Recomputing(nn.Module):
@@ -80,15 +84,82 @@ def _recomputing(module: nn.Module, contender: Contender) -> nn.Module:
     return _Recomputing(module) if contender.checkpoint == "always" else module
 
 
-def _step(schedule: Any, parameters: nn.Module, batch: Tensor, rank: int, task: Task) -> Callable[[], Tensor | None]:
+def _step(schedule: Any, layers: nn.Module, batch: Tensor, rank: int, task: Task) -> Callable[[], Tensor | None]:
     # The loss looks at outputs alone, but a schedule wants a target for each micro-batch.
     target = {"target": torch.zeros(len(batch))} if task.training else {}
     how = {"return_outputs": False} if task.training else {}
     last = {**target, **how} if rank == 1 else how
+    optimizer = optimizer_of(layers)
 
-    def step() -> Tensor | None:
-        parameters.zero_grad()
-        x = (batch.detach().requires_grad_(task.training),) if rank == 0 else ()
-        return schedule.step(*x, **last)
+    def train() -> None:
+        optimizer.zero_grad()
+        x = (batch.detach().requires_grad_(),) if rank == 0 else ()
+        schedule.step(*x, **last)
+        optimizer.step()
 
-    return step
+    def forward() -> Tensor | None:
+        return schedule.step(*((batch.detach(),) if rank == 0 else ()))
+
+    return train if task.training else forward
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
+    """As `gpipe.skip.skippable`."""
+
+    def decorate(layer: Layer) -> Layer:
+        layer.stashed, layer.popped = list(stash), list(pop)  # type: ignore[attr-defined]
+        return layer
+
+    return decorate
+
+
+def stash(name: str, tensor: Tensor) -> tuple[str, Tensor | None]:
+    """As `gpipe.skip.stash`."""
+    return name, tensor
+
+
+def pop(name: str) -> tuple[str, Tensor | None]:
+    """As `gpipe.skip.pop`."""
+    return name, None
+
+
+class SkipRelay(nn.Sequential):
+    """A stage that takes `(x, *skips named in incoming)` and returns `(x, *skips named in outgoing)`."""
+
+    incoming: list[str]
+    outgoing: list[str]
+
+    def forward(self, x: Tensor, *skips: Tensor) -> Any:
+        for skip in skips:
+            if skip.requires_grad:
+                skip.register_hook(Tensor.contiguous)  # gloo sends no other gradients
+        held = dict(zip(self.incoming, skips, strict=True))
+        for layer in self:
+            result = layer(x)
+            x = _serve(result, held) if isinstance(result, Generator) else result
+        return (x, *(held[name] for name in self.outgoing)) if self.outgoing else x
+
+
+def connect(stages: list[SkipRelay]) -> None:
+    """Set which skips enter and leave each stage, from what its layers stash and pop."""
+    crossing: list[str] = []
+    for stage in stages:
+        stage.incoming = list(crossing)
+        for layer in stage:
+            crossing = [name for name in crossing if name not in getattr(layer, "popped", ())]
+            crossing += getattr(layer, "stashed", ())
+        stage.outgoing = list(crossing)
+
+
+def _serve(steps: Generator[tuple[str, Tensor | None], Tensor | None, Tensor], held: dict[str, Tensor]) -> Tensor:
+    """Run a layer's forward to its end: keep what it stashes in `held`, give it what it pops."""
+    answer = None
+    while True:
+        try:
+            name, tensor = steps.send(answer)
+        except StopIteration as end:
+            return end.value
+        if tensor is None:
+            answer = held.pop(name)
+        else:
+            held[name], answer = tensor, None

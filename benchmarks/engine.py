@@ -14,14 +14,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gpipe
 
-from . import empty
 from .contenders import LOOP, Contender, can_run
 from .report import Report, Table
-from .timing import spread, turns
+from .timing import ratios, spread, turns
 
 PAGE = "engine.md"
 STAGES, MICROBATCHES = (2, 4, 8, 16, 32, 64), (1, 4, 16, 64, 256)
@@ -30,7 +29,7 @@ Times = tuple[float, float]  # seconds of a forward and of its backward
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
-    torch.set_num_threads(1)
+    """Cells, imports, and the first step."""
     yield _cells(options)
     yield _import(options)
     yield _first(options)
@@ -38,7 +37,17 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
 
 def _cells(options: argparse.Namespace) -> Report:
     rounds = options.rounds or (3 if options.quick else 15)
-    headings = ("stages", "micro-batches", "loop", "workers", "forward", "backward", "checkpointed", "inline")
+    headings = (
+        "stages",
+        "micro-batches",
+        "loop",
+        "workers",
+        "workers / loop",
+        "forward",
+        "backward",
+        "checkpointed",
+        "inline",
+    )
     table = Table(PAGE, "engine", f"Microseconds a cell, {rounds} rounds: medians, in brackets the quartiles", headings)
     figures: dict[str, float] = {}
     for n, m in FEW if options.quick else product(STAGES, MICROBATCHES):
@@ -46,18 +55,20 @@ def _cells(options: argparse.Namespace) -> Report:
         cell = 1e6 / (n * m)
         both = {name: [sum(pair) for pair in pairs] for name, pairs in times.items()}
         forward, backward = zip(*times["workers"], strict=True)
-        shown = [both["loop"], both["workers"], list(forward), list(backward), both["checkpointed"], both["inline"]]
-        table.add(n, m, *(spread(values, 1, scale=cell) for values in shown))
-        figures[f"engine {n}x{m}: workers"] = median(both["workers"]) * cell
-        figures[f"engine {n}x{m}: inline"] = median(both["inline"]) * cell
+        over = ratios(both["workers"], both["loop"])
+        ways = [list(forward), list(backward), both["checkpointed"], both["inline"]]
+        loop, workers, *others = (spread(values, 1, scale=cell) for values in (both["loop"], both["workers"], *ways))
+        table.add(n, m, loop, workers, spread(over), *others)
+        figures[f"engine {n}x{m}: workers / loop"] = median(over)
+        figures[f"engine {n}x{m}: inline / loop"] = median(ratios(both["inline"], both["loop"]))
     return Report([table], figures)
 
 
 def _ways(stages: int, microbatches: int) -> dict[str, Callable[[], Times]]:
-    loop, one = empty.Loop(stages, microbatches), torch.ones(1, 1)
-    rows, ones = empty.rows(microbatches), torch.ones(microbatches, 1)
-    plain = empty.pipe(stages, microbatches)
-    checkpointed = empty.pipe(stages, microbatches, "always")
+    loop, one = Loop(stages, microbatches), torch.ones(1, 1)
+    rows, ones = one_row_each(microbatches), torch.ones(microbatches, 1)
+    plain = empty_pipe(stages, microbatches)
+    checkpointed = empty_pipe(stages, microbatches, "always")
 
     def looped() -> Times:
         return _both(loop.forward, lambda outputs: [output.backward(one) for output in outputs])
@@ -75,6 +86,33 @@ def _ways(stages: int, microbatches: int) -> dict[str, Callable[[], Times]]:
         "checkpointed": lambda: piped(checkpointed),
         "inline": inline,
     }
+
+
+def empty_pipe(stages: int, microbatches: int, checkpoint: str = "never") -> gpipe.GPipe:
+    """A pipe whose stages do nothing."""
+    layers = nn.Sequential(*(nn.Identity() for _ in range(stages)))
+    return gpipe.GPipe(layers, [1] * stages, devices=["cpu"] * stages, chunks=microbatches, checkpoint=checkpoint)
+
+
+def one_row_each(microbatches: int) -> Tensor:
+    """A mini-batch with one row a micro-batch."""
+    return torch.ones(microbatches, 1, requires_grad=True)
+
+
+class Loop:
+    """As many multiplications as there are cells, one after the other."""
+
+    def __init__(self, stages: int, microbatches: int) -> None:
+        self._stages, self._rows = stages, one_row_each(microbatches).detach().chunk(microbatches)
+
+    def forward(self) -> list[Tensor]:
+        return [self._through(row) for row in self._rows]
+
+    def _through(self, row: Tensor) -> Tensor:
+        y = row.detach().requires_grad_()
+        for _ in range(self._stages):
+            y = y * 1
+        return y
 
 
 def _both(forward: Callable[[], Tensor | list[Tensor]], backward: Callable[..., object]) -> Times:
@@ -104,16 +142,16 @@ def _import(options: argparse.Namespace) -> Report:
 
 
 def _first(options: argparse.Namespace) -> Report:
-    """Fresh interpreters again: what a step does only once, such as importing parts of torch."""
+    """What a step does only once, such as importing parts of torch; in fresh interpreters again."""
     rounds = options.rounds or (1 if options.quick else 5)
     field = [
         Contender(library, mode) for library in ("gpipe", "torchgpipe", "fairscale") for mode in ("never", "always")
     ]
     caption = f"Milliseconds of the first two steps of W, D=B=64; {rounds} rounds: medians, in brackets the quartiles"
-    table = Table(PAGE, "first-step", caption, ("library", "way", "checkpoint", "first", "next"), left=3)
+    table = Table(PAGE, "first-step", caption, ("library", "schedule", "checkpoint", "first", "next"), left=3)
     with TemporaryDirectory() as folder:
         steps = {
-            one: partial(_numbers, ["-m", "benchmarks.first", one.library, one.checkpoint], folder)
+            one: partial(_numbers, ["-m", "benchmarks.programs", one.library, one.checkpoint], folder)
             for one in (LOOP, *field)
             if can_run(one)
         }
@@ -126,7 +164,7 @@ def _first(options: argparse.Namespace) -> Report:
 
 
 def _numbers(arguments: list[str], folder: str) -> list[float]:
-    """The numbers a fresh interpreter prints; it keeps compiled modules in ``folder`` even where others must not."""
+    """The numbers a fresh interpreter prints; it keeps compiled modules in `folder`, whatever the caller's does."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, *arguments],

@@ -1,4 +1,4 @@
-"""What a figure was measured on: the machine, the versions, the day."""
+"""The machine and this process: what they are called, which cores and how much memory they use."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import importlib.metadata
 import os
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
+import torch
+
 DISTRIBUTIONS = ("torch", "torchgpipe", "fairscale", "transformers")
+# Variables that change how threads wait or how memory is allocated: a figure measured with one of them says so.
+VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "GPIPE_")
+_STATUS = Path("/proc/self/status")
 
 
 def stamp(command: str) -> str:
     """One line that says where, when, with what, and how to measure again."""
     where = f"{processor()}, {_cores()} cores, {platform.system()}"
-    return f"{date.today()}; {where}; {_versions()}; `{command}`"
+    return "; ".join([str(date.today()), where, _versions(), *_variables(), f"`{command}`"])
 
 
 def processor() -> str:
@@ -25,12 +32,67 @@ def processor() -> str:
     return name[1].strip() if name else platform.processor() or platform.machine()
 
 
+def allocator() -> str:
+    """What serves memory on the CPU where nobody changes anything, such as `glibc 2.36 malloc`."""
+    return " ".join(part for part in (*platform.libc_ver(), "malloc") if part)
+
+
 def installed(distribution: str) -> bool:
+    """Whether a distribution of this name is installed."""
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Let CPU operations use so many threads, and put the number back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def bind_to_share(k: int, of: int) -> None:
+    """Bind the calling thread, and what it starts, to the k-th share of the cores, as gpipe binds its workers."""
+    from gpipe.engine._cores import bind, shares, usable
+
+    bind(shares(usable(), of)[k])
+
+
+def page_faults() -> int:
+    """How often this process has had to get a page of memory from the system (`ru_minflt`)."""
+    import resource  # not on Windows, where the other functions work
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def resident_memory() -> int | None:
+    """Bytes of this process that are in memory, as Linux counts them; None elsewhere."""
+    return _status("VmRSS")
+
+
+def peak_memory() -> int | None:
+    """The most bytes since the process began, or since `reset_peak`. Not `ru_maxrss`: a process inherits that."""
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    """Let `peak_memory` begin anew."""
+    refs = Path("/proc/self/clear_refs")
+    if refs.exists():
+        refs.write_text("5")
+
+
+def _status(name: str) -> int | None:
+    if not _STATUS.exists():
+        return None
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def _cores() -> int:
@@ -41,3 +103,7 @@ def _cores() -> int:
 def _versions() -> str:
     found = [f"{name} {importlib.metadata.version(name)}" for name in DISTRIBUTIONS if installed(name)]
     return ", ".join([*found, f"Python {platform.python_version()}"])
+
+
+def _variables() -> list[str]:
+    return [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]

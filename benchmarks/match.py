@@ -1,4 +1,4 @@
-"""A match: all contenders on one task, in turns, and what came of it."""
+"""A match: all contenders do one task in turns, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ from typing import Any
 
 from rich.progress import track
 
-from .contenders import LOOP, Contender, Task
+from .contenders import Contender, Task
 from .process import Failure, Process
-from .timing import repeats_within
+from .timing import Step, repeats_within
 
 TOLERANCE = 1e-3  # of the largest number in a gradient: float32, summed in another order
 
 
 @dataclass
 class Outcome:
-    """Seconds of a step in each round, or why there are none."""
+    """What one contender did: seconds and page faults of a step in each round, or why there are none.
+
+    Attributes:
+        faults: mean number of page faults of a step, all its processes together.
+        threads: intra-op threads of its process; of the first, where it has two.
+        grown: bytes of resident memory above those before its first step, all its processes together.
+        difference: of its results from the first contender's, relative to the largest number.
+    """
 
     seconds: list[float] = field(default_factory=list)
-    grown: int | None = None  # bytes of resident memory, of all its processes
-    difference: float | None = None  # from the loop's results
+    faults: list[float] = field(default_factory=list)
+    threads: int | None = None
+    grown: int | None = None
+    difference: float | None = None
     failure: str | None = None
 
 
@@ -33,24 +42,25 @@ Outcomes = dict[Contender, Outcome]
 
 @dataclass(frozen=True)
 class Rules:
-    """`turn` is how long the loop takes for the steps of a turn, in seconds; `limit` is for one answer.
+    """How a match is run.
 
-    With `pin` our workers, the two loops, and the ranks of torch.distributed have cores of their own. With
-    `preload` they import beforehand what the first step would, so that it is not taken for memory of the model.
+    Attributes:
+        turn: seconds that the first contender takes for the steps of a turn.
+        limit: seconds to wait for one answer of a process.
+        pin: whether gpipe's workers, the two loops and the ranks of torch.distributed have cores of their own.
     """
 
     rounds: int = 10
     turn: float = 0.1
     limit: float = 300.0
     pin: bool = True
-    preload: bool = False
 
 
-class Court:
-    """Where the contenders' processes are kept from one task to the next; who fails gets a new one.
+class Match:
+    """Keeps the contenders' processes from one task to the next, and starts a new one in place of one that failed.
 
-    fairscale's workers would keep an interpreter from ending, and torchgpipe starts threads in every run: hence a
-    process for each.
+    Each contender needs its own process: fairscale's workers keep an interpreter from ending, torchgpipe starts
+    threads in every run, and numbers of threads and the allocator's settings count for a whole process.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -58,45 +68,53 @@ class Court:
         self._processes: dict[Contender, Process] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> Court:
+    def __enter__(self) -> Match:
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for end in (Process.dismiss, Process.end):
+        for end in (Process.request_end, Process.end):  # all asked first, so that they end side by side
             for process in self._processes.values():
                 end(process)
         self._stack.close()
 
     def play(self, task: Task, contenders: list[Contender], comparable: Callable[[Contender], bool]) -> Outcomes:
-        """What came of each; `comparable` says whose results must be the loop's, which has to take part."""
+        """Let `contenders` do `task` in turns.
+
+        Args:
+            contenders: the first is the reference of results, and sets the length of a turn.
+            comparable: whether a contender's results must be those of the reference.
+        """
         processes = [self._process(contender) for contender in contenders]
+        reference = processes[0]
         outcomes = {contender: Outcome() for contender in contenders}
-        loop = processes[contenders.index(LOOP)]
-        if self.rules.preload:
-            _together(processes, "preload")
         _together(processes, "prepare", task)
+        # The results are compared after one step: its gradients are from before the optimizer's first change.
         _together(processes, "run", 1)
-        if loop.failure is None:
-            self._check([process for process in processes if comparable(process.contender)], loop, outcomes)
-            self._rounds(task, processes, loop, outcomes)
-            _each(processes, lambda process: _measure_memory(process, outcomes))
+        if reference.failure is None:
+            self._check([process for process in processes if comparable(process.contender)], reference, outcomes)
+            self._rounds(task, processes, reference, outcomes)
+            _each(processes, lambda process: _note_process(process, outcomes[process.contender]))
         for process in processes:
-            failure = process.failure or (loop.failure and "not run, because the loop failed")
+            failure = process.failure or (reference.failure and f"not run, because {reference.contender.name} failed")
             if failure:
                 outcomes[process.contender] = Outcome(failure=failure)
         return outcomes
 
-    def _check(self, processes: list[Process], loop: Process, outcomes: Outcomes) -> None:
+    def ask(self, contender: Contender, name: str) -> Any:
+        """What a contender that has played answers to a command of `process.Server`, from its first process."""
+        return self._processes[contender].ask(name)[0]
+
+    def _check(self, processes: list[Process], reference: Process, outcomes: Outcomes) -> None:
         file = self._folder / "results.pt"
-        [names] = loop.ask("save", file)
+        [names] = reference.ask("save", file)
         _each(processes, lambda process: _compare(process, outcomes[process.contender], file, names))
 
-    def _rounds(self, task: Task, processes: list[Process], loop: Process, outcomes: Outcomes) -> None:
-        steps = repeats_within(self.rules.turn, _seconds(loop, 2), most=50)
+    def _rounds(self, task: Task, processes: list[Process], reference: Process, outcomes: Outcomes) -> None:
+        steps = repeats_within(self.rules.turn, _turn(reference, 2)[0], most=50)
         for k in track(range(self.rules.rounds), f"{task.workload}, m={task.chunks}", transient=True):
             turns = processes[:: -1 if k % 2 else 1]  # so that nobody always comes after the same other
-            _each(turns, lambda process: outcomes[process.contender].seconds.append(_seconds(process, steps)))
+            _each(turns, lambda process: _note_turn(process, outcomes[process.contender], steps))
 
     def _process(self, contender: Contender) -> Process:
         known = self._processes.get(contender)
@@ -108,7 +126,7 @@ class Court:
 
 
 def _each(processes: list[Process], work: Callable[[Process], Any]) -> None:
-    """Do it with all that are still in; who fails is out, and ended at once: it may be busy with something."""
+    """Do it with all that have not failed. One that fails is ended at once, since it may still be busy."""
     for process in processes:
         if process.failure is None:
             try:
@@ -125,28 +143,36 @@ def _together(processes: list[Process], name: str, *arguments: Any) -> None:
 
 
 def _compare(process: Process, outcome: Outcome, file: Path, names: set[str]) -> None:
-    """Whether a step gives what the loop's gives; who is wrong is out."""
+    """Note how far its results are from the saved ones; too far is a failure."""
     found = {name: value for part in process.ask("differences", file) for name, value in part.items()}
     if missing := names - found.keys():
-        raise Failure(f"wrong: it has no {min(missing)}, nor {len(missing) - 1} more of the loop's results")
+        raise Failure(f"wrong: it has no {min(missing)}, nor {len(missing) - 1} more of the results it should have")
     outcome.difference = max(found.values())
     if not outcome.difference <= TOLERANCE:
         raise Failure(f"wrong: its results differ from the loop's by {outcome.difference:.1e} of the largest")
 
 
-def _seconds(process: Process, steps: int) -> float:
-    """The mean of some steps in a row. Where they are short, one goes before them that finds the caches cold."""
+def _note_turn(process: Process, outcome: Outcome, steps: int) -> None:
+    seconds, faults = _turn(process, steps)
+    outcome.seconds.append(seconds)
+    outcome.faults.append(faults)
+
+
+def _turn(process: Process, steps: int) -> tuple[float, float]:
+    """Mean seconds and page faults of some steps in a row. Short ones follow one more, which finds the caches cold."""
     cold = int(steps > 1)
     ranks = process.ask("run", steps + cold)
-    spans = [_span(runs) for runs in zip(*ranks, strict=True)][cold:]
-    return sum(spans) / len(spans)
+    each = [(_span(ranks), sum(step.faults for step in ranks)) for ranks in zip(*ranks, strict=True)][cold:]
+    seconds, faults = zip(*each, strict=True)
+    return sum(seconds) / len(each), sum(faults) / len(each)
 
 
-def _span(runs: tuple[tuple[float, float], ...]) -> float:
+def _span(ranks: tuple[Step, ...]) -> float:
     """From when all ranks are through the barrier until the last of them is done."""
-    return max(end for _, end in runs) - max(start for start, _ in runs)
+    return max(step.end for step in ranks) - max(step.start for step in ranks)
 
 
-def _measure_memory(process: Process, outcomes: Outcomes) -> None:
+def _note_process(process: Process, outcome: Outcome) -> None:
     grown = process.ask("grown")
-    outcomes[process.contender].grown = None if None in grown else sum(grown)
+    outcome.grown = None if None in grown else sum(grown)
+    outcome.threads = process.ask("threads")[0]

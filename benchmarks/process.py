@@ -1,4 +1,7 @@
-"""The parent's side of a contender: start it, ask it with a time limit, end it whatever happens."""
+"""A contender's process, both ends: the parent starts it and asks with a time limit, the child does what it is asked.
+
+python -m benchmarks.process SOCKET        # the child; or two of them, by torch.distributed.run
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,25 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
-from .contenders import Contender
+import torch
+from torch import Tensor
 
-HOUSE = Path(__file__).parents[1]
-MODULE = ["-m", "benchmarks.contender"]
+from . import machine
+from .contenders import Contender, Task
+from .programs import Costs, Program, build, named_results
+from .timing import Step
+
+REPOSITORY = Path(__file__).parents[1]
+MODULE = ["-m", "benchmarks.process"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -26,42 +39,42 @@ class Failure(Exception):  # noqa: N818
 
 
 class Process:
-    """A contender at work; `failure` says why it is out, if it is."""
+    """The parent's end. Once `failure` says why, nothing more is asked of it."""
 
     def __init__(self, contender: Contender, folder: Path, *, limit: float, pin: bool = True) -> None:
         self.contender, self.limit = contender, limit
         self.failure: str | None = None
         self._ranks = 2 if contender.library == "distributed" else 1
         self._connections: list[Connection] = []
-        self._numbers: list[int] = []
+        self._ids: list[int] = []
         address = tempfile.mktemp(dir=folder)  # the folder is ours alone
-        self._door = socket.socket(socket.AF_UNIX)
-        self._door.bind(address)
-        self._door.listen(self._ranks)
-        self._written = open(f"{address}.txt", "w+b")  # noqa: SIM115
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen(self._ranks)
+        self._log = open(f"{address}.txt", "w+b")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, *(TORCHRUN if self._ranks == 2 else []), *MODULE, address],
-            cwd=HOUSE,
-            env=_environment(pin),
-            stdout=self._written,
-            stderr=self._written,
+            cwd=REPOSITORY,
+            env=_environment(contender, pin),
+            stdout=self._log,
+            stderr=self._log,
             start_new_session=True,
         )
 
     def ask(self, name: str, *arguments: Any) -> list[Any]:
-        """The answers of its processes, one for each rank."""
+        """What `Server`'s method `name` returns in each of its processes, in order of ranks."""
         self.tell(name, *arguments)
         return self.answers()
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Ask, and leave the answers for later. Waits for the process to start if it must: many start side by side."""
         if not self._connections:
-            self._meet()
+            self._connect()
         try:
             for connection in self._connections:
                 connection.send((name, *arguments))
         except OSError as error:
-            raise Failure(self._epitaph()) from error
+            raise Failure(self._cause_of_death()) from error
 
     def answers(self) -> list[Any]:
         """In order of ranks. The first failure counts: the other rank may wait for this one for ever."""
@@ -78,38 +91,38 @@ class Process:
                     raise Failure(answers[connection])
         return [answers[connection] for connection in self._connections]
 
-    def dismiss(self) -> None:
-        """Ask it to end, so that several do so side by side."""
+    def request_end(self) -> None:
+        """Ask it to end, without waiting."""
         for connection in self._connections:
             with suppress(OSError):
                 connection.send(None)
 
     def end(self) -> None:
-        """Ask it to end, give it a moment, then kill all that it started."""
-        self.dismiss()
+        """Ask it to end, wait a moment, then kill all that it started."""
+        self.request_end()
         if self._connections and self.failure is None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
         self._kill()
-        for thing in (self._door, self._written, *self._connections):
+        for thing in (self._listener, self._log, *self._connections):
             thing.close()
 
     def _kill(self) -> None:
-        # torchrun's children have sessions of their own; a process that was waited for may have lent its number.
+        # torchrun's children have sessions of their own; the id of a process that was waited for may be used again.
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            for number in self._numbers:
+            for number in self._ids:
                 with suppress(ProcessLookupError):
                     os.kill(number, signal.SIGKILL)
         self._process.wait()
 
-    def _meet(self) -> None:
-        """Ranks arrive in any order."""
+    def _connect(self) -> None:
+        """Accept a connection from each rank, in whatever order they come."""
         found = {}
         for _ in range(self._ranks):
             (rank, number), connection = self._accepted()
-            self._numbers.append(number)
+            self._ids.append(number)
             found[rank] = connection
         self._connections = [found[rank] for rank in sorted(found)]
         for connection in self._connections:
@@ -117,13 +130,13 @@ class Process:
 
     def _accepted(self) -> tuple[tuple[int, int], Connection]:
         deadline = time.monotonic() + self.limit
-        self._door.settimeout(1)
+        self._listener.settimeout(1)
         while time.monotonic() < deadline:
             try:
-                taken, _ = self._door.accept()
+                taken, _ = self._listener.accept()
             except TimeoutError:
                 if self._process.poll() is not None:
-                    raise Failure(self._epitaph()) from None
+                    raise Failure(self._cause_of_death()) from None
                 continue
             taken.setblocking(True)
             connection = Connection(taken.detach())
@@ -134,20 +147,122 @@ class Process:
         try:
             return connection.recv()
         except (EOFError, OSError) as error:
-            raise Failure(self._epitaph()) from error
+            raise Failure(self._cause_of_death()) from error
 
-    def _epitaph(self) -> str:
-        """The last thing it wrote."""
-        self._written.seek(0)
-        lines = [line for line in self._written.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"died: {lines[-1].strip()}" if lines else "died without a word"
+    def _cause_of_death(self) -> str:
+        """The last line it wrote, which is usually an error's message."""
+        self._log.seek(0)
+        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+        return f"died: {lines[-1].strip()}" if lines else "died without a message"
 
 
-def _environment(pin: bool) -> dict[str, str]:
-    """One intra-op thread, and the modules that are found from here."""
-    own = {
-        "OMP_NUM_THREADS": "1",
-        "GPIPE_PIN_WORKERS": str(int(pin)),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    return {**os.environ, **own}
+def _environment(contender: Contender, pin: bool) -> dict[str, str]:
+    """The caller's own, so that a process has the threads and the allocator of its user, unless a contender asks."""
+    own = {"GPIPE_PIN_WORKERS": str(int(pin)), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    threads = {} if contender.threads is None else {"OMP_NUM_THREADS": str(contender.threads)}
+    return {**os.environ, **own, **threads}
+
+
+class Server:
+    """The child's end. Each method is a command; what it returns is the answer."""
+
+    program: Program | None = None
+    output: Tensor | None = None
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+
+    def prepare(self, task: Task) -> None:
+        """Build the model, the pipeline and the optimizer; nothing has run yet."""
+        if self.contender.keep_memory:
+            _keep_memory()
+        self.program = self.output = None  # end the last one's threads, free its memory
+        self.program = build(self.contender, task)
+        machine.reset_peak()
+        self.before = machine.resident_memory()
+
+    def run(self, times: int) -> list[Step]:
+        return [self._run() for _ in range(times)]
+
+    def _run(self) -> Step:
+        assert self.program is not None
+        self.output = None
+        self.program.prepare()
+        faults, start = machine.page_faults(), time.monotonic()
+        self.output = self.program.run()
+        return Step(start, time.monotonic(), machine.page_faults() - faults)
+
+    def grown(self) -> int | None:
+        """By how many bytes the peak of resident memory is above what was there before the first run."""
+        peak = machine.peak_memory()
+        return None if peak is None or self.before is None else max(0, peak - self.before)
+
+    def threads(self) -> int:
+        """Of this process's operations; workers share them."""
+        return torch.get_num_threads()
+
+    def costs(self) -> Costs | None:
+        """What an inline program's actions and its optimizer took."""
+        assert self.program is not None
+        return self.program.costs()
+
+    def save(self, file: Path) -> set[str]:
+        """Save the results for others to compare with, and return their names."""
+        torch.save(self._results(), file)
+        return set(self._results())
+
+    def differences(self, file: Path) -> dict[str, float]:
+        """From the saved results, by name, relative to the largest number in each."""
+        wanted = torch.load(file)
+        return {name: _difference(result, wanted[name]) for name, result in self._results().items()}
+
+    def _results(self) -> dict[str, Tensor]:
+        assert self.program is not None
+        return named_results(self.program, self.output)
+
+
+def _keep_memory() -> None:
+    from streams import keep_memory
+
+    if not keep_memory():
+        raise RuntimeError("keep_memory() knows the GNU C library only, which this process does not have")
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+
+
+def serve(address: str) -> None:
+    """Answer the parent's commands until it sends None."""
+    with Client(address, family="AF_UNIX") as parent:
+        parent.send((int(os.environ.get("RANK", "0")), os.getpid()))
+        commands: SimpleQueue[Any] = SimpleQueue()
+        Thread(target=_listen, args=(parent, commands), daemon=True).start()
+        server = Server(commands.get())
+        while (command := commands.get()) is not None:
+            name, *arguments = command
+            parent.send(_answer(getattr(server, name), arguments))
+
+
+def _listen(parent: Connection, commands: SimpleQueue[Any]) -> None:
+    """Queue the parent's commands. When the parent is gone, end this process, whatever its main thread waits for."""
+    try:
+        while True:
+            commands.put(parent.recv())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _answer(work: Callable[..., Any], arguments: list[Any]) -> tuple[bool, Any]:
+    """Whether it worked, and its result or the error's message."""
+    try:
+        return True, work(*arguments)
+    except Exception as error:
+        traceback.print_exc()
+        return False, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
+    # fairscale's workers would keep the interpreter from ending.
+    os._exit(0)

@@ -23,6 +23,7 @@ from torch import nn
 from blockpartition import partition
 from profiler import profile, profile_sizes
 
+from .machine import intra_op_threads
 from .report import Report, Table
 
 Costs = Sequence[float]
@@ -32,15 +33,18 @@ PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "profile.svg"
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
-    torch.set_num_threads(1)
+    """Balances by time; sizes of a model without a device; with `--write`, a picture of a profile."""
     torch.manual_seed(0)
     repeats, timeout = (2, 0.05) if options.quick else (options.rounds or 10, 1.0)
-    yield Report([_balances(repeats, timeout)])
+    with intra_op_threads(1):
+        balances = _balances(repeats, timeout)
+    yield Report([balances])
     if options.quick:
         return
     yield Report([_large()])
     if options.write:
-        draw(PICTURE)
+        with intra_op_threads(1):
+            draw(PICTURE)
 
 
 def _balances(repeats: int, timeout: float) -> Table:
@@ -128,7 +132,7 @@ def compare(table: Table, make: Callable[[], Model], partitions: int, repeats: i
 
 
 def _large() -> Table:
-    """A 70-billion-parameter Sequential that nobody could hold here."""
+    """A Sequential of 70 billion parameters, which have no memory."""
     with torch.device("meta"):
         block = [nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True) for _ in range(95)]
         model = nn.Sequential(nn.Embedding(32000, 8192), *block, nn.Linear(8192, 32000))

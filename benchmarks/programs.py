@@ -1,37 +1,55 @@
-"""The same training step in each library, as something to call. Runs in the contender's own process."""
+"""The same training step in each library, as something to call. Runs in the contender's own process.
+
+python -m benchmarks.programs gpipe always        # milliseconds of the first two steps in this interpreter
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .contenders import STAGES, Contender, Task
-from .cores import take_share
+from .machine import bind_to_share, intra_op_threads
+from .timing import timed
 from .workloads import Workload, by_name
+
+# An optimizer's step costs the same whatever its rate; with this one, thousands of steps leave the results comparable.
+LEARNING_RATE = 1e-9
+Costs = tuple[dict[tuple[int, str], float], float]  # median seconds by stage and kind of action; of an optimizer's step
 
 
 @dataclass
 class Program:
-    """`run` does one step and gives what it puts out when it trains nothing; `prepare` goes before it, untimed.
+    """A library's step on a task.
 
-    `module` has the gradients, under the names of the workload's model.
+    Attributes:
+        run: does one step, and returns the output if it trains nothing.
+        module: has the gradients, under the names of the workload's model.
+        prepare: to be called before each step, untimed.
+        costs: of an inline program, what its actions and its optimizer took.
     """
 
     run: Callable[[], Tensor | None]
     module: nn.Module
     prepare: Callable[[], object] = lambda: None
+    costs: Callable[[], Costs | None] = lambda: None
 
 
 def build(contender: Contender, task: Task) -> Program:
-    torch.set_num_threads(contender.threads)
+    """Set the process's number of threads and make the contender's program for `task`."""
+    if contender.threads is not None:
+        torch.set_num_threads(contender.threads)
     workload = by_name(task.workload)
     program = LIBRARIES[contender.library](workload, contender, task)
     return program if task.training else _without_gradients(program)
@@ -48,6 +66,11 @@ def _without_gradients(program: Program) -> Program:
     return Program(forward, program.module, program.prepare)
 
 
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that everybody's training step ends with."""
+    return torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+
+
 def _model(workload: Workload, skips: str) -> nn.Sequential:
     """The same parameters for everybody."""
     torch.manual_seed(0)
@@ -60,15 +83,18 @@ def _batch(workload: Workload) -> Tensor:
 
 
 def _loop(workload: Workload, contender: Contender, task: Task) -> Program:
+    """The plain model on one micro-batch after the other."""
     model, batch = _model(workload, "gpipe.skip"), _batch(workload)
+    optimizer = optimizer_of(model)
 
     def train() -> None:
-        model.zero_grad()
+        optimizer.zero_grad()
         # Leaves of their own: to go back through chunk() would cost a gradient of the whole batch for each of them.
         chunks = [chunk.requires_grad_() for chunk in batch.detach().chunk(task.chunks)]
         for chunk in chunks:
             workload.loss(model(chunk)).backward()
         torch.cat([_gradient(chunk) for chunk in chunks])
+        optimizer.step()
 
     def forward() -> Tensor:
         return torch.cat([model(chunk) for chunk in batch.chunk(task.chunks)])
@@ -82,7 +108,7 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def _two_loops(workload: Workload, contender: Contender, task: Task) -> Program:
-    """Two loops that know nothing of each other, each on a thread that is kept: what the machine gives to two."""
+    """Two loops that share nothing, each on a thread that is kept: how much more the machine does on two threads."""
     from streams import limit_threads
 
     loops = [_loop(workload, contender, task) for _ in range(2)]
@@ -91,7 +117,7 @@ def _two_loops(workload: Workload, contender: Contender, task: Task) -> Program:
     def settle() -> None:
         limit_threads(1)
         torch.set_grad_enabled(task.training)
-        take_share(next(shares), 2)
+        bind_to_share(next(shares), 2)
 
     threads = ThreadPoolExecutor(2, initializer=settle)
 
@@ -103,16 +129,19 @@ def _two_loops(workload: Workload, contender: Contender, task: Task) -> Program:
 
 
 def _plain(workload: Workload, contender: Contender, task: Task) -> Program:
+    """The model as it is on the whole mini-batch."""
     model, batch = _model(workload, "gpipe.skip"), _batch(workload)
     return _by_module(model, model, batch, workload, task)
 
 
 def _by_module(call: nn.Module, names: nn.Module, batch: Tensor, workload: Workload, task: Task) -> Program:
-    """What a drop-in module is: forward, loss of all, backward."""
+    """A step of what is called like a module: forward, loss of all, backward, optimizer."""
+    optimizer = optimizer_of(names)
 
     def train() -> None:
-        call.zero_grad()
+        optimizer.zero_grad()
         workload.loss(call(batch.detach().requires_grad_())).backward()
+        optimizer.step()
 
     return Program(train if task.training else lambda: call(batch), names)
 
@@ -129,17 +158,40 @@ def _gpipe(workload: Workload, contender: Contender, task: Task) -> Program:
     pipe = GPipe(model, balance, devices=devices, chunks=task.chunks, checkpoint=contender.checkpoint)
     if not contender.schedule:
         return _by_module(pipe, pipe, batch, workload, task)
+    optimizer = optimizer_of(pipe)
 
     def step() -> None:
-        pipe.zero_grad()
+        optimizer.zero_grad()
         pipe.step(
             batch.detach().requires_grad_(),
             loss_fn=lambda output, _: workload.loss(output),
             schedule=contender.schedule,
             reduction="sum",
         )
+        optimizer.step()
 
     return Program(step, pipe)
+
+
+def _inline(workload: Workload, contender: Contender, task: Task) -> Program:
+    """gpipe's step on the caller's thread, one action after the other; notes the seconds of each."""
+    import gpipe
+
+    program = _gpipe(workload, contender, task)
+    seen: dict[tuple[int, str], list[float]] = defaultdict(list)
+    share = max(1, torch.get_num_threads() // STAGES)  # what a worker has
+
+    def step() -> None:
+        with intra_op_threads(share), gpipe.inline(), gpipe.record() as timeline:
+            program.run()
+        for event in timeline.events:
+            seen[event.stage, event.kind].append(event.seconds)
+
+    def costs() -> Costs:
+        actions = {action: median(seconds) for action, seconds in seen.items()}
+        return actions, median(timed(optimizer_of(program.module).step) for _ in range(10))
+
+    return Program(step, program.module, costs=costs)
 
 
 def _torchgpipe(workload: Workload, contender: Contender, task: Task) -> Program:
@@ -157,7 +209,7 @@ def _fairscale(workload: Workload, contender: Contender, task: Task) -> Program:
 
 
 def _ancestor(pipe: Any, skips: str, workload: Workload, contender: Contender, task: Task) -> Program:
-    """torchgpipe, and fairscale's Pipe, which came of it."""
+    """torchgpipe, and fairscale's Pipe, which is a fork of it."""
     model, batch = _model(workload, skips), _batch(workload)
     call = pipe(model, workload.balance, devices=["cpu"] * STAGES, chunks=task.chunks, checkpoint=contender.checkpoint)
     if not task.training:
@@ -169,7 +221,7 @@ def _ancestor(pipe: Any, skips: str, workload: Workload, contender: Contender, t
 def _distributed(workload: Workload, contender: Contender, task: Task) -> Program:
     from . import distributed
 
-    model, batch = _model(workload, "benchmarks.handed"), _batch(workload)
+    model, batch = _model(workload, "benchmarks.distributed"), _batch(workload)
     return Program(*distributed.build(model, batch, workload, contender, task))
 
 
@@ -194,7 +246,14 @@ LIBRARIES: dict[str, Callable[[Workload, Contender, Task], Program]] = {
     "two loops": _two_loops,
     "plain": _plain,
     "gpipe": _gpipe,
+    "inline": _inline,
     "torchgpipe": _torchgpipe,
     "fairscale": _fairscale,
     "distributed": _distributed,
 }
+
+
+if __name__ == "__main__":
+    program = build(Contender(*sys.argv[1:]), Task("W 64", 8))
+    print(*(timed(program.run) * 1e3 for _ in range(2)), flush=True)
+    os._exit(0)  # fairscale's workers would keep the interpreter from ending

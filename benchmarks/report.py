@@ -1,24 +1,31 @@
-"""A table is data: shown on the terminal, or written into a page between its two markers."""
+"""What a part returns: tables, shown or written into a page, and figures, kept for the table of targets."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
 from tabulate import tabulate
 
 PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
+RESULTS = Path(__file__).parent / "results"
+Figures = dict[str, tuple[float, str]]  # value and stamp, by name
 
 
 @dataclass
 class Table:
-    """Rows of text under headings. Its place is `<!-- begin: name -->` … `<!-- end: name -->` in docs/benchmarks/page.
+    """Rows of text under headings, written between `<!-- begin: name -->` and `<!-- end: name -->` in a page.
 
-    `left` counts the leading columns that hold words; the others hold numbers. `notes` are printed below.
+    Attributes:
+        page: the file in docs/benchmarks.
+        left: how many leading columns hold words; the others hold numbers.
+        notes: footnotes, printed below.
     """
 
     page: str
@@ -33,7 +40,7 @@ class Table:
         self.rows.append([str(cell) for cell in cells])
 
     def note(self, text: str) -> str:
-        """The mark of a note on this table, for a cell; the same note has the same mark."""
+        """Add a footnote, once, and return its mark for a cell."""
         if text not in self.notes:
             self.notes.append(text)
         return f"({self.notes.index(text) + 1})"
@@ -41,7 +48,7 @@ class Table:
 
 @dataclass
 class Report:
-    """What a part of the suite found: tables for people, and figures by name for the table of targets."""
+    """What a part of the suite measured: tables, and figures by name."""
 
     tables: list[Table] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
@@ -73,15 +80,19 @@ def markdown(table: Table, stamp: str) -> str:
 
 
 def write(table: Table, stamp: str, pages: Path = PAGES) -> None:
-    """Put `table` between its markers; what people wrote around them stays."""
+    """Replace what is between the table's markers; the text around them stays.
+
+    Raises:
+        ValueError: if the page does not have the two markers exactly once.
+    """
     page = pages / table.page
     text = page.read_text(encoding="utf-8")
     begin, end = f"<!-- begin: {table.name} -->", f"<!-- end: {table.name} -->"
-    place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    if len(place.findall(text)) != 1:
-        raise ValueError(f"{page} must have one place for the table {table.name!r}: {begin} and, below it, {end}")
+    between = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if len(between.findall(text)) != 1:
+        raise ValueError(f"{page} must have the markers of the table {table.name!r} once: {begin} and, below it, {end}")
     block = f"{begin}\n\n{markdown(table, stamp)}\n\n{end}"
-    page.write_text(place.sub(lambda _: block, text), encoding="utf-8")
+    page.write_text(between.sub(lambda _: block, text), encoding="utf-8")
 
 
 def show_all(console: Console, tables: Iterable[Table]) -> None:
@@ -89,7 +100,27 @@ def show_all(console: Console, tables: Iterable[Table]) -> None:
         show(console, table)
 
 
+def keep(part: str, stamp: str, figures: dict[str, float], folder: Path = RESULTS) -> None:
+    """Store figures with their stamp; those that this run of the part did not measure stay as they were."""
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{part}.json"
+    known = _read(file) if file.exists() else {}
+    known.update((name, {"value": value, "stamp": stamp}) for name, value in figures.items())
+    file.write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def kept(folder: Path = RESULTS) -> Figures:
+    """The figures of all parts, from the last run of each that was not `--quick`."""
+    files = [_read(file) for file in sorted(folder.glob("*.json"))]
+    return {name: (figure["value"], figure["stamp"]) for file in files for name, figure in file.items()}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
 def _escaped(text: str) -> str:
-    """A bar ends a cell, and an angle bracket may begin HTML, but for in code."""
+    # A bar would end the cell, and an angle bracket may begin HTML; neither does inside code.
     parts = text.replace("|", "\\|").split("`")
     return "`".join(part if k % 2 else part.replace("<", "&lt;") for k, part in enumerate(parts))

@@ -1,4 +1,4 @@
-"""Rounds in which programs take turns, so that whatever else the machine does hits all alike."""
+"""Rounds in which programs take turns, so that other work on the machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from statistics import median, quantiles
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 Clock = Callable[[], float]
 Name = TypeVar("Name", bound=Hashable)
 Result = TypeVar("Result")
+
+
+class Step(NamedTuple):
+    """A step in a process of its own: when it began and ended, on the clock that all processes share."""
+
+    start: float
+    end: float
+    faults: int  # pages of memory that the process got from the system meanwhile
 
 
 def interleaved(
@@ -26,7 +34,7 @@ def interleaved(
 
 
 def turns(programs: Mapping[Name, Callable[[], Result]], rounds: int, warmups: int = 0) -> dict[Name, list[Result]]:
-    """What each program returns in each round, after some that do not count."""
+    """What each program returns in each round; the results of the first `warmups` rounds are dropped."""
     results: dict[Name, list[Result]] = {name: [] for name in programs}
     for k in range(-warmups, rounds):
         for name, program in programs.items():
@@ -49,7 +57,7 @@ def repeats_within(seconds: float, once: float, most: int = 1000) -> int:
 
 
 def ratios(above: list[float], below: list[float]) -> list[float]:
-    """Round by round, since both sides of a round met the same machine."""
+    """One ratio a round: both were measured side by side, so what slowed one slowed the other."""
     return [a / b for a, b in zip(above, below, strict=True)]
 
 

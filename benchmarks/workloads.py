@@ -1,7 +1,7 @@
 """What is trained: models that are the same in every library, and the batches they get.
 
 Each model is an `nn.Sequential`. Where it has skip connections, their vocabulary (`skippable`, `stash`, `pop`) is a
-module that the library under test brings along.
+module of the library under test.
 """
 
 from __future__ import annotations
@@ -20,18 +20,31 @@ Skips = Any  # a module with skippable, stash and pop
 
 @dataclass(frozen=True)
 class Workload:
-    """`balance` makes two stages of about the same weight; `quarters`, where there are any, four."""
+    """A model and its batch.
+
+    Attributes:
+        loss: of a micro-batch; the losses of all add up to that of the mini-batch.
+        balance: makes two stages of about the same weight.
+        quarters: makes four, where the model can be cut like that.
+        random: whether the model draws masks, so that gradients differ from run to run.
+        has_batch_norm: which computes another function of the whole mini-batch than of its micro-batches.
+    """
 
     model: Callable[[Skips], nn.Sequential]
     batch: Callable[[], Tensor]
-    loss: Callable[[Tensor], Tensor]  # of a micro-batch; they add up
+    loss: Callable[[Tensor], Tensor]
     balance: tuple[int, int]
     quarters: tuple[int, int, int, int] | None = None
-    random: bool = False  # draws masks: gradients differ from run to run
-    looks_at_the_batch: bool = False  # batch norm: the whole mini-batch is another function than its micro-batches
+    random: bool = False
+    has_batch_norm: bool = False
 
 
 def by_name(name: str) -> Workload:
+    """The workload of this name.
+
+    Raises:
+        ValueError: if there is none; names those that there are.
+    """
     try:
         return WORKLOADS[name]
     except KeyError:
@@ -60,7 +73,7 @@ def w(width: int) -> Workload:
 
 
 def unet(channels: int, depth: int, skips: Skips) -> nn.Sequential:
-    """`depth` times down and up again; what a level made before it shrank is wanted on its way up."""
+    """`depth` levels down and up again, with a skip connection from each level's way down to its way up."""
     widths = [3, *(channels * 2**k for k in range(depth))]
     down = [_down(skips, f"level{k}", _convolutions(*pair)) for k, pair in enumerate(pairwise(widths))]
     bottom = _convolutions(widths[-1], widths[-1])
@@ -130,7 +143,9 @@ class Residual(nn.Module):
 
 def resnet(channels: int, _: Skips) -> nn.Sequential:
     """Four groups of two blocks; from group to group half as many pixels, twice as many channels."""
-    layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+    # No bias before a batch norm: its gradient is zero but for rounding, which depends on the number of threads.
+    first = nn.Conv2d(3, channels, 3, padding=1, bias=False)
+    layers: list[nn.Module] = [first, nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
     for inside, outside in pairwise([channels, channels, 2 * channels, 4 * channels, 8 * channels]):
         layers += [Residual(inside, outside, 1 if inside == outside else 2), Residual(outside, outside, 1)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * channels, 10))
@@ -174,7 +189,7 @@ WORKLOADS = {
         lambda: torch.rand(64, 3, 32, 32, requires_grad=True),
         half_of_squares,
         balance=(6, 8),
-        looks_at_the_batch=True,
+        has_batch_norm=True,
     ),
     "GPT-2": Workload(
         partial(gpt2, 256, 8),

@@ -1,9 +1,10 @@
-"""The benchmarks measure the same work, tell who fails, and write where they should."""
+"""The benchmarks measure the same work, report failures by name, and write where they should."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,20 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need rich")
 pytest.importorskip("tabulate", reason="the benchmarks need tabulate")
 
-from benchmarks import compare, handed, workloads
-from benchmarks.contenders import LOOP, TWO_LOOPS, Contender, Task, contenders, rival
-from benchmarks.handed import Stage, connect
-from benchmarks.match import Court, Rules
+from benchmarks import calls, compare, distributed, workloads
+from benchmarks.contenders import CHECKPOINTS, LOOP, PEERS, TWO_LOOPS, Contender, Task, contenders, rivals
+from benchmarks.distributed import SkipRelay, connect
+from benchmarks.machine import intra_op_threads
+from benchmarks.match import Match, Outcome, Rules
 from benchmarks.programs import build, named_results, slices
-from benchmarks.report import PAGES, Table, markdown, write
+from benchmarks.report import PAGES, Table, keep, kept, markdown, write
 from benchmarks.targets import TARGETS, Target
 
+import gpipe
+
 SMALL = ("W 64", "U-Net", "ResNet")
-OURS = [one for one in contenders(Task("W 64", 4), quarters=True) if one.library == "gpipe"]
+FIELD = contenders(Task("W 64", 4), quarters=True)
+OURS = [one for one in FIELD if one.library == "gpipe" and not one.keep_memory]
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +71,33 @@ class TestSameWork:
         task = Task("W 64", 4, training=False)
         assert_same(results(contender, task), results(LOOP, task))
 
-    def test_skips_handed_on_between_stages_are_the_skips_of_the_model(self) -> None:
+    def test_an_inline_step_has_the_same_gradients_and_notes_what_its_actions_took(self) -> None:
+        task = Task("W 64", 4)
+        program = build(Contender("inline", schedule="1f1b"), task)
+        found = named_results(program, program.run())
+        assert_same(found, results(LOOP, task))
+        costs = program.costs()
+        assert costs is not None
+        assert costs[0].keys() == {(j, kind) for j in range(2) for kind in ("forward", "backward")}
+
+    def test_every_training_step_ends_with_the_optimizer(self) -> None:
+        for contender in (LOOP, TWO_LOOPS, Contender("plain"), *OURS):
+            program = build(contender, Task("W 64", 4))
+            before = [p._version for p in program.module.parameters()]
+            program.run()
+            assert all(p._version > was for p, was in zip(program.module.parameters(), before, strict=True))
+
+    def test_only_the_contenders_that_ask_for_it_change_the_number_of_threads(self) -> None:
+        with intra_op_threads(3):
+            build(Contender("gpipe"), Task("W 64", 4))
+            assert torch.get_num_threads() == 3
+            build(LOOP, Task("W 64", 4))
+            assert torch.get_num_threads() == 1
+
+    def test_the_skips_that_stages_relay_are_the_skips_of_the_model(self) -> None:
         workload, task = workloads.by_name("U-Net"), Task("U-Net", 1)
         torch.manual_seed(0)
-        stages = [Stage(layers) for layers in slices(workload.model(handed), workload.balance)]
+        stages = [SkipRelay(layers) for layers in slices(workload.model(distributed), workload.balance)]
         connect(stages)
         torch.manual_seed(1)
         crossing = stages[0](workload.batch())
@@ -84,29 +112,63 @@ class TestSameWork:
 
 
 class TestRivals:
-    def test_as_much_is_recomputed_on_both_sides(self) -> None:
-        field = contenders(Task("W 64", 8), quarters=True)
-        for ours in OURS:
-            for library in ("torchgpipe", "fairscale", "distributed"):
-                other = rival(ours, library, field)
-                assert other is None or other.checkpoint == ours.checkpoint
+    @pytest.mark.parametrize("ours", OURS, ids=lambda one: one.name)
+    def test_as_much_is_recomputed_on_both_sides(self, ours: Contender) -> None:
+        for library in PEERS:
+            for other in rivals(ours, library, FIELD):
+                assert (other.library, other.checkpoint) == (library, ours.checkpoint)
 
     def test_a_schedule_meets_itself(self) -> None:
-        field = contenders(Task("W 64", 8), quarters=True)
-        assert rival(Contender("gpipe", schedule="1f1b"), "distributed", field) == Contender(
-            "distributed", schedule="1f1b"
-        )
-        assert rival(Contender("gpipe"), "distributed", field) == Contender("distributed", schedule="fill_drain")
+        step = Contender("gpipe", schedule="1f1b")
+        assert rivals(step, "distributed", FIELD) == [Contender("distributed", schedule="1f1b")]
+        assert rivals(Contender("gpipe"), "distributed", FIELD) == [Contender("distributed", schedule="fill_drain")]
+
+    @pytest.mark.parametrize("library", ["torchgpipe", "fairscale"])
+    @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+    def test_peers_have_torchs_threads_and_one(self, library: str, checkpoint: str) -> None:
+        found = rivals(Contender("gpipe", checkpoint), library, FIELD)
+        assert [one.threads for one in found] == [None, 1]
+
+    def test_ours_is_compared_with_the_faster_of_both(self) -> None:
+        ours, slow = Contender("gpipe"), Contender("torchgpipe")
+        outcomes = {
+            LOOP: Outcome([4.0, 4.0]),
+            ours: Outcome([2.0, 1.0]),
+            slow: Outcome([8.0, 8.0]),
+            replace(slow, threads=1): Outcome([4.0, 4.0]),
+        }
+        assert compare.against(ours, "torchgpipe", outcomes) == [0.5, 0.25]
+        outcomes[replace(slow, threads=1)] = Outcome(failure="it died")
+        assert compare.against(ours, "torchgpipe", outcomes) == [0.25, 0.125]
+
+    def test_names_differ(self) -> None:
+        assert len({one.name for one in FIELD}) == len(FIELD)
 
 
-class TestCourt:
-    def test_who_fails_is_out_and_the_others_go_on(self) -> None:
+class TestMatch:
+    def test_a_contender_that_fails_is_named_and_the_others_go_on(self) -> None:
         stranger = Contender("nobody knows")
-        with Court(Rules(rounds=2, turn=0.001, limit=100)) as court:
-            outcomes = court.play(Task("W 64", 4), [LOOP, stranger], lambda contender: True)
-        assert len(outcomes[LOOP].seconds) == 2
-        assert outcomes[LOOP].difference == 0
+        with Match(Rules(rounds=2, turn=0.001, limit=100)) as match:
+            outcomes = match.play(Task("W 64", 4), [LOOP, stranger], lambda contender: True)
+        loop = outcomes[LOOP]
+        assert len(loop.seconds) == len(loop.faults) == 2
+        assert (loop.difference, loop.threads) == (0, 1)
         assert outcomes[stranger].failure == "KeyError: 'nobody knows'"
+
+
+class TestCalls:
+    def test_counts_are_the_same_every_time(self) -> None:
+        assert calls.count_ours() == calls.count_ours()
+
+    def test_a_trace_sees_calls_on_threads_that_start_meanwhile(self) -> None:
+        pipe = gpipe.GPipe(torch.nn.Sequential(torch.nn.Identity()), [1], devices=["cpu"])
+        trace = calls.Trace.of(lambda: pipe(torch.ones(2, 1)), calls.OURS)
+        pipe.close()
+        assert len(trace.threads) == 2
+
+    def test_cycles_are_groups_that_reach_each_other(self) -> None:
+        graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"f"}}
+        assert calls.cycles(graph) == [{"a", "b", "c"}]
 
 
 class TestTables:
@@ -132,16 +194,23 @@ class TestTables:
         assert "a \\| b" in text
         assert "- (1) it died: &lt;unknown>" in text
 
-    def test_a_page_without_the_place_is_refused_by_name(self, tmp_path: Path) -> None:
+    def test_a_page_without_the_markers_is_refused_by_name(self, tmp_path: Path) -> None:
         (tmp_path / "page.md").write_text("nothing\n")
-        with pytest.raises(ValueError, match=r"page\.md must have one place for the table 'sizes'"):
+        with pytest.raises(ValueError, match=r"page\.md must have the markers of the table 'sizes' once"):
             write(self.table(), "today", tmp_path)
 
-    def test_each_workload_has_its_place_in_the_pages(self) -> None:
+    def test_each_workload_has_its_markers_in_a_page(self) -> None:
         options = argparse.Namespace(workload=None, quick=False)
         for task in compare.tasks(options):
             page, name = compare.place(task)
             assert (PAGES / page).read_text(encoding="utf-8").count(f"<!-- begin: {name} -->") == 1
+
+
+class TestFigures:
+    def test_what_one_run_did_not_measure_stays(self, tmp_path: Path) -> None:
+        keep("engine", "yesterday", {"a": 1.0, "b": 2.0}, tmp_path)
+        keep("engine", "today", {"b": 3.0}, tmp_path)
+        assert kept(tmp_path) == {"a": (1.0, "yesterday"), "b": (3.0, "today")}
 
 
 class TestTargets:
