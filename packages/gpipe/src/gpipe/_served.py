@@ -81,7 +81,7 @@ class Served:
 
 
 _ENDS = frozenset(["c_return", "c_exception"])
-_OURS = frozenset([__name__, __name__.replace("_served", "_random")])
+_OURS = frozenset([__name__, f"{__package__}.checkpoint._random"])
 
 
 def _ours(frame: FrameType) -> bool:
