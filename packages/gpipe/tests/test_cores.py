@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +127,65 @@ class TestPipe:
         with torch.no_grad():
             pipe(rows())
         assert seen == [usable()] * 2
+
+
+def on_a_thread(look: Callable[[], frozenset[int]]) -> frozenset[int]:
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(look).result()
+
+
+def in_a_child(look: Callable[[], frozenset[int]]) -> frozenset[int]:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writer, repr(sorted(look())).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        answer = told.read()
+    os.waitpid(child, 0)
+    return frozenset(ast.literal_eval(answer))
+
+
+def on_all() -> frozenset[int]:
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    return usable()
+
+
+@many_cores
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+class TestWhatLayersStart:
+    """Which cores threads and processes have that a layer starts on a worker that is bound to a share of them."""
+
+    def seen(self, look: Callable[[], frozenset[int]], monkeypatch: pytest.MonkeyPatch, pin: str) -> Any:
+        monkeypatch.setenv("GPIPE_PIN_WORKERS", pin)
+        found: list[tuple[frozenset[int], frozenset[int], frozenset[int]]] = []
+        layers = [Call(lambda x: found.append((usable(), look(), usable())) or x) for _ in range(2)]
+        pipe = GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2)
+        pipe(rows())
+        pipe.close()
+        for before, _, after in found:
+            assert before == after
+        shares = [own for own, _, _ in found]
+        assert (shares == [usable()] * 2) == (pin == "0")
+        return shares, [other for _, other, _ in found]
+
+    @pytest.mark.parametrize("pin", ["0", "1"])
+    def test_a_thread_has_those_of_the_worker(self, monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
+        shares, theirs = self.seen(lambda: on_a_thread(usable), monkeypatch, pin)
+        assert theirs == shares
+
+    def test_a_thread_may_take_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, theirs = self.seen(lambda: on_a_thread(on_all), monkeypatch, "1")
+        assert all(cores >= usable() for cores in theirs)
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+    @pytest.mark.parametrize("pin", ["0", "1"])
+    def test_a_forked_process_has_all_of_them(self, monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
+        _, theirs = self.seen(lambda: in_a_child(usable), monkeypatch, pin)
+        assert theirs == [usable()] * 2
 
 
 class TestCallersHelpers:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
@@ -23,11 +22,13 @@ from typing import Any, Final
 import torch
 from torch.utils import checkpoint
 
+from ._forks import fork_lock
+
 PROCESS: Final = torch.default_generator
 """The generator of the process."""
 
 _READING = frozenset(["get_state", "initial_seed", "clone_state", "graphsafe_get_state"])
-_borrowing = threading.Lock()
+_borrowing = fork_lock()
 
 
 @contextmanager

@@ -2,11 +2,16 @@
 
 Workers wake each other all the time, and some kernels take that as a reason to run both on one core while another
 idles. So each gets a share of the cores that the process may use: a set, within which the kernel may choose.
+
+Threads that a worker starts have its cores, as the system will have it, which is right for the helpers of operations. A
+thread of a layer's own that is to compute elsewhere has to say so (``os.sched_setaffinity``). Processes that a layer
+forks, such as those of a data loader, have all cores again.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
@@ -37,11 +42,25 @@ def shares(cores: Collection[int], workers: int) -> list[Cores]:
     return [frozenset(near[begin:end]) for begin, end in pairwise(ends)]
 
 
-def bind(cores: Cores) -> None:
-    """Let the calling thread, and the threads that it starts, run on ``cores`` only; if none are known, anywhere."""
+def bind(cores: Cores, of: Cores = frozenset()) -> None:
+    """Let the calling thread, and the threads that it starts, run on ``cores`` only; if none are known, anywhere.
+
+    Processes that it forks run on the cores ``of`` which these are a share.
+    """
+    _here.whole = of
     if cores:
         with suppress(OSError):  # forbidden here: nothing is lost but time
             os.sched_setaffinity(0, cores)
+
+
+class _Here(threading.local):
+    whole: Cores = frozenset()
+
+
+_here = _Here()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: bind(_here.whole))
 
 
 def pauses_callers_helpers() -> bool:

@@ -18,7 +18,6 @@ class Section:
     """A section that one thread at a time may be in; that thread may enter it again."""
 
     def __init__(self) -> None:
-        self._inside: bool | None = None
         self._forked = False
 
     @contextmanager

@@ -136,7 +136,7 @@ class Workers:
         on_cpu = [j for j, device in enumerate(self._devices) if device.type == "cpu"]
         share = max(1, threads // max(1, len(on_cpu)))
         for j, own in zip(on_cpu, shares(cores, len(on_cpu)), strict=True):
-            in_queues[j].put(Task(CPUStream, compute=partial(_settle, share, own)))
+            in_queues[j].put(Task(CPUStream, compute=partial(_settle, share, own, cores)))
         for j in on_cpu:
             _result(out_queues[j].get())
         self._divided = available
@@ -151,9 +151,9 @@ def _work(compute: Callable[[], Result], stop: Callable[[], None], sections: Sec
         raise
 
 
-def _settle(threads: int, cores: Cores) -> None:
-    """Give the worker that calls this its share of the processor."""
-    bind(cores)
+def _settle(threads: int, own: Cores, cores: Cores) -> None:
+    """Give the worker that calls this its share of the processor: its ``own`` of the ``cores``."""
+    bind(own, cores)
     limit_threads(threads)
 
 

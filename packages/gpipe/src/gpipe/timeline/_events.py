@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .._forks import fork_lock
 from ..schedule import Kind
+
+_reading = fork_lock()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,6 @@ class Events:
         self.workers = dict(workers or {})
         self._events: tuple[Event, ...] = ()
         self._added: deque[Event | Callable[[], Event]] = deque(events)
-        self._reading = threading.Lock()
 
     def add(self, event: Event | Callable[[], Event]) -> None:
         """Note an action, from any thread.
@@ -79,7 +80,7 @@ class Events:
     @property
     def events(self) -> tuple[Event, ...]:
         """All actions, by their start."""
-        with self._reading:
+        with _reading:
             if self._added:
                 self._events = tuple(sorted((*self._events, *self._settled()), key=lambda e: (e.start, e.stage)))
             return self._events

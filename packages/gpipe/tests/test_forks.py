@@ -1,0 +1,89 @@
+"""A process may be forked while other threads hold locks that the child will need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from gpipe import Event, Timeline
+from gpipe._served import PROCESS, lent
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),
+]
+
+
+def status_of_child(work: Callable[[], bool]) -> int:
+    """0 if ``work`` is true in a fork of this process; one that hangs is killed."""
+    child = os.fork()
+    if not child:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may have a time limit of its own
+            signal.alarm(20)
+            os._exit(0 if work() else 3)
+        finally:
+            os._exit(4)
+    return os.waitpid(child, 0)[1]
+
+
+@contextmanager
+def over_and_over(work: Callable[[], object]) -> Iterator[None]:
+    """Inside, another thread does ``work``, most of the time."""
+    end, begun = threading.Event(), threading.Event()
+
+    def run() -> None:
+        while not end.is_set():
+            work()
+            begun.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        assert begun.wait(20)
+        yield
+    finally:
+        end.set()
+        thread.join(20)
+
+
+def test_the_child_has_the_generator_of_the_process_not_a_borrowed_one() -> None:
+    own, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    state = PROCESS.get_state()
+
+    def borrow() -> None:
+        with lent(own):
+            torch.rand(100_000)
+
+    def unharmed() -> bool:
+        if not torch.equal(PROCESS.get_state(), state):
+            return False
+        with lent(other):
+            return not torch.equal(PROCESS.get_state(), state)
+
+    with over_and_over(borrow):
+        assert [status_of_child(unharmed) for _ in range(10)] == [0] * 10
+    assert torch.equal(PROCESS.get_state(), state)
+
+
+def test_the_child_may_read_a_timeline_that_another_thread_was_reading() -> None:
+    timeline = Timeline()
+
+    def event() -> Event:
+        torch.rand(100_000)
+        return Event(0, 0, "forward", device="cpu", start=0, end=1)
+
+    def read() -> None:
+        for _ in range(10):
+            timeline.add(event)
+        assert timeline.events
+
+    with over_and_over(read):
+        assert [status_of_child(lambda: bool(timeline.events)) for _ in range(10)] == [0] * 10
