@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 from gpipe.schedule import SCHEDULES
 
 from ..strategies import DOUBLE, Named
-from .layers import BY_MICROBATCH, KINDS, STRUCTURE, On, Site, Tally, fresh, hooked
+from .kinds import BY_MICROBATCH, KINDS, STRUCTURE, fresh, hooked
+from .layers import On
 from .losses import LOSSES, Head, LossKind
+from .sites import Site, Tally
 from .values import WIDTH, floats
 
 MODES = ("never", "except_last", "always")

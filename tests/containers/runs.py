@@ -16,7 +16,7 @@ from gpipe.schedule import Schedule
 from microbatch import Batch, gather
 
 from .cases import Built, Case
-from .layers import hooked
+from .kinds import hooked
 from .losses import whole
 
 Seen = dict[str, Any]
