@@ -26,6 +26,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 REFUSALS: list[tuple[type[Exception], str]] = [
     (RuntimeError, "shares its memory with another one"),
+    (RuntimeError, "in place on this micro-batch but not on the first"),
 ]
 """What a pipe may say instead of computing."""
 

@@ -17,8 +17,8 @@ from ..skip._layout import skippables
 from ..skip._store import Key, routed
 from ..values._aliases import packed, unpacked
 from ..values._constants import expect_plain
-from ..values._leaves import Arguments, entered, versions
-from ..values._sharing import expect_unseen, given_state
+from ..values._leaves import Arguments, SharedBatch, entered, versions
+from ..values._sharing import expect_unseen, given_state, ties_of
 from ._tensor_hooks import TensorHooks
 
 _log = logging.getLogger("gpipe")
@@ -41,6 +41,7 @@ class Stage:
         self.given: list[tuple[Tensor, int]] = []
         self._seen_outputs = False
         self._changes_input: bool | None = None
+        self._changes_late = False
         self._said_whole = False
         self._layers_then = dict(module._modules)
         self._draws: dict[bool, bool] = {}
@@ -51,13 +52,34 @@ class Stage:
     def compute(self, inputs: Batch) -> Batch:
         """What the layers make of ``inputs``; they may work in place on them, although these are leaves."""
         if not self.may_change_input:
-            return Batch(self._call(inputs.value))
+            return self._unchanging(inputs)
         before = versions(inputs)
         outputs = Batch(self._call(entered(inputs).value))
         after = versions(inputs)
         expect_unseen(inputs, before, after)
         self._learn(inputs, outputs, after != before)
         return outputs
+
+    def _unchanging(self, inputs: Batch) -> Batch:
+        """What the layers make of ``inputs``, if these are not to be changed: the first micro-batch was not."""
+        before = versions(inputs) if isinstance(inputs, SharedBatch) else ()  # else they are nobody else's
+        try:
+            outputs = Batch(self._call(inputs.value))
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise self._late_change() from error
+            raise
+        if before and any(tie and a != b for tie, a, b in zip(ties_of(inputs), before, versions(inputs), strict=True)):
+            raise self._late_change()
+        return outputs
+
+    def _late_change(self) -> RuntimeError:
+        self._changes_late = True
+        return RuntimeError(
+            "the layers of this partition changed their input in place on this micro-batch but not on the first, by "
+            "which a run decides whether they need a copy; run again, since the pipe knows now, or let them work on a "
+            "clone"
+        )
 
     def _learn(self, inputs: Batch, outputs: Batch, changed: bool) -> None:
         if not self._seen_outputs:
@@ -101,7 +123,7 @@ class Stage:
 
     def begin(self) -> None:
         """Forget what the last run has shown: layers may have been changed since."""
-        self._changes_input = None
+        self._changes_input = True if self._changes_late else None
         self._seen_outputs = False
 
     def expect_split(self) -> None:
