@@ -91,6 +91,23 @@ class Large(Average):
         return output
 
 
+class LargeByNumPy(Large):
+    """A change of more than is copied just in case, which leaves no trace."""
+
+    def act(self, x: Tensor, *, begun: bool) -> Tensor:
+        output = x * self.mean[7].clone()
+        if begun:
+            self.mean.numpy()[...] *= 0.9
+        return output
+
+
+class Alternating(Average):
+    """Changes values, and no version, so that every other micro-batch finds what the first one found."""
+
+    def move(self, fresh: Tensor) -> None:
+        self.mean.numpy()[...] = 3 - self.mean.numpy()
+
+
 class Statistics(Starting):
     """Batch norm by hand, whose kernel changes buffers and no version."""
 
@@ -232,9 +249,23 @@ class HiddenNoise(Noise):
         return x * torch.rand(x.shape, generator=generator, dtype=DOUBLE) if begun else x * 1
 
 
-WORKING = (Average, Replaced, Statistics, Attribute, Counter, Hidden, InPlaceAttribute, Polite, Bag, Noise)
+class Again(nn.Module):
+    """Calls a layer more than once in a forward."""
+
+    def __init__(self, layer: nn.Module, times: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.layer(x)
+        return x
+
+
+WORKING = (Average, Replaced, Alternating, Statistics, Attribute, Counter, Hidden, InPlaceAttribute, Polite, Bag, Noise)
 """Those that are right whenever they begin, in all modes."""
-REMEMBERING = (*WORKING, ByNumPy, ByData, Large, Closure, Decaying, HiddenNoise)
+REMEMBERING = (*WORKING, ByNumPy, ByData, Large, LargeByNumPy, Closure, Decaying, HiddenNoise)
 
 
 def loop(model: nn.Module, x: Tensor, chunks: int) -> list[Tensor]:
@@ -262,15 +293,17 @@ def train(pipe: GPipe, x: Tensor, way: str | None) -> Tensor:
 def assert_state_alike(pipe: nn.Module, model: nn.Module) -> None:
     torch.testing.assert_close(dict(pipe.named_buffers()), dict(model.named_buffers()))
     torch.testing.assert_close(dict(pipe.named_parameters()), dict(model.named_parameters()))
-    for ours, theirs in zip(pipe.children(), model.children(), strict=True):
+    for ours, theirs in zip(pipe.modules(), model.modules(), strict=True):
         for name in ("calls", "factor", "h", "total"):
             torch.testing.assert_close(getattr(ours, name, None), getattr(theirs, name, None), msg=name)
 
 
-def live(layer: nn.Module, *, mode: str, way: str | None, inline: bool, early: bool, chunks: int, runs: int) -> int:
+def live(
+    layer: nn.Module, *, mode: str, way: str | None, inline: bool, early: bool, chunks: int, runs: int, times: int = 1
+) -> int:
     """Train a pipe and the plain model; the run in which the pipe refused, or ``runs``."""
     first, last = linears(2)
-    layers = [first, layer, nn.Tanh(), last]
+    layers = [first, layer if times == 1 else Again(layer, times), nn.Tanh(), last]
     model = nn.Sequential(*layers)
     pipe = GPipe(copy.deepcopy(model), [3, 1] if early else [1, 3], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
     with gpipe.inline() if inline else nullcontext():
@@ -297,6 +330,7 @@ def live(layer: nn.Module, *, mode: str, way: str | None, inline: bool, early: b
     inline=st.booleans(),
     early=st.booleans(),
     chunks=st.integers(1, 4),
+    times=st.integers(1, 3),
 )
 def test_equal_or_refused(layer: Callable[[int], nn.Module], start: int, **options: Any) -> None:
     live(layer(start), **options, runs=4)
@@ -322,7 +356,15 @@ def test_what_nobody_can_see_is_refused_by_the_partition(mode: str, way: str | N
     assert "is_recomputing" in str(caught.value)
 
 
-@pytest.mark.parametrize("layer", [Decaying, Large])
+@pytest.mark.parametrize("layer", WORKING)
+@pytest.mark.parametrize("mode", ["always", "except_last"])
+def test_layers_that_a_forward_calls_several_times_work(layer: Callable[[int], nn.Module], mode: str) -> None:
+    for times, start in ((2, 0), (3, 4)):
+        options = {"mode": mode, "way": "zero_bubble", "inline": times == 2, "early": times == 3}
+        assert live(layer(start), **options, chunks=3, runs=3, times=times) == 3
+
+
+@pytest.mark.parametrize("layer", [Decaying, Large, LargeByNumPy])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_that_changes_what_is_not_copied(layer: Callable[[int], nn.Module], mode: str) -> None:
     """From the first forward on, its graph is kept, and all that remains is what torch refuses by itself."""
