@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 
 import gpipe
 from gpipe import GPipe
+from gpipe._served import is_process, lent
+from gpipe.checkpoint._random import RunRandom
 
 from .layers import Call
 from .models import one_thread as one_thread
@@ -235,3 +237,29 @@ def test_what_a_profiler_in_c_hides_is_refused() -> None:
             pipe(ones()).sum().backward()
         with pytest.raises(RuntimeError, match="a profiler written in C"):
             pipe_of(Inside(), mode="always")(ones())
+
+
+def test_what_a_layer_was_lent_is_nobody_else_s():
+    """Else another stage would take it for a change of the process's generator."""
+    torch.manual_seed(3)
+    found: list[Any] = []
+
+    def look() -> None:
+        run = RunRandom()
+        found.extend([is_process(torch.default_generator), run.moved(), run.seed])
+
+    lends, ends = threading.Event(), threading.Event()
+
+    def lend() -> None:
+        with lent(torch.Generator().manual_seed(5)):
+            lends.set()
+            ends.wait(0.1)
+
+    threads = [threading.Thread(target=lend), threading.Thread(target=look)]
+    threads[0].start()
+    assert lends.wait(20)
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    torch.manual_seed(3)
+    assert found == [True, False, int(torch.randint(2**32, ()))]

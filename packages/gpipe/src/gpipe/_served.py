@@ -45,6 +45,13 @@ def lent(generator: torch.Generator, *, changes: bool = True) -> Iterator[None]:
             PROCESS.set_state(before)
 
 
+@contextmanager
+def not_lent() -> Iterator[None]:
+    """Inside, the process's generator has its own state: what another thread lent would be taken for a change of it."""
+    with _borrowing:
+        yield
+
+
 def can_serve() -> bool:
     """Whether this thread can have a :class:`Served`: profilers written in C, such as cProfile, take its place."""
     return sys.getprofile() is None or callable(sys.getprofile())
@@ -92,10 +99,10 @@ def _ours(frame: FrameType) -> bool:
 
 def is_process(generator: torch.Generator) -> bool:
     """Whether ``generator`` is the process's. See :func:`are_one`."""
-    if generator.device.type != "cpu" or generator.initial_seed() != PROCESS.initial_seed():
+    if generator.device.type != "cpu":
         return False
-    with _borrowing:
-        return are_one(generator, PROCESS)
+    with not_lent():
+        return generator.initial_seed() == PROCESS.initial_seed() and are_one(generator, PROCESS)
 
 
 def are_one(a: torch.Generator, b: torch.Generator) -> bool:

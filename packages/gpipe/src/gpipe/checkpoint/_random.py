@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 
 from streams import DispatchMode
 
-from .._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent
+from .._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent, not_lent
 
 
 class RunRandom:
@@ -35,7 +35,8 @@ class RunRandom:
         # A pipe inside a layer of another one draws from that one's cell, which the recomputation repeats.
         self._around: CellRandom | None = getattr(_active, "cell", None)
         self._seed: int | None = None
-        self._state = PROCESS.get_state()
+        with not_lent():
+            self._state = PROCESS.get_state()
 
     @property
     def seed(self) -> int:
@@ -43,14 +44,14 @@ class RunRandom:
         with self._lock:
             if self._seed is None:
                 source = PROCESS if self._around is None else self._around.draw()
-                with _unseen():
+                with _unseen(), not_lent():
                     self._seed = int(torch.randint(2**32, (), device="cpu", generator=source))
-                self._state = PROCESS.get_state()
+                    self._state = PROCESS.get_state()
             return self._seed
 
     def moved(self) -> bool:
         """Whether somebody has drawn from the process's generator past the cells."""
-        with self._lock:
+        with self._lock, not_lent():
             return not torch.equal(self._state, PROCESS.get_state())
 
 
@@ -106,7 +107,7 @@ class CellRandom:
 
     def expect_served(self) -> None:
         """Before a draw: raise RuntimeError if layers have just begun to read or set torch's generator."""
-        if not self.served and (PROCESS.initial_seed() != self._seed or in_checkpoint()):
+        if not self.served and (_process_seed() != self._seed or in_checkpoint()):
             self.asked = True
             raise RuntimeError(
                 "layers of this partition began to read or set torch's random generator (torch.manual_seed, fork_rng, "
@@ -123,7 +124,7 @@ class CellRandom:
         """Inside, what this thread draws on the CPU comes from here; if ``served``, see there."""
         before, _active.cell = getattr(_active, "cell", None), self
         self.served = served and can_serve()
-        self._seed = PROCESS.initial_seed()
+        self._seed = _process_seed()
         try:
             with _Draws(self).pushed(), Served(self.ask) if self.served else nullcontext():
                 yield
@@ -197,6 +198,11 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
             return with_generator(*args, **{**kwargs, "generator": self._cell.draw()})
         with lent(self._cell.draw()), _unseen():  # few operations take no generator
             return operation(*args, **kwargs)
+
+
+def _process_seed() -> int:
+    with not_lent():
+        return PROCESS.initial_seed()
 
 
 def _set_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
