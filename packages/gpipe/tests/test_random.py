@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -208,25 +208,36 @@ def test_dropout_that_leaves_evaluation_by_itself():
 
 
 class OwnNoise(nn.Module):
-    def __init__(self) -> None:
+    """Has generators of its own, and draws from them, perhaps again and again in a forward."""
+
+    def __init__(self, draws: list[int]) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(1)
+        self.draws = draws
+        self.generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+        self.first = self.generators[0]  # where it shows, so that it is watched from the beginning
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rand(x.shape, generator=self.generator)
+        for which in self.draws:
+            x = x * torch.rand(x.shape, generator=self.generators[which])
+        return x
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_generator_of_a_layer_of_its_own(mode: str):
-    layer = OwnNoise()
+@settings(max_examples=settings.default.max_examples // 5)
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=5), st.sampled_from(MODES), st.booleans())
+@example([0], "always", False)
+@example([0, 0], "always", True)
+@example([0, 1, 0], "except_last", False)
+def test_generators_of_a_layer_of_its_own(draws: list[int], mode: str, inline: bool):
+    layer, plain = OwnNoise(draws), OwnNoise(draws)
     pipe = GPipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
-    plain = OwnNoise()
-    for _ in range(3):
-        x = torch.ones(6, 5, requires_grad=True)
-        output = pipe(x)
-        output.sum().backward()
-        assert torch.equal(x.grad, output)
-        assert torch.equal(output, torch.cat([plain(chunk) for chunk in torch.ones(6, 5).chunk(3)]))
+    with gpipe.inline() if inline else nullcontext():
+        for _ in range(3):
+            x = torch.ones(6, 5, requires_grad=True)
+            output = pipe(x)
+            output.sum().backward()
+            torch.testing.assert_close(x.grad, output)
+            torch.testing.assert_close(output, torch.cat([plain(chunk) for chunk in torch.ones(6, 5).chunk(3)]))
+    pipe.close()
 
 
 @pytest.mark.parametrize("mode", MODES)

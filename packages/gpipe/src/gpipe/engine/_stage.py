@@ -44,6 +44,8 @@ class Stage:
         self._changes_late = False
         self._said_whole = False
         self._layers_then = dict(module._modules)
+        self._watched = True
+        self._heard = False
         self._draws: dict[bool, bool] = {}
         self._asks: dict[bool, bool] = {}
         self._hooks: dict[bool, bool | None] = {}
@@ -125,6 +127,18 @@ class Stage:
         """Forget what the last run has shown: layers may have been changed since."""
         self._changes_input = True if self._changes_late else None
         self._seen_outputs = False
+        self._watched = True
+        self._heard = False
+
+    def saw_all(self) -> None:
+        """All forwards of a run are done. What none of them did is not expected of those of the next run.
+
+        Micro-batches may differ, so that one that draws nothing says nothing about the others.
+        """
+        if self._watched:
+            self._draws.setdefault(self.module.training, self._brings_generator())
+        if self._watched and self._heard:
+            self._asks.setdefault(self.module.training, False)
 
     def expect_split(self) -> None:
         """Let the next forward look for hooks, unless one has in this training mode."""
@@ -137,27 +151,28 @@ class Stage:
 
     @property
     def may_draw(self) -> bool:
-        """Whether the layers draw random numbers, in this training mode; true until somebody looked."""
+        """Whether the layers draw random numbers, in this training mode; true until a whole run was watched."""
         return self._draws.get(self.module.training, True)
 
     def saw_draw(self, drew: bool) -> None:
         """Learn from a forward whether the layers draw. Those that did once may do it again."""
-        training = self.module.training
-        before = self._draws.get(training)
-        self._draws[training] = drew or (self._brings_generator() if before is None else before)
+        if drew:
+            self._draws[self.module.training] = True
 
     @property
     def may_ask(self) -> bool:
-        """Whether the layers read or set torch's generator, in this training mode; true until somebody looked."""
+        """Whether the layers read or set torch's generator, in this training mode; true until a run was watched."""
         return self._asks.get(self.module.training, True)
 
     def saw_ask(self, asked: bool) -> None:
         """Learn from a forward whether the layers do. Those that did once may do it again."""
-        training = self.module.training
-        self._asks[training] = asked or self._asks.get(training, False)
+        self._heard = True
+        if asked:
+            self._asks[self.module.training] = True
 
     def forget_draws(self) -> None:
-        """Look again, at the next forward."""
+        """Look again, from the next forward to the end of the next run."""
+        self._watched = False
         self._draws.clear()
         self._asks.clear()
 

@@ -90,11 +90,16 @@ class Lane:
         with At(i, self._statistics):
             outputs = cell.forward(inputs)
         self._forwards += 1
-        if self._forwards == self._microbatches and self._statistics is not None:
-            self._statistics.commit()
+        if self._forwards == self._microbatches:
+            self._finish_forwards()
         if not self._keep:
             del self._cells[i]
         self._departure.put_values(i, outputs)
+
+    def _finish_forwards(self) -> None:
+        self.stage.saw_all()
+        if self._statistics is not None:
+            self._statistics.commit()
 
     def recompute(self, i: int) -> None:
         self.stage.expect_current()

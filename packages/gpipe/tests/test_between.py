@@ -1,0 +1,165 @@
+"""Layers that treat the micro-batches of a run differently: nothing learned from one may be taken for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+
+from .layers import DOUBLE, Call
+from .models import one_thread as one_thread
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+
+MODES = ("never", "except_last", "always")
+WAYS = (None, "fill_drain", "1f1b", "zero_bubble")
+"""Without a schedule: forward and backward of the whole mini-batch."""
+
+
+def noise(x: Tensor) -> Tensor:
+    return torch.rand(x.shape, dtype=x.dtype)
+
+
+# What a layer may do to a micro-batch. All are linear in each element, so that a gradient can be told from the output.
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "scales": lambda x: x * 3,
+    "hands on": lambda x: x,
+    "draws": lambda x: x * noise(x),
+    "draws twice": lambda x: x * noise(x) * noise(x),
+    "draws in place": lambda x: x.mul_(noise(x)),
+    "drops": lambda x: nn.functional.dropout(x, 0.5),
+    "in place": lambda x: x.mul_(2),
+    "in place after": lambda x: (x * 2).mul_(3),
+    "detaches": lambda x: x.detach() * 5,
+}
+
+
+class Varied(nn.Module):
+    """Does to each micro-batch what ``acts`` says for it; its number is in the first column."""
+
+    def __init__(self, acts: tuple[str, ...]) -> None:
+        super().__init__()
+        self.acts = acts
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        number, value = x[:, :1], x[:, 1:]
+        act = ACTS[self.acts[int(x.detach()[0, 0])]]
+        if act is ACTS["hands on"]:
+            return x
+        if act in (ACTS["in place"], ACTS["draws in place"]):
+            act(value)  # a view: the whole input counts as changed
+            return x
+        return torch.cat([number, act(value)], 1)
+
+
+def numbered_rows(count: int, width: int = 6) -> Tensor:
+    """Two rows for each micro-batch: its number, and values."""
+    values = torch.rand(2 * count, width, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)) + 1
+    return torch.cat([torch.arange(count, dtype=DOUBLE).repeat_interleave(2)[:, None], values], 1)
+
+
+def trained(pipe: GPipe, x: Tensor, way: str | None) -> Tensor:
+    """The output of a run whose loss is the sum of it."""
+    if way is None:
+        output = pipe(x)
+        output.sum().backward()
+        return output.detach()
+    loss_fn = lambda output, _: output.sum()  # noqa: E731
+    return pipe.step(x, loss_fn=loss_fn, schedule=way, reduction="sum", return_outputs=True)[1]
+
+
+def lived(plan: list[tuple[tuple[str, ...], ...]], mode: str, way: str | None, inline: bool) -> list[Tensor]:
+    """The outputs of a pipe that trains as ``plan`` says for each run, stage and micro-batch, all checked."""
+    first = Call(lambda x: x * 1)  # memory of its own for the layer that works in place
+    layers = [Varied(acts) for acts in plan[0]]
+    model = nn.Sequential(first, *(each for layer in layers for each in (layer, Call(lambda x: x * 1))))
+    pipe = GPipe(model, [1, *[2] * len(layers)], devices=["cpu"] * (1 + len(layers)), chunks=99, checkpoint=mode)
+    pipe.chunks = len(plan[0][0])
+    outputs = []
+    with gpipe.inline() if inline else nullcontext():
+        for acts in plan:
+            for layer, own in zip(layers, acts, strict=True):
+                layer.acts = own
+            x = numbered_rows(pipe.chunks).requires_grad_()
+            torch.manual_seed(3)
+            output = trained_at_last(pipe, x, way)
+            outputs.append(output)
+            assert_gradient_belongs(x, output, acts)
+    pipe.close()
+    return outputs
+
+
+def trained_at_last(pipe: GPipe, x: Tensor, way: str | None) -> Tensor:
+    """As :func:`trained`, once each stage that begins to work in place after the first micro-batch has said so."""
+    for _ in pipe.partitions:
+        try:
+            return trained(pipe, x, way)
+        except RuntimeError as refusal:
+            if "changed their input in place on this micro-batch but not on the first" not in str(refusal):
+                raise
+            x.grad = None
+    return trained(pipe, x, way)
+
+
+def assert_gradient_belongs(x: Tensor, output: Tensor, acts: tuple[tuple[str, ...], ...]) -> None:
+    """Output and gradient of each micro-batch are those of the same linear function, unless it was detached."""
+    for i, own in enumerate(zip(*acts, strict=True)):
+        rows = slice(2 * i, 2 * i + 2)
+        values, found, gradient = (each[rows, 1:] for each in (x.detach(), output, x.grad))
+        expected = torch.zeros_like(found) if "detaches" in own else found
+        torch.testing.assert_close(gradient * values, expected)
+        if not any(name.startswith("d") and name != "detaches" for name in own):
+            factors = {"scales": 3.0, "in place": 2.0, "in place after": 6.0, "hands on": 1.0, "detaches": 5.0}
+            torch.testing.assert_close(found, values * float(torch.tensor([factors[name] for name in own]).prod()))
+
+
+def plans() -> st.SearchStrategy[list[tuple[tuple[str, ...], ...]]]:
+    """For each of some runs and stages, what happens to each micro-batch."""
+    names = st.sampled_from(sorted(ACTS))
+
+    def of(microbatches: int, stages: int) -> st.SearchStrategy[Any]:
+        one = st.tuples(*[st.tuples(*[names] * microbatches)] * stages)
+        return st.lists(one, min_size=1, max_size=3)
+
+    return st.tuples(st.integers(1, 4), st.integers(1, 2)).flatmap(lambda size: of(*size))
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(plans(), st.sampled_from(MODES), st.sampled_from(WAYS), st.booleans())
+def test_each_micro_batch_gets_the_gradient_of_what_happened_to_it(
+    plan: list[tuple[tuple[str, ...], ...]], mode: str, way: str | None, inline: bool
+) -> None:
+    lived(plan, mode, way, inline)
+
+
+DRAWING = st.lists(st.booleans(), min_size=2, max_size=4)
+
+
+@settings(max_examples=settings.default.max_examples // 5)
+@given(st.lists(DRAWING, min_size=1, max_size=2).filter(lambda s: len({len(each) for each in s}) == 1))
+@example([[True, False, True]])
+@example([[False, True, False], [False, True, True]])
+def test_numbers_depend_on_the_seed_alone_whichever_micro_batches_draw(draws: list[list[bool]]) -> None:
+    """In all modes and on all threads, and the process's generator gives one number a run."""
+    acts = tuple(tuple("draws" if each else "scales" for each in own) for own in draws)
+    plan = [acts] * 3
+    taken = torch.Generator().manual_seed(3)
+    if any(map(any, draws)):
+        torch.randint(2**32, (), generator=taken)
+    found = []
+    for mode in MODES:
+        for inline in (False, True):
+            found.append(lived(plan, mode, None, inline))
+            assert torch.equal(torch.get_rng_state(), taken.get_state())
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
