@@ -1,12 +1,12 @@
 """What a pipe keeps in memory: bytes of saved activations, counted exactly, and resident memory of each library.
 
-Saved activations: stages of the same size on the CPU. A dispatch mode (`profiler.Births`) sees every storage that an
-operation makes in the forward, weakly; what still lives after it, but for the output, is kept for the backward. It is
-given in units of the boundary tensors: the inputs of all stages but the first, whose input is the caller's own. A pipe
-that checkpoints has to keep these, and beside them the whole graph of the micro-batches that it does not checkpoint.
-"Peak" is the most that lives at any time until the end of the backward, gradients included. A second table has what
-stages hold at their peaks by the schedule of `step`, as `gpipe.record(memory=True)` counts it. The pipe runs inline,
-because a dispatch mode sees one thread; the programs are the same.
+Saved activations: stages of the same size on the CPU. A dispatch mode (`profiler.AllocationTracker`) sees every
+storage that an operation makes in the forward, weakly; what still lives after it, but for the output, is kept for the
+backward. It is given in units of the boundary tensors: the inputs of all stages but the first, whose input is the
+caller's own. A pipe that checkpoints has to keep these, and beside them the whole graph of the micro-batches that it
+does not checkpoint. "Peak" is the most that lives at any time until the end of the backward, gradients included. A
+second table has what stages hold at their peaks by the schedule of `step`, as `gpipe.record(memory=True)` counts it.
+The pipe runs inline, because a dispatch mode sees one thread; the programs are the same.
 
 Resident memory: the most of a few steps, above what the process had before the first.
 """
@@ -22,7 +22,7 @@ from torch import nn
 
 import gpipe
 from gpipe import GPipe
-from profiler import Births
+from profiler import AllocationTracker
 
 from .compare import comparable
 from .contenders import CHECKPOINTS, LOOP, Contender, Task, can_run
@@ -80,7 +80,7 @@ def _measured(block: Callable[[int], list[nn.Module]], mode: str) -> tuple[int, 
     x = torch.randn(ROWS, WIDTH)
     with gpipe.inline():
         pipe(x).sum().backward()  # gradients and all that is made once
-        with Births() as births:
+        with AllocationTracker() as births:
             output = pipe(x)
             kept = births.alive() - output.untyped_storage().nbytes()
             output.sum().backward()

@@ -164,7 +164,7 @@ def accuracy(pipe: GPipe, digits: Digits) -> float:
     return (guesses == labels).float().mean().item()
 
 
-def compare(plain: nn.Sequential, pipe: GPipe, digits: Digits, patience: float) -> None:
+def compare(plain: nn.Sequential, pipe: GPipe, digits: Digits, stall_timeout: float) -> None:
     """Forward and backward of one mini-batch, three ways."""
     images, labels = digits[0].to(pipe.devices[0]), digits[1]
     plain.to(pipe.devices[0])
@@ -183,7 +183,7 @@ def compare(plain: nn.Sequential, pipe: GPipe, digits: Digits, patience: float) 
             f"plain model, {pipe.chunks} micro-batches": step_in_micro_batches,
             f"pipeline of {len(pipe.partitions)} stages": lambda: step(pipe, images, labels),
         },
-        patience,
+        stall_timeout,
     )
     show_step_times(seconds)
     if images.device.type == "cpu":
@@ -191,12 +191,12 @@ def compare(plain: nn.Sequential, pipe: GPipe, digits: Digits, patience: float) 
         console.print(f"The plain model spreads every operation over {threads} threads; the stages share them out.")
 
 
-def interleaved(ways: dict[str, Callable[[], None]], patience: float) -> dict[str, list[float]]:
+def interleaved(ways: dict[str, Callable[[], None]], stall_timeout: float) -> dict[str, list[float]]:
     """Seconds of each way, measured in turns so that whatever else the machine does disturbs all alike."""
     for way in ways.values():
         way()  # the first time is slower: memory, threads, the choice of algorithms
     rounds: list[dict[str, float]] = []
-    deadline = time.perf_counter() + patience
+    deadline = time.perf_counter() + stall_timeout
     while len(rounds) < 3 or time.perf_counter() < deadline:
         rounds.append({name: stopwatch(way) for name, way in ways.items()})
     return {name: [seconds[name] for seconds in rounds] for name in ways}

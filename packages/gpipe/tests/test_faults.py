@@ -10,6 +10,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -281,12 +282,12 @@ class TestSeveral:
         assert caught.value is planted[min(places, key=lambda place: self.ticks(phase, *place))]
 
     def test_a_later_failure_does_not_keep_an_earlier_one_from_happening(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        poisoned = threading.Semaphore(0)
-        poison = Channel.poison
+        cancelled = threading.Semaphore(0)
+        cancel = Channel.cancel
 
         def tell(channel: Channel) -> None:
-            poison(channel)
-            poisoned.release()
+            cancel(channel)
+            cancelled.release()
 
         def fail_at_three(x: Tensor) -> Tensor:
             if x[0, 0] == 3:
@@ -296,13 +297,13 @@ class TestSeveral:
         def dawdle(x: Tensor) -> Tensor:
             if x[0, 0] == 0:  # until all four channels know of the failure in partition 0, if it is told them
                 for _ in range(4):
-                    poisoned.acquire(timeout=1)
+                    cancelled.acquire(timeout=1)
             return x
 
         def fail(x: Tensor) -> Tensor:
             raise KeyError("tick 2")
 
-        monkeypatch.setattr(Channel, "poison", tell)
+        monkeypatch.setattr(Channel, "cancel", tell)
         model = nn.Sequential(Call(fail_at_three), Call(dawdle), Call(fail))
         pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=4)
         with pytest.raises(KeyError, match="tick 2"):
@@ -330,7 +331,11 @@ class TestSeveral:
         assert len(seen) < 32
 
 
-class Unspeakable:
+class Speechless(Enum):
+    """A constant, which may stand beside tensors."""
+
+    ONE = 1
+
     def __repr__(self) -> str:
         raise RuntimeError("has no repr")
 
@@ -345,7 +350,7 @@ class TestNotes:
                 raise ValueError("no")
             return Raise.apply(value[0], ValueError("no"))
 
-        model = nn.Sequential(*linears(1), Call(lambda x: (x, Unspeakable())), Call(fail))
+        model = nn.Sequential(*linears(1), Call(lambda x: (x, Speechless.ONE)), Call(fail))
         pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
         with pytest.raises(ValueError, match="no"):
             within(3, lambda: pipe(rows()).sum().backward())

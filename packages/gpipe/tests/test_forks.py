@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpipe import Event, Timeline
-from gpipe._served import PROCESS, lent
+from gpipe.checkpoint._served import PROCESS, lent
 
 pytestmark = [
     pytest.mark.timeout(60),

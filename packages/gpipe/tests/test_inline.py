@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe import GPipe, inline
-from gpipe.engine._inline import is_inline
+from gpipe.engine._settings import settings
 
 from .layers import Call, OnBackward, assert_same, assert_trains_like, linears, numbered, piped, rows
 
@@ -48,23 +48,23 @@ def train(pipe: GPipe, chunks: int) -> None:
 
 class TestSwitch:
     def test_it_is_off_unless_somebody_turns_it_on(self) -> None:
-        assert not is_inline()
+        assert not settings().inline
         with inline():
-            assert is_inline()
+            assert settings().inline
             with inline():
-                assert is_inline()
-            assert is_inline()
-        assert not is_inline()
+                assert settings().inline
+            assert settings().inline
+        assert not settings().inline
 
     def test_an_error_turns_it_off(self) -> None:
         with contextlib.suppress(ValueError), inline():
             raise ValueError
-        assert not is_inline()
+        assert not settings().inline
 
     def test_it_is_on_for_this_thread_only(self) -> None:
         seen: list[bool] = []
         with inline():
-            thread = threading.Thread(target=lambda: seen.append(is_inline()))
+            thread = threading.Thread(target=lambda: seen.append(settings().inline))
             thread.start()
             thread.join(20)
         assert seen == [False]

@@ -14,7 +14,7 @@ from torch import nn
 
 from gpipe import GPipe
 from gpipe.transport._link import Channel, Link, stall_seconds
-from gpipe.values._describe import Poisoned
+from gpipe.values._describe import Cancelled
 
 from .layers import Call, numbered, within
 
@@ -43,15 +43,15 @@ def test_what_was_sent_before_a_failure_still_arrives(delivery: tuple[list[int],
     link: Link[int] = Link("letters")
     for i in sent:
         link.put(i, i)
-    link.poison()
+    link.cancel()
     assert [link.get(i) for i in asked] == asked
 
 
 def test_after_a_failure_nobody_waits_however_often_they_ask() -> None:
     link: Link[int] = Link("letters")
-    link.poison()
+    link.cancel()
     for i in (0, 0, 1):
-        with pytest.raises(Poisoned):
+        with pytest.raises(Cancelled):
             link.get(i)
 
 
@@ -63,12 +63,12 @@ def test_a_reader_that_waits_already_is_let_go() -> None:
         waits.set()
         return link.get(0)
 
-    def poison() -> None:
+    def cancel() -> None:
         waits.wait()
-        link.poison()
+        link.cancel()
 
-    threading.Thread(target=poison).start()
-    with pytest.raises(Poisoned):
+    threading.Thread(target=cancel).start()
+    with pytest.raises(Cancelled):
         within(10, read)
 
 
@@ -78,11 +78,11 @@ def test_a_reader_waits_for_the_writer() -> None:
     assert within(10, lambda: link.get(0)) == "hello"
 
 
-def test_poison_reaches_both_directions() -> None:
+def test_a_cancellation_reaches_both_directions() -> None:
     channel = Channel("somewhere")
-    channel.poison()
+    channel.cancel()
     for link in (channel.values, channel.gradients):
-        with pytest.raises(Poisoned):
+        with pytest.raises(Cancelled):
             link.get(0)
 
 
@@ -133,13 +133,13 @@ def reports() -> Any:
 
 class TestStallReport:
     def test_it_names_the_link_and_the_micro_batch(self, reports: Reports) -> None:
-        link: Link[bool] = Link("values between here and there", patience=0.001)
+        link: Link[bool] = Link("values between here and there", stall_timeout=0.001)
         report = "no values between here and there for micro-batch 3 in 0.001 s; still waiting"
         threading.Thread(target=lambda: link.put(3, reports.wait_for(report))).start()
         assert within(25, lambda: link.get(3))
 
     def test_who_need_not_wait_reports_nothing(self, reports: Reports) -> None:
-        link: Link[str] = Link("letters", patience=0.001)
+        link: Link[str] = Link("letters", stall_timeout=0.001)
         link.put(0, "early")
         link.get(0)
         assert reports.messages == []

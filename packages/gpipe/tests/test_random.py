@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe import GPipe
-from gpipe.checkpoint._random import CellRandom, RunRandom
+from gpipe.checkpoint._random import CellRNG, RunRNG
 
 from .layers import Call
 from .models import one_thread as one_thread
@@ -144,9 +144,9 @@ def test_every_cell_and_every_step_draws_its_own():
 @settings(max_examples=settings.default.max_examples // 10)
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_no_two_cells_share_a_seed(microbatches: int, stages: int):
-    run = RunRandom()
+    run = RunRNG()
     seeds = {
-        CellRandom(run, i << 12 | j, CPU).generator.initial_seed() for i in range(microbatches) for j in range(stages)
+        CellRNG(run, i << 12 | j, CPU).generator.initial_seed() for i in range(microbatches) for j in range(stages)
     }
     assert len(seeds) == microbatches * stages
 

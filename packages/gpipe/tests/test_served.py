@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 import gpipe
 from gpipe import GPipe
-from gpipe._served import is_process, lent
-from gpipe.checkpoint._random import RunRandom
+from gpipe.checkpoint._random import RunRNG
+from gpipe.checkpoint._served import is_process, lent
 
 from .layers import Call
 from .models import one_thread as one_thread
@@ -245,7 +245,7 @@ def test_what_a_layer_was_lent_is_nobody_else_s():
     found: list[Any] = []
 
     def look() -> None:
-        run = RunRandom()
+        run = RunRNG()
         found.extend([is_process(torch.default_generator), run.moved(), run.seed])
 
     lends, ends = threading.Event(), threading.Event()

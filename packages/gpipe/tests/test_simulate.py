@@ -305,7 +305,7 @@ def profile_of(layers: int, device: str = "cpu", seconds: bool = True) -> Profil
             trainable_bytes=0,
             frozen_bytes=0,
             buffer_bytes=0,
-            latent_bytes=10**k,
+            saved_bytes=10**k,
             output_bytes=k,
             peak_bytes=0,
             flops=0,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
-from profiler import Births
+from profiler import AllocationTracker
 
 from .models import one_thread as one_thread
 
@@ -96,7 +96,7 @@ def test_checkpointed_pipe_keeps_its_boundary_tensors_only():
     x = torch.randn(64, 32)
     with gpipe.inline():  # where a dispatch mode sees all stages
         pipe(x).sum().backward()
-        with Births() as births:
+        with AllocationTracker() as births:
             output = pipe(x)
             kept = births.alive() - output.untyped_storage().nbytes()
     assert 3 * x.nbytes <= kept <= 3 * x.nbytes + x.nbytes // 4 + 4 * 4 * 64 * 4

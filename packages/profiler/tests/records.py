@@ -24,7 +24,7 @@ def layers(timed: bool) -> st.SearchStrategy[LayerProfile]:
         trainable_bytes=_bytes,
         frozen_bytes=_bytes,
         buffer_bytes=_bytes,
-        latent_bytes=_bytes,
+        saved_bytes=_bytes,
         output_bytes=_bytes,
         peak_bytes=_bytes,
         flops=_bytes,

@@ -18,9 +18,9 @@ def sample():
 
 def test_the_allocator_agrees_up_to_its_blocks():
     for layer in profile(model(), sample(), device="cuda", timeout=0.05):
-        assert layer.latent_bytes <= layer.allocated_bytes
+        assert layer.saved_bytes <= layer.allocated_bytes
         # No layer here keeps more than three storages.
-        assert layer.allocated_bytes - layer.latent_bytes < 3 * BLOCK
+        assert layer.allocated_bytes - layer.saved_bytes < 3 * BLOCK
         assert layer.allocated_peak_bytes >= layer.allocated_bytes
         assert layer.allocated_peak_bytes >= layer.peak_bytes
 
@@ -34,7 +34,7 @@ def test_dropout_keeps_a_byte_for_each_element():
 def test_backward_operations_are_seen_too():
     found = profile(nn.Sequential(nn.Linear(64, 64)), torch.rand(32, 64), device="cuda", timeout=0.05)
     assert found[0].flops == 2 * 2 * 32 * 64 * 64
-    assert found[0].peak_bytes >= found[0].latent_bytes + found[0].trainable_bytes
+    assert found[0].peak_bytes >= found[0].saved_bytes + found[0].trainable_bytes
 
 
 def test_times_and_sizes_of_a_model_on_the_host():

@@ -23,18 +23,18 @@ def test_every_layer_of_either_occurs_once(before, after):
 def test_nothing_changed(profile):
     for change in profile.diff(profile):
         assert change.before is change.after
-        assert change.ratio("latent_bytes") in (None, 1.0)
+        assert change.ratio("saved_bytes") in (None, 1.0)
 
 
 def test_ratios():
     conv, head = TWO
-    after = replace(TWO, layers=(replace(conv, forward_seconds=3e-3, latent_bytes=2**19), replace(head, name="tail")))
+    after = replace(TWO, layers=(replace(conv, forward_seconds=3e-3, saved_bytes=2**19), replace(head, name="tail")))
     changes = TWO.diff(after)
     assert changes["conv"].ratio("seconds") == pytest.approx(6 / 4.5)
-    assert changes["conv"].ratio("latent_bytes") == 0.5
+    assert changes["conv"].ratio("saved_bytes") == 0.5
     assert changes["conv"].ratio("buffer_bytes") is None  # of nothing
-    gone = TWO.diff(replace(TWO, layers=(replace(conv, latent_bytes=0), head)))
-    assert gone["conv"].ratio("latent_bytes") == 0
+    gone = TWO.diff(replace(TWO, layers=(replace(conv, saved_bytes=0), head)))
+    assert gone["conv"].ratio("saved_bytes") == 0
     assert changes["head"].ratio("seconds") is None
     assert (changes.removed, changes.added) == (["head"], ["tail"])
     line = next(line for line in str(changes).split("\n") if line.startswith("conv"))

@@ -33,7 +33,7 @@ def test_fake_tensors_agree_with_real_ones(name):
     model, sample = HARD[name]()
     real = profile(model, sample, device="cpu", timeout=1e-6)
     fake = profile(model, sample, device="meta")
-    for by in ("latent_bytes", "output_bytes", "parameter_bytes", "buffer_bytes", "flops"):
+    for by in ("saved_bytes", "output_bytes", "parameter_bytes", "buffer_bytes", "flops"):
         assert fake.costs(by) == real.costs(by), by
 
 
@@ -50,8 +50,8 @@ def test_a_backward_goes_through_the_skip_too():
     assert all(layer.backward_seconds > 0 for layer in found)
     rows = 4 * 6 * 4
     # What is stashed is alive after the forward; what is popped was born elsewhere.
-    assert found["0"].latent_bytes == 2 * rows
-    assert found["2"].latent_bytes == rows
+    assert found["0"].saved_bytes == 2 * rows
+    assert found["2"].saved_bytes == rows
 
 
 def test_an_lstm_is_counted_for_real_where_fakes_know_no_better():

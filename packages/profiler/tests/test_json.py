@@ -38,7 +38,7 @@ WRONG = {
     "chunks": 1.5,
     "layers": {},
     "name": None,
-    "latent_bytes": "12",
+    "saved_bytes": "12",
     "forward_seconds": "1",
     "backward_seconds": -0.5,
     "flops": None,

@@ -20,8 +20,8 @@ def test_bytes_of_cross_entropy(device, chunks):
     assert (found.loss.kind, found.loss.parameter_bytes, found.loss.buffer_bytes) == ("cross_entropy", 0, 0)
     assert found.loss.output_bytes == 4
     # Logarithms of the probabilities are saved, the loss itself is alive, and nll keeps its sum of weights.
-    assert found.loss.latent_bytes == rows * 5 * 4 + 4 + 4
-    assert found.loss.peak_bytes >= found.loss.latent_bytes
+    assert found.loss.saved_bytes == rows * 5 * 4 + 4 + 4
+    assert found.loss.peak_bytes >= found.loss.saved_bytes
     assert (found.loss.seconds is None) == (device == "meta")
 
 
@@ -30,7 +30,7 @@ def test_figures_of_the_layers_do_not_depend_on_it():
     both = profile(MODEL, X, device="meta", loss_fn=F.cross_entropy, target=Y)
     assert both.layers == alone.layers
     assert alone.loss is None
-    assert both.costs("latent_bytes") == alone.costs("latent_bytes")
+    assert both.costs("saved_bytes") == alone.costs("saved_bytes")
 
 
 def test_a_loss_that_is_a_module_and_one_that_counts():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from profiler import profile, profile_sizes, profile_times
-from profiler._births import Births
+from profiler._allocations import AllocationTracker
 
 from .hard_layers import HARD, SIZED_BY_VALUES
 from .strategies import fewer, models, samples
@@ -133,7 +133,7 @@ def test_sizes_do_not_mind_gradients_and_keep_them(way):
 @fewer
 @given(models(), samples(), ways, st.booleans())
 def test_nothing_is_left_in_memory(model, sample, way, autocast):
-    births = Births()
+    births = AllocationTracker()
     with births, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         way(model, sample)
         gc.collect(0)
@@ -153,7 +153,7 @@ def test_counts_cast_weights_under_autocast_and_leaves_no_cache():
     with torch.autocast("cpu", torch.bfloat16):
         found = profile(model, sample, device="cpu", timeout=1e-6)
         # The output, and the casts of the input, the weight and the bias.
-        assert found["0"].latent_bytes == 2 * (24 + 24 + 36 + 6)
+        assert found["0"].saved_bytes == 2 * (24 + 24 + 36 + 6)
         again = copy.deepcopy(model)(sample)
     assert again.dtype is torch.bfloat16
 

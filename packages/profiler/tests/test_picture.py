@@ -30,7 +30,7 @@ def bars(tree):
 
 
 @fewer
-@given(balanced(), st.sampled_from(["seconds", "latent_bytes", "flops", "parameter_bytes"]))
+@given(balanced(), st.sampled_from(["seconds", "saved_bytes", "flops", "parameter_bytes"]))
 def test_bars_are_as_high_as_costs(pair, by):
     profile, balance = pair
     tree = parse(profile.picture(balance, by=by))
@@ -57,7 +57,7 @@ def test_a_dashed_line_for_each_cut(pair):
 @fewer
 @given(profiles())
 def test_everything_is_inside(profile):
-    tree = parse(profile.picture(by="latent_bytes"))
+    tree = parse(profile.picture(by="saved_bytes"))
     width, height = float(tree.get("width")), float(tree.get("height"))
     for mark in tree.iter(f"{SVG}rect"):
         if mark.get("x") is not None:

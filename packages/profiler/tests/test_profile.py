@@ -20,7 +20,7 @@ def test_the_figures_fit_together(model, sample, chunks):
         assert layer.kind == type(original).__name__
         assert layer.seconds == layer.forward_seconds + layer.backward_seconds > 0
         assert layer.parameter_bytes == sum(p.numel() * p.itemsize for p in original.parameters())
-        assert layer.peak_bytes >= layer.latent_bytes
+        assert layer.peak_bytes >= layer.saved_bytes
 
 
 @fewer
@@ -44,12 +44,12 @@ def test_counted_by_hand():
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4).requires_grad_(False), nn.Flatten())
     linear, norm, flatten = profile(model, torch.rand(10, WIDTH), device="cpu", timeout=1e-6, chunks=2)
     assert (linear.trainable_bytes, linear.frozen_bytes, linear.buffer_bytes) == (4 * (WIDTH * 4 + 4), 0, 0)
-    assert (linear.latent_bytes, linear.output_bytes) == (4 * 5 * 4, 4 * 5 * 4)
+    assert (linear.saved_bytes, linear.output_bytes) == (4 * 5 * 4, 4 * 5 * 4)
     # A product for each weight and row, forward and for the weight's gradient; the input needs none.
     assert linear.flops == 2 * 2 * 5 * WIDTH * 4
     assert (norm.trainable_bytes, norm.frozen_bytes, norm.buffer_bytes) == (0, 4 * 8, 4 * 8 + 8)
-    assert norm.latent_bytes == 4 * (5 * 4 + 2 * 4)  # the output, and mean and deviation of the batch
-    assert (flatten.latent_bytes, flatten.output_bytes) == (0, 4 * 5 * 4)
+    assert norm.saved_bytes == 4 * (5 * 4 + 2 * 4)  # the output, and mean and deviation of the batch
+    assert (flatten.saved_bytes, flatten.output_bytes) == (0, 4 * 5 * 4)
 
 
 def test_the_default_is_no_device_for_a_module_without_data():
@@ -64,7 +64,7 @@ def test_a_model_far_larger_than_memory_is_sized():
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
     found = profile(model, torch.rand(1, 1).expand(2, width), device="meta")
     assert found.costs("trainable_bytes") == [4 * (width**2 + width)] * 3
-    assert found.costs("latent_bytes") == [4 * 2 * width] * 3
+    assert found.costs("saved_bytes") == [4 * 2 * width] * 3
 
 
 def test_a_silent_bar_changes_nothing(capsys):

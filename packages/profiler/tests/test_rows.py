@@ -31,7 +31,7 @@ def test_affine_costs_are_known_at_any_number_of_rows(measured, rows, slope, con
     expected = affine(rows, slope, constant)
     for one, other in ((found.layers[0], expected.layers[0]), (found.loss, expected.loss)):
         assert one.seconds == pytest.approx(other.seconds)
-        assert (one.latent_bytes, one.flops, one.peak_bytes) == (other.latent_bytes, other.flops, other.peak_bytes)
+        assert (one.saved_bytes, one.flops, one.peak_bytes) == (other.saved_bytes, other.flops, other.peak_bytes)
         assert (one.trainable_bytes, one.frozen_bytes, one.buffer_bytes) == (7, 8, 9)
     assert (found.rows, found.others) == (rows, ())
 
@@ -39,12 +39,12 @@ def test_affine_costs_are_known_at_any_number_of_rows(measured, rows, slope, con
 def test_measured_numbers_are_as_measured_and_others_between_their_neighbours():
     one, two, four = affine(1, 0, 10), affine(2, 0, 30), affine(4, 0, 50)
     found = replace(four, others=(one, two))
-    assert [found.at(rows).layers[0].latent_bytes for rows in (1, 2, 3, 4, 5)] == [10, 30, 40, 50, 60]
+    assert [found.at(rows).layers[0].saved_bytes for rows in (1, 2, 3, 4, 5)] == [10, 30, 40, 50, 60]
 
 
 def test_no_figure_falls_below_nothing():
     found = replace(affine(8, 0, 10), others=(affine(6, 0, 100),))
-    assert found.at(100).layers[0].latent_bytes == 0
+    assert found.at(100).layers[0].saved_bytes == 0
 
 
 def test_one_number_of_rows_knows_no_other():
@@ -64,7 +64,7 @@ def test_bytes_between_are_those_that_would_be_measured(device):
     assert ([other.rows for other in found.others], found.rows) == ([4], 16)
     for rows in (1, 4, 8, 16):
         counted = profile(MODEL, torch.rand(rows, 6), device="meta")
-        for by in ("latent_bytes", "output_bytes", "flops", "parameter_bytes"):
+        for by in ("saved_bytes", "output_bytes", "flops", "parameter_bytes"):
             assert found.at(rows).costs(by) == counted.costs(by)
     assert Profile.from_json(found.to_json()) == found
 

@@ -20,7 +20,7 @@ def test_fake_tensors_count_what_real_ones_do(model, sample, chunks, param_scale
 
 @fewer
 @given(models(PIECES), samples(min_rows=1), st.integers(1, 5))
-def test_latent_bytes_scale_with_the_batch(model, sample, times):
+def test_saved_bytes_scale_with_the_batch(model, sample, times):
     once = profile_sizes(model, sample, 1, 0, "cpu")
     many = profile_sizes(model, sample.detach().repeat(times, 1).requires_grad_(sample.requires_grad), 1, 0, "cpu")
     assert many == [times * size for size in once]
@@ -51,7 +51,7 @@ def test_sizes_are_additive_over_concatenation(a, b, sample):
     ],
     ids=str,
 )
-def test_latent_bytes_counted_by_hand(layer, latent, device):
+def test_saved_bytes_counted_by_hand(layer, latent, device):
     sample = torch.rand(8, WIDTH, requires_grad=True)
     assert profile_sizes(nn.Sequential(layer), sample, 1, 0, device) == [8 * latent]
 

@@ -20,7 +20,7 @@ TWO = Profile(
 
 TABLE = """\
 2 layers on cpu, micro-batch of 8 rows (chunks=4), median of 12 rounds
-layer  type     forward  backward  parameters  buffers     latent     output       peak    FLOPs
+layer  type     forward  backward  parameters  buffers      saved     output       peak    FLOPs
 ────────────────────────────────────────────────────────────────────────────────────────────────
 conv   Conv2d  *1.50 ms  *3.00 ms    2.00 KiB      0 B  *1.00 MiB  *1.00 MiB  *2.00 MiB  *2.00 M
 head   Linear   20.0 µs      4 ns   *4.00 KiB     *8 B       40 B       40 B       80 B      100

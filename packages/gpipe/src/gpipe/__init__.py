@@ -4,7 +4,7 @@ from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm
 from ._gpipe import GPipe as GPipe
 from .checkpoint._phase import is_checkpointing as is_checkpointing
 from .checkpoint._phase import is_recomputing as is_recomputing
-from .engine._inline import inline as inline
+from .engine._settings import inline as inline
 from .module._partition import BalanceError as BalanceError
 from .module._partition import recommend_auto_balance as recommend_auto_balance
 from .module._partition import split_module as split_module

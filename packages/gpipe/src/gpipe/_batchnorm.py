@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _LazyNormBase
 
-from ._current import place
+from ._current import current
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -84,11 +84,10 @@ class DeferredBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of at least 2 dimensions (N, C, ...); got shape {tuple(input.shape)}")
 
     def _see(self, input: Tensor) -> None:  # noqa: A002
-        at = place()
-        if at is None:
+        if current.microbatch is None:
             self._see_alone(input)
-        elif at.statistics is not None:
-            at.statistics.see(self, at.microbatch, input)
+        elif current.statistics is not None:
+            current.statistics.see(self, current.microbatch, input)
 
     def _see_alone(self, input: Tensor) -> None:  # noqa: A002
         if self._forwards % self.chunks == 0:

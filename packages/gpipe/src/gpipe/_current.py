@@ -1,43 +1,82 @@
-"""Which micro-batch the calling thread works on."""
+"""What the calling thread is doing for pipes: the one place where that is kept.
+
+Layers, batch norm, skips and the random numbers of operations are not told which cell they work for; they ask here.
+"""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._batchnorm import MiniBatchStatistics
+    from .checkpoint._random import CellRNG
+    from .engine._exclusive import Sections
+    from .schedule import Step
+    from .skip._store import Store
+
+
+class Current(threading.local):
+    """The state of one thread.
+
+    Attributes:
+        step: of a walk, which the thread does or is about to; None outside of runs.
+        microbatch: the index of the micro-batch that a layer works on; None outside of cells.
+        statistics: what batch norm has seen of the mini-batch so far. None in a recomputation or a backward, where
+            a layer may run again, and must not count its input twice.
+        checkpointing: whether this is a forward whose graph will be rebuilt later.
+        recomputing: whether this is a recomputation.
+        rng: the random numbers of the cell; None if nobody follows what its layers draw.
+        rng_paused: whether an operation draws for the machinery of ``rng`` itself.
+        skips: where layers stash to and pop from; a store that serves plain modules outside of pipes.
+        observed: what an observer has seen of the action so far.
+        serves: the critical sections of pipes whose runs wait for this thread.
+        holds: the critical sections that this thread is inside of, the outermost first.
+    """
+
+    step: Step | None = None
+    microbatch: int | None = None
+    statistics: MiniBatchStatistics | None = None
+    checkpointing = False
+    recomputing = False
+    rng: CellRNG | None = None
+    rng_paused = False
+    skips: Store
+    observed: Any = None
+    serves: Sections = ()
+    holds: Sections = ()
+
+    def __init__(self) -> None:
+        self.skips = {}
+
+
+current = Current()
 
 
 class At:
-    """A block in which this thread works on a micro-batch.
+    """A block in which this thread works on a micro-batch."""
 
-    Args:
-        microbatch: its index in the mini-batch.
-        statistics: what batch norm has seen of the mini-batch so far. None in a recomputation or a backward, in which
-            a layer may run again, and must not count its input twice.
-    """
-
-    __slots__ = ("_before", "microbatch", "statistics")
+    __slots__ = ("_before", "_now")
 
     def __init__(self, microbatch: int, statistics: MiniBatchStatistics | None = None) -> None:
-        self.microbatch = microbatch
-        self.statistics = statistics
+        self._now = microbatch, statistics
 
     def __enter__(self) -> None:
-        self._before, _here.place = _here.place, self
+        self._before = current.microbatch, current.statistics
+        current.microbatch, current.statistics = self._now
 
     def __exit__(self, *_: object) -> None:
-        _here.place = self._before
+        current.microbatch, current.statistics = self._before
 
 
-class _Here(threading.local):
-    place: At | None = None
-
-
-_here = _Here()
-
-
-def place() -> At | None:
-    """The innermost block that this thread is in; None outside of a pipe."""
-    return _here.place
+@contextmanager
+def setting(**values: Any) -> Iterator[None]:
+    """Inside, attributes of :data:`current` have these values."""
+    before = {name: getattr(current, name) for name in values}
+    current.__dict__.update(values)
+    try:
+        yield
+    finally:
+        current.__dict__.update(before)

@@ -12,12 +12,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, check, scatter_views, unwrap
+from microbatch import Batch, Versions, check, scatter_views, unwrap
 from streams import AbstractStream, add_note, new_stream
 
 from ._batchnorm import DeferredBatchNorm
-from .engine._autograd import tied
-from .engine._loss import LossEnd, LossFunction
+from .engine._autograd import reattach
+from .engine._loss import LossFunction, LossStage
+from .engine._pipeline import Pipeline
 from .engine._stage import Stage
 from .engine._workers import Workers
 from .module._arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
@@ -28,11 +29,10 @@ from .module._layers import Held, expect_replacement, refuse
 from .module._partition import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
 from .module._rows import expect_same_rows
 from .module._transforms import not_compiled, refuse_transforms
-from .pipeline import Pipeline
 from .schedule import Schedule
-from .skip import SkipLayout, inspect_skip_layout, verify_skippables
+from .skip import inspect_skip_layout, verify_skippables
 from .values._gather import gathered
-from .values._leaves import Arguments, mapped
+from .values._leaves import Arguments, map_batch
 
 
 class GPipe(nn.Module):
@@ -89,9 +89,8 @@ class GPipe(nn.Module):
     _checkpoint: str
     _partitions: nn.ModuleList
     _deferred: bool
-    _layout: SkipLayout
-    _stages: list[Stage]
-    _copy_streams: list[list[AbstractStream]]
+    _pipeline: Pipeline
+    _copy_streams: list[AbstractStream]
     _workers: Workers
 
     def __init__(
@@ -182,10 +181,9 @@ class GPipe(nn.Module):
         check(inputs, spec)
         if not self._devices:
             return inputs
-        pipeline = self._pipeline(inputs, spec)
-        rows = [batch.rows for batch in pipeline.batches]
-        pipeline.run()
-        return pipeline.gathered(rows, self.out_spec)
+        batches, versions = self._scatter(inputs, spec)
+        outputs = self._pipeline.forward(batches, self._checkpoint_stop(len(batches)), versions)
+        return gathered(outputs, [batch.rows for batch in batches], self.out_spec)
 
     @overload
     def step(
@@ -266,20 +264,18 @@ class GPipe(nn.Module):
         refuse_hooks(self)
         inputs, spec = unwrap(pre_hooked(self, input), self.in_spec)
         check(inputs, spec)
-        pipeline = self._pipeline(inputs, spec)
-        microbatches = len(pipeline.batches)
-        targets = _targets(target, self._stages[-1].device, pipeline.batches, self._chunks)
-        weights = _weights(pipeline.batches, reduction, normalizer)
-        end = LossEnd(loss_fn, targets, weights, keep_outputs=return_outputs)
-        pipeline.train(end, schedule)
+        batches, _ = self._scatter(inputs, spec)
+        targets = _targets(target, self._pipeline.stages[-1].device, batches, self._chunks)
+        loss = LossStage(loss_fn, targets, _weights(batches, reduction, normalizer), keep_outputs=return_outputs)
+        self._pipeline.train(batches, self._checkpoint_stop(len(batches)), loss, schedule)
         if return_outputs:
-            outputs = [end.outputs[i] for i in range(microbatches)]
+            outputs = [loss.outputs[i] for i in range(len(batches))]
             try:
-                return end.loss, gathered(outputs, [batch.rows for batch in pipeline.batches], self.out_spec)
+                return loss.loss, gathered(outputs, [batch.rows for batch in batches], self.out_spec)
             except (TypeError, ValueError) as error:
                 add_note(error, "the step itself is complete: its gradients are in .grad")
                 raise
-        return end.loss
+        return loss.loss
 
     def close(self) -> None:
         """End the threads of this pipe, which otherwise happens when it is garbage. Using it again starts new ones.
@@ -375,28 +371,19 @@ class GPipe(nn.Module):
                 state_dict[prefix + name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _pipeline(self, inputs: Any, spec: Any) -> Pipeline:
-        """The micro-batches of ``inputs`` at the entrance of the stages."""
-        first = self._stages[0].device
-        value = mapped(Batch(inputs), lambda tensor: tensor.to(first)).value
+    def _scatter(self, inputs: Any, spec: Any) -> tuple[list[Batch], Versions]:
+        """The micro-batches of ``inputs`` on the first device, and how changes in place reach them and ``inputs``."""
+        first = self._pipeline.stages[0].device
+        value = map_batch(Batch(inputs), lambda tensor: tensor.to(first)).value
         views, versions = scatter_views(value, self._chunks, spec)
-        return Pipeline(
-            tied(value, views, spec),
-            self._stages,
-            self._devices,
-            self._copy_streams,
-            self._layout,
-            self._checkpoint_stop(len(views)),
-            versions=versions,
-            workers=self._workers,
-        )
+        return reattach(value, views, spec), versions
 
     def _prepare(self) -> None:
         """What a pipe needs in the process it runs in."""
         self._hold()
-        self._lay_out()
-        self.__dict__["_copy_streams"] = [[new_stream(device)] for device in self._devices]
+        self.__dict__["_copy_streams"] = [new_stream(device) for device in self._devices]
         self.__dict__["_workers"] = Workers.for_owner(self, self._devices)
+        self._lay_out()
 
     def _hold(self) -> None:
         """Let every change of the layers, here or in a partition, go through :meth:`_change`."""
@@ -412,11 +399,11 @@ class GPipe(nn.Module):
     def _lay_out(self) -> None:
         """What the engine sees of the layers; what it has learned about them is forgotten."""
         layout = inspect_skip_layout(list(self._partitions))
-        self.__dict__["_layout"] = layout
-        self.__dict__["_stages"] = [
+        stages = [
             Stage(j, partition, device, layout)
             for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True))
         ]
+        self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers)
 
     def _change(self, name: str, layer: nn.Module | None) -> None:
         """Put ``layer`` in the place of the one called ``name``, in the pipe and its partition."""
@@ -448,7 +435,7 @@ class GPipe(nn.Module):
 
 
 _FIXED = ("balance", "devices", "partitions")
-_OF_THIS_PROCESS = ("_layout", "_stages", "_copy_streams", "_workers")
+_OF_THIS_PROCESS = ("_pipeline", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 
@@ -481,7 +468,7 @@ def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks:
         return [None] * len(inputs)
     value, spec = unwrap(target)
     check(value, spec)
-    there = mapped(Batch(value), lambda tensor: tensor.detach().to(device))
+    there = map_batch(Batch(value), lambda tensor: tensor.detach().to(device))
     targets, _ = scatter_views(there.value, chunks, spec)
     expect_same_rows(targets, inputs)
     return [batch.value for batch in targets]

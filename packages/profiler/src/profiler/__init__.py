@@ -1,6 +1,6 @@
 """Seconds and bytes of every layer of a sequential model."""
 
-from ._births import Births as Births
+from ._allocations import AllocationTracker as AllocationTracker
 from ._diff import LayerChange as LayerChange
 from ._diff import ProfileDiff as ProfileDiff
 from ._profile import profile as profile
@@ -16,7 +16,7 @@ from ._times import profile_times as profile_times
 __version__ = "0.1.0"
 
 __all__ = [
-    "Births",
+    "AllocationTracker",
     "LayerChange",
     "LayerProfile",
     "Profile",

@@ -9,15 +9,15 @@ import torch
 
 from microbatch import Batch
 
+from ._allocations import AllocationTracker
 from ._allocator import Meter, NoMeter
-from ._births import Births
 from ._eager import uncompiled
 from ._storages import tensor_bytes
 from ._walk import Visit, gradients_for
 
 
 class Count(NamedTuple):
-    latent: int
+    saved: int
     output: int
     peak: int
     flops: int
@@ -36,17 +36,17 @@ def count(
 ) -> tuple[Batch, Count]:
     """Runs the forward under `mode`, and the backward too if wanted for the peak and the FLOPs.
 
-    Latent are the storages born in the forward and alive after it: the output, and what the graph saved. Compiled
+    Saved are the storages born in the forward and alive after it: the output, and what the graph saved. Compiled
     layers are counted as they were written.
     """
-    births = Births()
-    with uncompiled(), mode, births:
+    tracker = AllocationTracker()
+    with uncompiled(), mode, tracker:
         output, roots = visit.forward()
-    latent, workspace, allocated = births.alive(), births.holds_empty_workspace(), meter.read()
+    saved, workspace, allocated = tracker.alive(), tracker.holds_empty_workspace(), meter.read()
     if backward and roots:
         with mode:
             gradients = gradients_for(roots)
-        with uncompiled(), mode, births:
+        with uncompiled(), mode, tracker:
             torch.autograd.backward(roots, gradients)
-    peaks = births.peak, births.flops
-    return output, Count(latent, tensor_bytes(output.value), *peaks, workspace, allocated.now, meter.read().peak)
+    peaks = tracker.peak, tracker.flops
+    return output, Count(saved, tensor_bytes(output.value), *peaks, workspace, allocated.now, meter.read().peak)

@@ -150,7 +150,7 @@ def _record(name: str, layer: nn.Module, own: Owned, seconds: Seconds | None, co
         trainable_bytes=tensor_bytes([p for p in own.parameters if p.requires_grad]),
         frozen_bytes=tensor_bytes([p for p in own.parameters if not p.requires_grad]),
         buffer_bytes=tensor_bytes(own.buffers) - targets,
-        latent_bytes=counted.latent,
+        saved_bytes=counted.saved,
         output_bytes=counted.output,
         peak_bytes=counted.peak,
         flops=counted.flops,

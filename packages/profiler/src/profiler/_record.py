@@ -19,11 +19,11 @@ class LayerProfile:
     trainable_bytes, frozen_bytes: of its parameters, by whether they require a gradient. What several layers share
         counts for the first.
     buffer_bytes: of its buffers.
-    latent_bytes: of the storages that its forward creates and leaves alive, its output among them.
+    saved_bytes: of the storages that its forward creates and leaves alive, its output among them.
     output_bytes: of its output, which is what has to cross if a partition ends here.
     peak_bytes: the most that storages created in its forward and backward take at any one time, gradients included.
     flops: of forward and backward, by PyTorch's own formulas; 0 for operations without one.
-    allocated_bytes, allocated_peak_bytes: latent and peak as the CUDA allocator sees them, rounded up to its blocks;
+    allocated_bytes, allocated_peak_bytes: saved and peak as the CUDA allocator sees them, rounded up to its blocks;
         None elsewhere.
     backward_input_seconds: of the backward for the inputs alone; None unless it was asked for, and where autograd
         cannot do it alone. Figures of both parts may add up to more than the backward in one go.
@@ -36,7 +36,7 @@ class LayerProfile:
     trainable_bytes: int
     frozen_bytes: int
     buffer_bytes: int
-    latent_bytes: int
+    saved_bytes: int
     output_bytes: int
     peak_bytes: int
     flops: int
@@ -124,7 +124,7 @@ class Profile:
         return self.costs("seconds")
 
     def costs(self, by: str) -> list[float]:
-        """One figure of every layer, to balance or to draw: ``"seconds"``, ``"latent_bytes"``, ``"flops"``, …"""
+        """One figure of every layer, to balance or to draw: ``"seconds"``, ``"saved_bytes"``, ``"flops"``, …"""
         if by not in COSTS:
             raise ValueError(f"by: expected one of {', '.join(COSTS)}, got {by!r}")
         costs = [getattr(layer, by) for layer in self.layers]

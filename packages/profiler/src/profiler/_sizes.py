@@ -33,9 +33,9 @@ def profile_sizes(
     param_scale: float,
     device: Device | None,
 ) -> list[int]:
-    """Bytes of each layer in training: latent bytes of a micro-batch plus parameter bytes × `param_scale`.
+    """Bytes of each layer in training: saved bytes of a micro-batch plus parameter bytes × `param_scale`.
 
-    Latent is what the layer's forward creates and leaves alive, for the backward or as its output; parameters and
+    Saved is what the layer's forward creates and leaves alive, for the backward or as its output; parameters and
     the input are not counted, and what several layers share counts for the first. It is measured on one row of `input`
     and multiplied by the rows of a micro-batch, or, if a layer refuses a single row, measured on the first micro-batch.
 
@@ -48,28 +48,27 @@ def profile_sizes(
     check_scale(param_scale)
     device = sizing_device(chain, device)
     with isolated(device):
-        latents = _latents(chain, input, chunks, device)
+        saved = _saved_bytes(chain, input, chunks, device)
     return [
-        int(latent + param_scale * tensor_bytes(own.parameters))
-        for latent, own in zip(latents, owned(chain), strict=True)
+        int(saved + param_scale * tensor_bytes(own.parameters)) for saved, own in zip(saved, owned(chain), strict=True)
     ]
 
 
-def _latents(module: nn.Sequential, value: Any, chunks: int, device: torch.device) -> list[float]:
-    """Latent bytes of a micro-batch: of a single row, times its rows, where every layer takes a single row."""
+def _saved_bytes(module: nn.Sequential, value: Any, chunks: int, device: torch.device) -> list[float]:
+    """Saved bytes of a micro-batch: of a single row, times its rows, where every layer takes a single row."""
 
-    def latents(batch: Batch, scale: float) -> list[float]:
-        return [found.latent * scale for found in count_layers(module, batch, device, backward=False)]
+    def saved(batch: Batch, scale: float) -> list[float]:
+        return [found.saved * scale for found in count_layers(module, batch, device, backward=False)]
 
     rows = min(len(x) for x in Batch(value))
     microbatch = scatter(value, chunks)[0]
     if rows <= 1:
-        return latents(microbatch, 1)
+        return saved(microbatch, 1)
     try:
-        return latents(scatter(value, rows)[0], rows / chunks)
+        return saved(scatter(value, rows)[0], rows / chunks)
     except Exception:
         # Batch norm finds no variance in a single row, for one; whatever is wrong with the layer itself comes again.
-        return latents(microbatch, 1)
+        return saved(microbatch, 1)
 
 
 def count_layers(module: nn.Sequential, batch: Batch, device: torch.device, *, backward: bool) -> list[Count]:

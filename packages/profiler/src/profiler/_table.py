@@ -17,7 +17,7 @@ _COLUMNS = {
     "inputs": "backward_input_seconds",
     "parameters": "parameter_bytes",
     "buffers": "buffer_bytes",
-    "latent": "latent_bytes",
+    "saved": "saved_bytes",
     "output": "output_bytes",
     "peak": "peak_bytes",
     "FLOPs": "flops",
@@ -63,15 +63,15 @@ def _total(layers: Sequence[LayerProfile], columns: dict[str, str]) -> list[str]
     cells = ["total", ""]
     for column in columns.values():
         values = [getattr(layer, column) for layer in layers]
-        # Layers reach their peaks one after the other, and outputs are latent bytes already.
+        # Layers reach their peaks one after the other, and outputs are saved bytes already.
         summable = None not in values and column not in ("peak_bytes", "output_bytes")
         cells.append(format_cost(sum(values), column) if summable else "")
     return cells
 
 
 def diff_table(diff: ProfileDiff) -> str:
-    """A line for each layer: seconds and latent and parameter bytes, before → after."""
-    head = ["layer", "type", "seconds", "", "latent", "", "parameters", "", "FLOPs", ""]
+    """A line for each layer: seconds and saved and parameter bytes, before → after."""
+    head = ["layer", "type", "seconds", "", "saved", "", "parameters", "", "FLOPs", ""]
     return align([head, *(_change_row(change) for change in diff)], left=2)
 
 
@@ -80,7 +80,7 @@ def _change_row(change: LayerChange) -> list[str]:
     cells = [change.name, " → ".join(dict.fromkeys(kinds))]
     formats: dict[str, Callable[[float], str]] = {
         "seconds": format_seconds,
-        "latent_bytes": format_bytes,
+        "saved_bytes": format_bytes,
         "parameter_bytes": format_bytes,
         "flops": format_flops,
     }

@@ -51,7 +51,7 @@ def format_share(share: float) -> str:
 def format_cost(value: float, by: str) -> str:
     """In the unit of the figure named ``by``.
 
-    >>> format_cost(1536, "latent_bytes")
+    >>> format_cost(1536, "saved_bytes")
     '1.50 KiB'
     """
     if by.endswith("bytes"):

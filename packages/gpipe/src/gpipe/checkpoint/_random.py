@@ -24,16 +24,17 @@ from torch._ops import OpOverload
 
 from streams import DispatchMode
 
-from .._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent, not_lent
+from .._current import current
+from ._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent, not_lent
 
 
-class RunRandom:
+class RunRNG:
     """The random numbers of one run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # A pipe inside a layer of another one draws from that one's cell, which the recomputation repeats.
-        self._around: CellRandom | None = getattr(_active, "cell", None)
+        self._around: CellRNG | None = current.rng
         self._seed: int | None = None
         with not_lent():
             self._state = PROCESS.get_state()
@@ -55,7 +56,7 @@ class RunRandom:
             return not torch.equal(self._state, PROCESS.get_state())
 
 
-class CellRandom:
+class CellRNG:
     """The random numbers of one cell, from the beginning in every forward of it.
 
     Attributes:
@@ -70,7 +71,7 @@ class CellRandom:
     watches = True
     """Whether everything that is drawn is seen."""
 
-    def __init__(self, run: RunRandom, number: int, device: torch.device) -> None:
+    def __init__(self, run: RunRNG, number: int, device: torch.device) -> None:
         self._run = run
         self._number = number
         self._generator: torch.Generator | None = None
@@ -122,14 +123,14 @@ class CellRandom:
     @contextmanager
     def drawn_from(self, *, served: bool) -> Iterator[None]:
         """Inside, what this thread draws on the CPU comes from here; if ``served``, see there."""
-        before, _active.cell = getattr(_active, "cell", None), self
+        before, current.rng = current.rng, self
         self.served = served and can_serve()
         self._seed = _process_seed()
         try:
             with _Draws(self).pushed(), Served(self.ask) if self.served else nullcontext():
                 yield
         finally:
-            _active.cell = before
+            current.rng = before
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
@@ -162,7 +163,7 @@ class CellRandom:
             torch.cuda.set_rng_state(now, device)
 
 
-class Unwatched(CellRandom):
+class Unwatched(CellRNG):
     """For a checkpointed cell on a CUDA device whose layers were not seen to draw: should they begin, all is kept."""
 
     watches = False
@@ -175,7 +176,7 @@ class Unwatched(CellRandom):
 class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
     """Hands the cell's generator to every operation that draws."""
 
-    def __init__(self, cell: CellRandom) -> None:
+    def __init__(self, cell: CellRNG) -> None:
         super().__init__()
         self._cell = cell
 
@@ -183,7 +184,7 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
         self, operation: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _draws(operation) or getattr(_active, "unseen", False):
+        if not _draws(operation) or current.rng_paused:
             return operation(*args, **kwargs)
         own = kwargs.get("generator")
         if own is not None and not _is_process(own):
@@ -213,11 +214,11 @@ def _set_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """Inside, cells leave alone what this thread draws."""
-    before, _active.unseen = getattr(_active, "unseen", False), True
+    before, current.rng_paused = current.rng_paused, True
     try:
         yield
     finally:
-        _active.unseen = before
+        current.rng_paused = before
 
 
 def _is_process(generator: torch.Generator) -> bool:
@@ -252,6 +253,3 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     tensors = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     device = kwargs.get("device") or next(tensors, "cpu")
     return torch.device(device).type
-
-
-_active = threading.local()

@@ -34,7 +34,7 @@ SMALL = 4096
 _log = logging.getLogger("gpipe")
 
 
-class Remembered:
+class Snapshot:
     """What a checkpointed cell has to find again.
 
     Attributes:
@@ -76,10 +76,10 @@ class Remembered:
         return self.copies[slot] if slot in self.copies else self.sight.value(slot)
 
 
-class Grounds:
+class StateGuard:
     """What the parameters and large buffers of a stage rest on: their memory, and whether they require grad."""
 
-    def __init__(self, remembered: Remembered) -> None:
+    def __init__(self, remembered: Snapshot) -> None:
         sight = remembered.sight
         self._tensors = [
             (slot, value)
@@ -121,10 +121,10 @@ class State:
         """Learn again what the forwards change."""
         self._moving.clear()
 
-    def remember(self, training: Training) -> Remembered:
+    def remember(self, training: Training) -> Snapshot:
         """Before a forward."""
         sight = self._view.look()
-        remembered = Remembered(training, sight)
+        remembered = Snapshot(training, sight)
         moving = self._moving.get(training)
         if moving is None:
             remembered.initialises = any(map(is_lazy, sight.values))
@@ -134,7 +134,7 @@ class State:
                 remembered.keep(at, copied=moving is None or slot in moving or value.numel() <= SMALL)
         return remembered
 
-    def settle(self, remembered: Remembered) -> bool:
+    def settle(self, remembered: Snapshot) -> bool:
         """After the forward: learn what it has changed. Whether a recomputation will be able to repeat it."""
         training, sight = remembered.training, remembered.sight
         moved = sight.moved(self._view.look())
@@ -148,7 +148,7 @@ class State:
         return not lost and training not in self._unrepeatable
 
     @contextmanager
-    def restored(self, remembered: Remembered, *, still: bool) -> Iterator[None]:
+    def restored(self, remembered: Snapshot, *, still: bool) -> Iterator[None]:
         """Around a recomputation: all is as before its forward, and afterwards as it is now.
 
         Args:
@@ -175,13 +175,13 @@ class State:
         if still:
             self._expect_still(now.moved(self._view.look()))
 
-    def expect_same(self, grounds: Grounds) -> None:
+    def expect_same(self, grounds: StateGuard) -> None:
         """Raise RuntimeError naming what was given other memory, frozen or thawed."""
         moved = grounds.moved()
         if moved:
             raise RuntimeError(self._gone(moved, ()))
 
-    def _find_hidden(self, remembered: Remembered, moved: Sequence[Slot]) -> None:
+    def _find_hidden(self, remembered: Snapshot, moved: Sequence[Slot]) -> None:
         """Find what the forward has changed without a trace; forget copies of large tensors that it did not change."""
         training, copies = remembered.training, remembered.copies
         # Batch norm is taken at its word: a mini-batch may happen to leave its statistics as they were.

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..values._leaves import alone, laid_out
+from ..values._leaves import like_accumulated, own_memory
 from . import _autograd_calls as _engine
 from ._graph_leaves import Below
 
 
-class Grown:
+class AccumulatedGradients:
     """The sums of the gradients of some leaves, which nobody else sees. For one thread."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Grown:
             found = _engine.gradients(roots, seeds, [*flowing, *graph.leaves], keep_graph=False)
         own = found[len(flowing) :]
         self._add(graph.leaves, own)
-        sent = map(laid_out, alone(found[: len(flowing)], own), flowing)
+        sent = map(like_accumulated, own_memory(found[: len(flowing)], own), flowing)
         return [next(sent) if tensor.requires_grad else None for tensor in inputs]
 
     def accumulate(self, roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Tensor]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from microbatch import Batch, Split, flatten, map_tensors, rules
 
 
-def tied(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch]:
+def reattach(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch]:
     """``views``, which :func:`microbatch.scatter_views` made of ``value``, as results of it in the caller's graph."""
     wholes = list(Batch(value))
     if not any(whole.requires_grad for whole in wholes):
@@ -31,12 +31,12 @@ def tied(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch]:
     for dim, whole, column in zip(_dims(value, spec), wholes, zip(*views, strict=True), strict=True):
         if id(whole) not in columns:  # of a tensor that is there twice, the micro-batches are too
             columns[id(whole)] = _dealt(dim, whole, column)
-    tied = [columns[id(whole)] for whole in wholes]
-    return [_with(batch, row) for batch, row in zip(views, zip(*tied, strict=True), strict=True)]
+    rows = [columns[id(whole)] for whole in wholes]
+    return [_with(batch, row) for batch, row in zip(views, zip(*rows, strict=True), strict=True)]
 
 
 def _dealt(dim: int | None, whole: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
-    return Deal.apply(dim, whole, *views) if whole.requires_grad else views  # type: ignore[no-untyped-call]
+    return Scatter.apply(dim, whole, *views) if whole.requires_grad else views  # type: ignore[no-untyped-call]
 
 
 def _dims(value: Any, spec: Any) -> list[int | None]:
@@ -53,7 +53,7 @@ def _with(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
     return Batch(map_tensors(lambda _: next(fresh), batch.value), batch.rows)
 
 
-class Deal(torch.autograd.Function):
+class Scatter(torch.autograd.Function):
     """From a tensor to micro-batches that share its memory, each with its own version counter if it was cut."""
 
     @staticmethod

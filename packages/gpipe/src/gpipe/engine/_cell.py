@@ -12,14 +12,14 @@ from torch import Tensor
 from microbatch import Batch
 from streams import Context
 
+from .._current import setting
 from ..checkpoint._compare import Extent, Sample, checks_all
-from ..checkpoint._phase import checkpointing, recomputing
-from ..checkpoint._random import CellRandom, RunRandom
-from ..checkpoint._state import Grounds, Remembered, Training
-from ..values._leaves import cloned, cut, laid_out, versions
-from ..values._sharing import KEPT, marked
+from ..checkpoint._random import CellRNG, RunRNG
+from ..checkpoint._state import Snapshot, StateGuard, Training
+from ..values._leaves import clone_leaves, detach_leaves, like_accumulated, versions
+from ..values._sharing import KEPT, flag_aliases
 from . import _autograd_calls as _engine
-from ._accumulate import Grown
+from ._accumulate import AccumulatedGradients
 from ._graph_leaves import Below, below
 from ._split_backward import backward_inputs
 from ._stage import Stage
@@ -37,9 +37,9 @@ class Cell:
     """
 
     __slots__ = ("_left", "_outputs", "_random", "_stage", "inputs")
-    _left: list[Callable[[Grown | None], object]]
+    _left: list[Callable[[AccumulatedGradients | None], object]]
 
-    def __init__(self, stage: Stage, random: CellRandom | None = None) -> None:
+    def __init__(self, stage: Stage, random: CellRNG | None = None) -> None:
         self._stage = stage
         self._random = random
 
@@ -47,7 +47,7 @@ class Cell:
         """Run the layers; the outputs, cut off."""
         self.inputs = inputs
         self._outputs = self._compute(inputs)
-        return marked(cut(self._outputs), inputs, self._stage.given)
+        return flag_aliases(detach_leaves(self._outputs), inputs, self._stage.given)
 
     def recompute(self) -> None:
         """Make :meth:`backward` possible; here it is already."""
@@ -56,7 +56,9 @@ class Cell:
         """What lies below the outputs; the leaves are what :meth:`backward` accumulates the gradients of."""
         return below(self._outputs, self.inputs)
 
-    def backward(self, gradients: Sequence[Tensor | None], grown: Grown | None = None) -> list[Tensor | None]:
+    def backward(
+        self, gradients: Sequence[Tensor | None], grown: AccumulatedGradients | None = None
+    ) -> list[Tensor | None]:
         """Accumulate the gradients of the parameters, given those of the outputs; the gradients of the inputs.
 
         There is one for each tensor, in order; None where nothing flows. Those of the parameters go to ``grown``, if
@@ -70,7 +72,9 @@ class Cell:
             self._backwards(_engine.accumulate, outputs, seeds)
         return [leaf.grad for leaf in self.inputs]
 
-    def backward_input(self, gradients: Sequence[Tensor | None], grown: Grown | None = None) -> list[Tensor | None]:
+    def backward_input(
+        self, gradients: Sequence[Tensor | None], grown: AccumulatedGradients | None = None
+    ) -> list[Tensor | None]:
         """The gradients of the inputs alone, as :meth:`backward` would; :meth:`backward_weight` does the rest.
 
         Where the graph cannot be taken apart this is the whole backward.
@@ -86,11 +90,11 @@ class Cell:
             self._stage.say_whole()
             self._left = []
             return self.backward(gradients, grown)
-        found, weights = map(laid_out, parts[0], leaves), parts[1]
+        found, weights = map(like_accumulated, parts[0], leaves), parts[1]
         self._left = [each.backward for each in weights]
         return [next(found) if leaf.requires_grad else None for leaf in self.inputs]
 
-    def backward_weight(self, grown: Grown | None = None) -> None:
+    def backward_weight(self, grown: AccumulatedGradients | None = None) -> None:
         """Accumulate the gradients of the parameters."""
         left, self._left = self._left, []  # what is left may be a method of this cell: a cycle
         for each in left:
@@ -138,7 +142,7 @@ def _explain(error: RuntimeError) -> None:
         ) from error
 
 
-class Circumstances:
+class RecomputeContext:
     """What the checkpointed cells of a stage have in common in a run: a recomputation must find it as the forward did.
 
     Args:
@@ -146,17 +150,17 @@ class Circumstances:
         random: where random numbers come from.
     """
 
-    def __init__(self, stage: Stage, context: Context, random: RunRandom) -> None:
+    def __init__(self, stage: Stage, context: Context, random: RunRNG) -> None:
         self._stage = stage
         self._random = random
         self._training: Training | None = None
-        self._grounds: Grounds | None = None
+        self._grounds: StateGuard | None = None
         self._looked = False
         self._watched = False
         self._compares = False
         self.context = context
 
-    def remember(self) -> Remembered:
+    def remember(self) -> Snapshot:
         """Before a forward: the state of the layers."""
         state = self._stage.state
         if self._training is None:
@@ -165,11 +169,11 @@ class Circumstances:
             self._all = checks_all()
         return state.remember(self._training)
 
-    def settle(self, remembered: Remembered) -> bool:
+    def settle(self, remembered: Snapshot) -> bool:
         """After the forward: whether the state of the layers lets a recomputation repeat it."""
         repeatable = self._stage.state.settle(remembered)
         if self._grounds is None:
-            self._grounds = Grounds(remembered)
+            self._grounds = StateGuard(remembered)
         return repeatable
 
     def expect_unchanged(self) -> None:
@@ -183,7 +187,7 @@ class Circumstances:
             self._stage.state.expect_same(self._grounds)
             self._looked = True  # what is replaced without a trace is replaced by callers, between forward and backward
 
-    def drew_past(self, random: CellRandom | None) -> bool:
+    def drew_past(self, random: CellRNG | None) -> bool:
         """After a forward with ``random``: whether it may have drawn numbers unseen.
 
         Or another thread has. So once in a run is enough, and not if the layers were watched in this run.
@@ -221,45 +225,51 @@ class CheckpointedCell(Cell):
     If the forward turns out to be one that cannot be repeated, the cell keeps its graph, as any other does.
     """
 
-    __slots__ = ("_circumstances", "_remembered", "_sample", "_versions")
-    _remembered: Remembered | None
+    __slots__ = ("_recompute_context", "_remembered", "_sample", "_versions")
+    _remembered: Snapshot | None
 
-    def __init__(self, stage: Stage, random: CellRandom | None, circumstances: Circumstances) -> None:
+    def __init__(self, stage: Stage, random: CellRNG | None, circumstances: RecomputeContext) -> None:
         super().__init__(stage, random)
-        self._circumstances = circumstances
+        self._recompute_context = circumstances
         self._remembered = None
 
     def forward(self, inputs: Batch) -> Batch:
         self.inputs = inputs
-        spare = cloned(inputs) if self._stage.may_change_input else None
+        spare = clone_leaves(inputs) if self._stage.may_change_input else None
         before = versions(inputs)
-        remembered = self._circumstances.remember()
+        remembered = self._recompute_context.remember()
         # Leaves of its own, because layers may leave hooks and flags on what they get, and will do so again.
-        leaves = cut(inputs)
-        with checkpointing():
+        leaves = detach_leaves(inputs)
+        with setting(checkpointing=True):
             outputs = self._compute(leaves)
         gone = spare is None and versions(inputs) != before
-        if not self._circumstances.settle(remembered) or self._circumstances.drew_past(self._random) or gone:
+        if not self._recompute_context.settle(remembered) or self._recompute_context.drew_past(self._random) or gone:
             self.inputs, self._outputs = leaves, outputs
-            return marked(cut(outputs), inputs, self._stage.given)
+            return flag_aliases(detach_leaves(outputs), inputs, self._stage.given)
         if versions(inputs) != before:
             assert spare is not None
             self.inputs = spare
         self._remembered = remembered
         self._versions = versions(self.inputs)
-        self._sample = self._circumstances.sample(outputs)
-        return marked(cut(outputs), inputs, [*((tensor, KEPT) for tensor in self.inputs), *self._stage.given])
+        self._sample = self._recompute_context.sample(outputs)
+        return flag_aliases(
+            detach_leaves(outputs), inputs, [*((tensor, KEPT) for tensor in self.inputs), *self._stage.given]
+        )
 
     def recompute(self) -> None:
         """Run the layers again as they ran in the forward, for their graph."""
         if self._remembered is None:
             return
         self._expect_inputs()
-        common = self._circumstances
+        common = self._recompute_context
         common.expect_unchanged()
         repeated = _NOTHING if self._random is None else self._random.repeated()
         with common.context.applied():
-            with recomputing(), self._stage.state.restored(self._remembered, still=self._sample.whole), repeated:
+            with (
+                setting(recomputing=True),
+                self._stage.state.restored(self._remembered, still=self._sample.whole),
+                repeated,
+            ):
                 self._outputs = self._stage.compute(self.inputs)
             common.expect(self._sample, self._outputs)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ._accumulate import added
 
 
-class HeldGradients:
+class DeferredGradients:
     """Takes ``.grad`` and the hooks of leaves away while their gradient grows from micro-batch to micro-batch.
 
     One for a run. Several stages, and the loss, may reach a leaf: it is held before the first of them adds to it.

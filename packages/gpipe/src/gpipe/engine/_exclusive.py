@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+
+from .._current import current, setting
 
 
 class Section:
@@ -31,15 +33,15 @@ class Section:
             RuntimeError: waiting would never end; or this process was forked while another thread was inside and
                 accumulated gradients.
         """
-        if self in _here.holds:
+        if self in current.holds:
             yield
             return
         self._take(accumulates)
-        _here.holds = (*_here.holds, self)
+        current.holds = (*current.holds, self)
         try:
             yield
         finally:
-            _here.holds = _here.holds[:-1]
+            current.holds = current.holds[:-1]
             self._leave()
 
     def _take(self, accumulates: bool) -> None:
@@ -64,7 +66,7 @@ class Section:
                 "gradients, hooks and buffers of its layers may be half-way between two states; fork between two runs, "
                 "or build the model and the pipe anew in the child"
             )
-        if not _needed_by(self).isdisjoint(_here.serves):
+        if not _needed_by(self).isdisjoint(current.serves):
             raise RuntimeError(
                 "this would wait for itself for ever: a layer or the loss function of a pipe calls the pipe itself, or "
                 "another pipe whose layers do, while a run waits for all its layers; call the layers that are needed "
@@ -75,14 +77,6 @@ class Section:
 Sections = tuple[Section, ...]
 
 
-class _Here(threading.local):
-    """This thread and the sections: those whose runs wait for it, and those it is inside of, the outermost first."""
-
-    serves: Sections = ()
-    holds: Sections = ()
-
-
-_here = _Here()
 _turns = threading.Condition()
 _inside: dict[Section, bool] = {}
 """The sections that a thread is inside of, and whether it accumulates gradients there."""
@@ -92,18 +86,12 @@ _waiting: dict[int, tuple[Sections, Section]] = {}
 
 def involved() -> Sections:
     """The sections that are not left before this thread goes on."""
-    return _here.serves + _here.holds
+    return current.serves + current.holds
 
 
-@contextmanager
-def serving(sections: Sections) -> Iterator[None]:
+def serving(sections: Sections) -> AbstractContextManager[None]:
     """Inside, this thread works for runs in ``sections``, which wait for it."""
-    before = _here.serves, _here.holds
-    _here.serves, _here.holds = sections, ()
-    try:
-        yield
-    finally:
-        _here.serves, _here.holds = before
+    return setting(serves=sections, holds=())
 
 
 def _needed_by(section: Section) -> set[Section]:
@@ -120,7 +108,7 @@ def _after_fork() -> None:
     global _turns
     _turns = threading.Condition()
     _waiting.clear()
-    for section in [section for section in _inside if section not in _here.holds]:
+    for section in [section for section in _inside if section not in current.holds]:
         section._forked = _inside.pop(section)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from .._current import current
 from ..schedule import Step, Walk, replay
 
 When = tuple[float, int]
@@ -19,7 +20,6 @@ class Failures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._here = threading.local()
         self._walk: Walk = ()
         self._order: dict[Step, When] = {}
         self._errors: list[tuple[When, BaseException]] = []
@@ -32,12 +32,12 @@ class Failures:
 
     def before(self, step: Step) -> bool:
         """Whether something has failed that comes before ``step``, which this thread is about to do."""
-        self._here.step = step
+        current.step = step
         return self._earliest is not None and self._late(step)
 
     def forestall(self) -> bool:
         """Whether something has failed that comes before what this thread is doing."""
-        return self._earliest is not None and self._late(self._here.step)
+        return self._earliest is not None and self._late(_here())
 
     def add(self, step: Step, error: BaseException) -> None:
         """``step`` has failed."""
@@ -68,3 +68,8 @@ class Failures:
         if not self._order:
             self._order = {each: (span.start, each.stage) for each, span in replay(self._walk).items()}
         return self._order[step]
+
+
+def _here() -> Step:
+    assert current.step is not None
+    return current.step

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from microbatch import Batch
 
 from ..values._aliases import unpacked
-from ..values._leaves import entered, mapped
+from ..values._leaves import as_nonleaf, map_batch
 from ..values._sharing import guarded, released
 from . import _autograd_calls as _engine
-from ._accumulate import Grown
-from ._deferred_gradients import HeldGradients
+from ._accumulate import AccumulatedGradients
+from ._deferred_gradients import DeferredGradients
 from ._graph_leaves import below
 
 LossFunction = Callable[[Any, Any], Any]
 """From an output and a target to a scalar loss, or to the sum of losses and their count."""
 
 
-class LossEnd:
+class LossStage:
     """Takes the outputs of the last stage as its neighbour would, and has their gradients ready at once.
 
     Args:
@@ -50,20 +50,20 @@ class LossEnd:
         self._counts: list[Any] = []
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._filled: dict[Tensor, bool] = {}
-        self.held = HeldGradients()
-        self.grown = Grown()
+        self.held = DeferredGradients()
+        self.grown = AccumulatedGradients()
         self.outputs: dict[int, Batch] = {}
 
     def put_values(self, i: int, batch: Batch) -> None:
         """Compute the loss of a micro-batch, and the gradients of what it was computed from."""
         batch = released(batch)
-        found = self._loss_fn(unpacked(guarded(entered(batch)).value), self._targets[i])
+        found = self._loss_fn(unpacked(guarded(as_nonleaf(batch)).value), self._targets[i])
         self._expect_alike(isinstance(found, tuple))
         loss, weight = self._counted(found) if isinstance(found, tuple) else (_checked(found), self._weights[i])
         self._gradients[i] = self._backward(loss, torch.full_like(loss, weight), list(batch))
         self._losses.append(loss.detach() * weight)
         if self._keep_outputs:
-            self.outputs[i] = mapped(batch, Tensor.detach)
+            self.outputs[i] = map_batch(batch, Tensor.detach)
 
     def get_gradients(self, i: int) -> list[Tensor | None]:
         """The gradients of the outputs of a micro-batch."""

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ..values._leaves import Enter, alone
+from ..values._leaves import AsNonleaf, own_memory
 from . import _autograd_calls as _engine
-from ._accumulate import Grown
+from ._accumulate import AccumulatedGradients
 
 Gradients = list[Tensor | None]
 
@@ -40,7 +40,7 @@ class Weights(NamedTuple):
     hooked: bool
     """Whether the gradients have been through the hooks of the tensor that they belong to."""
 
-    def backward(self, grown: Grown | None = None) -> None:
+    def backward(self, grown: AccumulatedGradients | None = None) -> None:
         """Accumulate their gradients in ``.grad``, or in ``grown``."""
         pairs = zip(self.branch.edges, self.gradients, strict=True)
         flowing = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
@@ -81,7 +81,7 @@ def backward_inputs(
         found = _engine.gradients(outputs, seeds, [*leaves, *edges])
     arrived = iter(copies if custom else found[len(leaves) :])
     weights = [Weights(branch, [next(arrived) for _ in branch.edges], hooked=custom) for branch in branches]
-    return alone(found[: len(leaves)], [gradient for each in weights for gradient in each.gradients]), weights
+    return own_memory(found[: len(leaves)], [gradient for each in weights for gradient in each.gradients]), weights
 
 
 @contextmanager
@@ -143,7 +143,7 @@ class _Graph:
     @property
     def is_custom(self) -> bool:
         """Whether there is a node written in Python, other than those by which tensors enter a stage."""
-        return any(getattr(node, "_forward_cls", Enter) is not Enter for node in self._leads)
+        return any(getattr(node, "_forward_cls", AsNonleaf) is not AsNonleaf for node in self._leads)
 
     def leads_to_leaf(self, node: Node) -> bool:
         return self._leads[node]

@@ -17,7 +17,7 @@ from ..skip._layout import skippables
 from ..skip._store import Key, routed
 from ..values._aliases import packed, unpacked
 from ..values._constants import expect_plain
-from ..values._leaves import Arguments, SharedBatch, entered, versions
+from ..values._leaves import Arguments, SharedBatch, as_nonleaf, versions
 from ..values._sharing import expect_unseen, given_state, ties_of
 from ._tensor_hooks import TensorHooks
 
@@ -56,7 +56,7 @@ class Stage:
         if not self.may_change_input:
             return self._unchanging(inputs)
         before = versions(inputs)
-        outputs = Batch(self._call(entered(inputs).value))
+        outputs = Batch(self._call(as_nonleaf(inputs).value))
         after = versions(inputs)
         expect_unseen(inputs, before, after)
         self._learn(inputs, outputs, after != before)

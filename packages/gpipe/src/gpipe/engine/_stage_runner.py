@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from streams import Context, add_note
+from streams import add_note
 
 from .._batchnorm import MiniBatchStatistics
-from .._current import At, place
-from ..checkpoint._random import CellRandom, RunRandom, Unwatched
-from ..schedule import Action
+from .._current import At, current
+from ..checkpoint._random import CellRNG, Unwatched
+from ..schedule import Action, Kind
 from ..transport._ports import Port, Ports
 from ..values._describe import shapes
 from ..values._sharing import owned
-from ._accumulate import Grown
-from ._cell import Cell, CheckpointedCell, Circumstances
-from ._deferred_gradients import HeldGradients
+from ._cell import Cell, CheckpointedCell, RecomputeContext
 from ._graph_leaves import Below
-from ._loss import LossEnd
+from ._loss import LossStage
+from ._mini_batch import MiniBatch
 from ._stage import Stage
 
 _HIDES = (
@@ -27,60 +28,39 @@ _HIDES = (
 )
 
 
-class Lane:
+class StageRunner:
     """The cells of one stage in one run, and the ports to the stages before and after.
 
     Args:
-        microbatches: how many there are.
-        checkpoint_stop: micro-batches below it are checkpointed.
-        keep: whether a backward will come; if not, no cell is kept.
-        context: what the caller of the forward saw, for recomputations.
-        random: where the random numbers of the run come from.
-        held: takes care of leaves whose gradients grow out of sight, of all stages.
-        grown: where gradients accumulate that must not go to ``.grad`` before they are whole; None if they may.
-        end: where micro-batches turn around, if they do so inside the run.
+        mini_batch: what it works on, together with the other stages.
+        arrival: the port to the stage before.
+        departure: the port to the stage after, or the loss.
 
     Attributes:
         mixed: how many micro-batches may have added to gradients that were there before the run.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        arrival: Port | Ports,
-        departure: Port | Ports | LossEnd,
-        *,
-        microbatches: int,
-        checkpoint_stop: int,
-        keep: bool,
-        context: Context,
-        random: RunRandom,
-        held: HeldGradients,
-        grown: Grown | None = None,
-        end: LossEnd | None = None,
+        self, mini_batch: MiniBatch, stage: Stage, arrival: Port | Ports, departure: Port | Ports | LossStage
     ) -> None:
+        stage.begin()
         self.stage = stage
+        self.mixed = 0
+        self._mini_batch = mini_batch
         self._arrival = arrival
         self._departure = departure
-        self._microbatches = microbatches
-        self.mixed = 0
-        self._held = held
-        self._grown = grown
+        self._grown = mini_batch.accumulated_outside(stage)
         self._begun = False
-        self._end = end
-        self._checkpoint_stop = checkpoint_stop if keep else 0
-        self._keep = keep
-        self._random = random
-        self._circumstances = Circumstances(stage, context, random)
+        self._recompute_context = RecomputeContext(stage, mini_batch.context, mini_batch.rng)
         self._cells: dict[int, Cell] = {}
         self._forwards = 0
-        around = place()
         # A run inside a layer that is being recomputed repeats one whose statistics have been counted.
-        self._statistics = MiniBatchStatistics() if around is None or around.statistics is not None else None
+        repeats = current.microbatch is not None and current.statistics is None
+        self._statistics = None if repeats else MiniBatchStatistics()
 
     def do(self, action: Action) -> None:
         """Do one action of the stage's program."""
-        getattr(self, action.kind)(action.microbatch)
+        ACTIONS[action.kind](self, action.microbatch)
 
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
@@ -90,9 +70,9 @@ class Lane:
         with At(i, self._statistics):
             outputs = cell.forward(inputs)
         self._forwards += 1
-        if self._forwards == self._microbatches:
+        if self._forwards == self._mini_batch.microbatches:
             self._finish_forwards()
-        if not self._keep:
+        if not self._mini_batch.keeps:
             del self._cells[i]
         self._departure.put_values(i, outputs)
 
@@ -133,18 +113,18 @@ class Lane:
         add_note(
             error,
             f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
-            f"{self._microbatches}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
+            f"{self._mini_batch.microbatches}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
         )
 
     def _hold(self, i: int) -> None:
         """Before a backward: keep hooks, and gradients that have to be scaled, out of it."""
-        every = self._end is not None and self._end.scales
+        every = self._mini_batch.scales
         if not self._begun:
             self._begun = True
-            self._held.hold(self.stage.module.parameters(), every=every)
+            self._mini_batch.deferred.hold(self.stage.module.parameters(), every=every)
         if every or self._grown is not None:  # layers may also use tensors that are no parameters of theirs
             graph = self._cells[i].below()
-            self._held.hold(graph.leaves, every=every)
+            self._mini_batch.deferred.hold(graph.leaves, every=every)
             self._expect_shown(graph)
         self.mixed += not every and self._grown is None
 
@@ -156,8 +136,20 @@ class Lane:
 
     def _cell(self, i: int) -> Cell:
         stage = self.stage
-        checkpointed = i < self._checkpoint_stop
-        random: CellRandom | None = None
+        checkpointed = i < self._mini_batch.checkpoint_stop
+        random: CellRNG | None = None
         if stage.may_draw or (checkpointed and stage.device.type == "cuda"):
-            random = (CellRandom if stage.may_draw else Unwatched)(self._random, i << 12 | stage.index, stage.device)
-        return CheckpointedCell(stage, random, self._circumstances) if checkpointed else Cell(stage, random)
+            random = (CellRNG if stage.may_draw else Unwatched)(
+                self._mini_batch.rng, i << 12 | stage.index, stage.device
+            )
+        return CheckpointedCell(stage, random, self._recompute_context) if checkpointed else Cell(stage, random)
+
+
+ACTIONS: dict[Kind, Callable[[StageRunner, int], None]] = {
+    Kind.FORWARD: StageRunner.forward,
+    Kind.RECOMPUTE: StageRunner.recompute,
+    Kind.BACKWARD: StageRunner.backward,
+    Kind.BACKWARD_INPUT: StageRunner.backward_input,
+    Kind.BACKWARD_WEIGHT: StageRunner.backward_weight,
+}
+"""What a runner does with a micro-batch, for each kind of action."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
+from .._current import current, setting
 from ._namespace import Namespace
 
 Key = tuple[Namespace | None, str]
@@ -23,24 +22,11 @@ class Store(Protocol):
     def pop(self, key: Key, /) -> Tensor | None: ...
 
 
-class _Current(threading.local):
-    def __init__(self) -> None:
-        self.store: Store = {}
-
-
-_current = _Current()
-
-
 def current_store() -> Store:
     """The store of this thread: that of the innermost :func:`routed` block, or one that serves plain modules."""
-    return _current.store
+    return current.skips
 
 
-@contextmanager
-def routed(store: Store) -> Iterator[None]:
+def routed(store: Store) -> AbstractContextManager[None]:
     """Inside, layers on this thread stash to ``store`` and pop from it."""
-    before, _current.store = _current.store, store
-    try:
-        yield
-    finally:
-        _current.store = before
+    return setting(skips=store)

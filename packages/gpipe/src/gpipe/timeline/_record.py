@@ -6,17 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from microbatch import Batch
-from profiler import Births
+from profiler import AllocationTracker
 
-from ..engine._stage_runner import Lane
+from .._current import current
+from ..engine._settings import with_settings
+from ..engine._stage_runner import StageRunner
 from ..schedule import Action
 from ..transport._link import Link, Payload
 from ._events import Event
@@ -42,16 +43,8 @@ def record(*, memory: bool = False) -> Iterator[Timeline]:
     ['B0@0', 'B0@1', 'B1@0', 'B1@1', 'F0@0', 'F0@1', 'F1@0', 'F1@1', 'R0@0', 'R0@1']
     """
     recorder = Recorder(memory)
-    token = _recorder.set(recorder)
-    try:
+    with with_settings(observer=recorder):
         yield recorder.timeline
-    finally:
-        _recorder.reset(token)
-
-
-def recorder() -> Recorder | None:
-    """What records a run that begins here and now."""
-    return _recorder.get()
 
 
 class Recorder:
@@ -65,27 +58,28 @@ class Recorder:
     def begin(self, placement: Sequence[int]) -> RunRecorder:
         """A run begins, whose stage j is on worker ``placement[j]``."""
         self.timeline.workers.update(enumerate(placement))
-        births = {j: Births() for j in range(len(placement))} if self._memory else {}
-        return RunRecorder(self.timeline, self._clock, births)
+        tracker = {j: AllocationTracker() for j in range(len(placement))} if self._memory else {}
+        return RunRecorder(self.timeline, self._clock, tracker)
 
 
 class RunRecorder:
-    """Does the actions of a run's lanes with an eye on the clock."""
+    """Does the actions of a run with an eye on the clock."""
 
-    def __init__(self, timeline: Timeline, clock: Clock, births: dict[int, Births]) -> None:
+    def __init__(self, timeline: Timeline, clock: Clock, tracker: dict[int, AllocationTracker]) -> None:
+        self.link: type[Link[Any]] = WatchedLink
         self._timeline = timeline
         self._clock = clock
-        self._births = births
+        self._tracker = tracker
 
-    def do(self, lane: Lane, action: Action) -> None:
+    def do(self, runner: StageRunner, action: Action) -> None:
         """Do an action, and note it."""
-        stage = lane.stage
-        births = self._births.get(stage.index)
-        look = _look.of_thread = Look(partial(self._clock.now, stage.device))
-        with nullcontext() if births is None else births.pushed():
-            lane.do(action)
+        stage = runner.stage
+        tracker = self._tracker.get(stage.index)
+        look = current.observed = Look(partial(self._clock.now, stage.device))
+        with nullcontext() if tracker is None else tracker.pushed():
+            runner.do(action)
         end = self._clock.now(stage.device)
-        held = None if births is None else births.alive(without=_gradients(stage.module))
+        held = None if tracker is None else tracker.alive(without=_gradients(stage.module))
 
         def event() -> Event:
             times = self._clock.seconds(look.start), self._clock.seconds(end)
@@ -117,13 +111,6 @@ class Look:
             self.bytes_moved += sum(tensor.nbytes for tensor in payload if tensor is not None)
 
 
-class _PerThread(threading.local):
-    of_thread: Look | None = None
-
-
-_look = _PerThread()
-
-
 class WatchedLink(Link[Payload]):
     """A link that tells the action that reads from it how that went."""
 
@@ -131,8 +118,8 @@ class WatchedLink(Link[Payload]):
 
     def get(self, microbatch: int) -> Payload:
         payload = super().get(microbatch)
-        if _look.of_thread is not None:
-            _look.of_thread.got(payload, self.moves)  # type: ignore[arg-type]
+        if current.observed is not None:
+            current.observed.got(payload, self.moves)
         return payload
 
 
@@ -182,6 +169,3 @@ def _event(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-_recorder: ContextVar[Recorder | None] = ContextVar("gpipe.recorder", default=None)

@@ -216,7 +216,7 @@ def _stage_cost(layers: Sequence[LayerProfile], scale: float, boundary: int, cop
     return StageCost(
         forward=scale * sum(layer.forward_seconds or 0.0 for layer in layers),
         backward=scale * sum(layer.backward_seconds or 0.0 for layer in layers),
-        activation_bytes=round(scale * sum(layer.latent_bytes for layer in layers)) + copied,
+        activation_bytes=round(scale * sum(layer.saved_bytes for layer in layers)) + copied,
         boundary_bytes=boundary,
         layers=", ".join(layer.name for layer in layers),
     )

@@ -10,7 +10,7 @@ from ._link import Channel
 from ._ports import Port, Ports
 
 
-class Wiring:
+class Channels:
     """Connects stages that compute at ``places``.
 
     Args:
@@ -41,10 +41,10 @@ class Wiring:
         skips = zip(self._routes, self._skips, strict=True)
         return _port(self._main[j + 1], [channel for route, channel in skips if route.source == j])
 
-    def poison(self) -> None:
+    def cancel(self) -> None:
         """Let nobody wait anywhere for what will not come."""
         for channel in (*self._main, *self._skips):
-            channel.poison()
+            channel.cancel()
 
 
 def _port(main: Channel, skips: Sequence[Channel]) -> Port | Ports:

@@ -18,7 +18,7 @@ from torch import Tensor
 from microbatch import Batch
 from streams import AbstractStream, as_cuda, is_cuda, record_stream, use_stream, wait_stream
 
-from ..values._leaves import mapped
+from ..values._leaves import map_batch
 
 Payload = Batch | list[Tensor | None]
 Parcel = tuple[Payload, torch.cuda.Event]
@@ -32,12 +32,12 @@ class Place(NamedTuple):
     copy: AbstractStream
 
 
-def carrier(source: Place, target: Place) -> Carry | None:
+def carrier(source: Place, target: Place) -> Copy | None:
     """What takes tensors from ``source`` to ``target``; None if they are there already."""
-    return None if source.device == target.device else Carry(source, target)
+    return None if source.device == target.device else Copy(source, target)
 
 
-class Carry:
+class Copy:
     """Copies between two devices, at least one of them CUDA."""
 
     def __init__(self, source: Place, target: Place) -> None:
@@ -73,7 +73,7 @@ class Carry:
 
 def _each(payload: Payload, function: object) -> Payload:
     if isinstance(payload, Batch):
-        return mapped(payload, function)  # type: ignore[arg-type]
+        return map_batch(payload, function)  # type: ignore[arg-type]
     return [None if tensor is None else function(tensor) for tensor in payload]  # type: ignore[operator]
 
 

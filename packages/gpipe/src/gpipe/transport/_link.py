@@ -13,7 +13,7 @@ from torch import Tensor
 
 from microbatch import Batch
 
-from ..values._describe import Poisoned
+from ..values._describe import Cancelled
 
 Payload = TypeVar("Payload")
 
@@ -35,23 +35,23 @@ class Link(Generic[Payload]):
     Args:
         name: for reports, such as ``values from partition 0 to 1``.
         carrier: how payloads change devices; None where source and target share their memory.
-        patience: seconds after which waiting is reported; None never reports.
-        hopeless: asked by a reader when something has failed: whether what it waits for will not come.
+        stall_timeout: seconds after which waiting is reported; None never reports.
+        is_cancelled: asked by a reader when something has failed: whether what it waits for will not come.
     """
 
-    __slots__ = ("_arrived", "_carrier", "_hopeless", "_patience", "_queue", "name")
+    __slots__ = ("_arrived", "_carrier", "_is_cancelled", "_queue", "_stall_timeout", "name")
 
     def __init__(
         self,
         name: str,
         carrier: Carrier | None = None,
-        patience: float | None = None,
-        hopeless: Callable[[], bool] = lambda: True,
+        stall_timeout: float | None = None,
+        is_cancelled: Callable[[], bool] = lambda: True,
     ) -> None:
         self.name = name
         self._carrier = carrier
-        self._patience = patience
-        self._hopeless = hopeless
+        self._stall_timeout = stall_timeout
+        self._is_cancelled = is_cancelled
         self._queue: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._arrived: dict[int, Any] = {}
 
@@ -60,15 +60,15 @@ class Link(Generic[Payload]):
         self._queue.put((microbatch, payload if self._carrier is None else self._carrier.send(payload)))
 
     def get(self, microbatch: int) -> Payload:
-        """Wait for the payload of a micro-batch. Raises :class:`Poisoned` if it will never come."""
+        """Wait for the payload of a micro-batch. Raises :class:`Cancelled` if it will never come."""
         arrived = self._arrived
         while microbatch not in arrived:
-            i, parcel = self._queue.get() if self._patience is None else self._patiently(microbatch)
+            i, parcel = self._queue.get() if self._stall_timeout is None else self._get_with_timeout(microbatch)
             if i != _POISON:
                 arrived[i] = parcel
-            elif self._hopeless():
-                self.poison()  # for whoever asks next
-                raise Poisoned
+            elif self._is_cancelled():
+                self.cancel()  # for whoever asks next
+                raise Cancelled
         payload = arrived.pop(microbatch)
         return payload if self._carrier is None else self._carrier.receive(payload)  # type: ignore[no-any-return]
 
@@ -77,16 +77,18 @@ class Link(Generic[Payload]):
         """Whether payloads change devices."""
         return self._carrier is not None
 
-    def poison(self) -> None:
+    def cancel(self) -> None:
         """Let nobody wait here for what will not come."""
         self._queue.put((_POISON, None))
 
-    def _patiently(self, microbatch: int) -> tuple[int, Any]:
+    def _get_with_timeout(self, microbatch: int) -> tuple[int, Any]:
         while True:
             try:
-                return self._queue.get(timeout=self._patience)
+                return self._queue.get(timeout=self._stall_timeout)
             except Empty:
-                _log.warning("no %s for micro-batch %d in %g s; still waiting", self.name, microbatch, self._patience)
+                _log.warning(
+                    "no %s for micro-batch %d in %g s; still waiting", self.name, microbatch, self._stall_timeout
+                )
 
 
 class Channel:
@@ -101,16 +103,18 @@ class Channel:
         back: Carrier | None = None,
         *,
         link: type[Link[Any]] | None = None,
-        hopeless: Callable[[], bool] = lambda: True,
+        is_cancelled: Callable[[], bool] = lambda: True,
     ) -> None:
-        patience = stall_seconds()
-        self.values: Link[Batch] = (link or Link)(f"values {name}", forth, patience, hopeless)
-        self.gradients: Link[list[Tensor | None]] = (link or Link)(f"gradients {name}", back, patience, hopeless)
+        stall_timeout = stall_seconds()
+        self.values: Link[Batch] = (link or Link)(f"values {name}", forth, stall_timeout, is_cancelled)
+        self.gradients: Link[list[Tensor | None]] = (link or Link)(
+            f"gradients {name}", back, stall_timeout, is_cancelled
+        )
 
-    def poison(self) -> None:
+    def cancel(self) -> None:
         """Let nobody wait at either end for what will not come."""
-        self.values.poison()
-        self.gradients.poison()
+        self.values.cancel()
+        self.gradients.cancel()
 
 
 def stall_seconds() -> float | None:

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree
 
 
-class Poisoned(BaseException):
+class Cancelled(BaseException):
     """Another stage failed; there is nothing left to wait for. Never reaches the caller."""
 
 

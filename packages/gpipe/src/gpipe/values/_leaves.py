@@ -30,13 +30,13 @@ class SharedBatch(Batch):
         self.ties = ties
 
 
-def mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+def map_batch(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """The same structure with ``function`` applied to every tensor."""
     value = map_tensors(function, batch.value)
     return SharedBatch(value, batch.ties) if isinstance(batch, SharedBatch) else Batch(value)
 
 
-def alone(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> list[Tensor | None]:
+def own_memory(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> list[Tensor | None]:
     """``found`` in memory of their own: the stage that they are sent to may overwrite them before all else is done."""
     taken = {storage_id(gradient) for gradient in kept if gradient is not None}
     gradients: list[Tensor | None] = []
@@ -48,29 +48,29 @@ def alone(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> list
     return gradients
 
 
-def laid_out(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+def like_accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
     """``gradient`` in memory as autograd would accumulate it in ``leaf``; kernels that read it may round by that."""
     if gradient is None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
-def cut(batch: Batch) -> Batch:
+def detach_leaves(batch: Batch) -> Batch:
     """The same tensors as leaves of a graph that begins here; those that require grad still do."""
-    return mapped(batch, _leaf)
+    return map_batch(batch, _leaf)
 
 
-def cloned(batch: Batch) -> Batch:
+def clone_leaves(batch: Batch) -> Batch:
     """Like :func:`cut`, in memory of their own."""
     if not isinstance(batch, SharedBatch):
-        return mapped(batch, clone)
+        return map_batch(batch, clone)
     clones = iter(cloned_together(list(batch)))
-    return mapped(batch, lambda _: next(clones))
+    return map_batch(batch, lambda _: next(clones))
 
 
-def entered(batch: Batch) -> Batch:
+def as_nonleaf(batch: Batch) -> Batch:
     """The same tensors for layers that work in place on them: torch lets nobody change a leaf that requires grad."""
-    return mapped(batch, _enter)
+    return map_batch(batch, _enter)
 
 
 def versions(batch: Batch) -> list[int]:
@@ -86,11 +86,11 @@ def _leaf(tensor: Tensor) -> Tensor:
 def _enter(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return tensor
-    entered: Tensor = Enter.apply(tensor)  # type: ignore[no-untyped-call]
-    return entered
+    as_nonleaf: Tensor = AsNonleaf.apply(tensor)  # type: ignore[no-untyped-call]
+    return as_nonleaf
 
 
-class Enter(torch.autograd.Function):
+class AsNonleaf(torch.autograd.Function):
     """The identity. Its output is no leaf, and has the version counter of its input, so that no change is missed."""
 
     @staticmethod
@@ -103,7 +103,7 @@ class Enter(torch.autograd.Function):
         return gradient
 
 
-_OWN = getattr(Enter, "_backward_cls", None)
+_OWN = getattr(AsNonleaf, "_backward_cls", None)
 
 
 def is_custom(kind: type[Node]) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from microbatch import Batch
 
 from ._aliases import Aliased, packed
-from ._leaves import SharedBatch, mapped
+from ._leaves import SharedBatch, map_batch
 from ._memory import Region, cloned_together, has_own_storages, region, storage_id
 
 OWN, KEPT, SEEN = 0, 1, 2
@@ -30,12 +30,12 @@ def ties_of(batch: Batch) -> Sequence[int]:
     return batch.ties if isinstance(batch, SharedBatch) else [OWN] * len(batch)
 
 
-def tied(batch: Batch, ties: Sequence[int]) -> Batch:
+def with_ties(batch: Batch, ties: Sequence[int]) -> Batch:
     """``batch`` with these ties in place of others."""
     return SharedBatch(batch.value, ties) if any(ties) else Batch(batch.value)
 
 
-def marked(outputs: Batch, inputs: Batch, others: Sequence[tuple[Tensor, int]] = ()) -> Batch:
+def flag_aliases(outputs: Batch, inputs: Batch, others: Sequence[tuple[Tensor, int]] = ()) -> Batch:
     """``outputs`` with the ties of their memory: those of ``inputs`` in it, of the ``others``, and to each other."""
     if outputs.atomic and not others and type(inputs) is Batch:
         return outputs
@@ -43,7 +43,7 @@ def marked(outputs: Batch, inputs: Batch, others: Sequence[tuple[Tensor, int]] =
     sources = [*zip(inputs, ties_of(inputs), strict=True), *others]
     if has_own_storages(tensors) and {storage_id(s) for s, _ in sources}.isdisjoint(map(storage_id, tensors)):
         return outputs
-    return tied(outputs, [_tie(k, tensors, sources) for k in range(len(tensors))])
+    return with_ties(outputs, [_tie(k, tensors, sources) for k in range(len(tensors))])
 
 
 def _tie(k: int, tensors: Sequence[Tensor], sources: Sequence[tuple[Tensor, int]]) -> int:
@@ -77,13 +77,13 @@ def owned(batch: Batch) -> Batch:
     if not isinstance(batch, SharedBatch) or KEPT not in batch.ties:
         return batch
     own = _cloned(batch, [tie == KEPT for tie in batch.ties])
-    return tied(own, [OWN if tie == KEPT else tie for tie in batch.ties])
+    return with_ties(own, [OWN if tie == KEPT else tie for tie in batch.ties])
 
 
 def _cloned(batch: Batch, which: Sequence[bool]) -> Batch:
     """``batch`` with clones of those tensors."""
     chosen, flags = iter(cloned_together([*compress(batch, which)])), iter(which)
-    return mapped(batch, lambda tensor: next(chosen) if next(flags) else tensor)
+    return map_batch(batch, lambda tensor: next(chosen) if next(flags) else tensor)
 
 
 def expect_unseen(batch: Batch, before: Sequence[int], after: Sequence[int]) -> None:
@@ -120,7 +120,7 @@ def divided(batch: Batch) -> list[Batch]:
     if not isinstance(batch, SharedBatch):
         return parts
     ties = iter(batch.ties)
-    return [tied(part, [next(ties) for _ in part]) for part in parts]
+    return [with_ties(part, [next(ties) for _ in part]) for part in parts]
 
 
 def released(batch: Batch) -> Batch:
@@ -133,13 +133,13 @@ def released(batch: Batch) -> Batch:
     regions = [region(tensor) for tensor in batch]
     twins = [any(a.overlaps(b) for m, b in enumerate(regions) if m != k) for k, a in enumerate(regions)]
     tied_elsewhere = [bool(tie & KEPT or (tie and not twin)) for tie, twin in zip(batch.ties, twins, strict=True)]
-    return tied(_cloned(batch, tied_elsewhere), [SEEN if twin else OWN for twin in twins])
+    return with_ties(_cloned(batch, tied_elsewhere), [SEEN if twin else OWN for twin in twins])
 
 
 def guarded(batch: Batch) -> Batch:
     """``batch`` for one who may work in place on it: torch refuses that where others would see the change."""
     ties = iter(ties_of(batch))
-    return mapped(batch, lambda tensor: unchangeable(tensor) if next(ties) & SEEN else tensor)
+    return map_batch(batch, lambda tensor: unchangeable(tensor) if next(ties) & SEEN else tensor)
 
 
 def unchangeable(tensor: Tensor) -> Tensor:

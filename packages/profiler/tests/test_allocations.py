@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from profiler._births import Births
+from profiler._allocations import AllocationTracker
 
 
 def test_counts_what_python_or_the_graph_keeps_alive():
     x = torch.rand(10, requires_grad=True)
-    births = Births()
+    births = AllocationTracker()
     with births:
         kept_by_the_graph = x.exp().sum()  # exp keeps its result
         kept_by_python = torch.zeros(3)
@@ -25,7 +25,7 @@ def test_counts_what_python_or_the_graph_keeps_alive():
 
 def test_views_in_place_results_and_inputs_are_nothing_new():
     x = torch.rand(4, 3)
-    births = Births()
+    births = AllocationTracker()
     with births:
         outputs = x.t(), x[1:], x.add_(1), x.detach(), x.unflatten(1, (1, 3)), torch.relu_(x)
     assert len(outputs) == 6
@@ -34,14 +34,14 @@ def test_views_in_place_results_and_inputs_are_nothing_new():
 
 
 def test_data_written_out_in_python_is_born():
-    births = Births()
+    births = AllocationTracker()
     with births:
         kept = torch.tensor([1.0, 2.0])
     assert births.alive() == 4 * len(kept)
 
 
 def test_a_storage_is_born_once():
-    births = Births()
+    births = AllocationTracker()
     with births:
         x = torch.zeros(3)
         y = torch.ops.aten.lift_fresh(x)
@@ -49,7 +49,7 @@ def test_a_storage_is_born_once():
 
 
 def test_a_reused_address_is_a_new_storage():
-    births = Births()
+    births = AllocationTracker()
     with births:
         for _ in range(50):
             x = torch.empty(1000)
@@ -68,7 +68,7 @@ def test_storages_may_die_on_another_thread_while_they_are_counted(monkeypatch):
         thread.join(20)
         return nbytes(storage)
 
-    births, nbytes = Births(), torch.UntypedStorage.nbytes
+    births, nbytes = AllocationTracker(), torch.UntypedStorage.nbytes
     with births:
         kept, dying = torch.ones(3), [torch.ones(5) for _ in range(10)]
         monkeypatch.setattr(torch.UntypedStorage, "nbytes", interrupted)
@@ -79,7 +79,7 @@ def test_storages_may_die_on_another_thread_while_they_are_counted(monkeypatch):
 
 
 def test_a_grown_storage_counts_as_it_is_now():
-    births = Births()
+    births = AllocationTracker()
     with births:
         x = torch.empty(2).resize_(100)
     assert births.alive() == 4 * len(x)
@@ -89,7 +89,7 @@ def test_a_grown_storage_counts_as_it_is_now():
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_sparse_tensors_have_storages_too(layout):
     dense = torch.eye(5)
-    births = Births()
+    births = AllocationTracker()
     with births:
         kept = dense.to_sparse(layout=layout)
     gc.collect()
@@ -108,7 +108,7 @@ def test_sparse_tensors_have_storages_too(layout):
 )
 def test_flops_are_those_of_the_counter_of_torch(layer, shape):
     x = torch.rand(shape, requires_grad=True)
-    births, theirs = Births(), FlopCounterMode(display=False)
+    births, theirs = AllocationTracker(), FlopCounterMode(display=False)
     with births:
         layer(x).sum().backward()
     with theirs:
@@ -117,4 +117,4 @@ def test_flops_are_those_of_the_counter_of_torch(layer, shape):
 
 
 def test_leaves_compiled_code_compiled():
-    assert Births.ignore_compile_internals()
+    assert AllocationTracker.ignore_compile_internals()

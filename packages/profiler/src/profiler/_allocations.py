@@ -15,7 +15,7 @@ from streams import DispatchMode
 from ._storages import storages
 
 
-class Births(DispatchMode):  # type: ignore[no-untyped-call]
+class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, counts the bytes of storages that operations create, and the FLOPs they do.
 
     It holds storages weakly: whoever keeps one alive, Python or the autograd graph, it is counted exactly as long.

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch.utils import checkpoint
 
-from ._forks import fork_lock
+from .._forks import fork_lock
 
 PROCESS: Final = torch.default_generator
 """The generator of the process."""
@@ -89,7 +89,7 @@ class Served:
 
 
 _ENDS = frozenset(["c_return", "c_exception"])
-_OURS = frozenset([__name__, f"{__package__}.checkpoint._random"])
+_OURS = frozenset([__name__, f"{__package__}._random"])
 
 
 def _ours(frame: FrameType) -> bool:

@@ -1,0 +1,1 @@
+"""What a recomputation needs to repeat a forward exactly."""

@@ -1,0 +1,1 @@
+"""Walks the programs of all stages: pipeline, run, stage runner, cell."""

@@ -1,0 +1,76 @@
+"""What the stages of a run have in common: the mini-batch that they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from streams import Context
+
+from ..checkpoint._random import RunRNG
+from ._accumulate import AccumulatedGradients
+from ._deferred_gradients import DeferredGradients
+from ._kept_nodes import kept
+from ._loss import LossStage
+from ._stage import Stage
+
+
+class MiniBatch:
+    """A mini-batch in so many micro-batches, and what holds for all of its cells.
+
+    Args:
+        stages: that it goes through.
+        placement: the worker of each stage.
+        checkpoint_stop: micro-batches below it are checkpointed, if a backward will come.
+        loss: where micro-batches turn around, if they do so inside the run.
+
+    Attributes:
+        keeps: whether a backward will come; if not, no cell is kept.
+        context: what the caller of the forward saw, for workers and recomputations.
+        rng: where the random numbers of the run come from.
+        deferred: takes care of leaves whose gradients accumulate out of sight, of all stages.
+        accumulated: gradients that are kept out of ``.grad`` until they are whole.
+        kept_nodes: parameters with a node in autograd that somebody keeps, which must run once, with the whole sum.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        placement: tuple[int, ...],
+        microbatches: int,
+        checkpoint_stop: int,
+        loss: LossStage | None,
+    ) -> None:
+        self.placement = placement
+        self.microbatches = microbatches
+        self.keeps = torch.is_grad_enabled()
+        self.checkpoint_stop = checkpoint_stop if self.keeps else 0
+        self.context = callers_context()
+        self.rng = RunRNG()
+        self.loss = loss
+        self.deferred = DeferredGradients() if loss is None else loss.held
+        self.accumulated = [] if loss is None else [loss.grown]
+        self.kept_nodes: list[Tensor] = []
+        if self.keeps:
+            self.kept_nodes = kept(p for stage in stages for p in stage.module.parameters())
+
+    @property
+    def scales(self) -> bool:
+        """Whether gradients have to be divided by a count that is known only in the end."""
+        return self.loss is not None and self.loss.scales
+
+    def accumulated_outside(self, stage: Stage) -> AccumulatedGradients | None:
+        """Where gradients of ``stage`` accumulate before they go to ``.grad``; None if they may go there at once."""
+        own = {id(parameter) for parameter in stage.module.parameters()} if self.kept_nodes else set()
+        if own.isdisjoint(map(id, self.kept_nodes)):
+            return None
+        self.accumulated.append(AccumulatedGradients())
+        return self.accumulated[-1]
+
+
+def callers_context() -> Context:
+    """What this thread sees, except that every backward inside a layer or cell stays on its worker."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return Context.capture()

@@ -1,0 +1,189 @@
+"""A pipe as the engine sees it, built once: its stages, the threads that run them, and the way of a mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import Batch, Versions
+from streams import AbstractStream, add_note
+
+from ..schedule import Schedule
+from ..skip import SkipLayout
+from ..transport._channels import Channels
+from ..transport._copy import Place
+from ..transport._link import Channel, Link
+from ..values._aliases import Aliased, packed
+from ..values._leaves import detach_leaves, map_batch
+from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, released, ties_of, with_ties
+from ._autograd import attach
+from ._data_parallel import refuse_data_parallel
+from ._exclusive import Section
+from ._loss import LossStage
+from ._run import Run
+from ._stage import Stage
+from ._walks import walk_of
+from ._workers import Workers
+
+
+class Pipeline:
+    """The stages of a pipe, which mini-batches go through one at a time.
+
+    Args:
+        stages: each on its own device.
+        layout: which skips go from where to where.
+        copy_streams: for each stage, the stream on which values come to and go from its device.
+        workers: the threads to run on.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], layout: SkipLayout, copy_streams: Sequence[AbstractStream], workers: Workers
+    ) -> None:
+        self.stages = stages
+        self.workers = workers
+        self._layout = layout
+        self._copy_streams = copy_streams
+
+    def forward(self, batches: Sequence[Batch], checkpoint_stop: int, versions: Versions) -> list[Batch]:
+        """Put each micro-batch through all stages; the outputs, in the caller's graph.
+
+        What a layer raises reaches the caller as it is, with a note that says where; of several failures, the earliest
+        in the schedule.
+
+        Args:
+            batches: the micro-batches, on the first device.
+            checkpoint_stop: micro-batches below it are checkpointed: recomputed when their backward comes.
+            versions: how in-place changes of the micro-batches and of what they were cut from reach each other.
+        """
+        entering = _entering(batches)
+        with self.workers.section.entered():
+            run = Run(self, len(batches), checkpoint_stop)
+            outputs = run.forward(entering)
+            versions.sync()
+        if len(outputs) == 1:
+            outputs = [released(outputs[0])]  # others are released when they are put together
+        if torch.is_grad_enabled():
+            outputs = _attached(run, self.workers.section, versions, batches, entering, outputs)
+        return outputs
+
+    def train(self, batches: Sequence[Batch], checkpoint_stop: int, loss: LossStage, schedule: Schedule | str) -> None:
+        """Put each micro-batch through all stages and back, as ``schedule`` says, turning around at ``loss``.
+
+        Gradients arrive in ``.grad``, also those of what the micro-batches were computed from. What a layer raises
+        reaches the caller as in :meth:`forward`. Then the ``.grad`` of a parameter that had none is None again; to
+        others, what had been computed so far has been added, and the error says of how many micro-batches.
+        """
+        with self.workers.section.entered(accumulates=True):
+            run = Run(self, len(batches), checkpoint_stop, loss)
+            walk = walk_of(schedule, run.mini_batch)
+            refuse_data_parallel(run.mini_batch.kept_nodes)
+            before = _Gradients([p for stage in self.stages for p in stage.module.parameters()])
+            mixed = 0
+            try:
+                entering = _entering(batches)
+                gradients = _spread(entering, run.train(entering, walk))
+                leaves, whole = run.whole()
+                mixed = len(batches)
+                inputs, flowing = _flowing(batches, gradients, loss.scale)
+                # In one backward: a leaf may be both above and in the loss, and hooks may wait for several gradients.
+                torch.autograd.backward([*inputs, *leaves], [*flowing, *whole])
+            except BaseException as error:
+                before.restore(error, max(mixed, run.mixed), len(batches))
+                loss.restore()
+                raise
+
+    def channels(
+        self, streams: Sequence[AbstractStream], link: type[Link[Any]], is_cancelled: Callable[[], bool]
+    ) -> Channels:
+        """All channels of a run whose stages compute on ``streams``; ``is_cancelled`` as for :class:`Link`."""
+        devices = [stage.device for stage in self.stages]
+        places = [Place(*each) for each in zip(devices, streams, self._copy_streams, strict=True)]
+        return Channels(places, self._layout, partial(Channel, link=link, is_cancelled=is_cancelled))
+
+
+class _Gradients:
+    """Which parameters have no gradient before a training step."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._empty = [parameter for parameter in parameters if parameter.grad is None]
+        self._others = len(parameters) - len(self._empty)
+
+    def restore(self, error: BaseException, mixed: int, microbatches: int) -> None:
+        """After a failure: what had no gradient has none, and ``error`` says what became of the others.
+
+        Args:
+            mixed: how many of the ``microbatches`` may have added to them.
+        """
+        for parameter in self._empty:
+            parameter.grad = None
+        if self._others and mixed:
+            add_note(
+                error,
+                f"the .grad of {self._others} parameters held gradients before this step, and now may also hold those "
+                f"of up to {mixed} of its {microbatches} micro-batches; call zero_grad() before the next step",
+            )
+
+
+def _entering(batches: Sequence[Batch]) -> list[Batch]:
+    """The micro-batches as the first stage takes them, whose memory is the caller's."""
+    entering = [detach_leaves(Batch(_packed(batch))) for batch in batches]
+    tie = KEPT | SEEN if overlap(batches) else KEPT
+    return [with_ties(batch, [tie | own for own in ties_of(flag_aliases(batch, batch))]) for batch in entering]
+
+
+def _packed(batch: Batch) -> Any:
+    """Packed, if each gradient that comes back is one of a tensor in ``batch``."""
+    value, own = packed(batch.value), [id(tensor) for tensor in batch]
+    whole = not isinstance(value, Aliased) or all(id(s) in own for s in value.sources if s.requires_grad)
+    return value if whole else batch.value
+
+
+def _spread(entering: Sequence[Batch], gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
+    """The gradients of all tensors of the caller, given those of what they were packed in."""
+    return [
+        batch.value.spread(each) if isinstance(batch.value, Aliased) else each
+        for batch, each in zip(entering, gradients, strict=True)
+    ]
+
+
+def _flowing(
+    batches: Sequence[Batch], gradients: Sequence[list[Tensor | None]], scale: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What of the micro-batches was computed with grad, and ``scale`` times its gradients."""
+    flowing = [
+        (tensor, gradient if scale == 1.0 else gradient * scale)
+        for batch, each in zip(batches, gradients, strict=True)
+        for tensor, gradient in zip(batch, each, strict=True)
+        if gradient is not None and tensor.requires_grad  # a layer may have made its leaf require grad
+    ]
+    return [tensor for tensor, _ in flowing], [gradient for _, gradient in flowing]
+
+
+def _attached(
+    run: Run,
+    section: Section,
+    versions: Versions,
+    inputs: Sequence[Batch],
+    entering: Sequence[Batch],
+    outputs: Sequence[Batch],
+) -> list[Batch]:
+    """The outputs as autograd's results of the inputs."""
+    flags = [[tensor.requires_grad for tensor in batch] for batch in outputs]
+
+    def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
+        versions.sync()
+        flowing = iter(seeds)
+        gradients = [[next(flowing) if flag else None for flag in each] for each in flags]
+        with section.entered(accumulates=True):
+            found, own = run.backward(gradients)
+        return [*(gradient for each in _spread(entering, found) for gradient in each), *own]
+
+    ends = [tensor for batch in outputs for tensor in batch if tensor.requires_grad]
+    attached = iter(
+        attach(backward, [*(tensor for batch in inputs for tensor in batch), *run.mini_batch.kept_nodes], ends)
+    )
+    return [map_batch(batch, lambda tensor: next(attached) if tensor.requires_grad else tensor) for batch in outputs]

@@ -1,0 +1,74 @@
+"""What a caller asks of the runs that begin in a block: to be walked inline, or observed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ..schedule import Action
+from ..transport._link import Link
+
+if TYPE_CHECKING:
+    from ._stage_runner import StageRunner
+
+
+class RunObserver(Protocol):
+    """Does the actions of one run, with an eye on something.
+
+    Attributes:
+        link: the class of its links, whose readers may want to be told what arrives.
+    """
+
+    link: type[Link[Any]]
+
+    def do(self, runner: StageRunner, action: Action) -> None:
+        """Let ``runner`` do ``action``."""
+
+
+class Observer(Protocol):
+    """Wants to know of every run."""
+
+    def begin(self, placement: Sequence[int]) -> RunObserver:
+        """A run begins, whose stage j is on worker ``placement[j]``."""
+
+
+class Settings(NamedTuple):
+    """What holds where a run begins."""
+
+    inline: bool = False
+    observer: Observer | None = None
+
+
+_settings: ContextVar[Settings] = ContextVar("gpipe.settings", default=Settings())  # noqa: B039 — it cannot change
+
+
+def settings() -> Settings:
+    """What holds for a run that begins here and now."""
+    return _settings.get()
+
+
+@contextmanager
+def with_settings(**changes: Any) -> Iterator[None]:
+    """Inside, runs begin with these settings in place of others."""
+    token = _settings.set(_settings.get()._replace(**changes))
+    try:
+        yield
+    finally:
+        _settings.reset(token)
+
+
+@contextmanager
+def inline() -> Iterator[None]:
+    """Inside, every pipe runs the same programs on the calling thread, in an order in which nothing waits.
+
+    For ``breakpoint()`` in a layer, profilers that see one thread only, and tests that want one order of events. A
+    backward runs inline if its forward did.
+
+    >>> with inline():
+    ...     settings().inline
+    True
+    """
+    with with_settings(inline=True):
+        yield

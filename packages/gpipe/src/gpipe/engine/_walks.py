@@ -1,0 +1,77 @@
+"""Which steps the workers walk: found out once for each size, checkpointing, schedule and placement."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Protocol
+
+from ..schedule import Schedule, Walk, fill_drain, halves, named, validate
+
+_log = logging.getLogger("gpipe")
+
+
+class Size(Protocol):
+    """What a walk depends on beside its schedule.
+
+    Attributes:
+        microbatches: how many there are.
+        checkpoint_stop: micro-batches below it are checkpointed.
+        placement: the worker of each stage.
+    """
+
+    @property
+    def microbatches(self) -> int: ...
+
+    @property
+    def checkpoint_stop(self) -> int: ...
+
+    @property
+    def placement(self) -> tuple[int, ...]: ...
+
+
+def forwards_and_backwards(size: Size) -> tuple[Walk, Walk]:
+    """What the workers do before the caller gets the outputs, and after it gave the gradients."""
+    return _halves(size.microbatches, size.checkpoint_stop, size.placement)
+
+
+def walk_of(schedule: Schedule | str, size: Size) -> Walk:
+    """What each worker does under ``schedule``.
+
+    Raises:
+        TypeError: it is neither a name nor a schedule.
+        ValueError: there is none of this name, or it does not fit.
+    """
+    key = size.microbatches, size.checkpoint_stop, size.placement
+    if isinstance(schedule, str):
+        return _named(schedule, *key)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule must be a name such as '1f1b', or a gpipe.schedule.Schedule; got {type(schedule).__name__}"
+        )
+    return _own(schedule, *key)
+
+
+@lru_cache(maxsize=16)
+def _own(schedule: Schedule, microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]) -> Walk:
+    validate(schedule, microbatches, placement)
+    return schedule.recomputing(checkpoint_stop).on(placement)
+
+
+@lru_cache(maxsize=64)
+def _halves(microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]) -> tuple[Walk, Walk]:
+    """What the workers do before the caller gets the outputs, and after it gave the gradients."""
+    forwards, backwards = halves(fill_drain(microbatches, len(placement), checkpoint_stop))
+    return forwards.on(placement), backwards.on(placement)
+
+
+@lru_cache(maxsize=64)
+def _named(name: str, microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]) -> Walk:
+    if name.lower() == "interleaved" and 1 < len(placement) == len(set(placement)):
+        _log.warning(  # once for each number of stages and micro-batches: what this returns is kept
+            "schedule='interleaved' has nothing to interleave, because each of the %d partitions has a worker of its "
+            "own, and so it is a '1f1b' that holds more; give each worker several partitions, as with "
+            "devices=[0, 1, 0, 1], or on the CPU devices=['cpu:0', 'cpu:1'] * 2",
+            len(placement),
+        )
+    return named(name, microbatches, placement, checkpoint_stop).on(placement)

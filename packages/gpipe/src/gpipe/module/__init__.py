@@ -1,0 +1,1 @@
+"""GPipe as a module: its arguments, layers, partitions and devices, and what it refuses."""

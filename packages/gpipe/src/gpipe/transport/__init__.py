@@ -1,0 +1,1 @@
+"""How values and gradients get from stage to stage."""

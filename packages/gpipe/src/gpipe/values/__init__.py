@@ -1,0 +1,1 @@
+"""What travels between stages: leaves, aliases, shared memory, constants."""
