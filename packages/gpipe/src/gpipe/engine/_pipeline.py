@@ -22,7 +22,7 @@ from ..values._leaves import detach_leaves, map_batch
 from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, released, ties_of, with_ties
 from ._autograd import attach
 from ._data_parallel import refuse_data_parallel
-from ._exclusive import Section
+from ._exclusive import Section, on_this_thread
 from ._loss import LossStage
 from ._run import Run
 from ._stage import Stage
@@ -90,7 +90,8 @@ class Pipeline:
                 mixed = len(batches)
                 inputs, flowing = _flowing(batches, gradients, loss.scale)
                 # In one backward: a leaf may be both above and in the loss, and hooks may wait for several gradients.
-                torch.autograd.backward([*inputs, *leaves], [*flowing, *whole])
+                with on_this_thread():
+                    torch.autograd.backward([*inputs, *leaves], [*flowing, *whole])
             except BaseException as error:
                 before.restore(error, max(mixed, run.mixed), len(batches))
                 loss.restore()

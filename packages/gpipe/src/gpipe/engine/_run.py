@@ -17,7 +17,7 @@ from ..schedule import Action, Step, Walk
 from ..transport._link import Link
 from ..values._describe import Cancelled
 from ._deferred_gradients import summed
-from ._exclusive import involved, serving
+from ._exclusive import involved, on_this_thread, serving
 from ._failures import Failures
 from ._loss import LossStage
 from ._mini_batch import MiniBatch, callers_context
@@ -87,7 +87,8 @@ class Run:
         _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
         own = [whole.pop(parameter, None) for parameter in self.mini_batch.kept_nodes]
-        torch.autograd.backward(list(whole), list(whole.values()))
+        with on_this_thread():
+            torch.autograd.backward(list(whole), list(whole.values()))
         return [self._channels.entrance.gradients.get(i) for i in range(self.mini_batch.microbatches)], own
 
     def train(self, batches: Sequence[Batch], walk: Walk) -> list[list[Tensor | None]]:

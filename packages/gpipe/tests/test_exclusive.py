@@ -252,6 +252,30 @@ class TestPipesInside:
         within(20, run)
         torch.testing.assert_close(outputs, [linears()(rows()).detach()])
 
+    @ways
+    @pytest.mark.parametrize("how", HOWS)
+    def test_hooks_of_parameters_are_called_on_the_callers_thread(
+        self, way: Callable[[], AbstractContextManager[None]], how: str
+    ) -> None:
+        """Another thread, such as autograd has for each GPU, would wait for this one to leave the pipe."""
+        pipe, seen = piped(linears(), [1, 2], chunks=2), []
+        pipe[0].weight.register_hook(
+            lambda _: seen.append((threading.current_thread(), torch._C._is_multithreading_enabled()))
+        )
+        with way():
+            train(pipe, how, rows())
+        assert seen == [(threading.current_thread(), False)]
+
+
+@pytest.mark.cuda
+def test_a_hook_of_a_parameter_on_a_gpu_may_call_the_pipe() -> None:
+    pipe = GPipe(linears(2), [1, 1], devices=["cuda:0", "cuda:0"], chunks=2)
+    outputs: list[Tensor] = []
+    pipe[0].weight.register_hook(lambda _: outputs.append(pipe(rows().cuda()).detach()))
+    within(40, lambda: pipe(rows().cuda()).sum().backward())
+    within(40, lambda: pipe.step(rows().cuda(), rows().cuda(), loss_fn=loss))
+    torch.testing.assert_close(outputs, [linears(2)(rows()).detach().cuda()] * 2)
+
 
 class TestClose:
     def test_it_waits_for_a_run_of_another_thread(self) -> None:
