@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -127,6 +127,26 @@ def test_by_size_counts_parameters():
     assert balance_by_size(2, model, torch.rand(7, 1), param_scale=100, device="cpu") == [4, 2]
     assert balance_by_parameters(2, model) == [4, 2]
     assert balance_by_size(2, model, torch.rand(7, 1), param_scale=100, device="cpu", pin="3") == [3, 3]
+
+
+@given(
+    widths=st.lists(st.integers(1, 40), min_size=3, max_size=8),
+    rows=st.integers(1, 64),
+    chunks=st.integers(1, 8),
+    scale=st.sampled_from([0.0, 1.0, 2.0, 4.0, 30.0]),
+    partitions=st.integers(1, 3),
+)
+@example(widths=[1, 16, 1, 1, 64, 1, 1], rows=64, chunks=8, scale=2.0, partitions=2)
+@example(widths=[1, 32, 32, 1, 1, 64, 1], rows=64, chunks=1, scale=30.0, partitions=2)
+def test_by_size_adds_up_micro_batches_and_scaled_parameters(widths, rows, chunks, scale, partitions):
+    """A linear layer keeps its output, of one micro-batch; its parameters count as often as the scale says."""
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+    partitions = min(partitions, len(model))
+    cost = [4 * (rows / chunks * b + scale * (a * b + b)) for a, b in pairwise(widths)]
+    found = balance_by_size(
+        partitions, model, torch.rand(rows, widths[0]), chunks=chunks, param_scale=scale, device="meta"
+    )
+    assert bottleneck(cost, found) <= bottleneck(cost, balance_cost(cost, partitions)) * 1.001 + 8
 
 
 def test_by_flops_needs_no_data():

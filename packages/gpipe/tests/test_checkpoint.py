@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gpipe import GPipe, is_checkpointing, is_recomputing
+from gpipe import GPipe, inline, is_checkpointing, is_recomputing
 
 from .layers import DOUBLE, Call, assert_same, assert_trains_like, linears, numbered, piped, rows
 
@@ -84,6 +86,23 @@ class TestModes:
         pipe = piped(linears(), [1, 2], chunks=2)
         for pipe.checkpoint in (*MODES, *MODES):
             assert_trains_like(pipe, linears())
+
+    @pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
+    @pytest.mark.parametrize("inner", MODES)
+    @each_mode
+    def test_layers_around_a_pipe_inside_see_their_own_micro_batches(
+        self, checkpoint: str, inner: str, way: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Whatever the pipe inside them does, with runs of its own, which on the same thread begin and end between."""
+        diaries = [Diary() for _ in range(2)]
+        inside = GPipe(nn.Sequential(Diary(), Diary()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=inner)
+        around = nn.Sequential(diaries[0], inside, diaries[1])
+        pipe = GPipe(nn.Sequential(around, Diary()), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+        with way():
+            pipe(numbered(3).requires_grad_()).sum().backward()
+        expected = written(checkpoint).entries
+        assert [sorted(diary.entries) for diary in diaries] == [sorted(expected)] * 2
+        assert sorted(pipe[1].entries) == sorted(expected)
 
     def test_a_recomputation_that_fails_leaves_no_mark(self) -> None:
         def fail(x: Tensor) -> Tensor:
@@ -286,6 +305,14 @@ def _swap_data(pipe: GPipe) -> None:
         parameter.data = 2 * parameter.data
 
 
+def _freeze(pipe: GPipe) -> None:
+    pipe[2].weight.requires_grad_(False)
+
+
+def _thaw(pipe: GPipe) -> None:
+    pipe[0].bias.requires_grad_(True)
+
+
 class TestChangesBeforeTheRecomputation:
     """Between forward and backward; the plain model would give the gradients of the forward, or refuse."""
 
@@ -310,6 +337,20 @@ class TestChangesBeforeTheRecomputation:
         pipe.zero_grad()
         with pytest.raises(RuntimeError, match=named):
             output.square().sum().backward()
+
+    @pytest.mark.parametrize(("change", "named"), [(_freeze, "'2.weight'"), (_thaw, "'0.bias'")])
+    @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+    def test_what_is_frozen_or_thawed_is_named(self, change: Change, named: str, checkpoint: str) -> None:
+        pipe = piped(with_buffer(), [1, 4], chunks=2, checkpoint=checkpoint)
+        pipe[0].bias.requires_grad_(False)
+        for again in (False, True):
+            output = pipe(rows())
+            if again:
+                change(pipe)
+                with pytest.raises(RuntimeError, match=f"{named} changed between the forward and the backward"):
+                    output.square().sum().backward()
+            else:
+                output.square().sum().backward()
 
     @pytest.mark.parametrize("change", [_scale_in_place, _replace_buffer])
     def test_buffers_are_put_back(self, change: Change) -> None:

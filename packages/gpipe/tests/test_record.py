@@ -21,6 +21,7 @@ from gpipe import Event, GPipe, Timeline, record
 from gpipe._current import current
 from gpipe.engine._settings import settings as run_settings
 from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, requirement
+from gpipe.skip import Namespace, pop, skippable, stash
 from gpipe.timeline._record import Look, Recorder, WatchedLink
 from microbatch import Batch
 
@@ -28,6 +29,20 @@ from .layers import Call, assert_same, linears, piped, rows
 from .models import one_thread as one_thread
 
 MODES = ("never", "except_last", "always")
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * 2)
+        return x * 3
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip
 
 
 def stepped(pipe: GPipe, schedule: str | Schedule, count: int) -> None:
@@ -86,6 +101,23 @@ def test_waiting_for_a_link_is_no_work(monkeypatch: pytest.MonkeyPatch):
     links = {("forward", 0), ("forward", 1), ("backward_input", 0)}  # the last stage gets its gradients from the loss
     assert all(event.wait == ((event.kind, event.stage) in links) for event in timeline.events)
     assert sum(event.wait for event in timeline.events) == 6
+
+
+@pytest.mark.parametrize("skips", [0, 1, 3])
+def test_waits_for_several_links_add_up(monkeypatch: pytest.MonkeyPatch, skips: int):
+    """By the same clock, which ticks once for each link that is read."""
+    monkeypatch.setattr("gpipe.timeline._record.time", SimpleNamespace(perf_counter=map(float, count()).__next__))
+    spaces = [Namespace() for _ in range(skips)]
+    layers = [*(Stash().isolate(ns) for ns in spaces), nn.Identity(), *(Pop().isolate(ns) for ns in spaces)]
+    pipe = GPipe(nn.Sequential(*layers), [max(1, skips), len(layers) - max(1, skips)] if skips else [1],
+                 devices=["cpu"] * (1 + (skips > 0)), chunks=2, checkpoint="never")  # fmt: skip
+    with record() as timeline, gpipe.inline():
+        pipe(rows(4, grad=True)).sum().backward()
+    into = {0: 1, 1: 1 + skips}
+    outof = {0: 1 + skips, 1: 1}
+    for event in timeline.events:
+        assert event.wait == (into if event.kind == "forward" else outof)[event.stage]
+        assert event.seconds == 1
 
 
 class Courier:

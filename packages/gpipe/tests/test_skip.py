@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, verify_skippables
+from gpipe.skip._store import current_store
 
 from .layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, piped, rows
 from .models import one_thread as one_thread
@@ -218,6 +219,32 @@ def test_isolating_one_name_leaves_the_others():
     layer = StashTwo().isolate(ns, only=["a"])
     assert layer.stashable() == [(ns, "a"), (None, "b")]
     assert StashTwo().stashable() == [(None, "a"), (None, "b")]
+
+
+@given(st.lists(st.none() | st.sets(st.sampled_from(["a", "b"])), max_size=4))
+def test_each_name_is_in_the_namespace_it_was_given_last(onlys: list[set[str] | None]):
+    layer, expected = StashTwo(), dict.fromkeys("ab")
+    for only in onlys:
+        ns = Namespace()
+        assert layer.isolate(ns, only=only) is layer
+        expected.update(dict.fromkeys("ab" if only is None else only, ns))
+    assert {name: ns for ns, name in layer.stashable()} == expected
+    assert [layer.key(name) for name in "ab"] == [(expected[name], name) for name in "ab"]
+
+
+def test_after_a_failure_nobody_finds_the_skips_of_the_run():
+    """Layers on the same thread are plain modules again."""
+
+    def fail(x: Tensor) -> Tensor:
+        raise KeyError("no more")
+
+    pipe = GPipe(nn.Sequential(Stash(), Call(fail), Pop()), [1, 2], devices=["cpu"] * 2)
+    before = current_store()
+    with inline(), pytest.raises(KeyError, match="no more"):
+        pipe(rows())
+    assert current_store() is before
+    with pytest.raises(RuntimeError, match="'skip' is popped, but no layer before has stashed it"):
+        Pop()(rows())
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,18 @@ class TestBadModule:
         with pytest.raises(ValueError, match=r"'2\.weight' is '0\.weight'"):
             verify_module(module, [2, 1])
 
+    @given(st.lists(st.integers(1, 2), min_size=2, max_size=4), st.data())
+    def test_a_parameter_in_any_two_partitions(self, balance: list[int], data: st.DataObject) -> None:
+        module = layers(sum(balance))
+        blocks = [j for j, size in enumerate(balance) for _ in range(size)]
+        one, other = sorted(data.draw(st.sets(st.integers(0, len(blocks) - 1), min_size=2, max_size=2)))
+        module[other].weight = module[one].weight
+        if blocks[one] == blocks[other]:
+            verify_module(module, balance)
+            return
+        with pytest.raises(ValueError, match=rf"'{other}\.weight' is '{one}\.weight'"):
+            GPipe(module, balance, devices=["cpu"] * len(balance))
+
     def test_a_parameter_deep_inside_two_partitions(self) -> None:
         module = nn.Sequential(layers(1), nn.Sequential(layers(1)))
         module[1][0][0].bias = module[0][0].bias
