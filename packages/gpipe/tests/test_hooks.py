@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from .layers import OnBackward, Raise, assert_same, assert_trains_like, linears, piped, rows
+from .layers import Call, OnBackward, Raise, assert_same, assert_trains_like, linears, piped, rows
 from .models import one_thread as one_thread
 
 MODES = ("never", "except_last", "always")
@@ -193,3 +193,31 @@ def test_sparse_gradients():
     assert seen[0].is_sparse
     torch.testing.assert_close(pipe[0].weight.grad.to_dense(), model[0].weight.grad.to_dense())
     torch.testing.assert_close(seen[0].to_dense(), model[0].weight.grad.to_dense())
+
+
+@pytest.mark.parametrize(("counted", "times"), [(False, 3), (True, 1)])
+def test_hooks_of_a_free_tensor_fire_once_a_micro_batch(counted: bool, times: int) -> None:
+    """A tensor that a layer closes over is nobody's parameter: nobody knows of it before its gradient arrives."""
+    free = torch.ones(3, dtype=rows(6).dtype, requires_grad=True)
+    calls: list[Tensor] = []
+    free.register_hook(calls.append)
+    pipe = piped(nn.Sequential(*linears(1), Call(lambda x: x * free)), [1, 1], chunks=3)
+
+    def loss_fn(output: Tensor, _: None) -> Any:
+        return (output.square().sum(), output.numel()) if counted else output.square().mean()
+
+    pipe.step(rows(6), loss_fn=loss_fn)
+    assert len(calls) == times
+    assert free.grad is not None
+    torch.testing.assert_close(torch.stack(calls).sum(0), free.grad)
+
+
+def test_hooks_fire_twice_where_a_parameter_is_reached_twice() -> None:
+    """Once with what comes through the pipe, and once with the caller's own use of the parameter."""
+    pipe = piped(linears(), [1, 2], chunks=2)
+    weight = pipe[0].weight
+    calls: list[Tensor] = []
+    weight.register_hook(calls.append)
+    (pipe(rows()).square().sum() + weight.square().sum()).backward()
+    assert len(calls) == 2
+    torch.testing.assert_close(sum(calls), weight.grad)

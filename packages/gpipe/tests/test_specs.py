@@ -267,3 +267,12 @@ def test_specs_survive_a_copy() -> None:
     assert (twin.in_spec, twin.out_spec) == (Split(1), Split(1))
     x = torch.ones(2, 5, 3, dtype=DOUBLE)
     torch.testing.assert_close(twin(x), pipe(x))
+
+
+def test_what_cannot_be_told_from_rows_is_taken_for_rows() -> None:
+    """Two layers of h_n in micro-batches of two rows look like two rows each; out_spec says what they are."""
+    model = nn.Sequential(Call(lambda x: torch.stack([x, x * 2])))
+    x = rows(4)
+    assert piped(copy.deepcopy(model), [1], chunks=2)(x).shape == (4, 2, 3)
+    told = GPipe(model, [1], devices=["cpu"], chunks=2, out_spec=Split(1))
+    torch.testing.assert_close(told(x), torch.stack([x, x * 2]))

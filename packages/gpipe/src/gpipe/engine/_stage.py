@@ -135,8 +135,8 @@ class Stage:
 
         Micro-batches may differ, so that one that draws nothing says nothing about the others.
         """
-        if self._watched:
-            self._draws.setdefault(self.module.training, self._brings_generator())
+        if self._watched and self.module.training not in self._draws:
+            self._draws[self.module.training] = self._brings_generator()
         if self._watched and self._heard:
             self._asks.setdefault(self.module.training, False)
 
