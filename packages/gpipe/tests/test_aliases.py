@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
+from gpipe.values._leaves import SharedBatch
+from gpipe.values._sharing import KEPT, SEEN, guarded, joined, parted, released, ties_of
 
 from .layers import DOUBLE, Call, assert_same, linears, piped, rows
 from .models import one_thread as one_thread
@@ -436,3 +438,34 @@ def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad:
             trained(model, (part * 1, part * 1))
         torch.testing.assert_close(x.grad, twin.grad)
         assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_an_output_that_was_a_skip_too_may_be_changed(chunks: int, mode: str):
+    """Whoever popped it is through with it."""
+    layers = [
+        *linears(1, WIDTH),
+        Call(lambda x: (x,)),
+        Stash(0),
+        nn.Identity(),
+        Pop(),
+        Call(lambda v: (v[0], v[1] * 2)),
+    ]
+    plain = nn.Sequential(*layers)
+    pipe = piped(plain, [3, 3], chunks=chunks, checkpoint=mode)
+    with inline():
+        for module in (plain, pipe):
+            left, right = module(rows(4, WIDTH))
+            (left.mul_(3) * right.detach() + right).sum().backward()
+    assert_same(pipe, plain)
+
+
+def test_tensors_that_a_copy_has_parted_must_not_be_changed():
+    """On another device they share no memory any more, so that a change of one would not be seen through the other."""
+    left, right = (parted(SharedBatch(rows(grad=True) * 1, [SEEN | KEPT])) for _ in range(2))
+    for value in guarded(released(joined([left, right]))).value:
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            value.mul_(2)
+    alone = guarded(released(joined([left, parted(SharedBatch(rows(grad=True) * 1, [KEPT]))])))
+    assert not any(ties_of(alone))

@@ -19,7 +19,7 @@ from ..transport._copy import Place
 from ..transport._link import Channel, Link
 from ..values._aliases import Aliased, packed
 from ..values._leaves import detach_leaves, map_batch
-from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, released, ties_of, with_ties
+from ..values._sharing import KEPT, SEEN, among, flag_aliases, overlap, released, ties_of, with_ties
 from ._autograd import attach
 from ._data_parallel import refuse_data_parallel
 from ._exclusive import Section, on_this_thread
@@ -64,8 +64,8 @@ class Pipeline:
             run = Run(self, len(batches), checkpoint_stop)
             outputs = run.forward(entering)
             versions.sync()
-        if len(outputs) == 1:
-            outputs = [released(outputs[0])]  # others are released when they are put together
+        # Several are copied when they are put together.
+        outputs = [released(batch) if len(outputs) == 1 else among(batch) for batch in outputs]
         if torch.is_grad_enabled():
             outputs = _attached(run, self.workers.section, versions, batches, entering, outputs)
         return outputs

@@ -19,6 +19,7 @@ from microbatch import Batch
 from streams import AbstractStream, as_cuda, is_cuda, record_stream, use_stream, wait_stream
 
 from ..values._leaves import map_batch
+from ..values._sharing import parted
 
 Payload = Batch | list[Tensor | None]
 Parcel = tuple[Payload, torch.cuda.Event]
@@ -54,7 +55,7 @@ class Copy:
             copies = _each(payload, self._copy)
         _each(payload, lambda tensor: _recorded(tensor, source.copy))
         last = target.copy if is_cuda(target.copy) else source.copy
-        return copies, as_cuda(last).record_event()
+        return (parted(copies) if isinstance(copies, Batch) else copies), as_cuda(last).record_event()
 
     def receive(self, parcel: Parcel) -> Payload:
         """Let the target's computation wait for the copy; called there."""

@@ -17,7 +17,7 @@ class Region(NamedTuple):
     stop: int
 
     def overlaps(self, other: Region) -> bool:
-        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
+        return self.storage == other.storage and max(self.start, other.start) < min(self.stop, other.stop)
 
 
 def region(tensor: Tensor) -> Region:
@@ -61,13 +61,15 @@ def clusters(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The tensors, those together whose regions overlap, directly or by way of others; in the order given."""
     found: list[list[int]] = []
     last = Region(0, 0, 0)
-    for where, k in sorted((region(each), k) for k, each in enumerate(tensors)):
-        if found and where.overlaps(last):
+    regions = [region(each) for each in tensors]
+    for where, k in sorted((where, k) for k, where in enumerate(regions) if where.start < where.stop):
+        if where.overlaps(last):
             found[-1].append(k)
             last = last._replace(stop=max(last.stop, where.stop))
         else:
             found.append([k])
             last = where
+    found += [[k] for k, where in enumerate(regions) if where.start == where.stop]
     # Not in the order of addresses: a recomputation must find the same.
     return [[tensors[k] for k in sorted(cluster)] for cluster in sorted(found, key=min)]
 

@@ -7,6 +7,7 @@ tie, which goes with them from stage to stage:
   place on it takes a clone.
 - ``SEEN``: a change would be seen elsewhere, by a skip on its way to another stage, or by the layer whose parameter or
   buffer it is. Whoever works in place on it is refused, since the others could not differentiate the change.
+- ``PARTED``: the same, but it has been copied to another device, away from those with which it shared memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ._aliases import Aliased, packed
 from ._leaves import SharedBatch, map_batch
 from ._memory import Region, cloned_together, has_own_storages, region, storage_id
 
-OWN, KEPT, SEEN = 0, 1, 2
+OWN, KEPT, SEEN, PARTED = 0, 1, 2, 4
 
 
 def ties_of(batch: Batch) -> Sequence[int]:
@@ -123,17 +124,36 @@ def divided(batch: Batch) -> list[Batch]:
     return [with_ties(part, [next(ties) for _ in part]) for part in parts]
 
 
-def released(batch: Batch) -> Batch:
-    """What comes out of the last stage, free from what came before: nobody else has to do with its memory.
-
-    Tensors that share memory with each other still do, with the tie ``SEEN``.
-    """
+def parted(batch: Batch) -> Batch:
+    """``batch`` after it was copied to another device: its memory is its own, but others still expect its changes."""
     if not isinstance(batch, SharedBatch):
         return batch
+    return with_ties(batch, [tie & ~KEPT | PARTED if tie & SEEN else OWN for tie in batch.ties])
+
+
+def among(batch: Batch) -> Batch:
+    """``batch`` with the ties among its own tensors only: nobody else is left who could see a change."""
+    if not isinstance(batch, SharedBatch):
+        return batch
+    return with_ties(batch, [SEEN if twin else OWN for twin in _twins(batch)])
+
+
+def released(batch: Batch) -> Batch:
+    """What comes out of the last stage, in memory that nobody else has to do with, and with the ties in it."""
+    if not isinstance(batch, SharedBatch):
+        return batch
+    which = [bool(tie & KEPT or (tie and not twin)) for tie, twin in zip(batch.ties, _twins(batch), strict=True)]
+    return with_ties(_cloned(batch, which), ties_of(among(batch)))
+
+
+def _twins(batch: SharedBatch) -> list[bool]:
+    """For each tensor, whether it shares memory with another one here, or may have done so on another device."""
     regions = [region(tensor) for tensor in batch]
-    twins = [any(a.overlaps(b) for m, b in enumerate(regions) if m != k) for k, a in enumerate(regions)]
-    tied_elsewhere = [bool(tie & KEPT or (tie and not twin)) for tie, twin in zip(batch.ties, twins, strict=True)]
-    return with_ties(_cloned(batch, tied_elsewhere), [SEEN if twin else OWN for twin in twins])
+    apart = sum(bool(tie & PARTED) for tie in batch.ties) > 1
+    return [
+        any(own.overlaps(other) for m, other in enumerate(regions) if m != k) or bool(apart and tie & PARTED)
+        for k, (own, tie) in enumerate(zip(regions, batch.ties, strict=True))
+    ]
 
 
 def guarded(batch: Batch) -> Batch:
