@@ -1,5 +1,7 @@
 """Pipeline-parallel training of sequential PyTorch models in one process."""
 
+from . import balance as balance
+from . import simulate as simulate
 from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm
 from ._gpipe import GPipe as GPipe
 from .checkpoint._phase import is_checkpointing as is_checkpointing
@@ -9,6 +11,7 @@ from .module._partition import BalanceError as BalanceError
 from .module._partition import recommend_auto_balance as recommend_auto_balance
 from .module._partition import split_module as split_module
 from .module._partition import verify_module as verify_module
+from .schedule import Schedule as Schedule
 from .timeline import Event as Event
 from .timeline import Timeline as Timeline
 from .timeline import record as record
@@ -20,6 +23,7 @@ __all__ = [
     "DeferredBatchNorm",
     "Event",
     "GPipe",
+    "Schedule",
     "Timeline",
     "inline",
     "is_checkpointing",
