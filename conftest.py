@@ -1,4 +1,4 @@
-"""What every test of the house shares: the sizes of the property tests, and which tests run where."""
+"""What every test of the repository shares: the sizes of the property tests, and which tests run where."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""The house's chores, one session each.
+"""The tasks of the repository, one session each.
 
 python -m pip install "nox[uv]"
 python -m nox -s demo        # train a real model through a pipeline
@@ -23,24 +23,24 @@ nox.options.sessions = ["tests", "lint", "types"]
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
-HOUSE = Path(__file__).parent
+ROOT = Path(__file__).parent
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
-SETTINGS = nox.project.load_toml(HOUSE / "pyproject.toml")
+SETTINGS = nox.project.load_toml(ROOT / "pyproject.toml")
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
     """Profile, balance and train a residual network on two stages; arguments go to examples/digits.py."""
-    install_house(session, "demo")
+    install_all(session, "demo")
     session.run("python", "examples/digits.py", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every test that needs no GPU and little time; arguments go to pytest."""
-    install_house(session, "house-test")
+    install_all(session, "all-tests")
     session.run("pytest", *session.posargs)
 
 
@@ -49,7 +49,7 @@ def tests_cuda(session: nox.Session) -> None:
     """The tests that need a CUDA device; skipped where there is none."""
     if shutil.which("nvidia-smi") is None:
         session.skip("no CUDA here: this machine has no NVIDIA driver (nvidia-smi is not on the path)")
-    install_house(session, "house-test")
+    install_all(session, "all-tests")
     if not sees_cuda(session):
         session.skip("no CUDA here: torch.cuda.is_available() is False; is this a CPU build of torch?")
     session.run("pytest", "-m", "cuda", *session.posargs)
@@ -59,15 +59,15 @@ def tests_cuda(session: nox.Session) -> None:
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def standalone(session: nox.Session, package: str) -> None:
     """One package's own tests against its wheel, with only what it declares installed, away from the sources."""
-    room = empty_folder(Path(session.create_tmp()) / "room")
-    wheels = [build_wheel(session, name, room / name) for name in with_siblings(package)]
+    folder = empty_folder(Path(session.create_tmp()) / "standalone")
+    wheels = [build_wheel(session, name, folder / name) for name in with_siblings(package)]
     install(session, *wheels, *group("test"))
 
-    # The same relative path as in the house, so that the tests cannot tell and the settings fit.
-    shutil.copytree(HOUSE / "packages" / package / "tests", room / "packages" / package / "tests")
+    # The same relative path as in the repository, so that the tests cannot tell and the settings fit.
+    shutil.copytree(ROOT / "packages" / package / "tests", folder / "packages" / package / "tests")
     for shared in ("conftest.py", "pyproject.toml"):
-        shutil.copy(HOUSE / shared, room)
-    session.chdir(room)
+        shutil.copy(ROOT / shared, folder)
+    session.chdir(folder)
     nowhere_else = {"PYTHONPATH": ""}
     session.run("pytest", "-o", "pythonpath=", f"packages/{package}/tests", *session.posargs, env=nowhere_else)
 
@@ -84,7 +84,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Strict types of all five packages."""
-    install_house(session, "types")
+    install_all(session, "types")
     session.run("mypy", "--strict", *SOURCES)
 
 
@@ -92,7 +92,7 @@ def types(session: nox.Session) -> None:
 def build(session: nox.Session) -> None:
     """A source archive and a wheel of each package under dist/, fit for an index."""
     install(session, *group("build"))
-    dist = empty_folder(HOUSE / "dist")
+    dist = empty_folder(ROOT / "dist")
     for name in PACKAGES:
         session.run("uv", "build", "--build-constraints", "constraints.txt", "--out-dir", dist, f"packages/{name}")
     session.run("twine", "check", "--strict", *(str(file) for file in sorted(dist.glob("gpipe_*"))))
@@ -101,14 +101,14 @@ def build(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation under docs/_build/html; warnings are errors."""
-    install_house(session, "docs")
+    install_all(session, "docs")
     session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
 
 
 @nox.session
 def long(session: nox.Session) -> None:
     """The tests too long for every day, then every property with twenty times as many examples."""
-    install_house(session, "house-test")
+    install_all(session, "all-tests")
     session.run("pytest", "-m", "long", "--timeout=1800", *session.posargs)
     session.run("pytest", "--hypothesis-profile=long", *session.posargs)
 
@@ -127,14 +127,14 @@ def browser(session: nox.Session) -> None:
     """Timelines in a real browser; skipped where there is no Chromium."""
     if not any(map(shutil.which, CHROMIUMS)):
         session.skip(f"no browser here: none of {', '.join(CHROMIUMS)} is on the path")
-    install_house(session, "browser")
+    install_all(session, "browser")
     session.run("pytest", "tests/browser", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Every benchmark, beside its peers, written into docs/benchmarks; arguments go to python -m benchmarks."""
-    install_house(session, "bench")
+    install_all(session, "bench")
     session.run("python", "-m", "benchmarks", *(session.posargs or ["--write"]))
 
 
@@ -142,7 +142,7 @@ def install(session: nox.Session, *what: str | Path) -> None:
     session.install("-c", "constraints.txt", *map(str, what))
 
 
-def install_house(session: nox.Session, *groups: str) -> None:
+def install_all(session: nox.Session, *groups: str) -> None:
     """All five packages in one call, so that no sibling is ever looked up by name on an index."""
     paths = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
     install(session, *paths, *group(*groups))
@@ -154,13 +154,13 @@ def group(*names: str) -> tuple[str, ...]:
 
 def with_siblings(package: str) -> list[str]:
     """The package and the siblings it declares, which declare all that they need in turn."""
-    project = nox.project.load_toml(HOUSE / "packages" / package / "pyproject.toml")["project"]
+    project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
     declared = [need.removeprefix("gpipe-").split(">=")[0] for need in project["dependencies"]]
     return [package, *(name for name in PACKAGES if name in declared)]
 
 
 def build_wheel(session: nox.Session, package: str, folder: Path) -> Path:
-    source = HOUSE / "packages" / package
+    source = ROOT / "packages" / package
     session.run("uv", "build", "--wheel", "--build-constraints", "constraints.txt", "--out-dir", folder, source)
     (wheel,) = folder.glob("*.whl")
     return wheel

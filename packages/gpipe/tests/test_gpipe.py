@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import gpipe
 from gpipe import GPipe
 
 from .layers import DOUBLE, Call, assert_trains_like, linears, piped, rows
@@ -205,9 +204,6 @@ class TestAttributes:
         assert shown.startswith("GPipe(balance=[2, 3], chunks=4, checkpoint='never'\n  (0) on cpu: ")
         assert re.search(r"\n  \(1\) on cpu: \w+\(\n    \(body\): Sequential\(\n", shown)
         assert all(f"({name}): " in shown for name, _ in deep().named_children())
-
-    def test_the_front_door(self) -> None:
-        assert gpipe.GPipe is GPipe
 
 
 class TestMoving:

@@ -1,7 +1,6 @@
 """Futures of workers behave as those of ``concurrent.futures.ThreadPoolExecutor`` with one thread do."""
 
 import concurrent.futures
-import doctest
 import gc
 import threading
 import weakref
@@ -13,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams import CPUStream, Task, _submit, current_stream, new_stream, spawn_workers, submit, worker
+from streams import CPUStream, Task, current_stream, new_stream, spawn_workers, submit, worker
 
 from .cuda import DEVICE
 from .fakes import PATIENCE, take, wait
@@ -164,11 +163,6 @@ def test_it_is_a_future_of_the_standard_library():
         futures = [submit(in_queue, lambda k=k: k) for k in range(3)]
         assert all(isinstance(future, Future) for future in futures)
         assert {future.result() for future in concurrent.futures.as_completed(futures, PATIENCE)} == {0, 1, 2}
-
-
-def test_the_example_in_its_docstring_holds():
-    result = doctest.testmod(_submit)
-    assert (result.attempted > 0, result.failed) == (True, 0)
 
 
 @pytest.mark.cuda

@@ -12,7 +12,7 @@ import profiler
 PUBLIC_MODULES = {"svg", "text"}
 
 
-def test_the_front_door_shows_what_it_promises():
+def test_the_public_names_are_those_in_all():
     public = {name for name in vars(profiler) if not name.startswith("_")}
     assert public - PUBLIC_MODULES == set(profiler.__all__)
 

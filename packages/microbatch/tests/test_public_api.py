@@ -15,7 +15,7 @@ def test_examples_in_docstrings(name: str) -> None:
     assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
-def test_the_front_door() -> None:
+def test_the_public_names_are_those_in_all() -> None:
     public = {name for name in vars(microbatch) if not name.startswith("_")}
     assert public == set(microbatch.__all__)
 

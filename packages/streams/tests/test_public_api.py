@@ -1,12 +1,24 @@
+import doctest
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 from types import ModuleType
 
+import pytest
+
 import streams
 
+MODULES = [f"streams.{module.name}" for module in pkgutil.iter_modules(streams.__path__)]
 
-def test_the_front_door_shows_what_it_says_and_nothing_else():
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_the_public_names_are_those_in_all():
     shown = {name for name, value in vars(streams).items() if name[0] != "_" and not isinstance(value, ModuleType)}
     assert shown == set(streams.__all__)
 
