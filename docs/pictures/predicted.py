@@ -1,4 +1,4 @@
-"""Draw docs/pictures/predicted.svg: a step of the digits example, foretold from a profile and recorded.
+"""Draw docs/pictures/predicted.svg: a step of the digits example, predicted from a profile and recorded.
 
 python docs/pictures/predicted.py
 """

@@ -12,15 +12,18 @@ each by name, by a regular expression for the whole name, or by position.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from blockpartition import partition, place
+from blockpartition import Infeasible, Mode, Stage, partition, place
 from profiler import profile, profile_seconds, profile_sizes
+
+from .module._arguments import checked_checkpoint
+from .schedule import in_flight, named
 
 Device = torch.device | int | str
 Layer = str | re.Pattern[str] | int
@@ -66,6 +69,10 @@ def balance_by_size(
     chunks: int = 1,
     param_scale: float = 2.0,
     device: Device | None = None,
+    schedule: str | None = None,
+    checkpoint: str = "never",
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    target: Any = None,
     pin: Layers = (),
     forbid: Layers = (),
 ) -> list[int]:
@@ -73,6 +80,13 @@ def balance_by_size(
 
     `input` is a whole mini-batch, of which a micro-batch has the `chunks`-th part. With ``device="meta"`` the bytes are
     counted without running anything.
+
+    Args:
+        schedule: of :meth:`gpipe.GPipe.step`, by name. Stages then count as many micro-batches as they hold under it;
+            else each counts one.
+        checkpoint: under a `schedule`, ``"never"``, or ``"except_last"`` and ``"always"``, with which a stage keeps the
+            inputs of micro-batches, and all of a single one.
+        loss_fn, target: under a `schedule`, the last stage also counts what ``loss_fn(output, target)`` takes at most.
 
     `param_scale` is how many times its own size a parameter takes, with gradient and optimizer:
 
@@ -95,7 +109,15 @@ def balance_by_size(
     ===========================  ===========
     """
     cuts = _checked(partitions, module, pin, forbid)
-    return _balance(profile_sizes(module, input, chunks, param_scale, device), partitions, cuts)
+    if schedule is None:
+        return _balance(profile_sizes(module, input, chunks, param_scale, device), partitions, cuts)
+    held = _held(schedule, chunks, partitions)
+    mode = _MODES[checked_checkpoint(checkpoint)]
+    found = profile(module, input, chunks=chunks, device=device, loss_fn=loss_fn, target=target, timeout=1e-3)
+    boundary = [0, *(layer.output_bytes for layer in found.layers[:-1])]  # the caller has the input anyhow
+    memory = [round(param_scale * layer.parameter_bytes) for layer in found]
+    memory[-1] += found.loss.peak_bytes if found.loss else 0
+    return _least_peak(memory, found.costs("saved_bytes"), boundary, held, mode, cuts)
 
 
 def balance_by_parameters(
@@ -133,6 +155,50 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
     [5, 1]
     """
     return _balance(cost, partitions, _read([str(i) for i in range(len(cost))], pin, forbid))
+
+
+# What a stage keeps of the micro-batches that it holds; where it recomputes, all of one at a time.
+_KEEPS = Mode("keep", boundary=0)
+_RECOMPUTES = Mode("recompute", saved=0, transient=1)
+_MODES = {"never": _KEEPS, "except_last": _RECOMPUTES, "always": _RECOMPUTES}
+
+
+def _held(schedule: str, chunks: int, partitions: int) -> list[int]:
+    """How many micro-batches each stage holds at once."""
+    return [in_flight(program) for program in named(schedule, chunks, tuple(range(partitions)))]
+
+
+def _least_peak(
+    memory: Sequence[float],
+    activations: Sequence[float],
+    boundary: Sequence[float],
+    held: Sequence[int],
+    mode: Mode,
+    cuts: _Cuts,
+) -> list[int]:
+    """The balance whose fullest stage takes the fewest bytes: the least capacity for which there is a placement."""
+
+    def placed(capacity: int) -> list[int] | None:
+        stages = [Stage(capacity=capacity, modes=[mode])] * len(held)
+        try:
+            found = place(
+                [0] * len(memory), stages, memory=memory, activations=activations, boundary=boundary,
+                in_flight=held, pin=cuts.pin, forbid=cuts.forbid,
+            )  # fmt: skip
+        except Infeasible:
+            return None
+        return list(found.sizes)
+
+    least, enough = 0, round(sum(memory) + (max(held) + 1) * (sum(activations) + sum(boundary)))
+    while least < enough:
+        middle = (least + enough) // 2
+        if placed(middle) is None:
+            least = middle + 1
+        else:
+            enough = middle
+    sizes = placed(least)
+    assert sizes is not None
+    return sizes
 
 
 class _Cuts(NamedTuple):
