@@ -26,6 +26,7 @@ if "PIP_FIND_LINKS" in os.environ:
 ROOT = Path(__file__).parent
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
+TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
 SETTINGS = nox.project.load_toml(ROOT / "pyproject.toml")
 
@@ -111,6 +112,15 @@ def long(session: nox.Session) -> None:
     install_all(session, "all-tests")
     session.run("pytest", "-m", "long", "--timeout=1800", *session.posargs)
     session.run("pytest", "--hypothesis-profile=long", *session.posargs)
+
+
+@nox.session(name="torch-versions")
+@nox.parametrize("version", TORCH_VERSIONS, ids=TORCH_VERSIONS)
+def torch_versions(session: nox.Session, version: str) -> None:
+    """All tests with another PyTorch, each in an environment of its own; the CUDA builds take several GB each."""
+    paths = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
+    session.install(f"torch=={version}", *paths, *group("all-tests"))
+    session.run("pytest", *session.posargs)
 
 
 @nox.session

@@ -1,7 +1,6 @@
 """Mini-batch to micro-batches."""
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from ._batch import Batch
 from ._check import is_tensors
 from ._cut import Cut, copies, views
 from ._rules import ROWS, Rule, Split
-from ._sizes import Chunks, Deal, Sizes, dealer
+from ._sizes import Chunks, Deal, Sizes, dealer, remembering
 from ._spec import cut_rules
 from ._tree import Place, leaves_of, unflatten
 from ._versions import Versions
@@ -79,7 +78,7 @@ def _dealt(
     leaves: Sequence[Any], rules: Sequence[Rule], value: Any, chunks: Chunks, cut: Cut
 ) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
     """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
-    deal = cache(dealer(chunks))  # many leaves, few numbers of rows
+    deal = remembering(dealer(chunks))  # many leaves, few numbers of rows
     columns = {
         i: _column(leaf, rule, deal, cut, Place(value, i, "input"))
         for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True))

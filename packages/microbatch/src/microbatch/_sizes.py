@@ -25,6 +25,18 @@ def dealer(chunks: Any) -> Deal:
         return lambda rows: sizes
 
 
+def remembering(deal: Deal) -> Deal:
+    """``deal``, asked once for each number of rows; not by functools.cache, which torch.compile cannot trace."""
+    known: dict[int, Sizes] = {}
+
+    def remembered(rows: int) -> Sizes:
+        if rows not in known:
+            known[rows] = deal(rows)
+        return known[rows]
+
+    return remembered
+
+
 def _evenly(chunks: int, rows: int) -> Sizes:
     """As `torch.chunk`: blocks of the size rounded up, until none is left."""
     if not rows:
