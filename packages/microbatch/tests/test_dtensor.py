@@ -1,6 +1,8 @@
 """A subclass that does know how to be cut: a tensor spread over a mesh, here of one process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -11,17 +13,10 @@ from microbatch import Batch, gather, scatter, scatter_views
 dist = pytest.importorskip("torch.distributed")
 dtensor = pytest.importorskip("torch.distributed.tensor")
 
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dtensor.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 
-def test_round_trip_with_gradients(mesh: Any) -> None:
+def round_trip_with_gradients(mesh: Any) -> None:
     x = dtensor.distribute_tensor(torch.arange(6.0).view(3, 2).requires_grad_(), mesh, [dtensor.Replicate()])
     batches = scatter(x, 2)
     assert [tuple(batch.tensor.shape) for batch in batches] == [(2, 2), (1, 2)]
@@ -32,8 +27,21 @@ def test_round_trip_with_gradients(mesh: Any) -> None:
     assert x.grad.full_tensor().eq(2).all()
 
 
-def test_views(mesh: Any) -> None:
+def views(mesh: Any) -> None:
     x = dtensor.distribute_tensor(torch.arange(4.0), mesh, [dtensor.Replicate()])
     batches, versions = scatter_views(x, 2)
     versions.sync()
     assert gather(batches).full_tensor().equal(x.full_tensor())
+
+
+def on_a_mesh(body: Callable[[Any], None]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    body(dtensor.init_device_mesh("cpu", (1,)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("body", [round_trip_with_gradients, views])
+def test_in_a_process_of_its_own(body: Callable[[Any], None]) -> None:
+    """What DTensor keeps for a thread outlives the group, and a fork from another thread would wait for it for ever."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+        processes.submit(on_a_mesh, body).result(timeout=100)
