@@ -125,11 +125,16 @@ def torch_versions(session: nox.Session, version: str) -> None:
 
 @nox.session
 def mutation(session: nox.Session) -> None:
-    """Small faults planted one by one in blockpartition, of which tests should find each; takes about an hour."""
-    install(session, "-e", "packages/blockpartition", *group("mutation"))
-    session.chdir("packages/blockpartition")
-    session.run("mutmut", "run", "--max-children", "1", *session.posargs)
-    session.run("mutmut", "results")
+    """Small faults planted one by one, of which tests should find each; arguments go to python -m tests.mutation.
+
+    With arguments only a sample in gpipe, as in ``-- --sample 100 schedule``; without, all of blockpartition too.
+    """
+    install_all(session, "mutation")
+    session.run("python", "-m", "tests.mutation", *session.posargs)
+    if not session.posargs:
+        session.chdir("packages/blockpartition")
+        session.run("mutmut", "run", "--max-children", "1")
+        session.run("mutmut", "results")
 
 
 @nox.session

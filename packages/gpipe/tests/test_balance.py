@@ -135,8 +135,9 @@ def test_by_size_counts_parameters():
     scale=st.sampled_from([0.0, 1.0, 2.0, 4.0, 30.0]),
     partitions=st.integers(1, 3),
 )
-@example(widths=[1, 16, 1, 1, 64, 1, 1], rows=64, chunks=8, scale=2.0, partitions=2)
-@example(widths=[1, 32, 32, 1, 1, 64, 1], rows=64, chunks=1, scale=30.0, partitions=2)
+@example(widths=[1, 64, 1, 64, 16, 16, 16, 16], rows=64, chunks=1, scale=30.0, partitions=2)
+@example(widths=[1, 64, 1, 64, 16, 16, 16, 16], rows=64, chunks=1, scale=0.0, partitions=2)
+@example(widths=[1, 64, 1, 64, 16, 16, 16, 16], rows=64, chunks=8, scale=2.0, partitions=2)
 def test_by_size_adds_up_micro_batches_and_scaled_parameters(widths, rows, chunks, scale, partitions):
     """A linear layer keeps its output, of one micro-batch; its parameters count as often as the scale says."""
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))

@@ -230,8 +230,8 @@ class OnValues(nn.Module):
 @pytest.mark.parametrize("mode", MODES)
 def test_half_precision_costs_no_more_than_its_rounding(mode: str, dtype: torch.dtype):
     """Statistics add up over hundreds of numbers, whose sums this precision cannot hold."""
-    x = (torch.randn(512, 3, 4, generator=torch.Generator().manual_seed(0)) * 2 + 30).to(dtype)
-    norm = nn.BatchNorm1d(3, momentum=1.0)
+    x = (torch.randn(512, 16, generator=torch.Generator().manual_seed(0)) * 2 + 300).to(dtype)
+    norm = nn.BatchNorm1d(16, momentum=1.0)
     pipe = GPipe(
         nn.Sequential(copy.deepcopy(norm).to(dtype)),
         [1], devices=["cpu"], chunks=8, checkpoint=mode, deferred_batch_norm=True,
@@ -239,9 +239,9 @@ def test_half_precision_costs_no_more_than_its_rounding(mode: str, dtype: torch.
     pipe(x.clone().requires_grad_()).sum().backward()
     norm.double()(x.double())
     assert pipe[0].running_mean.dtype is dtype
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(pipe[0].running_mean.double(), norm.running_mean, rtol=eps, atol=0)
-    torch.testing.assert_close(pipe[0].running_var.double(), norm.running_var, rtol=eps, atol=0)
+    rounding = 0.51 * torch.finfo(dtype).eps
+    torch.testing.assert_close(pipe[0].running_mean.double(), norm.running_mean, rtol=rounding, atol=0)
+    torch.testing.assert_close(pipe[0].running_var.double(), norm.running_var, rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("mode", MODES)
