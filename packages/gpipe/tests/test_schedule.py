@@ -598,6 +598,11 @@ class TestInterleaved:
 
 
 class TestParse:
+    @pytest.mark.parametrize(("text", "line"), [("F0 X1", 1), ("# first\n\nF0 B0\n  # then\nF0 X1", 5)])
+    def test_what_cannot_be_read_is_named_with_its_line_in_the_text(self, text: str, line: int) -> None:
+        with pytest.raises(ValueError, match=f"cannot read 'X1' in line {line} of the schedule"):
+            Schedule.parse(text)
+
     @given(orders(), st.randoms(use_true_random=False))
     def test_blank_lines_comments_and_dots_say_nothing(
         self, problem: tuple[Schedule, int, list[int]], random: Random

@@ -57,10 +57,10 @@ class Schedule(tuple[Program, ...]):
         >>> Schedule.parse("F0 F1 . . B1 B0  # all forwards first") == fill_drain(2, 1)
         True
         """
-        lines = [line.split("#")[0].split() for line in text.splitlines()]
+        lines = [(number, line.split("#")[0].split()) for number, line in enumerate(text.splitlines(), start=1)]
         walk = tuple(
-            tuple(_read(word, number) for word in words if word.strip("."))
-            for number, words in enumerate([words for words in lines if words])
+            tuple(_read(word, worker, number) for word in words if word.strip("."))
+            for worker, (number, words) in enumerate([line for line in lines if line[1]])
         )
         stages = 1 + max((step.stage for steps in walk for step in steps), default=-1)
         return cls(([s.action for steps in walk for s in steps if s.stage == j] for j in range(stages)), walk)
@@ -100,16 +100,16 @@ class Schedule(tuple[Program, ...]):
 _WORD = re.compile(r"([FRBIW])(\d+)(?:@(\d+))?")
 
 
-def _read(word: str, line: int) -> Step:
+def _read(word: str, worker: int, line: int) -> Step:
     match = _WORD.fullmatch(word)
     if match is None:
         raise ValueError(
-            f"cannot read {word!r} in line {line + 1} of the schedule; an action is one of the letters "
+            f"cannot read {word!r} in line {line} of the schedule; an action is one of the letters "
             f"{' '.join(kind.letter for kind in Kind)}, a micro-batch, and perhaps @stage, as in F0 or B3@2"
         )
     letter, microbatch, stage = match.groups()
     kind = next(kind for kind in Kind if kind.letter == letter)
-    return Step(line if stage is None else int(stage), Action(kind, int(microbatch)))
+    return Step(worker if stage is None else int(stage), Action(kind, int(microbatch)))
 
 
 def _recomputing(step: Step, present: set[Step], checkpoint_stop: int) -> Iterator[Step]:
