@@ -69,8 +69,8 @@ def standalone(session: nox.Session, package: str) -> None:
     for shared in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / shared, folder)
     session.chdir(folder)
-    nowhere_else = {"PYTHONPATH": ""}
-    session.run("pytest", "-o", "pythonpath=", f"packages/{package}/tests", *session.posargs, env=nowhere_else)
+    environment = {"PYTHONPATH": "", "HYPOTHESIS_PROFILE": "few"}
+    session.run("pytest", "-o", "pythonpath=", f"packages/{package}/tests", *session.posargs, env=environment)
 
 
 @nox.session
