@@ -116,7 +116,8 @@ def test_threads_that_train_one_pipe_add_what_each_would_have_added(
             train(model, how, inputs[k])
     assert_same(pipe, model)
     if hooked:
-        assert len(seen) == sum(map(len, hows))
+        # A gradient that arrives while another run keeps the hooks away is told together with that run's.
+        assert 1 <= len(seen) <= sum(map(len, hows))
         before = gradients(model)["0.weight"]
         torch.testing.assert_close(torch.stack(seen).sum(0), before)
     pipe.close()

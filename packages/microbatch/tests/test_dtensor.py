@@ -1,8 +1,9 @@
 """A subclass that does know how to be cut: a tensor spread over a mesh, here of one process."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -43,5 +44,9 @@ def on_a_mesh(body: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("body", [round_trip_with_gradients, views])
 def test_in_a_process_of_its_own(body: Callable[[Any], None]) -> None:
     """What DTensor keeps for a thread outlives the group, and a fork from another thread would wait for it for ever."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
-        processes.submit(on_a_mesh, body).result(timeout=100)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, __file__, body.__name__], env=environment, check=True, timeout=100)
+
+
+if __name__ == "__main__":
+    on_a_mesh(globals()[sys.argv[1]])
