@@ -22,6 +22,8 @@ autodoc_default_options = {"members": True, "show-inheritance": True, "member-or
 autodoc_typehints_format = "short"
 # What PyTorch says of a method that is overridden here has marks of its own.
 autodoc_inherit_docstrings = False
+# An attribute is explained in its class, so that one that is a property too has one entry.
+napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = f"gpipe {release}"

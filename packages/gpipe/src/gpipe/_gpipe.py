@@ -160,7 +160,7 @@ class GPipe(nn.Module):
 
     @property
     def partitions(self) -> nn.ModuleList:
-        """The layers by partition: a view, in which a layer may be replaced."""
+        """The layers by partition, as a view in which a layer may be replaced."""
         return self._partitions
 
     @not_compiled
