@@ -9,13 +9,13 @@ from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
-from packages.gpipe.tests.models import one_thread as one_thread
 
 from .containers.cases import Case, cases
 from .containers.runs import UntrainableError, expect_equal, piped, plainly
 
 pytestmark = [
     pytest.mark.timeout(100),
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),  # so it does in the plain model
 ]
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,15 +18,6 @@ from torch.nn.utils import parametrizations
 from gpipe.skip import Namespace, pop, skippable, stash
 
 CHANNELS, WIDTH = 4, 6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """For modules that import it: small work is done sooner so, and the caller's share changes no order of sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class OnMain(nn.Module):

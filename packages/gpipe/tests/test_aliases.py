@@ -24,7 +24,8 @@ from gpipe.values._leaves import SharedBatch
 from gpipe.values._sharing import KEPT, SEEN, guarded, joined, parted, released, ties_of
 
 from .layers import DOUBLE, Call, assert_same, linears, piped, rows
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 SCHEDULES = ("forward", "fill_drain", "1f1b", "zero_bubble")

@@ -16,7 +16,8 @@ from gpipe import DeferredBatchNorm, GPipe, inline
 from gpipe.schedule import Schedule
 
 from .layers import Call, OnBackward
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (2, 3), nn.BatchNorm3d: (2, 1, 2)}

@@ -16,7 +16,6 @@ import gpipe
 from gpipe import GPipe
 
 from .layers import DOUBLE, Call
-from .models import one_thread as one_thread
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 

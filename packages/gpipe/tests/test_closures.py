@@ -20,11 +20,10 @@ from gpipe import GPipe
 from gpipe.schedule import SCHEDULES
 
 from .layers import DOUBLE, Call, assert_same, linears, piped, rows
-from .models import one_thread as one_thread
 from .test_gradients import Overwrites
 
 MODES = ("never", "except_last", "always")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
 each_schedule = pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 each_way = pytest.mark.parametrize("where", [gpipe.inline, nullcontext])

@@ -20,7 +20,8 @@ from gpipe import GPipe
 from streams import Context
 
 from .layers import Call, OnBackward, assert_same, linears, piped, rows
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 each_mode = pytest.mark.parametrize("mode", MODES)

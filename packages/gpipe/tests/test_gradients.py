@@ -16,10 +16,9 @@ from gpipe.engine._split_backward import backward_inputs
 from gpipe.schedule import SCHEDULES
 
 from .layers import DOUBLE, Call, assert_same, linears, piped, rows
-from .models import one_thread as one_thread
 
 MODES = ("never", "except_last", "always")
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 
 
 class Blocks(torch.autograd.Function):

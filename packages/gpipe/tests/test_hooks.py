@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from .layers import Call, OnBackward, Raise, assert_same, assert_trains_like, linears, piped, rows
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 

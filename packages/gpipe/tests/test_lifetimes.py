@@ -19,7 +19,6 @@ from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
 
 from .layers import Call, linears, rows
-from .models import one_thread as one_thread
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 

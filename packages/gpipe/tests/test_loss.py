@@ -20,7 +20,8 @@ from gpipe import GPipe
 from gpipe.schedule import SCHEDULES
 
 from .layers import DOUBLE, assert_same, linears, piped, rows
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 CLASSES, PAD = 3, -100

@@ -22,7 +22,8 @@ from gpipe import GPipe
 from microbatch import Batch, gather
 
 from .models import PARTS, Recipe, recipes
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEADY = tuple(name for name, part in PARTS.items() if not part.draws)
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -17,7 +17,8 @@ from torch.nn.utils.prune import l1_unstructured
 from gpipe import DeferredBatchNorm, GPipe
 
 from .layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, linears, piped, rows
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 each_mode = pytest.mark.parametrize("mode", MODES)

@@ -22,11 +22,10 @@ from gpipe.engine._kept_nodes import kept
 from gpipe.schedule import SCHEDULES
 
 from .layers import DOUBLE, Call, assert_same, assert_trains_like, linears, piped, rows
-from .models import one_thread as one_thread
 
 MODES = ("never", "except_last", "always")
 NAMES = sorted(name for name, _ in linears().named_parameters())
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
 
 def listening(model: nn.Module, names: set[str], calls: list[tuple[str, Tensor | None]]) -> list[Any]:

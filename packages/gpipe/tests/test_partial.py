@@ -22,7 +22,8 @@ from gpipe.engine._split_backward import backward_inputs
 
 from .layers import DOUBLE, Call, Raise, assert_same, gradients, linears, piped, rows
 from .models import PARTS, WIDTH, OnMain
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 

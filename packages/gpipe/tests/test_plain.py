@@ -22,7 +22,8 @@ from gpipe import GPipe, inline
 from microbatch import flatten
 
 from .layers import Call, assert_same, assert_trains_like, linears, piped, rows
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 

@@ -18,7 +18,8 @@ from gpipe import GPipe
 from gpipe.checkpoint._random import CellRNG, RunRNG
 
 from .layers import Call
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 CPU = torch.device("cpu")

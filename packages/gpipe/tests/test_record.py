@@ -26,7 +26,8 @@ from gpipe.timeline._record import Look, Recorder, WatchedLink
 from microbatch import Batch
 
 from .layers import Call, assert_same, linears, piped, rows
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 

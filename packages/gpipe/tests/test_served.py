@@ -22,7 +22,6 @@ from gpipe.checkpoint._random import RunRNG
 from gpipe.checkpoint._served import is_process, lent
 
 from .layers import Call
-from .models import one_thread as one_thread
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 

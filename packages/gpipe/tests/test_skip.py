@@ -22,7 +22,8 @@ from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, ve
 from gpipe.skip._store import current_store
 
 from .layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, piped, rows
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 

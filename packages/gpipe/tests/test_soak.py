@@ -16,7 +16,8 @@ import gpipe
 from gpipe import GPipe
 from profiler import AllocationTracker
 
-from .models import one_thread as one_thread
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 MODES = ("never", "except_last", "always")
 

@@ -19,9 +19,8 @@ from gpipe import GPipe, inline
 from microbatch import Arguments, Mean, Replicate, Split, Sum
 
 from .layers import DOUBLE, Call, assert_same, linears, piped, rows
-from .models import one_thread as one_thread
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 
 MODES = ("never", "except_last", "always")
 SCHEDULES = ("1f1b", "fill_drain", "zero_bubble")

@@ -17,7 +17,6 @@ import gpipe
 from gpipe import GPipe, is_recomputing
 
 from .layers import DOUBLE, assert_same, linears, rows
-from .models import one_thread as one_thread
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 

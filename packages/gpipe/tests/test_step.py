@@ -27,10 +27,11 @@ from gpipe.skip import pop, skippable, stash
 
 from .layers import DOUBLE, Call, Raise, assert_same, gradients, linears, piped, rows, within
 from .models import PARTS, Recipe, recipes
-from .models import one_thread as one_thread
 from .schedules import CHOICES, some_schedule
 from .test_models import Oracle, assert_close
 from .test_models import step as optimize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 STEADY = tuple(name for name, part in PARTS.items() if not part.draws)

@@ -17,7 +17,8 @@ import gpipe
 from gpipe.schedule import SCHEDULES
 
 from .layers import DOUBLE, Call, assert_same, piped, rows
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 PLACES = ("given", "own", "linear", "by parameter")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from .layers import DOUBLE, Call, assert_same, assert_trains_like, linears, piped, rows
-from .models import one_thread as one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 
