@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
 import importlib
 import importlib.metadata
@@ -179,3 +180,37 @@ def run_block(block: str, names: dict[str, object], readme: Path) -> None:
     runner.run(test, clear_globs=False)
     assert runner.failures == 0, f"an example of {readme} fails: see the captured output"
     names.update(test.globs)
+
+
+@each_package
+def test_what_docstrings_refer_to_is_there(package):
+    lost = []
+    for file in sources(package).rglob("*.py"):
+        dotted = ".".join(file.relative_to(sources(package).parent).with_suffix("").parts)
+        module = importlib.import_module(dotted.removesuffix(".__init__"))
+        for role, target in re.findall(r":(mod|func|class|meth|data|attr|exc):`~?([\w.]+)`", file.read_text()):
+            if not is_named(module, target):
+                lost.append(f"{file.relative_to(ROOT)}: :{role}:`{target}`")
+    assert not lost
+
+
+def is_named(module: ModuleType, target: str) -> bool:
+    """Whether ``target`` is found from ``module``, one of its classes, its package, or the top."""
+    package = importlib.import_module(module.__name__.partition(".")[0])
+    holders = [module, package, *(value for value in vars(module).values() if inspect.isclass(value))]
+    return any(reached(holder, target) for holder in holders) or reached(None, target)
+
+
+def reached(holder: object, target: str) -> bool:
+    names = target.split(".")
+    if holder is None:
+        holder = sys.modules.get(names.pop(0))
+    for name in names:
+        found = getattr(holder, name, None)
+        if found is None and inspect.ismodule(holder):
+            with contextlib.suppress(ImportError):
+                found = importlib.import_module(f"{holder.__name__}.{name}")
+        if found is None and name not in getattr(holder, "__annotations__", {}):
+            return False
+        holder = found
+    return holder is not None or bool(names)

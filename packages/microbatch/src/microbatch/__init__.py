@@ -16,6 +16,7 @@ from ._scatter import scatter_views as scatter_views
 from ._spec import rules as rules
 from ._spec import unwrap as unwrap
 from ._tree import flatten as flatten
+from ._tree import is_flat as is_flat
 from ._tree import leaf_paths as leaf_paths
 from ._tree import map_tensors as map_tensors
 from ._tree import unflatten as unflatten
@@ -37,6 +38,7 @@ __all__ = [
     "check",
     "flatten",
     "gather",
+    "is_flat",
     "leaf_paths",
     "map_tensors",
     "rules",

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._check import is_tensors
-from ._tree import flatten, leaves_of, unflatten
+from ._tree import flatten, is_tensors, leaves_of, unflatten
 
 Tensors = tuple[Tensor, ...]
 TensorOrTensors = Tensor | Tensors

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from ._spec import cut_rules
+from ._tree import is_flat
 
 
 def check(value: Any, spec: Any = None) -> None:
@@ -26,17 +25,3 @@ Replicate() around it, or in the spec, hands it whole to every micro-batch
     if spec is None and is_flat(value):
         return
     cut_rules(value, spec)
-
-
-def is_flat(value: Any) -> bool:
-    """Whether `value` is what most models take: one tensor, or a plain tuple of tensors. They need no pytree."""
-    return isinstance(value, Tensor) or is_tensors(value)
-
-
-def is_tensors(value: Any) -> bool:
-    if type(value) is not tuple:
-        return False
-    for each in value:  # noqa: SIM110 — a loop costs half of all(...)
-        if not isinstance(each, Tensor):
-            return False
-    return True

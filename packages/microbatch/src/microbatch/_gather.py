@@ -9,12 +9,11 @@ from torch.utils._pytree import TreeSpec
 
 from ._alike import aligned, expect_tensors, kind, same, unlike
 from ._batch import Batch
-from ._check import is_tensors
 from ._reduce import reduced
 from ._rows import expect_rows
 from ._rules import ROWS, Mean, Rule, Split, Sum
 from ._spec import ruled
-from ._tree import Place, flatten, unflatten
+from ._tree import Place, flatten, is_tensors, unflatten
 
 
 def gather(batches: Iterable[Batch], spec: Any = None) -> Any:

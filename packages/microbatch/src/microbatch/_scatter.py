@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from ._batch import Batch
-from ._check import is_tensors
 from ._cut import Cut, copies, views
 from ._rules import ROWS, Rule, Split
 from ._sizes import Chunks, Deal, Sizes, dealer, remembering
 from ._spec import cut_rules
-from ._tree import Place, leaves_of, unflatten
+from ._tree import Place, is_tensors, leaves_of, unflatten
 from ._versions import Versions
 
 

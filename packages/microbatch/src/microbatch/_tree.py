@@ -116,3 +116,23 @@ def describe(branches: list[tuple[str, Any]] | None) -> str:
     if branches is None:
         return "no branches"
     return f"branches {', '.join(label for label, _ in branches)}" if branches else "zero branches"
+
+
+def is_flat(value: Any) -> bool:
+    """Whether `value` is one tensor or a plain tuple of tensors, as most models take and give: it needs no pytree.
+
+    >>> import torch
+    >>> is_flat((torch.ones(2), torch.ones(3))), is_flat([torch.ones(2)])
+    (True, False)
+    """
+    return isinstance(value, Tensor) or is_tensors(value)
+
+
+def is_tensors(value: Any) -> bool:
+    """Whether `value` is a plain tuple of tensors."""
+    if type(value) is not tuple:
+        return False
+    for each in value:  # noqa: SIM110 — a loop costs half of all(...)
+        if not isinstance(each, Tensor):
+            return False
+    return True

@@ -154,6 +154,7 @@ class RecomputeContext:
         self._stage = stage
         self._random = random
         self._training: Training | None = None
+        self._compares_all = False
         self._grounds: StateGuard | None = None
         self._looked = False
         self._watched = False
@@ -166,7 +167,7 @@ class RecomputeContext:
         if self._training is None:
             state.begin()
             self._training = state.training
-            self._all = checks_all()
+            self._compares_all = checks_all()
         return state.remember(self._training)
 
     def settle(self, remembered: Snapshot) -> bool:
@@ -203,7 +204,7 @@ class RecomputeContext:
 
     def sample(self, outputs: Batch) -> Sample:
         """What the recomputation of ``outputs`` is to be compared with."""
-        whole = self._all or not (self._compares or self._training in self._stage.compared)
+        whole = self._compares_all or not (self._compares or self._training in self._stage.compared)
         self._compares = True
         on_cpu = self._stage.device.type == "cpu"
         return Sample(outputs, Extent.ALL if whole else Extent.SOME if on_cpu else Extent.SHAPES)
@@ -228,9 +229,9 @@ class CheckpointedCell(Cell):
     __slots__ = ("_recompute_context", "_remembered", "_sample", "_versions")
     _remembered: Snapshot | None
 
-    def __init__(self, stage: Stage, random: CellRNG | None, circumstances: RecomputeContext) -> None:
+    def __init__(self, stage: Stage, random: CellRNG | None, context: RecomputeContext) -> None:
         super().__init__(stage, random)
-        self._recompute_context = circumstances
+        self._recompute_context = context
         self._remembered = None
 
     def forward(self, inputs: Batch) -> Batch:
@@ -261,17 +262,16 @@ class CheckpointedCell(Cell):
         if self._remembered is None:
             return
         self._expect_inputs()
-        common = self._recompute_context
-        common.expect_unchanged()
+        self._recompute_context.expect_unchanged()
         repeated = _NOTHING if self._random is None else self._random.repeated()
-        with common.context.applied():
+        with self._recompute_context.context.applied():
             with (
                 setting(recomputing=True),
                 self._stage.state.restored(self._remembered, still=self._sample.whole),
                 repeated,
             ):
                 self._outputs = self._stage.compute(self.inputs)
-            common.expect(self._sample, self._outputs)
+            self._recompute_context.expect(self._sample, self._outputs)
 
     def _expect_inputs(self) -> None:
         if versions(self.inputs) != self._versions:

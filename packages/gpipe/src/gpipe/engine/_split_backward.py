@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ..values._leaves import AsNonleaf, own_memory
+from ..values._leaves import is_custom, own_memory
 from . import _autograd_calls as _engine
 from ._accumulate import AccumulatedGradients
 
@@ -143,7 +143,7 @@ class _Graph:
     @property
     def is_custom(self) -> bool:
         """Whether there is a node written in Python, other than those by which tensors enter a stage."""
-        return any(getattr(node, "_forward_cls", AsNonleaf) is not AsNonleaf for node in self._leads)
+        return any(map(is_custom, {type(node) for node in self._leads}))
 
     def leads_to_leaf(self, node: Node) -> bool:
         return self._leads[node]

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
-from microbatch import flatten, unflatten
+from microbatch import flatten, is_flat, unflatten
 
-from ._constants import is_flat
 from ._leaves import is_custom
 from ._memory import clusters, extent, has_own_storages, is_dense, region
 

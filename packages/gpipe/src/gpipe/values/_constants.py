@@ -10,24 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microbatch import flatten, leaf_paths
+from microbatch import flatten, is_flat, leaf_paths
 
 _CONSTANTS = (
     *(NoneType, Number, str, bytes, enum.Enum, range, slice, type, EllipsisType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.SymInt, torch.SymFloat),
 )
-
-
-def is_flat(value: Any) -> bool:
-    """Whether ``value`` is one tensor, or a plain tuple of tensors, as most layers give."""
-    if isinstance(value, Tensor):
-        return True
-    if type(value) is not tuple:
-        return False
-    for each in value:  # noqa: SIM110 — a loop costs half of all(...)
-        if not isinstance(each, Tensor):
-            return False
-    return True
 
 
 def expect_plain(value: Any, partition: int) -> None:

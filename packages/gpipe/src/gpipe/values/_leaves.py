@@ -17,7 +17,7 @@ from ._memory import clone, cloned_together, storage_id
 
 
 class SharedBatch(Batch):
-    """A batch with tensors whose memory is also somebody else's; see :mod:`gpipe._ties`.
+    """A batch with tensors whose memory is also somebody else's; see :mod:`gpipe.values._sharing`.
 
     Attributes:
         ties: for each tensor, who else has to do with its memory: a sum of flags.
@@ -61,7 +61,7 @@ def detach_leaves(batch: Batch) -> Batch:
 
 
 def clone_leaves(batch: Batch) -> Batch:
-    """Like :func:`cut`, in memory of their own."""
+    """Like :func:`detach_leaves`, in memory of their own."""
     if not isinstance(batch, SharedBatch):
         return map_batch(batch, clone)
     clones = iter(cloned_together(list(batch)))

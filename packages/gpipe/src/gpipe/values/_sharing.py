@@ -1,7 +1,7 @@
 """Who else has to do with the memory of a tensor that goes to a stage.
 
-Inside one value, tensors that share memory travel together (:mod:`gpipe._aliases`). What they share with others is a
-tie, which goes with them from stage to stage:
+Inside one value, tensors that share memory travel together (:mod:`gpipe.values._aliases`). What they share with others
+is a tie, which goes with them from stage to stage:
 
 - ``KEPT``: somebody needs the memory as it is, such as a checkpointed cell, or the caller. Whoever wants to work in
   place on it takes a clone.
