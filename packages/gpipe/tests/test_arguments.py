@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import GPipe
+from gpipe.engine._workers import placement
+from gpipe.module import _arguments
 
 from .layers import linears, piped, rows
 
@@ -184,6 +186,43 @@ class TestDevices:
     def test_another_accelerator_that_is_not_there(self) -> None:
         with pytest.raises(ValueError, match=r"devices\[1\] is 'xpu:0', which cannot be used here: "):
             GPipe(linears(), [1, 2], devices=["cpu", "xpu:0"])
+
+    def test_a_device_that_torch_can_use_but_not_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        layers = linears()
+        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
+        with pytest.raises(ValueError, match=r"devices\[0\] is 'xla:0'.*torch\.accelerator, .*knows no 'xla' devices"):
+            GPipe(layers, [1, 2], devices=["xla:0", "cpu"])
+
+    def test_an_accelerator_without_streams_or_events(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def no_streams(device: torch.device) -> None:
+            raise RuntimeError("Backend doesn't support create a new Stream.")
+
+        layers = linears()
+        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
+        monkeypatch.setattr(_arguments, "has_streams", lambda device: device.type == "xpu")
+        monkeypatch.setattr(_arguments, "new_stream", no_streams)
+        with pytest.raises(ValueError, match=r"devices\[0\] is 'xpu:0', which cannot be used here: Backend doesn't"):
+            GPipe(layers, [1, 2], devices=["xpu:0", "cpu"])
+
+    @pytest.mark.parametrize("given", ["xpu", torch.device("xpu"), "xpu:1"])
+    def test_an_accelerator_has_the_number_of_the_current_one(
+        self, given: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """So two spellings of one device are one worker."""
+        monkeypatch.setattr(_arguments, "_expect_seen", lambda device, name: device)
+        monkeypatch.setattr(_arguments, "has_streams", lambda device: device.type == "xpu")
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+        places = [_arguments.parsed_device(each, "devices[0]") for each in (given, "xpu:1", "cpu", "cpu:1")]
+        assert places == [torch.device("xpu", 1), torch.device("xpu", 1), CPU, torch.device("cpu", 1)]
+        assert placement(places) == (0, 0, 1, 2)
+
+    @pytest.mark.parametrize(("kind", "count"), [("cuda", 3), ("xpu", 3), ("mps", 0)])
+    def test_by_default_all_accelerators(self, kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        here = torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: here)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+        expected = [torch.device(kind, k) for k in range(count)] or [CPU, CPU]
+        assert _arguments.checked_devices(None, 2) == expected
 
     def test_any_iterable_will_do_also_an_endless_one(self) -> None:
         assert GPipe(linears(), [1, 2], devices=itertools.repeat("cpu")).devices == [CPU, CPU]

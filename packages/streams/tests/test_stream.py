@@ -63,7 +63,7 @@ def test_a_device_that_is_not_there_is_named(give):
 @pytest.mark.parametrize("junk", [None, CPUStreamType, torch.device("cpu")])
 @pytest.mark.parametrize("ask", [is_cuda, as_cuda, get_device, use_stream])
 def test_what_is_no_stream_is_named(ask, junk):
-    with pytest.raises(TypeError, match=r"stream must be CPUStream or a torch\.cuda\.Stream"):
+    with pytest.raises(TypeError, match=r"stream must be CPUStream or a torch\.Stream"):
         ask(junk)
 
 

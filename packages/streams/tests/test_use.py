@@ -1,10 +1,12 @@
+from threading import Event, Thread
+
 import pytest
 import torch
 
 from streams import CPUStream, current_stream, new_stream, use_device, use_stream
 
 from .cuda import DEVICE
-from .fakes import FakeDevice, in_thread
+from .fakes import PATIENCE, FakeDevice, in_thread, wait
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), FakeDevice()])
@@ -40,3 +42,26 @@ def test_using_a_stream_uses_its_device_too():
     with use_stream(stream):
         assert torch.cuda.current_device() == last.index
         assert in_thread(lambda: current_stream(DEVICE)) == torch.cuda.default_stream(DEVICE)
+
+
+@pytest.mark.cuda
+def test_two_threads_in_one_stream_get_back_what_each_had():
+    shared, own = new_stream(DEVICE), new_stream(DEVICE)
+    entered, left = Event(), Event()
+    found = []
+
+    def other():
+        with use_stream(own):
+            with use_stream(shared):
+                entered.set()
+                wait(left)
+            found.append(current_stream(DEVICE))
+
+    thread = Thread(target=other, daemon=True)
+    with use_stream(shared):
+        thread.start()
+        wait(entered)
+    assert current_stream(DEVICE) == torch.cuda.default_stream(DEVICE)
+    left.set()
+    thread.join(PATIENCE)
+    assert found == [own]

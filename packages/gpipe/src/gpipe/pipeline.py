@@ -13,6 +13,7 @@ from streams import AbstractStream, new_stream
 from .engine import _pipeline
 from .engine._stage import Stage
 from .engine._workers import Workers
+from .module._arguments import numbered
 from .skip import SkipLayout, inspect_skip_layout
 from .values._aliases import unpacked
 from .values._sharing import guarded
@@ -49,7 +50,9 @@ class Pipeline:
     ) -> None:
         self.batches = batches
         self._checkpoint_stop = checkpoint_stop
-        places = [torch.device("cpu")] * len(partitions) if devices is None else list(devices)
+        places = (
+            [torch.device("cpu")] * len(partitions) if devices is None else [numbered(device) for device in devices]
+        )
         layout = inspect_skip_layout(list(partitions)) if skip_layout is None else skip_layout
         stages = [Stage(j, *each, layout) for j, each in enumerate(zip(partitions, places, strict=True))]
         streams = [new_stream(device) for device in places] if copy_streams is None else [s[0] for s in copy_streams]

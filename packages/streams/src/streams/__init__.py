@@ -1,7 +1,11 @@
-"""One vocabulary for CUDA streams and the CPU, and workers that see what their caller saw."""
+"""One vocabulary for the streams of accelerators and the CPU, and workers that see what their caller saw."""
 
+from ._accelerator import has_streams as has_streams
 from ._context import Context as Context
 from ._dispatch import DispatchMode as DispatchMode
+from ._event import AbstractEvent as AbstractEvent
+from ._event import record_event as record_event
+from ._event import wait_event as wait_event
 from ._idle import pause_helpers as pause_helpers
 from ._memory import keep_memory as keep_memory
 from ._notes import add_note as add_note
@@ -10,10 +14,12 @@ from ._spawn import spawn_workers as spawn_workers
 from ._stream import AbstractStream as AbstractStream
 from ._stream import CPUStream as CPUStream
 from ._stream import CPUStreamType as CPUStreamType
+from ._stream import as_accelerator as as_accelerator
 from ._stream import as_cuda as as_cuda
 from ._stream import current_stream as current_stream
 from ._stream import default_stream as default_stream
 from ._stream import get_device as get_device
+from ._stream import is_accelerator as is_accelerator
 from ._stream import is_cuda as is_cuda
 from ._stream import new_stream as new_stream
 from ._submit import submit as submit
@@ -28,6 +34,7 @@ from ._wait import wait_stream as wait_stream
 from ._worker import worker as worker
 
 __all__ = [
+    "AbstractEvent",
     "AbstractStream",
     "CPUStream",
     "CPUStreamType",
@@ -38,20 +45,25 @@ __all__ = [
     "OutQueue",
     "Task",
     "add_note",
+    "as_accelerator",
     "as_cuda",
     "current_stream",
     "default_stream",
     "get_device",
+    "has_streams",
+    "is_accelerator",
     "is_cuda",
     "keep_memory",
     "limit_threads",
     "new_stream",
     "pause_helpers",
+    "record_event",
     "record_stream",
     "spawn_workers",
     "submit",
     "use_device",
     "use_stream",
+    "wait_event",
     "wait_stream",
     "worker",
 ]

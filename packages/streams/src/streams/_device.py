@@ -22,11 +22,14 @@ class Device(Hashable, Protocol):
 
 
 def normalise(device: Device) -> Device:
-    """The one spelling of ``device``: ``cuda`` means the current GPU, and ``cpu:k`` is ``cpu``."""
+    """The one spelling of ``device``: ``cuda`` means the current GPU, and ``cpu:k`` is ``cpu``.
+
+    So it is with every accelerator. Other devices are spelt as they are.
+    """
     if device.type == "cpu":
         return CPU
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    if device.index is None and device.type == accelerator():
+        return torch.device(device.type, torch.accelerator.current_device_index())
     return device
 
 
@@ -35,7 +38,7 @@ def check(device: object, name: str = "device") -> None:
 
     Raises:
         TypeError: it has no ``type`` and ``index``, or cannot be hashed.
-        ValueError: it names a CUDA device that is not there.
+        ValueError: it names a device of an accelerator that is not there.
     """
     if not hasattr(device, "type") or not hasattr(device, "index"):
         raise TypeError(
@@ -44,8 +47,23 @@ def check(device: object, name: str = "device") -> None:
         )
     if type(device).__hash__ is None:
         raise TypeError(f"{name} must be hashable, to find the worker of a device; got {device!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" or (device.type != "cpu" and device.type == accelerator()):
+        _expect_seen(device, name)
+
+
+def _expect_seen(device: Device, name: str) -> None:
+    here = accelerator()
+    if here not in (None, device.type):
+        raise ValueError(f"{name} is {device}, but work on it cannot be ordered while torch.accelerator is {here!r}")
+    count = torch.accelerator.device_count()
+    if (device.index or 0) >= count:
         raise ValueError(
-            f"{name} is {device}, but torch sees {torch.cuda.device_count()} CUDA devices; "
+            f"{name} is {device}, but torch sees {count} {device.type.upper()} devices; "
             "choose one that exists, or torch.device('cpu')"
         )
+
+
+def accelerator() -> str | None:
+    """The type of device that :mod:`torch.accelerator` speaks for; ``None`` without one."""
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type

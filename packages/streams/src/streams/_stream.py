@@ -1,4 +1,4 @@
-"""A stream: a CUDA stream, or the placeholder that stands for one where there is nothing to order."""
+"""A stream: an accelerator's, or the placeholder that stands for one where there is nothing to order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TypeAlias, TypeGuard
 
 import torch
 
-from ._device import CPU, Device, check
+from ._accelerator import has_streams, on_accelerator
+from ._device import CPU, Device
 
 
 class CPUStreamType:
@@ -29,31 +30,43 @@ class CPUStreamType:
 CPUStreamType._only = object.__new__(CPUStreamType)
 
 CPUStream = CPUStreamType()
-"""The stream of every device that is not CUDA: work on it is in order by itself."""
+"""The stream of every device that has none: work on it is in order by itself."""
 
-AbstractStream: TypeAlias = CPUStreamType | torch.cuda.Stream
-"""A CUDA stream or :data:`CPUStream`."""
+AbstractStream: TypeAlias = CPUStreamType | torch.Stream
+"""A stream of an accelerator, such as a :class:`torch.cuda.Stream`, or :data:`CPUStream`."""
 
 
 def new_stream(device: Device) -> AbstractStream:
-    """A fresh stream of ``device``; :data:`CPUStream` unless it is a CUDA device."""
-    if _device_type(device) != "cuda":
+    """A fresh stream of ``device``; :data:`CPUStream` unless its work is queued on streams.
+
+    On CUDA it is a :class:`torch.cuda.Stream`, elsewhere a plain :class:`torch.Stream`. MPS has one stream, which is
+    given again.
+    """
+    if not has_streams(device):
         return CPUStream
-    return torch.cuda.Stream(_cuda(device))  # type: ignore[no-untyped-call]
+    if device.type == "cuda":
+        return torch.cuda.Stream(on_accelerator(device))  # type: ignore[no-untyped-call]
+    return torch.Stream(on_accelerator(device))
 
 
 def current_stream(device: Device) -> AbstractStream:
     """The stream that this thread works on now, on ``device``."""
-    if _device_type(device) != "cuda":
+    if not has_streams(device):
         return CPUStream
-    return torch.cuda.current_stream(_cuda(device))
+    if device.type == "cuda":
+        return torch.cuda.current_stream(on_accelerator(device))
+    return torch.accelerator.current_stream(on_accelerator(device))
 
 
 def default_stream(device: Device) -> AbstractStream:
     """The stream on which work on ``device`` goes unless somebody chose another."""
-    if _device_type(device) != "cuda":
+    if not has_streams(device):
         return CPUStream
-    return torch.cuda.default_stream(_cuda(device))
+    if device.type == "cuda":
+        return torch.cuda.default_stream(on_accelerator(device))
+    # The current one only tells torch's number of its device and of its type; number 0 is the default everywhere.
+    current = torch.accelerator.current_stream(on_accelerator(device))
+    return torch.Stream(0, current.device_index, current.device_type)
 
 
 def get_device(stream: AbstractStream) -> torch.device:
@@ -62,38 +75,37 @@ def get_device(stream: AbstractStream) -> torch.device:
     >>> get_device(CPUStream)
     device(type='cpu')
     """
-    if is_cuda(stream):
+    if is_accelerator(stream):
         return stream.device
     return CPU
 
 
-def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
-    """Whether ``stream`` is a CUDA stream; TypeError if it is no stream at all."""
+def is_accelerator(stream: AbstractStream) -> TypeGuard[torch.Stream]:
+    """Whether ``stream`` is an accelerator's, and so anything must wait for it; TypeError if it is no stream at all."""
     if stream is CPUStream:
         return False
-    if isinstance(stream, torch.cuda.Stream):
+    if isinstance(stream, torch.Stream):
         return True
     raise TypeError(
-        f"stream must be CPUStream or a torch.cuda.Stream; got {stream!r} ({type(stream).__name__}); "
-        "current_stream(device) gives the one of a device"
+        "stream must be CPUStream or a torch.Stream, such as a torch.cuda.Stream; "
+        f"got {stream!r} ({type(stream).__name__}); current_stream(device) gives the one of a device"
     )
 
 
+def as_accelerator(stream: AbstractStream) -> torch.Stream:
+    """``stream`` itself, known to be an accelerator's; TypeError for the placeholder."""
+    if is_accelerator(stream):
+        return stream
+    raise TypeError(f"stream must be a torch.Stream here; got {stream!r}; ask is_accelerator(stream) first")
+
+
+def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
+    """Whether ``stream`` is a CUDA stream; :func:`is_accelerator` asks for any accelerator's."""
+    return is_accelerator(stream) and stream.device.type == "cuda"
+
+
 def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
-    """``stream`` itself, known to be a CUDA stream; TypeError for the placeholder."""
+    """``stream`` itself, known to be a CUDA stream; TypeError for any other."""
     if is_cuda(stream):
         return stream
     raise TypeError(f"stream must be a torch.cuda.Stream here; got {stream!r}; ask is_cuda(stream) first")
-
-
-def _device_type(device: Device) -> str:
-    try:
-        return device.type
-    except AttributeError:
-        check(device)
-        raise
-
-
-def _cuda(device: Device) -> torch.device:
-    check(device)
-    return torch.device("cuda") if device.index is None else torch.device("cuda", device.index)

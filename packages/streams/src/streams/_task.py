@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from ._stream import AbstractStream, is_cuda
+from ._stream import AbstractStream, is_accelerator
 from ._use import use_stream
 
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ class Task(Generic[Result]):
         compute: Callable[[], Result],
         finalize: Callable[[Result], object] | None = None,
     ) -> None:
-        is_cuda(stream)  # raises, here and not on the worker, if it is no stream
+        is_accelerator(stream)  # raises, here and not on the worker, if it is no stream
         if not callable(compute):
             raise TypeError(f"compute must be callable without arguments; got {compute!r}")
         if finalize is not None and not callable(finalize):

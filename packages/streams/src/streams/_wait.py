@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from ._stream import AbstractStream, is_cuda
+from ._event import record_event, wait_event
+from ._stream import AbstractStream, is_accelerator
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
     """Make ``source`` wait for everything queued on ``target`` so far.
 
-    Between two CUDA streams the GPU waits and this call returns at once. When ``source`` is the CPU, this call itself
-    waits. Nothing ever has to wait for the CPU: its work is done by the time anybody could wait for it.
+    Between two streams of accelerators the device waits and this call returns at once. When ``source`` is the CPU, this
+    call itself waits. Nothing ever has to wait for the CPU: its work is done by the time anybody could wait for it.
     """
-    if is_cuda(source) and is_cuda(target):
-        source.wait_stream(target)
-    elif is_cuda(target):
+    if is_accelerator(target) and not is_accelerator(source):
         target.synchronize()
+    else:
+        wait_event(source, record_event(target))

@@ -5,7 +5,7 @@ first, and a recomputation could not get the same again without taking it away f
 from a generator of its own. All are seeded by one number, which a run takes from the process's generator when the first
 of its layers draws. A generator that a layer brings along is put back for the recomputation.
 
-A CUDA device has a generator of its own, and one worker: there it is enough to put its state back.
+An accelerator has a generator of its own, and one worker: there it is enough to put its state back.
 
 Layers that do not draw pay nothing: who draws is found out at the first forward in each training mode.
 """
@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 from streams import DispatchMode
 
 from .._current import current
+from ._device_generator import DeviceGenerator, expect_rewindable
 from ._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent, not_lent
 
 
@@ -60,14 +61,14 @@ class CellRNG:
     """The random numbers of one cell, from the beginning in every forward of it.
 
     Attributes:
-        drew: whether anything was drawn on the CPU or on a CUDA device.
+        drew: whether anything was drawn on the CPU or on another device.
         asked: whether layers read or set torch's generator, as ``torch.utils.checkpoint`` does in order to draw the
             same numbers again; the backward may then draw too.
         served: whether they would get at the cell's own instead. This costs time, so only layers that were seen to ask,
             or were not looked at yet, have it.
     """
 
-    __slots__ = ("_cuda", "_generator", "_number", "_others", "_run", "_seed", "asked", "drew", "served")
+    __slots__ = ("_device", "_generator", "_number", "_others", "_run", "_seed", "asked", "drew", "served")
     watches = True
     """Whether everything that is drawn is seen."""
 
@@ -76,7 +77,7 @@ class CellRNG:
         self._number = number
         self._generator: torch.Generator | None = None
         self._others: list[tuple[torch.Generator, Tensor]] = []
-        self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
+        self._device = DeviceGenerator(device)
         self.asked = False
         self.drew = False
         self.served = False
@@ -140,7 +141,7 @@ class CellRNG:
         now = [(generator, generator.get_state()) for generator, _ in others]
         _set_states(others)
         try:
-            with self._cuda_rewound(), self.drawn_from(served=self.asked):
+            with self._device.rewound(), self.drawn_from(served=self.asked):
                 yield
         finally:
             _set_states(now)
@@ -149,22 +150,9 @@ class CellRNG:
         """Around the backward."""
         return self.drawn_from(served=True) if self.asked else nullcontext()
 
-    @contextmanager
-    def _cuda_rewound(self) -> Iterator[None]:
-        if self._cuda is None:
-            yield
-            return
-        device, state = self._cuda
-        now = torch.cuda.get_rng_state(device)
-        torch.cuda.set_rng_state(state, device)
-        try:
-            yield
-        finally:
-            torch.cuda.set_rng_state(now, device)
-
 
 class Unwatched(CellRNG):
-    """For a checkpointed cell on a CUDA device whose layers were not seen to draw: should they begin, all is kept."""
+    """For a checkpointed cell on an accelerator whose layers were not seen to draw: should they begin, all is kept."""
 
     watches = False
 
@@ -191,7 +179,10 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
             self._cell.saw(own)
             return operation(*args, **kwargs)
         self._cell.expect_served()
-        if _device(args, kwargs) != "cpu":
+        device = _device(args, kwargs)
+        if device.type != "cpu":
+            if current.checkpointing:
+                expect_rewindable(device)
             self._cell.drew = True
             return operation(*args, **kwargs)
         with_generator = _with_generator(operation)
@@ -249,7 +240,7 @@ def _takes_generator(operation: OpOverload) -> bool:
     return "generator" in _arguments(operation)
 
 
-def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     tensors = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     device = kwargs.get("device") or next(tensors, "cpu")
-    return torch.device(device).type
+    return torch.device(device)

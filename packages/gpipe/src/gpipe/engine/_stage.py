@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import Batch
+from streams import has_streams
 
+from ..checkpoint._device_generator import module_of
 from ..checkpoint._state import State, Training
 from ..skip import SkipLayout
 from ..skip._layout import skippables
@@ -28,6 +30,8 @@ class Stage:
     """One partition on its device. It lives as long as its pipe, and so does what is learned about its layers.
 
     Attributes:
+        on_accelerator: whether its work is queued on streams.
+        rewinds: whether the generator of its device can be put back.
         given: parameters and buffers whose memory the first forward of the run gave away, with their tie.
     """
 
@@ -35,6 +39,8 @@ class Stage:
         self.index = index
         self.module = module
         self.device = torch.device("cpu") if device.type == "cpu" else device
+        self.on_accelerator = has_streams(device)
+        self.rewinds = module_of(device) is not None
         self._pops = [route.key for route in layout.routes if route.target == index]
         self._stashes = [route.key for route in layout.routes if route.source == index]
         self._skips = any(True for _ in skippables(module))

@@ -138,10 +138,9 @@ class StageRunner:
         stage = self.stage
         checkpointed = i < self._mini_batch.checkpoint_stop
         random: CellRNG | None = None
-        if stage.may_draw or (checkpointed and stage.device.type == "cuda"):
-            random = (CellRNG if stage.may_draw else Unwatched)(
-                self._mini_batch.rng, i << 12 | stage.index, stage.device
-            )
+        if stage.may_draw or (checkpointed and stage.on_accelerator):
+            watch = stage.may_draw or not stage.rewinds
+            random = (CellRNG if watch else Unwatched)(self._mini_batch.rng, i << 12 | stage.index, stage.device)
         return CheckpointedCell(stage, random, self._recompute_context) if checkpointed else Cell(stage, random)
 
 

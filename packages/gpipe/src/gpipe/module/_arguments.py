@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from streams import current_stream, has_streams, new_stream, record_event, wait_event
+
 from .._meant import did_you_mean
 
 Device = torch.device | int | str
@@ -55,7 +57,7 @@ def checked_flag(name: str, flag: Any) -> bool:
 
 
 def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
-    """A device for each partition: the first of ``devices``, or where that is None all CUDA devices, else the CPU.
+    """A device for each partition: the first of ``devices``, or where that is None all accelerators, else the CPU.
 
     Raises:
         TypeError: ``devices`` is no list, or one of them no device.
@@ -65,8 +67,9 @@ def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
         example = f"devices={['cpu'] * max(1, partitions)!r}"
         given = listed("devices", devices, "a list of devices, one for each partition", example, partitions)
         return [parsed_device(device, f"devices[{j}]") for j, device in enumerate(given)]
-    if torch.cuda.is_available():
-        return [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is not None and here.type != "mps":  # of which there is never more than one
+        return [torch.device(here.type, k) for k in range(torch.accelerator.device_count())]
     return [torch.device("cpu")] * partitions
 
 
@@ -100,7 +103,17 @@ def parsed_device(device: Any, name: str) -> torch.device:
     """
     if isinstance(device, str) and device.split(":")[0] == "gpu":
         raise ValueError(f"there is no device type 'gpu'; write {device.replace('gpu', 'cuda')!r} (got {device!r})")
-    return _expect_seen(_parsed(device, name), name)
+    return numbered(_expect_seen(_parsed(device, name), name))
+
+
+def numbered(device: torch.device) -> torch.device:
+    """``device`` with the number of the accelerator that it means, so that ``cuda`` and ``cuda:0`` are seen to be one.
+
+    The numbers of CPUs stay as they are: they say which stages share a worker.
+    """
+    if device.index is None and has_streams(device):
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
 
 
 def _parsed(device: Any, name: str) -> torch.device:
@@ -115,12 +128,13 @@ def _parsed(device: Any, name: str) -> torch.device:
 
 
 def _expect_seen(device: torch.device, name: str) -> torch.device:
-    """``device``, unless torch cannot put anything on it."""
+    """``device``, unless torch cannot put anything on it, or a pipeline could not order what happens there."""
     if device.type == "cuda":
         _expect_cuda(device, name)
     elif device.type not in ("cpu", "meta"):  # these can be had always
         try:
             torch.empty(0, device=device)
+            _expect_streams(device)
         except (RuntimeError, NotImplementedError, AssertionError, AttributeError, ImportError) as error:
             raise ValueError(f"{name} is {str(device)!r}, which cannot be used here: {_first_line(error)}") from None
     return device
@@ -129,6 +143,17 @@ def _expect_seen(device: torch.device, name: str) -> torch.device:
 def _expect_cuda(device: torch.device, name: str) -> None:
     if (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{name} is {str(device)!r}, but torch sees {_cuda_devices()}")
+
+
+def _expect_streams(device: torch.device) -> None:
+    """RuntimeError, or what the device's backend raises, unless there are streams and events by which to order work."""
+    if not has_streams(device):
+        here = torch.accelerator.current_accelerator()
+        raise RuntimeError(
+            f"a pipeline orders its work by the streams of torch.accelerator, which is {here and str(here)!r} here and "
+            f"knows no {device.type!r} devices"
+        )
+    wait_event(current_stream(device), record_event(new_stream(device)))
 
 
 def _cuda_devices() -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from microbatch import Batch
 from profiler import AllocationTracker
+from streams import current_stream, has_streams, record_event
 
 from .._current import current
 from ..engine._settings import with_settings
@@ -86,7 +87,7 @@ class RunRecorder:
             place = stage.index, action.microbatch, action.kind, str(stage.device)
             return Event(*place, *times, look.wait, look.bytes_moved, stage.layers, held)
 
-        self._timeline.add(event if stage.device.type == "cuda" else event())
+        self._timeline.add(event if stage.on_accelerator else event())
 
 
 def _gradients(module: nn.Module) -> list[Tensor]:
@@ -123,14 +124,14 @@ class WatchedLink(Link[Payload]):
         return payload
 
 
-class GpuInstant(NamedTuple):
-    """When the work queued on a GPU so far is done."""
+class DeviceInstant(NamedTuple):
+    """When the work queued on an accelerator so far is done."""
 
     device: torch.device
-    event: torch.cuda.Event
+    event: torch.Event
 
 
-Instant = float | GpuInstant
+Instant = float | DeviceInstant
 
 
 class Clock:
@@ -138,15 +139,15 @@ class Clock:
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
-        self._bases: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
+        self._bases: dict[torch.device, tuple[torch.Event, float]] = {}
         self._lock = threading.Lock()
 
     def now(self, device: torch.device) -> Instant:
         """This moment; on a GPU the one at which the current stream of ``device`` is through."""
-        if device.type != "cuda":
+        if not has_streams(device):
             return time.perf_counter() - self._begin
         self._know(device)
-        return GpuInstant(device, _event(device))
+        return DeviceInstant(device, _event(device))
 
     def seconds(self, instant: Instant) -> float:
         """When that was. Waits for a GPU that is not through yet."""
@@ -165,7 +166,7 @@ class Clock:
                 self._bases[device] = event, time.perf_counter() - self._begin
 
 
-def _event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
+def _event(device: torch.device) -> torch.Event:
+    event = record_event(current_stream(device), timed=True)
+    assert event is not None
     return event

@@ -16,13 +16,22 @@ import torch
 from torch import Tensor
 
 from microbatch import Batch
-from streams import AbstractStream, as_cuda, is_cuda, record_stream, use_stream, wait_stream
+from streams import (
+    AbstractEvent,
+    AbstractStream,
+    is_accelerator,
+    record_event,
+    record_stream,
+    use_stream,
+    wait_event,
+    wait_stream,
+)
 
 from ..values._leaves import map_batch
 from ..values._sharing import parted
 
 Payload = Batch | list[Tensor | None]
-Parcel = tuple[Payload, torch.cuda.Event]
+Parcel = tuple[Payload, AbstractEvent]
 
 
 class Place(NamedTuple):
@@ -39,7 +48,7 @@ def carrier(source: Place, target: Place) -> Copy | None:
 
 
 class Copy:
-    """Copies between two devices, at least one of them CUDA."""
+    """Copies between two devices, at least one of them an accelerator."""
 
     def __init__(self, source: Place, target: Place) -> None:
         self._source = source
@@ -48,23 +57,22 @@ class Copy:
     def send(self, payload: Payload) -> Parcel:
         """Queue the copy; called where the source computes."""
         source, target = self._source, self._target
-        if is_cuda(source.copy):
+        if is_accelerator(source.copy):
             wait_stream(source.copy, source.compute)
-        # torch orders a copy between two GPUs with the current stream of both, so both have to be copy streams.
+        # torch orders a copy between two accelerators with the current stream of both, so both have to be copy streams.
         with use_stream(target.copy), use_stream(source.copy):
             copies = _each(payload, self._copy)
         _each(payload, lambda tensor: _recorded(tensor, source.copy))
-        last = target.copy if is_cuda(target.copy) else source.copy
-        return (parted(copies) if isinstance(copies, Batch) else copies), as_cuda(last).record_event()
+        last = target.copy if is_accelerator(target.copy) else source.copy
+        return (parted(copies) if isinstance(copies, Batch) else copies), record_event(last)
 
     def receive(self, parcel: Parcel) -> Payload:
         """Let the target's computation wait for the copy; called there."""
         payload, event = parcel
         compute = self._target.compute
-        if is_cuda(compute):
-            compute.wait_event(event)
+        wait_event(compute, event)
+        if is_accelerator(compute):
             return _each(payload, lambda tensor: _recorded(tensor, compute))
-        event.synchronize()
         return payload
 
     def _copy(self, tensor: Tensor) -> Tensor:

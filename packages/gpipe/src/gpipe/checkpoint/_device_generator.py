@@ -1,0 +1,53 @@
+"""The generator of a device that is no CPU: its state is kept for a recomputation, which draws the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streams import has_streams
+
+
+class DeviceGenerator:
+    """The state that the generator of ``device`` has now, where torch can tell it and put it back."""
+
+    __slots__ = ("_device", "_module", "_state")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = module_of(device)
+        self._state = None if self._module is None else self._module.get_rng_state(device)
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Inside, the device draws from that state on; afterwards as if nothing had been drawn."""
+        if self._state is None:
+            yield
+            return
+        now: Tensor = self._module.get_rng_state(self._device)
+        self._module.set_rng_state(self._state, self._device)
+        try:
+            yield
+        finally:
+            self._module.set_rng_state(now, self._device)
+
+
+def module_of(device: torch.device) -> Any:
+    """The module with ``get_rng_state`` and ``set_rng_state`` of an accelerator, such as ``torch.cuda``, or None."""
+    module = getattr(torch, device.type, None) if has_streams(device) else None
+    return module if hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state") else None
+
+
+def expect_rewindable(device: torch.device) -> None:
+    """Before a draw on ``device`` that a recomputation has to repeat: RuntimeError if it cannot."""
+    if device.type in ("cpu", "meta") or module_of(device) is not None:
+        return
+    raise RuntimeError(
+        f"a layer draws random numbers on {str(device)!r} in a checkpointed forward, and its recomputation would draw "
+        f"others, because torch.{device.type} has no get_rng_state and set_rng_state to rewind the generator with; use "
+        "checkpoint='never', or draw on the CPU"
+    )

@@ -1,0 +1,154 @@
+"""A stand-in for an accelerator of any type: it computes nothing, but knows what waits for what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+KINDS = ("cuda", "xpu", "mps", "privateuseone")
+
+
+class FakeStream:
+    """A queue, of which only the length is kept, and how far into which other queues it has waited."""
+
+    def __init__(self, device: torch.device, number: int) -> None:
+        self.device = device
+        self.device_index = device.index
+        self.device_type = device.type
+        self.number = number
+        self.queued = 0
+        self.seen: dict[FakeStream, int] = {}
+        self.synchronised = False
+
+    def work(self) -> None:
+        """Queue something."""
+        self.queued += 1
+        self.synchronised = False
+
+    def wait_event(self, event: FakeEvent) -> None:
+        for stream, position in event.seen.items():
+            self.seen[stream] = max(position, self.seen.get(stream, 0))
+
+    def synchronize(self) -> None:
+        self.synchronised = True
+
+    def comes_after(self, other: FakeStream) -> bool:
+        """Whether what is queued here next begins after everything that is queued there now."""
+        return other is self or self.seen.get(other, 0) >= other.queued
+
+    def __enter__(self) -> None:
+        raise AssertionError("a stream of torch entered by two threads restores the wrong one")
+
+
+class FakeEvent:
+    def __init__(self, device: torch.device, *, enable_timing: bool = False) -> None:
+        self.device = device
+        self.timed = enable_timing
+        self.seen: dict[FakeStream, int] = {}
+        self.synchronised = False
+
+    def record(self, stream: FakeStream) -> None:
+        assert stream.device == self.device
+        self.seen = {**stream.seen, stream: stream.queued}
+
+    def synchronize(self) -> None:
+        self.synchronised = True
+
+
+class FakeAccelerator(threading.local):
+    """What :mod:`torch.accelerator` asks; the current device and the current streams are each thread's own."""
+
+    def __init__(self, kind: str, devices: int, streams: dict[tuple[int, int], FakeStream]) -> None:
+        self.kind = kind
+        self.devices = devices
+        self.streams = streams
+        self.index = 0
+        self.current: dict[int, FakeStream] = {}
+
+    def stream(self, index: int, number: int) -> FakeStream:
+        """The stream of that number: 0 is the default one."""
+        key = index, number
+        return self.streams.setdefault(key, FakeStream(torch.device(self.kind, index), number))
+
+    def make(self, *args: Any, device: torch.device | None = None) -> FakeStream:
+        """``torch.Stream(device)``, or ``torch.Stream(number, index, type)``."""
+        if len(args) == 3:
+            return self.stream(args[1], args[0])
+        index = self.indexed(args[0] if args else device)
+        return self.stream(index, sum(key[0] == index for key in self.streams) + 1)
+
+    def indexed(self, device: torch.device | None) -> int:
+        assert device is None or device.type == self.kind
+        return self.index if device is None or device.index is None else device.index
+
+    def default_stream(self, device: torch.device | None = None) -> FakeStream:
+        return self.stream(self.indexed(device), 0)
+
+    def current_stream(self, device: torch.device | None = None) -> FakeStream:
+        index = self.indexed(device)
+        return self.current.setdefault(index, self.stream(index, 0))
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.current[stream.device.index] = stream
+
+    def set_device_index(self, index: int) -> None:
+        assert 0 <= index < self.devices
+        self.index = index
+
+    @contextmanager
+    def device_index(self, index: int | None) -> Iterator[None]:
+        before = self.index
+        self.index = before if index is None else index
+        try:
+            yield
+        finally:
+            self.index = before
+
+
+class _StreamType(type):
+    """So that ``isinstance`` knows the fake streams, and calling it makes one."""
+
+    fake: FakeAccelerator
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, FakeStream)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.fake.make(*args, **kwargs)
+
+
+@contextmanager
+def accelerator(kind: str, devices: int = 3) -> Iterator[FakeAccelerator]:
+    """Inside, torch has an accelerator of that type with so many devices."""
+    fake = FakeAccelerator(kind, devices, {})
+    stream_type = _StreamType("Stream", (), {"fake": fake})
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.accelerator, "current_accelerator", lambda: torch.device(kind)),
+        (torch.accelerator, "device_count", lambda: fake.devices),
+        (torch.accelerator, "current_device_index", lambda: fake.index),
+        (torch.accelerator, "set_device_index", fake.set_device_index),
+        (torch.accelerator, "device_index", fake.device_index),
+        (torch.accelerator, "current_stream", fake.current_stream),
+        (torch.accelerator, "set_stream", fake.set_stream),
+        (torch, "Stream", stream_type),
+        (torch, "Event", FakeEvent),
+    ]
+    if kind == "cuda":
+        changes += [
+            (torch.cuda, "Stream", stream_type),
+            (torch.cuda, "current_stream", fake.current_stream),
+            (torch.cuda, "default_stream", fake.default_stream),
+        ]
+    patches = [mock.patch.object(*change) for change in changes]
+    for patch in patches:
+        patch.start()
+    try:
+        yield fake
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
