@@ -23,7 +23,7 @@ class Current(threading.local):
 
     Attributes:
         step: of a walk, which the thread does or is about to; None outside of runs.
-        microbatch: the index of the micro-batch that a layer works on; None outside of cells.
+        microbatch: the index of the micro-batch of that step; None outside of runs, and in the loss.
         statistics: what batch norm has seen of the mini-batch so far. None in a recomputation or a backward, where
             a layer may run again, and must not count its input twice.
         checkpointing: whether this is a forward whose graph will be rebuilt later.
@@ -34,6 +34,7 @@ class Current(threading.local):
         observed: what an observer has seen of the action so far.
         serves: the critical sections of pipes whose runs wait for this thread.
         holds: the critical sections that this thread is inside of, the outermost first.
+        cores: of which those that this thread is bound to are a share; empty if it is not.
     """
 
     step: Step | None = None
@@ -47,28 +48,13 @@ class Current(threading.local):
     observed: Any = None
     serves: Sections = ()
     holds: Sections = ()
+    cores: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self.skips = {}
 
 
 current = Current()
-
-
-class At:
-    """A block in which this thread works on a micro-batch."""
-
-    __slots__ = ("_before", "_now")
-
-    def __init__(self, microbatch: int, statistics: MiniBatchStatistics | None = None) -> None:
-        self._now = microbatch, statistics
-
-    def __enter__(self) -> None:
-        self._before = current.microbatch, current.statistics
-        current.microbatch, current.statistics = self._now
-
-    def __exit__(self, *_: object) -> None:
-        current.microbatch, current.statistics = self._before
 
 
 @contextmanager

@@ -72,10 +72,10 @@ class Batch:
         return tuple(leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
     def __len__(self) -> int:
-        return len(self._tensors())
+        return 1 if isinstance(self.value, Tensor) else len(self._tensors())
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._tensors())
+        return iter((self.value,) if isinstance(self.value, Tensor) else self._tensors())
 
     def __getitem__(self, index: int) -> Tensor:
         try:

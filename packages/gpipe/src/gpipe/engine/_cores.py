@@ -11,12 +11,13 @@ forks, such as those of a data loader, have all cores again.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+
+from .._current import current
 
 Cores = frozenset[int]
 
@@ -47,20 +48,14 @@ def bind(cores: Cores, of: Cores = frozenset()) -> None:
 
     Processes that it forks run on the cores ``of`` which these are a share.
     """
-    _here.whole = of
+    current.cores = of
     if cores:
         with suppress(OSError):  # forbidden here: nothing is lost but time
             os.sched_setaffinity(0, cores)
 
 
-class _Here(threading.local):
-    whole: Cores = frozenset()
-
-
-_here = _Here()
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: bind(_here.whole))
+    os.register_at_fork(after_in_child=lambda: bind(current.cores))
 
 
 def pauses_callers_helpers() -> bool:

@@ -16,6 +16,9 @@ class Failures:
 
     After a failure workers still do what comes before it in the schedule, since that might fail too; and nothing that
     comes after. Without a failure nobody computes the order.
+
+    Attributes:
+        earliest: when the first of them was due; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -23,32 +26,33 @@ class Failures:
         self._walk: Walk = ()
         self._order: dict[Step, When] = {}
         self._errors: list[tuple[When, BaseException]] = []
-        self._earliest: When | None = None
+        self.earliest: When | None = None
 
     def begin(self, walk: Walk) -> None:
         """Another walk begins."""
         self._walk = walk
         self._order = {}
 
-    def before(self, step: Step) -> bool:
-        """Whether something has failed that comes before ``step``, which this thread is about to do."""
-        current.step = step
-        return self._earliest is not None and self._late(step)
+    def forestall(self, step: Step) -> bool:
+        """Whether something has failed that comes before ``step``."""
+        with self._lock:
+            return self.earliest is not None and self._when(step) > self.earliest
 
-    def forestall(self) -> bool:
+    def forestall_current(self) -> bool:
         """Whether something has failed that comes before what this thread is doing."""
-        return self._earliest is not None and self._late(_here())
+        assert current.step is not None
+        return self.forestall(current.step)
 
     def add(self, step: Step, error: BaseException) -> None:
         """``step`` has failed."""
         with self._lock:
             when = self._when(step)
             self._errors.append((when, error))
-            self._earliest = when if self._earliest is None else min(self._earliest, when)
+            self.earliest = when if self.earliest is None else min(self.earliest, when)
 
     def stop(self) -> None:
         """Let nothing be done any more."""
-        self._earliest = (float("-inf"), 0)
+        self.earliest = (float("-inf"), 0)
 
     def raise_earliest(self) -> None:
         """Raise the failure that comes first in the schedule, if there is any."""
@@ -60,16 +64,7 @@ class Failures:
         finally:
             del errors  # the error's traceback holds this frame, which would hold the error
 
-    def _late(self, step: Step) -> bool:
-        with self._lock:
-            return self._earliest is not None and self._when(step) > self._earliest
-
     def _when(self, step: Step) -> When:
         if not self._order:
             self._order = {each: (span.start, each.stage) for each, span in replay(self._walk).items()}
         return self._order[step]
-
-
-def _here() -> Step:
-    assert current.step is not None
-    return current.step

@@ -54,7 +54,7 @@ class Run:
         self._observer = None if chosen.observer is None else chosen.observer.begin(pipeline.workers.placement)
         self._failures = Failures()
         self._channels = pipeline.channels(
-            self._streams, Link if self._observer is None else self._observer.link, self._failures.forestall
+            self._streams, Link if self._observer is None else self._observer.link, self._failures.forestall_current
         )
         self._runners = [self._runner(stage, loss if stage is stages[-1] else None) for stage in stages]
 
@@ -142,13 +142,15 @@ class Run:
         """Walk the steps of one worker, until one fails, or nothing is left that comes before a failure."""
         failures, runners = self._failures, self._runners
         do = self._unusual_way()
-        step, outer = steps[0], current.step
+        step, outer = steps[0], (current.step, current.microbatch, current.statistics)
         try:
             with context.applied():
+                current.statistics = None
                 for step in steps:
-                    if failures.before(step):
+                    stage, action = current.step = step
+                    current.microbatch = action.microbatch
+                    if failures.earliest is not None and failures.forestall(step):
                         return
-                    stage, action = step
                     if do is None:
                         ACTIONS[action.kind](runners[stage], action.microbatch)
                     else:
@@ -160,7 +162,8 @@ class Run:
             self._channels.cancel()
             runners[step.stage].annotate(error, step.action)
         finally:
-            current.step = outer  # of a run around this one, if it is inline
+            # Those of a run around this one, if it is inline.
+            current.step, current.microbatch, current.statistics = outer
 
     def _unusual_way(self) -> Callable[[StageRunner, Action], None] | None:
         """How to do an action if somebody wants to know of it."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch
+from microbatch import Batch, Function
 from streams import has_streams
 
 from ..checkpoint._device_generator import module_of
@@ -32,6 +32,8 @@ class Stage:
     Attributes:
         on_accelerator: whether its work is queued on streams.
         rewinds: whether the generator of its device can be put back.
+        may_change_input: whether the layers work in place on what they get; true until the first forward of a run has
+            shown.
         given: parameters and buffers whose memory the first forward of the run gave away, with their tie.
     """
 
@@ -46,7 +48,8 @@ class Stage:
         self._skips = any(True for _ in skippables(module))
         self.given: list[tuple[Tensor, int]] = []
         self._seen_outputs = False
-        self._changes_input: bool | None = None
+        self.may_change_input = True
+        self._changes_input = False
         self._changes_late = False
         self._said_whole = False
         self._layers_then = dict(module._modules)
@@ -59,20 +62,21 @@ class Stage:
 
     def compute(self, inputs: Batch) -> Batch:
         """What the layers make of ``inputs``; they may work in place on them, although these are leaves."""
+        call = self._with_skips if self._skips else self._layers
         if not self.may_change_input:
-            return self._unchanging(inputs)
+            return self._unchanging(call, inputs)
         before = versions(inputs)
-        outputs = Batch(self._call(as_nonleaf(inputs).value))
+        outputs = Batch(self._look_for_hooks(call, as_nonleaf(inputs).value))
         after = versions(inputs)
         expect_unseen(inputs, before, after)
         self._learn(inputs, outputs, after != before)
         return outputs
 
-    def _unchanging(self, inputs: Batch) -> Batch:
+    def _unchanging(self, call: Function, inputs: Batch) -> Batch:
         """What the layers make of ``inputs``, if these are not to be changed: the first micro-batch was not."""
         before = versions(inputs) if isinstance(inputs, SharedBatch) else ()  # else they are nobody else's
         try:
-            outputs = Batch(self._call(inputs.value))
+            outputs = Batch(call(inputs.value))
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise self._late_change() from error
@@ -95,12 +99,20 @@ class Stage:
             self._seen_outputs = True
         # Inference tensors do not count their changes.
         if changed or not any(tensor.is_inference() for tensor in inputs):
-            self._changes_input = self._changes_input or changed
+            self._changes_input = self.may_change_input = self._changes_input or changed
 
-    def _call(self, value: Any) -> Any:
+    def _look_for_hooks(self, call: Function, value: Any) -> Any:
+        """``call(value)``; see whether layers put hooks on tensors, if :meth:`expect_split` asked for it."""
+        training = self.module.training
+        if self._hooks.get(training, False) is not None:
+            return call(value)
+        with TensorHooks() as hooks:  # which takes time, and matters only to a split backward
+            output = call(value)
+        self._hooks[training] = hooks.seen
+        return output
+
+    def _with_skips(self, value: Any) -> Any:
         """Hand skips from other stages to the layers, and those for other stages on, beside the main value."""
-        if not self._skips:
-            return self._layers(value)
         store: dict[Key, Any] = {}  # of this cell: what a failure leaves there goes with it
         if self._pops:
             value, *skips = unpacked(value)
@@ -110,28 +122,18 @@ class Stage:
         return (output, *[store.pop(key) for key in self._stashes]) if self._stashes else output
 
     def _layers(self, value: Any) -> Any:
-        training = self.module.training
-        if self._hooks.get(training, False) is not None:
-            return self._output(value)
-        with TensorHooks() as hooks:  # which takes time, and matters only to a split backward
-            output = self._output(value)
-        self._hooks[training] = hooks.seen
-        return output
-
-    def _output(self, value: Any) -> Any:
-        value = unpacked(value)
+        if not isinstance(value, Tensor):
+            value = unpacked(value)
         output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
+        if isinstance(output, Tensor):
+            return output
         expect_plain(output, self.index)
         return packed(output)
 
-    @property
-    def may_change_input(self) -> bool:
-        """Whether the layers work in place on what they get; true until the first forward of a run has shown."""
-        return self._changes_input is not False
-
     def begin(self) -> None:
         """Forget what the last run has shown: layers may have been changed since."""
-        self._changes_input = True if self._changes_late else None
+        self._changes_input = self._changes_late
+        self.may_change_input = True
         self._seen_outputs = False
         self._watched = True
         self._heard = False

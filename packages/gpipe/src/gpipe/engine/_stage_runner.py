@@ -9,7 +9,7 @@ import torch
 from streams import add_note
 
 from .._batchnorm import MiniBatchStatistics
-from .._current import At, current
+from .._current import current
 from ..checkpoint._random import CellRNG, Unwatched
 from ..schedule import Action, Kind
 from ..transport._ports import Port, Ports
@@ -67,8 +67,9 @@ class StageRunner:
         if self.stage.may_change_input:
             inputs = owned(inputs)  # what the caller gave stays as it is, and what a recomputation needs
         cell = self._cells[i] = self._cell(i)
-        with At(i, self._statistics):
-            outputs = cell.forward(inputs)
+        current.statistics = self._statistics
+        outputs = cell.forward(inputs)
+        current.microbatch = current.statistics = None  # a loss belongs to no stage
         self._forwards += 1
         if self._forwards == self._mini_batch.microbatches:
             self._finish_forwards()
@@ -83,27 +84,23 @@ class StageRunner:
 
     def recompute(self, i: int) -> None:
         self.stage.expect_current()
-        with At(i):
-            self._cells[i].recompute()
+        self._cells[i].recompute()
 
     def backward(self, i: int) -> None:
         seeds = self._departure.get_gradients(i)
         self._hold(i)
-        with At(i):
-            gradients = self._cells[i].backward(seeds, self._grown)
+        gradients = self._cells[i].backward(seeds, self._grown)
         del self._cells[i]
         self._arrival.put_gradients(i, gradients)
 
     def backward_input(self, i: int) -> None:
         seeds = self._departure.get_gradients(i)
         self._hold(i)
-        with At(i):
-            gradients = self._cells[i].backward_input(seeds, self._grown)
+        gradients = self._cells[i].backward_input(seeds, self._grown)
         self._arrival.put_gradients(i, gradients)
 
     def backward_weight(self, i: int) -> None:
-        with At(i):
-            self._cells[i].backward_weight(self._grown)
+        self._cells[i].backward_weight(self._grown)
         del self._cells[i]
 
     def annotate(self, error: BaseException, action: Action) -> None:

@@ -32,7 +32,7 @@ class SharedBatch(Batch):
 
 def map_batch(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """The same structure with ``function`` applied to every tensor."""
-    value = map_tensors(function, batch.value)
+    value = function(batch.value) if isinstance(batch.value, Tensor) else map_tensors(function, batch.value)
     return SharedBatch(value, batch.ties) if isinstance(batch, SharedBatch) else Batch(value)
 
 

@@ -38,7 +38,7 @@ def with_ties(batch: Batch, ties: Sequence[int]) -> Batch:
 
 def flag_aliases(outputs: Batch, inputs: Batch, others: Sequence[tuple[Tensor, int]] = ()) -> Batch:
     """``outputs`` with the ties of their memory: those of ``inputs`` in it, of the ``others``, and to each other."""
-    if outputs.atomic and not others and type(inputs) is Batch:
+    if isinstance(outputs.value, Tensor) and not others and type(inputs) is Batch:
         return outputs
     tensors = list(outputs)
     sources = [*zip(inputs, ties_of(inputs), strict=True), *others]
