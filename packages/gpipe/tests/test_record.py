@@ -20,7 +20,7 @@ import gpipe
 from gpipe import Event, GPipe, Timeline, record
 from gpipe._current import current
 from gpipe.engine._settings import settings as run_settings
-from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, requirement
+from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
 from gpipe.skip import Namespace, pop, skippable, stash
 from gpipe.timeline._record import Look, Recorder, WatchedLink
 from microbatch import Batch
@@ -64,8 +64,12 @@ def runs(draw: st.DrawFn) -> tuple[GPipe, str | None, Schedule]:
     devices = [f"cpu:{j % workers}" for j in range(n)]
     pipe = GPipe(linears(n), [1] * n, devices=devices, chunks=m, checkpoint=mode)
     name = draw(st.sampled_from([None, *sorted(SCHEDULES)]))
-    programs = fill_drain(m, n, stop) if name is None else SCHEDULES[name](m, pipe._workers.placement, stop)
-    return pipe, name, programs
+    return pipe, name, fill_drain(m, n, stop) if name is None else programs_of(name, m, pipe, stop)
+
+
+def programs_of(name: str, m: int, pipe: GPipe, stop: int) -> Schedule:
+    """What a step is recorded to do on an input that needs no gradient, so that the first stage splits nothing."""
+    return named(name, m, pipe._workers.placement, stop, split=range(1, len(pipe.partitions)))
 
 
 @settings(max_examples=settings.default.max_examples // 2)
@@ -99,7 +103,11 @@ def test_waiting_for_a_link_is_no_work(monkeypatch: pytest.MonkeyPatch):
     with record() as timeline, gpipe.inline():
         stepped(pipe, "zero_bubble", 4)
     assert {event.seconds for event in timeline.events} == {1}
-    links = {("forward", 0), ("forward", 1), ("backward_input", 0)}  # the last stage gets its gradients from the loss
+    links = {
+        ("forward", 0),
+        ("forward", 1),
+        ("backward", 0),
+    }  # the input needs no gradient; the last stage gets its gradients from the loss
     assert all(event.wait == ((event.kind, event.stage) in links) for event in timeline.events)
     assert sum(event.wait for event in timeline.events) == 6
 
@@ -303,8 +311,7 @@ class TestProfilers:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, gpipe.inline():
             stepped(pipe, schedule, 4)
         found = Counter(e.name for e in profile.events() if e.name.startswith("gpipe "))
-        placement = (0, 0)
-        programs = SCHEDULES[schedule](2, placement, 2)
+        programs = named(schedule, 2, (0, 0), 2, split=[1])  # the input needs no gradient
         assert found == Counter(f"gpipe {action}@{j}" for j, program in enumerate(programs) for action in program)
 
     def test_labels_hold_the_operations(self) -> None:

@@ -552,7 +552,7 @@ class TestBadInput:
     pipe = staticmethod(lambda **options: piped(linears(), [1, 2], **{"chunks": 3, **options}))
 
     def test_unknown_schedule(self) -> None:
-        with pytest.raises(ValueError, match=r"'gpipe'.*'fill_drain'.*'1f1b'.*'interleaved'.*'zero_bubble'"):
+        with pytest.raises(ValueError, match=r"'gpipe'.*'fill_drain'.*'1f1b'.*'interleaved'.*'zero_bubble'.*'auto'"):
             self.pipe().step(rows(), rows(), loss_fn=F.mse_loss, schedule="gpipe")
 
     @pytest.mark.parametrize("schedule", [None, 1, ((),), [], b"1f1b"])

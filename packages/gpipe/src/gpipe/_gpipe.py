@@ -29,8 +29,9 @@ from .module._layers import Held, expect_replacement, refuse
 from .module._partition import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
 from .module._rows import expect_same_rows
 from .module._transforms import not_compiled, refuse_transforms
-from .schedule import Schedule
+from .schedule import Choice, Schedule
 from .skip import inspect_skip_layout, verify_skippables
+from .timeline._chooser import Chooser, Size
 from .values._gather import gathered
 from .values._leaves import Arguments, map_batch
 
@@ -90,6 +91,7 @@ class GPipe(nn.Module):
     _partitions: nn.ModuleList
     _deferred: bool
     _pipeline: Pipeline
+    _chooser: Chooser
     _copy_streams: list[AbstractStream]
     _workers: Workers
 
@@ -157,6 +159,13 @@ class GPipe(nn.Module):
     @checkpoint.setter
     def checkpoint(self, mode: str) -> None:
         self.__dict__["_checkpoint"] = checked_checkpoint(mode)
+
+    @property
+    def last_schedule(self) -> Choice | None:
+        """What the last :meth:`step` ran under: the name of the schedule, the stages whose backward was split, and
+        what ``"auto"`` expected of each schedule that it compared. None before the first.
+        """
+        return self._chooser.last
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -233,8 +242,10 @@ class GPipe(nn.Module):
             target: tensors, or a tree of them, cut like ``input``; on the last device (moved there if they are not).
                 ``Split(y, dim=1)`` and ``Replicate(y)`` around a part say how it is cut.
             loss_fn: called with the output and the target of each micro-batch. Returns a scalar, or ``(sum, count)``.
-            schedule: ``"1f1b"``, ``"fill_drain"``, ``"interleaved"``, ``"zero_bubble"``, or a
-                :class:`gpipe.schedule.Schedule` of your own.
+            schedule: ``"1f1b"``, ``"fill_drain"``, ``"interleaved"``, ``"zero_bubble"``, ``"auto"``, or a
+                :class:`gpipe.schedule.Schedule` of your own. ``"auto"`` measures cells in the first steps and takes
+                the fastest of three; :attr:`last_schedule` says which. ``"zero_bubble"`` splits the backward of those
+                stages where that pays; one of your own is done as it is written.
             reduction: how the losses of micro-batches make up the whole. ``"mean"`` weighs each by its rows, which is
                 right for plain means only. ``"sum"`` adds them up.
             normalizer: with ``"sum"``, what to divide by.
@@ -267,7 +278,7 @@ class GPipe(nn.Module):
         batches, _ = self._scatter(inputs, spec)
         targets = _targets(target, self._pipeline.stages[-1].device, batches, self._chunks)
         loss = LossStage(loss_fn, targets, _weights(batches, reduction, normalizer), keep_outputs=return_outputs)
-        self._pipeline.train(batches, self._checkpoint_stop(len(batches)), loss, schedule)
+        self._train(batches, loss, schedule)
         if return_outputs:
             outputs = [loss.outputs[i] for i in range(len(batches))]
             try:
@@ -378,6 +389,14 @@ class GPipe(nn.Module):
         views, versions = scatter_views(value, self._chunks, spec)
         return reattach(value, views, spec), versions
 
+    def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
+        stop = self._checkpoint_stop(len(batches))
+        # One thread at a time learns what cells take, too.
+        with self._workers.section.entered(accumulates=True):
+            plan = self._chooser.plan(schedule, batches, Size(len(batches), self._pipeline.placement, stop))
+            self._pipeline.train(batches, stop, loss, plan.schedule, plan.recorder)
+            self._chooser.learn(plan)
+
     def _prepare(self) -> None:
         """What a pipe needs in the process it runs in."""
         self._hold()
@@ -404,6 +423,7 @@ class GPipe(nn.Module):
             for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True))
         ]
         self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers)
+        self.__dict__["_chooser"] = Chooser(stages)
 
     def _change(self, name: str, layer: nn.Module | None) -> None:
         """Put ``layer`` in the place of the one called ``name``, in the pipe and its partition."""
@@ -435,7 +455,7 @@ class GPipe(nn.Module):
 
 
 _FIXED = ("balance", "devices", "partitions")
-_OF_THIS_PROCESS = ("_pipeline", "_copy_streams", "_workers")
+_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from microbatch import Batch, Versions
 from streams import AbstractStream, add_note
 
-from ..schedule import Schedule
+from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
 from ..transport._channels import Channels
 from ..transport._copy import Place
@@ -25,6 +25,7 @@ from ._data_parallel import refuse_data_parallel
 from ._exclusive import Section, on_this_thread
 from ._loss import LossStage
 from ._run import Run
+from ._settings import Observer, settings
 from ._stage import Stage
 from ._walks import walk_of
 from ._workers import Workers
@@ -48,6 +49,11 @@ class Pipeline:
         self._layout = layout
         self._copy_streams = copy_streams
 
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The worker of each stage, in a run that begins here and now."""
+        return (0,) * len(self.stages) if settings().inline else self.workers.placement
+
     def forward(self, batches: Sequence[Batch], checkpoint_stop: int, versions: Versions) -> list[Batch]:
         """Put each micro-batch through all stages; the outputs, in the caller's graph.
 
@@ -70,15 +76,25 @@ class Pipeline:
             outputs = _attached(run, self.workers.section, versions, batches, entering, outputs)
         return outputs
 
-    def train(self, batches: Sequence[Batch], checkpoint_stop: int, loss: LossStage, schedule: Schedule | str) -> None:
+    def train(
+        self,
+        batches: Sequence[Batch],
+        checkpoint_stop: int,
+        loss: LossStage,
+        schedule: Schedule | Choice,
+        observer: Observer | None = None,
+    ) -> None:
         """Put each micro-batch through all stages and back, as ``schedule`` says, turning around at ``loss``.
 
         Gradients arrive in ``.grad``, also those of what the micro-batches were computed from. What a layer raises
         reaches the caller as in :meth:`forward`. Then the ``.grad`` of a parameter that had none is None again; to
         others, what had been computed so far has been added, and the error says of how many micro-batches.
+
+        Args:
+            observer: wants to know of this run, unless somebody does who wants to know of every run.
         """
         with self.workers.section.entered(accumulates=True):
-            run = Run(self, len(batches), checkpoint_stop, loss)
+            run = Run(self, len(batches), checkpoint_stop, loss, observer)
             walk = walk_of(schedule, run.mini_batch)
             refuse_data_parallel(run.mini_batch.kept_nodes)
             before = _Gradients([p for stage in self.stages for p in stage.module.parameters()])

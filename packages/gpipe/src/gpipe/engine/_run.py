@@ -21,7 +21,7 @@ from ._exclusive import involved, on_this_thread, serving
 from ._failures import Failures
 from ._loss import LossStage
 from ._mini_batch import MiniBatch, callers_context
-from ._settings import settings
+from ._settings import Observer, settings
 from ._stage import Stage
 from ._stage_runner import ACTIONS, StageRunner
 from ._walks import forwards_and_backwards
@@ -40,18 +40,24 @@ class Run:
         microbatches: how many there are.
         checkpoint_stop: micro-batches below it are checkpointed.
         loss: where micro-batches turn around, if they do so inside the run.
+        observer: wants to know of this run, unless somebody does who wants to know of every run.
     """
 
     def __init__(
-        self, pipeline: Pipeline, microbatches: int, checkpoint_stop: int, loss: LossStage | None = None
+        self,
+        pipeline: Pipeline,
+        microbatches: int,
+        checkpoint_stop: int,
+        loss: LossStage | None = None,
+        observer: Observer | None = None,
     ) -> None:
         stages, chosen = pipeline.stages, settings()
-        placement = (0,) * len(stages) if chosen.inline else pipeline.workers.placement
-        self.mini_batch = MiniBatch(stages, placement, microbatches, checkpoint_stop, loss)
+        observer = chosen.observer or observer
+        self.mini_batch = MiniBatch(stages, pipeline.placement, microbatches, checkpoint_stop, loss)
         self._workers = None if chosen.inline else pipeline.workers
         self._devices = [stage.device for stage in stages]
         self._streams = [current_stream(device) for device in self._devices]
-        self._observer = None if chosen.observer is None else chosen.observer.begin(pipeline.workers.placement)
+        self._observer = None if observer is None else observer.begin(pipeline.workers.placement)
         self._failures = Failures()
         self._channels = pipeline.channels(
             self._streams, Link if self._observer is None else self._observer.link, self._failures.forestall_current

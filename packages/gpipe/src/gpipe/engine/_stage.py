@@ -219,6 +219,11 @@ class Stage:
             )
 
     @property
+    def runs_whole(self) -> bool:
+        """Whether a backward that was to be split could not be."""
+        return self._said_whole
+
+    @property
     def layers(self) -> str:
         """The names of the first and the last layer."""
         names = [f"'{name}'" for name, _ in self.module.named_children()]

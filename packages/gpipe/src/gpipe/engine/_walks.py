@@ -6,7 +6,7 @@ import logging
 from functools import lru_cache
 from typing import Protocol
 
-from ..schedule import Schedule, Walk, fill_drain, halves, named, validate
+from ..schedule import Choice, Schedule, Walk, fill_drain, halves, named, validate
 
 _log = logging.getLogger("gpipe")
 
@@ -35,20 +35,14 @@ def forwards_and_backwards(size: Size) -> tuple[Walk, Walk]:
     return _halves(size.microbatches, size.checkpoint_stop, size.placement)
 
 
-def walk_of(schedule: Schedule | str, size: Size) -> Walk:
+def walk_of(schedule: Schedule | Choice, size: Size) -> Walk:
     """What each worker does under ``schedule``.
 
-    Raises:
-        TypeError: it is neither a name nor a schedule.
-        ValueError: there is none of this name, or it does not fit.
+    Raises ValueError if it does not fit.
     """
     key = size.microbatches, size.checkpoint_stop, size.placement
-    if isinstance(schedule, str):
-        return _named(schedule, *key)
-    if not isinstance(schedule, Schedule):
-        raise TypeError(
-            f"schedule must be a name such as '1f1b', or a gpipe.schedule.Schedule; got {type(schedule).__name__}"
-        )
+    if isinstance(schedule, Choice):
+        return _named(schedule.name, schedule.split, *key)
     return _own(schedule, *key)
 
 
@@ -66,12 +60,14 @@ def _halves(microbatches: int, checkpoint_stop: int, placement: tuple[int, ...])
 
 
 @lru_cache(maxsize=64)
-def _named(name: str, microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]) -> Walk:
-    if name.lower() == "interleaved" and 1 < len(placement) == len(set(placement)):
+def _named(
+    name: str, split: tuple[int, ...], microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]
+) -> Walk:
+    if name == "interleaved" and 1 < len(placement) == len(set(placement)):
         _log.warning(  # once for each number of stages and micro-batches: what this returns is kept
             "schedule='interleaved' has nothing to interleave, because each of the %d partitions has a worker of its "
             "own, and so it is a '1f1b' that holds more; give each worker several partitions, as with "
             "devices=[0, 1, 0, 1], or on the CPU devices=['cpu:0', 'cpu:1'] * 2",
             len(placement),
         )
-    return named(name, microbatches, placement, checkpoint_stop).on(placement)
+    return named(name, microbatches, placement, checkpoint_stop, split).on(placement)

@@ -21,6 +21,12 @@ from ._builders import halves as halves
 from ._builders import interleaved as interleaved
 from ._builders import one_forward_one_backward as one_forward_one_backward
 from ._builders import zero_bubble as zero_bubble
+from ._choice import SPLIT_SECONDS as SPLIT_SECONDS
+from ._choice import TIE as TIE
+from ._choice import Choice as Choice
+from ._choice import Seconds as Seconds
+from ._choice import choose as choose
+from ._choice import worth_splitting as worth_splitting
 from ._merge import merge as merge
 from ._merge import start_ticks as start_ticks
 from ._named import SCHEDULES as SCHEDULES
@@ -33,13 +39,18 @@ from ._validate import validate as validate
 
 __all__ = [
     "SCHEDULES",
+    "SPLIT_SECONDS",
+    "TIE",
     "Action",
+    "Choice",
     "Kind",
     "Program",
     "Schedule",
+    "Seconds",
     "Span",
     "Step",
     "Walk",
+    "choose",
     "clock_cycles",
     "fill_drain",
     "halves",
@@ -52,5 +63,6 @@ __all__ = [
     "requirement",
     "start_ticks",
     "validate",
+    "worth_splitting",
     "zero_bubble",
 ]

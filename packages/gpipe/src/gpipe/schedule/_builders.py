@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 from ._actions import Action, Kind, Program, Step
@@ -96,18 +96,27 @@ def _interleaved(microbatches: int, stages: int, workers: int, r: int, checkpoin
             yield from (Step(j, action) for action in _backward(i, checkpoint_stop))
 
 
-def zero_bubble(microbatches: int, stages: int, checkpoint_stop: int = 0) -> Schedule:
+def zero_bubble(
+    microbatches: int, stages: int, checkpoint_stop: int = 0, split: Collection[int] | None = None
+) -> Schedule:
     """1F1B with the backward split: the gradient of the input goes on at once, those of the weights fill the bubble.
 
     Stage j puts off the weights of j micro-batches, so that every stage holds n of them at most. If a forward and both
     parts of the backward take the same time and m ≥ n, the bubble is n − 1 such times, a third of 1F1B's.
+
+    Stages that are not in ``split`` keep their backward whole, as under 1F1B; by default all are.
 
     Source: ZB-H1 (Qi et al., arXiv 2401.10241)::
 
         F0 F1 .  I0 W0 F2 I1 W1 I2 W2
         .  F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
-    return Schedule(_split_one_by_one(microbatches, stages, j, checkpoint_stop) for j in range(stages))
+    return Schedule(
+        _one_by_one(microbatches, stages - j, checkpoint_stop)
+        if split is not None and j not in split
+        else _split_one_by_one(microbatches, stages, j, checkpoint_stop)
+        for j in range(stages)
+    )
 
 
 def _split_one_by_one(microbatches: int, stages: int, j: int, checkpoint_stop: int) -> Iterator[Action]:

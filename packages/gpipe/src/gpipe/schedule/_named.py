@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .._meant import did_you_mean
 from ._builders import fill_drain, interleaved, one_forward_one_backward, zero_bubble
 from ._schedule import Schedule
 
 
-def named(name: str, microbatches: int, placement: Sequence[int], checkpoint_stop: int = 0) -> Schedule:
+def named(
+    name: str,
+    microbatches: int,
+    placement: Sequence[int],
+    checkpoint_stop: int = 0,
+    split: Collection[int] | None = None,
+) -> Schedule:
     """The schedule called ``name``, in capitals or not, for stages on the workers of ``placement``.
+
+    Args:
+        split: under ``"zero_bubble"``, the stages whose backward runs in two parts; all by default.
 
     Raises ValueError, with the list of names, if there is none.
     """
-    if name.lower() not in SCHEDULES:
-        raise ValueError(
-            f"there is no schedule {name!r}; choose one of {', '.join(map(repr, SCHEDULES))}"
-            + did_you_mean(name, SCHEDULES)
-        )
+    expect_name(name, SCHEDULES)
+    if name.lower() == "zero_bubble":
+        return zero_bubble(microbatches, len(placement), checkpoint_stop, split)
     return SCHEDULES[name.lower()](microbatches, placement, checkpoint_stop)
+
+
+def expect_name(name: str, names: Iterable[str]) -> None:
+    """Raise ValueError, with the list of ``names``, unless ``name``, in capitals or not, is one of them."""
+    names = list(names)
+    if name.lower() not in names:
+        raise ValueError(
+            f"there is no schedule {name!r}; choose one of {', '.join(map(repr, names))}" + did_you_mean(name, names)
+        )
 
 
 def _looped(microbatches: int, placement: Sequence[int], checkpoint_stop: int) -> Schedule:

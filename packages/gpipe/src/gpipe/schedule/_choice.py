@@ -1,0 +1,106 @@
+"""Which schedule suits a pipe, given what its cells take: deciding only, nothing is measured or run here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ._actions import Kind, Step
+from ._named import named
+from ._replay import replay
+
+SPLIT_SECONDS = 2e-3
+"""A backward that takes less is not worth splitting.
+
+To take a backward apart costs some 130 µs a cell of Python. Measured on CPUs, zero bubble was no faster than 1F1B where
+a cell takes less than this (``docs/benchmarks/pipeline.md``).
+"""
+
+TIE = 0.02
+"""Schedules whose times differ by less than this share count as equally fast. Medians of cells are no better known."""
+
+Seconds = Mapping[tuple[int, Kind], float]
+"""What an action takes, by stage and kind; what was not measured is not there."""
+
+_BY_MEMORY = ("1f1b", "zero_bubble", "fill_drain")
+"""What :func:`choose` chooses from: a stage holds at most n − j, n, and m micro-batches."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The schedule of a step, and why it was that one.
+
+    Attributes:
+        name: of the schedule; ``"own"`` for a :class:`Schedule` that the caller gave.
+        split: the stages whose backward runs in two parts.
+        seconds: what a step was expected to take under each schedule that was compared; empty if none were.
+    """
+
+    name: str
+    split: tuple[int, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        split = f", stages {', '.join(map(str, self.split))} split" if self.split else ""
+        expected = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in self.seconds.items())
+        return self.name + split + (f" (expected: {expected})" if expected else "")
+
+
+def worth_splitting(seconds: Seconds, stages: Collection[int]) -> tuple[int, ...]:
+    """Those of ``stages`` whose backward is known to take :data:`SPLIT_SECONDS` or more, or is not known.
+
+    >>> worth_splitting({(0, Kind.BACKWARD): 1e-3, (1, Kind.BACKWARD): 3e-3}, range(3))
+    (1, 2)
+    """
+    return tuple([j for j in sorted(stages) if _backward(seconds, j, SPLIT_SECONDS) >= SPLIT_SECONDS])
+
+
+def choose(
+    microbatches: int, placement: Sequence[int], checkpoint_stop: int, seconds: Seconds, may_split: Collection[int]
+) -> Choice:
+    """The fastest of 1F1B, zero bubble and fill-drain; of those that tie, the one that holds the least.
+
+    Their times are those of :func:`replay`. Links count as free. A part of a backward that was not measured counts as
+    half of it, and a recomputation as a forward.
+
+    Args:
+        placement: the worker of each stage.
+        checkpoint_stop: micro-batches below it are checkpointed.
+        seconds: what was measured. 1F1B is the choice unless the forward and backward of every stage are there.
+        may_split: the stages whose backward can be split with any use.
+
+    >>> seconds = {(j, kind): 0.01 for j in range(2) for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    >>> print(choose(4, (0, 1), 0, seconds, may_split=[0, 1]))
+    zero_bubble, stages 0, 1 split (expected: 1f1b 100 ms, zero_bubble 90 ms, fill_drain 100 ms)
+    """
+    if not all((j, kind) in seconds for j in range(len(placement)) for kind in (Kind.FORWARD, Kind.BACKWARD)):
+        return Choice("1f1b")
+    split = worth_splitting(seconds, may_split)
+    expected = {name: _makespan(name, microbatches, placement, checkpoint_stop, split, seconds) for name in _BY_MEMORY}
+    bound = min(expected.values()) * (1 + TIE)
+    name = next(name for name in _BY_MEMORY if expected[name] <= bound)
+    return Choice(name, split if name == "zero_bubble" else (), expected)
+
+
+def _makespan(
+    name: str, microbatches: int, placement: Sequence[int], stop: int, split: Collection[int], seconds: Seconds
+) -> float:
+    walk = named(name, microbatches, placement, stop, split).on(placement)
+    spans = replay(walk, lambda step: _seconds(seconds, step))
+    return max((span.end for span in spans.values()), default=0.0)
+
+
+def _seconds(seconds: Seconds, step: Step) -> float:
+    stage, kind = step.stage, step.action.kind
+    if (stage, kind) in seconds:
+        return seconds[stage, kind]
+    if kind == Kind.RECOMPUTE:
+        return seconds[stage, Kind.FORWARD]
+    return seconds[stage, Kind.BACKWARD] / 2  # one of its parts
+
+
+def _backward(seconds: Seconds, stage: int, unknown: float) -> float:
+    if (stage, Kind.BACKWARD) in seconds:
+        return seconds[stage, Kind.BACKWARD]
+    parts = [seconds.get((stage, kind)) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+    return sum(part for part in parts if part is not None) if None not in parts else unknown

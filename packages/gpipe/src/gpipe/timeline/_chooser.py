@@ -1,0 +1,188 @@
+"""Find out in the first steps of a pipe what its cells take, and decide by that under which schedule it steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from microbatch import Batch
+
+from ..engine._stage import Stage
+from ..schedule import SCHEDULES, Choice, Kind, Schedule, Seconds, choose, named, worth_splitting
+from ..schedule._named import expect_name
+from ._events import Event
+from ._record import Recorder
+
+RUNS = 3
+"""How many steps are measured until what an action takes counts as known; the first one is slow for many reasons."""
+
+Cell = tuple[int, Kind]
+
+
+class Size(NamedTuple):
+    """What a schedule is built for.
+
+    Attributes:
+        microbatches: how many there are.
+        placement: the worker of each stage.
+        checkpoint_stop: micro-batches below it are checkpointed.
+    """
+
+    microbatches: int
+    placement: tuple[int, ...]
+    checkpoint_stop: int
+
+
+class Situation(NamedTuple):
+    """What cells may take longer in, or shorter. Where it is another one, they are measured anew.
+
+    Attributes:
+        size: the binary digits of the number of elements in a micro-batch: sizes within a factor of two are one.
+        training: whether the layers are in training mode.
+        trained: the stages with parameters to train.
+        needs: the stages whose input needs a gradient.
+        placement: the worker of each stage; one that serves several, or the caller, has other numbers of threads.
+    """
+
+    size: int
+    training: bool
+    trained: tuple[int, ...]
+    needs: tuple[int, ...]
+    placement: tuple[int, ...]
+
+
+class Measured:
+    """What the actions of each stage took, by kind."""
+
+    def __init__(self) -> None:
+        self._medians: defaultdict[Cell, list[float]] = defaultdict(list)
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Learn from one run."""
+        runs: defaultdict[Cell, list[float]] = defaultdict(list)
+        for event in events:
+            runs[event.stage, event.kind].append(event.seconds)
+        for cell, seconds in runs.items():
+            if not self.knows(cell):
+                self._medians[cell].append(median(seconds))
+
+    def knows(self, cell: Cell) -> bool:
+        """Whether enough runs have been measured."""
+        return len(self._medians.get(cell, ())) >= RUNS
+
+    @property
+    def seconds(self) -> Seconds:
+        """What is known. Of all runs the fastest, since whatever else the machine does only adds to it."""
+        return {cell: min(medians) for cell, medians in self._medians.items() if self.knows(cell)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is to run.
+
+    Attributes:
+        schedule: what it runs under: a :class:`Choice` stands for its name and split.
+        recorder: watches it, if there is something to be learned.
+        measured: where that belongs.
+    """
+
+    schedule: Schedule | Choice
+    recorder: Recorder | None = None
+    measured: Measured | None = None
+
+
+class Chooser:
+    """Decides under which schedules the steps of a pipe run. For one thread at a time.
+
+    ``"auto"`` leaves the schedule to :func:`gpipe.schedule.choose`, and ``"zero_bubble"`` which stages it splits.
+    Everything else is what it says, and is not measured.
+
+    Attributes:
+        last: the choice for the last step; None before the first.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self._measured: defaultdict[Situation, Measured] = defaultdict(Measured)
+        self._choices: dict[tuple[str, Size, Situation, tuple[int, ...]], tuple[Choice, set[Cell]]] = {}
+        self._pending: list[Plan] = []
+        self.last: Choice | None = None
+
+    def plan(self, schedule: Schedule | str, batches: Sequence[Batch], size: Size) -> Plan:
+        """How a step of ``batches`` asked for under ``schedule`` is to run.
+
+        Raises:
+            TypeError: it is neither a name nor a schedule.
+            ValueError: there is none of this name.
+        """
+        if isinstance(schedule, str):
+            plan = self._named(schedule, batches, size)
+        elif isinstance(schedule, Schedule):
+            plan = Plan(schedule)
+        else:
+            raise TypeError(
+                f"schedule must be a name such as '1f1b', or a gpipe.schedule.Schedule; got {type(schedule).__name__}"
+            )
+        self.last = plan.schedule if isinstance(plan.schedule, Choice) else Choice("own", _split(plan.schedule))
+        return plan
+
+    def learn(self, plan: Plan) -> None:
+        """A step has run as planned. What there is to learn is read before the next one: a GPU may not be through."""
+        if plan.recorder is not None:
+            self._pending.append(plan)
+
+    def _named(self, name: str, batches: Sequence[Batch], size: Size) -> Plan:
+        expect_name(name, (*SCHEDULES, "auto"))
+        name = name.lower()
+        if name not in ("auto", "zero_bubble"):
+            return Plan(Choice(name))
+        self._read()
+        situation = self._situation(batches, size)
+        whole = tuple(stage.index for stage in self._stages if stage.runs_whole)
+        key = name, size, situation, whole
+        if key not in self._choices:
+            self._choices[key] = self._choice(*key)
+        choice, cells = self._choices[key]
+        measured = self._measured[situation]
+        known = all(map(measured.knows, cells))
+        # A profiler of torch labels what a run does, which a recorder would not.
+        watched = known or torch.autograd.profiler._is_profiler_enabled
+        return Plan(choice) if watched else Plan(choice, Recorder(memory=False), measured)
+
+    def _choice(self, name: str, size: Size, situation: Situation, whole: tuple[int, ...]) -> tuple[Choice, set[Cell]]:
+        """The choice, and which cells a step then consists of."""
+        seconds = self._measured[situation].seconds
+        may_split = tuple(j for j in situation.needs if j in situation.trained and j not in whole)
+        zero_bubble = Choice(name, worth_splitting(seconds, may_split))
+        choice = zero_bubble if name == "zero_bubble" else choose(*size, seconds, may_split)
+        schedule = named(choice.name, *size, choice.split)
+        return choice, {(j, action.kind) for j, program in enumerate(schedule) for action in program}
+
+    def _read(self) -> None:
+        pending, self._pending = self._pending, []
+        for plan in pending:
+            assert plan.recorder is not None
+            assert plan.measured is not None
+            plan.measured.add(plan.recorder.timeline.events)
+        if pending:
+            self._choices.clear()
+
+    def _situation(self, batches: Sequence[Batch], size: Size) -> Situation:
+        trained = tuple(s.index for s in self._stages if any(p.requires_grad for p in s.module.parameters()))
+        first = 0 if any(tensor.requires_grad for tensor in batches[0]) else min(trained, default=len(self._stages)) + 1
+        return Situation(
+            size=sum(tensor.numel() for tensor in batches[0]).bit_length(),
+            training=self._stages[0].module.training,
+            trained=trained,
+            needs=tuple(range(first, len(self._stages))),
+            placement=size.placement,
+        )
+
+
+def _split(schedule: Schedule) -> tuple[int, ...]:
+    return tuple(j for j, program in enumerate(schedule) if any(kind == Kind.BACKWARD_INPUT for kind, _ in program))

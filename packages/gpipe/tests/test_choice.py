@@ -1,0 +1,157 @@
+"""Which schedule is chosen, and which backwards are split, given what cells take."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.schedule import (
+    SPLIT_SECONDS,
+    TIE,
+    Choice,
+    Kind,
+    Seconds,
+    choose,
+    in_flight,
+    named,
+    validate,
+    worth_splitting,
+)
+from gpipe.simulate import StageCost, simulate
+
+PLACEMENTS = st.one_of(
+    st.integers(1, 4).map(lambda n: tuple(range(n))), st.integers(1, 4).map(lambda n: tuple(j % 2 for j in range(n)))
+)
+SECONDS = st.floats(SPLIT_SECONDS / 8, SPLIT_SECONDS * 8)
+BY_MEMORY = ("1f1b", "zero_bubble", "fill_drain")
+
+
+class Case(NamedTuple):
+    microbatches: int
+    placement: tuple[int, ...]
+    checkpoint_stop: int
+    seconds: Seconds
+    may_split: tuple[int, ...]
+
+    def schedule(self, choice: Choice) -> Any:
+        return named(choice.name, self.microbatches, self.placement, self.checkpoint_stop, choice.split)
+
+    def costs(self) -> list[StageCost]:
+        of = {
+            Kind.RECOMPUTE: "recompute",
+            Kind.BACKWARD_INPUT: "backward_input",
+            Kind.BACKWARD_WEIGHT: "backward_weight",
+        }
+        return [
+            StageCost(
+                self.seconds[j, Kind.FORWARD],
+                self.seconds[j, Kind.BACKWARD],
+                **{name: self.seconds.get((j, kind)) for kind, name in of.items()},
+            )
+            for j in range(len(self.placement))
+        ]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    m, placement = draw(st.integers(1, 6)), draw(PLACEMENTS)
+    stages = range(len(placement))
+    known: dict[tuple[int, Kind], float] = {}
+    for j in stages:
+        parts = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if draw(st.booleans()) else []
+        more = [Kind.RECOMPUTE] if draw(st.booleans()) else []
+        known.update({(j, kind): draw(SECONDS) for kind in (Kind.FORWARD, Kind.BACKWARD, *parts, *more)})
+    may_split = tuple(j for j in stages if draw(st.booleans()))
+    return Case(m, placement, draw(st.sampled_from([0, m - 1, m])), known, may_split)
+
+
+UNEVEN = {Kind.FORWARD: (0.01, 0.03, 0.1, 0.01), Kind.BACKWARD: (0.02, 0.1, 0.03, 0.02)}
+BEST_DRAINED = Case(5, (0, 1, 2, 3), 4, {(j, kind): UNEVEN[kind][j] for kind in UNEVEN for j in range(4)}, may_split=())
+"""The slowest forward and the slowest backward are on other stages, so that 1F1B lets both wait."""
+
+
+@given(cases())
+def test_it_is_as_fast_as_any_and_of_those_it_holds_the_least(case: Case):
+    choice = choose(*case)
+    assert set(choice.seconds) == set(BY_MEMORY)
+    fastest = min(choice.seconds.values())
+    ties = [name for name in BY_MEMORY if choice.seconds[name] <= fastest * (1 + TIE)]
+    assert choice.name == ties[0]
+
+
+@given(cases())
+def test_it_expects_what_a_simulation_does(case: Case):
+    choice = choose(*case)
+    makespan = simulate(case.schedule(choice), case.costs(), placement=case.placement).makespan
+    assert choice.seconds[choice.name] == pytest.approx(makespan)
+
+
+@given(cases())
+def test_the_same_measurements_give_the_same_choice(case: Case):
+    backwards = case._replace(seconds=dict(reversed(list(case.seconds.items()))), may_split=case.may_split[::-1])
+    assert choose(*case) == choose(*case) == choose(*backwards)
+
+
+@given(cases())
+def test_what_is_split_may_be_and_is_worth_it(case: Case):
+    choice = choose(*case)
+    assert set(choice.split) <= set(case.may_split)
+    assert all(case.seconds[j, Kind.BACKWARD] >= SPLIT_SECONDS for j in choice.split)
+    assert choice.name == "zero_bubble" or not choice.split
+    assert choice.name != "zero_bubble" or choice.split  # it would be 1F1B
+    validate(case.schedule(choice), case.microbatches, case.placement)
+
+
+@given(cases(), st.data())
+def test_nothing_is_chosen_before_all_forwards_and_backwards_are_known(case: Case, data: st.DataObject):
+    unknown = data.draw(st.sampled_from([cell for cell in case.seconds if cell[1] in ("forward", "backward")]))
+    seconds = {cell: each for cell, each in case.seconds.items() if cell != unknown}
+    assert choose(*case._replace(seconds=seconds)) == Choice("1f1b")
+
+
+@given(cases())
+def test_on_one_worker_it_is_the_one_that_holds_the_least(case: Case):
+    """Unless the parts of a backward were measured to be faster than the whole."""
+    seconds = {cell: each for cell, each in case.seconds.items() if cell[1] in ("forward", "backward")}
+    choice = choose(*case._replace(placement=(0,) * len(case.placement), seconds=seconds))
+    assert choice.name == "1f1b"
+
+
+def test_each_of_the_three_can_be_best():
+    def of(**kinds: float) -> dict[tuple[int, Kind], float]:
+        return {(j, Kind(kind)): seconds for kind, seconds in kinds.items() for j in range(3)}
+
+    heavy = of(forward=1.0, backward=2.0)
+    assert choose(6, (0, 1, 2), 0, heavy, range(3)).name == "zero_bubble"
+    assert choose(6, (0, 1, 2), 0, heavy, ()).name == "1f1b"
+    slower = of(forward=1.0, backward=2.0, backward_input=2.0, backward_weight=2.0)
+    assert choose(6, (0, 1, 2), 0, slower, range(3)).name == "1f1b"
+    assert choose(*BEST_DRAINED).name == "fill_drain"
+
+
+def test_parts_that_are_known_count_instead_of_halves():
+    assert worth_splitting({(0, Kind.BACKWARD_INPUT): 1e-3, (0, Kind.BACKWARD_WEIGHT): 0.5e-3}, [0]) == ()
+    assert worth_splitting({(0, Kind.BACKWARD_INPUT): 1e-3, (0, Kind.BACKWARD_WEIGHT): 1e-3}, [0]) == (0,)
+    assert worth_splitting({(0, Kind.BACKWARD_INPUT): 1e-3}, [0]) == (0,)
+    assert worth_splitting({}, [1, 0]) == (0, 1)
+
+
+@given(cases())
+def test_stages_that_are_not_split_do_as_under_1f1b(case: Case):
+    m, n = case.microbatches, len(case.placement)
+    some, none, every = (
+        named("zero_bubble", m, case.placement, case.checkpoint_stop, split) for split in (case.may_split, (), None)
+    )
+    assert none == named("1f1b", m, case.placement, case.checkpoint_stop)
+    assert [some[j] for j in range(n)] == [(every if j in case.may_split else none)[j] for j in range(n)]
+    validate(some, m, case.placement)
+    assert all(in_flight(program) <= (n if j in case.may_split else n - j) for j, program in enumerate(some))
+
+
+def test_it_can_be_printed():
+    assert str(Choice("own")) == "own"
+    choice = Choice("zero_bubble", (1, 2), {"1f1b": 0.0123, "zero_bubble": 0.011})
+    assert str(choice) == "zero_bubble, stages 1, 2 split (expected: 1f1b 12.3 ms, zero_bubble 11 ms)"
