@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import multiprocessing
 import os
 import random
 import shutil
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 SOURCE = Path("packages/gpipe/src/gpipe")
 TESTS = Path("packages/gpipe/tests")
+FORKS = multiprocessing.get_context("fork")
 
 PARTS = {
     "schedule": (("schedule",), ("schedule",)),
@@ -185,19 +187,18 @@ class Laboratory:
             file.write_text(original)
 
     def _fail(self, seconds: float, *, quiet: bool) -> bool:
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            os._exit(self._run(quiet))
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return status != 0
-            time.sleep(0.05)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return True
+        child = FORKS.Process(target=self._work, args=(quiet,))
+        child.start()
+        child.join(seconds)
+        if child.is_alive():
+            os.killpg(child.pid, signal.SIGKILL)
+            child.join()
+        return child.exitcode != 0
+
+    def _work(self, quiet: bool) -> None:
+        """The life of a child: a group of its own, with what the tests start; it waits for none of their threads."""
+        os.setsid()
+        os._exit(self._run(quiet))
 
     def _run(self, quiet: bool) -> int:
         import pytest

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from packages.gpipe.tests.layers import Blocks, Overwrites
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -68,18 +69,6 @@ class Dirty(Function):
         return gradient * 0.5
 
 
-class Stops(Function):
-    """Returns no gradient for its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
-
-
 class Reverses(Function):
     """Gives a view of its input, and the gradient of another function."""
 
@@ -90,18 +79,6 @@ class Reverses(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * -0.5
-
-
-class Overwrites(Function):
-    """Changes the gradient that it gets, which nobody else needs here: both neighbours give it one of their own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.mul_(2)
 
 
 class Once(Function):
@@ -131,6 +108,7 @@ def both_halves(x: Tensor) -> Tensor:
 
 
 def overwrites(x: Tensor) -> Tensor:
+    """Changes a gradient that nobody else needs here: both neighbours give it one of their own."""
     return Overwrites.apply(x * 1.5) * 0.5
 
 
@@ -141,7 +119,7 @@ FUNCTIONS: dict[str, Any] = {
     "marks": lambda x: Marks.apply(x)[0],
     "dirty": lambda x: Dirty.apply(x * 0.9),
     "reverses": Reverses.apply,
-    "stops": lambda x: Stops.apply(x),
-    "partly stops": lambda x: x + Stops.apply(x.sin()),
+    "stops": lambda x: Blocks.apply(x),
+    "partly stops": lambda x: x + Blocks.apply(x.sin()),
     "overwrites": overwrites,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What waits for the garbage collector is kept too long already."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

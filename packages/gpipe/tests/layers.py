@@ -53,6 +53,31 @@ class OnBackward(torch.autograd.Function):
         return gradient, None
 
 
+class Blocks(torch.autograd.Function):
+    """The identity, through which no gradient flows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+class Overwrites(torch.autograd.Function):
+    """The identity times two, which computes its gradient in the memory of the one that arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else gradient.mul_(2)
+
+
 def linears(layers: int = 3, width: int = 3) -> nn.Sequential:
     """Linear layers in double precision, the same in every call."""
     with torch.random.fork_rng(devices=[]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -481,15 +480,9 @@ def _all_at_once(functions: list[Callable[[], Any]]) -> list[Any]:
         return [future.result(timeout=20) for future in futures]
 
 
+@pytest.mark.usefixtures("no_collector")
 class TestMemory:
     """What a run holds goes when it must, without the help of the garbage collector."""
-
-    @pytest.fixture(autouse=True)
-    def _no_garbage_collection(self) -> Any:
-        gc.collect()
-        gc.disable()
-        yield
-        gc.enable()
 
     @staticmethod
     def watched(checkpoint: str) -> tuple[GPipe, list[weakref.ref[Any]]]:

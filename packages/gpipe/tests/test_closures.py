@@ -19,8 +19,7 @@ import gpipe
 from gpipe import GPipe
 from gpipe.schedule import SCHEDULES
 
-from .layers import DOUBLE, Call, assert_same, linears, piped, rows
-from .test_gradients import Overwrites
+from .layers import DOUBLE, Call, Overwrites, assert_same, linears, piped, rows
 
 MODES = ("never", "except_last", "always")
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]

@@ -20,6 +20,7 @@ from gpipe import GPipe, inline
 from gpipe.engine import _workers
 from gpipe.engine._cores import bind, shares, usable
 
+from .children import in_child
 from .layers import Call, rows
 
 pytestmark = pytest.mark.timeout(30)
@@ -135,18 +136,7 @@ def on_a_thread(look: Callable[[], frozenset[int]]) -> frozenset[int]:
 
 
 def in_a_child(look: Callable[[], frozenset[int]]) -> frozenset[int]:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.write(writer, repr(sorted(look())).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as told:
-        answer = told.read()
-    os.waitpid(child, 0)
-    return frozenset(ast.literal_eval(answer))
+    return frozenset(ast.literal_eval(in_child(lambda: sorted(look()))))
 
 
 def on_all() -> frozenset[int]:

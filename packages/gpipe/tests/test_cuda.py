@@ -304,14 +304,19 @@ class Recurrent(nn.Module):
         return self.inner(x)[0]
 
 
+def of_ones(pipe: GPipe) -> tuple[Tensor, Tensor]:
+    """The output for an input of ones, and the gradient there: equal, if a pipe only multiplies by random numbers."""
+    x = torch.ones(8, 64, device=gpu(), requires_grad=True)
+    output = pipe(x)
+    output.sum().backward()
+    return output.to(gpu()), x.grad
+
+
 @each_mode
 def test_mask_of_a_recomputation_is_that_of_its_forward(mode: str):
     pipe = GPipe(nn.Sequential(nn.Dropout(), nn.Dropout()), [1, 1], devices=[gpu(), gpu(1)], chunks=4, checkpoint=mode)
     for _ in range(3):
-        x = torch.ones(8, 64, device=gpu(), requires_grad=True)
-        output = pipe(x)
-        output.sum().backward()
-        assert torch.equal(x.grad, output.to(gpu()))
+        assert torch.equal(*of_ones(pipe))
 
 
 @each_mode
@@ -329,10 +334,7 @@ def test_layer_that_starts_to_draw(mode: str):
     dropout = nn.Dropout(0.0)
     pipe = GPipe(nn.Sequential(nn.Identity(), dropout), [1, 1], devices=[gpu(), gpu()], chunks=4, checkpoint=mode)
     for dropout.p in (0.0, 0.0, 0.5, 0.5):
-        x = torch.ones(8, 64, device=gpu(), requires_grad=True)
-        output = pipe(x)
-        output.sum().backward()
-        assert torch.equal(x.grad, output)
+        assert torch.equal(*of_ones(pipe))
 
 
 @each_mode
@@ -352,10 +354,7 @@ def test_generator_of_a_layer_that_starts_to_draw(mode: str, place: str):
     layer = Noise()
     pipe = GPipe(nn.Sequential(layer), [1], devices=[gpu()], chunks=4, checkpoint=mode)
     for layer.begun in (False, False, True, True):
-        x = torch.ones(8, 64, device=gpu(), requires_grad=True)
-        output = pipe(x)
-        output.sum().backward()
-        torch.testing.assert_close(x.grad, output)
+        torch.testing.assert_close(*of_ones(pipe))
 
 
 @each_mode
@@ -368,10 +367,7 @@ def test_numbers_of_the_cpu_in_a_stage_on_a_gpu(mode: str):
 
     pipe = GPipe(nn.Sequential(Call(drop)), [1], devices=[gpu()], chunks=4, checkpoint=mode)
     for runs["begun"] in (False, False, True, True):
-        x = torch.ones(8, 64, device=gpu(), requires_grad=True)
-        output = pipe(x)
-        output.sum().backward()
-        assert torch.equal(x.grad, output)
+        assert torch.equal(*of_ones(pipe))
 
 
 @each_mode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 
+from .children import in_child
 from .layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, gradients, linears, piped, rows, within
 
 pytestmark = pytest.mark.timeout(60)
@@ -297,42 +297,6 @@ class TestClose:
         output, _ = at_once(lambda: pipe(rows()), close)
         torch.testing.assert_close(output, linears(1)(rows()))
 
-    def test_a_pipe_that_becomes_garbage_on_a_worker_others_wait_for(self) -> None:
-        def train() -> None:
-            model = nn.Sequential(*linears(2), Call(lambda x: OnBackward.apply(x, gc.collect)))
-            pipe = GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=2)
-            pipe.__dict__["me"] = pipe
-            output = pipe(rows())
-            del pipe, model
-            output.sum().backward()
-
-        gc.collect()
-        gc.disable()
-        try:
-            within(20, train)
-        finally:
-            gc.enable()
-
-
-def in_child(work: Callable[[], str]) -> str:
-    """What ``work`` returns, or the error that it raises, in a fork of this process; it has 20 seconds."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            try:
-                answer = within(20, work)
-            except BaseException as error:
-                answer = repr(error)
-            os.write(writer, answer.encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as told:
-        answer = told.read()
-    os.waitpid(child, 0)
-    return answer
-
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -363,7 +327,7 @@ class TestForks:
         def fork() -> str:
             assert reached.wait(20)
             try:
-                return in_child(lambda: work(pipe))
+                return in_child(lambda: within(20, lambda: work(pipe)))
             finally:
                 done.set()
 
@@ -396,7 +360,7 @@ class TestForks:
         def layer(x: Tensor) -> Tensor:
             if not answers:
                 answers.append("")
-                answers.append(in_child(lambda: str(other(rows()).shape)))
+                answers.append(in_child(lambda: within(20, lambda: other(rows())).shape))
             return x
 
         other = piped(linears(), [1, 2])

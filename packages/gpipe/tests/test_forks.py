@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,24 +13,13 @@ import torch
 from gpipe import Event, Timeline
 from gpipe.checkpoint._served import PROCESS, lent
 
+from .children import in_child
+
 pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),
 ]
-
-
-def status_of_child(work: Callable[[], bool]) -> int:
-    """0 if ``work`` is true in a fork of this process; one that hangs is killed."""
-    child = os.fork()
-    if not child:
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may have a time limit of its own
-            signal.alarm(20)
-            os._exit(0 if work() else 3)
-        finally:
-            os._exit(4)
-    return os.waitpid(child, 0)[1]
 
 
 @contextmanager
@@ -69,7 +57,7 @@ def test_the_child_has_the_generator_of_the_process_not_a_borrowed_one() -> None
             return not torch.equal(PROCESS.get_state(), state)
 
     with over_and_over(borrow):
-        assert [status_of_child(unharmed) for _ in range(10)] == [0] * 10
+        assert [in_child(unharmed) for _ in range(10)] == ["True"] * 10
     assert torch.equal(PROCESS.get_state(), state)
 
 
@@ -86,4 +74,4 @@ def test_the_child_may_read_a_timeline_that_another_thread_was_reading() -> None
         assert timeline.events
 
     with over_and_over(read):
-        assert [status_of_child(lambda: bool(timeline.events)) for _ in range(10)] == [0] * 10
+        assert [in_child(lambda: bool(timeline.events)) for _ in range(10)] == ["True"] * 10

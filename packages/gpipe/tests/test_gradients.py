@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -12,38 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
+from gpipe import GPipe
 from gpipe.engine._split_backward import backward_inputs
 from gpipe.schedule import SCHEDULES
 
-from .layers import DOUBLE, Call, assert_same, linears, piped, rows
+from .layers import DOUBLE, Blocks, Call, Overwrites, assert_same, linears, piped, rows
 
 MODES = ("never", "except_last", "always")
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
-
-
-class Blocks(torch.autograd.Function):
-    """The identity, through which no gradient flows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
-
-
-class Overwrites(torch.autograd.Function):
-    """The identity times two, which computes its gradient in the memory of the one that arrives."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        return None if gradient is None else gradient.mul_(2)
 
 
 class Shifted(nn.Module):
@@ -143,26 +120,30 @@ def test_gradients_that_are_sent_on_are_nobody_elses(layers: list[Any]):
     assert kept.isdisjoint(sent)
 
 
+def trained_every_way(model: nn.Sequential, balance: list[int], mode: str, x: Tensor) -> Iterator[tuple[GPipe, Tensor]]:
+    """Pipes and copies of their input, after a backward from the caller and after a step with each schedule."""
+    for schedule in (None, *sorted(SCHEDULES)):
+        pipe, own = piped(model, balance, chunks=3, checkpoint=mode), x.clone().detach().requires_grad_(x.requires_grad)
+        pipe.zero_grad()
+        with closing(pipe):
+            if schedule is None:
+                pipe(own).square().sum().backward()
+            else:
+                pipe.step(own, loss_fn=lambda o, _: o.square().sum(), reduction="sum", schedule=schedule)
+        yield pipe, own
+
+
 @pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
 @pytest.mark.parametrize("mode", MODES)
 def test_blocked_gradients_stay_none(mode: str, where: Any):
-    def model() -> nn.Sequential:
-        a, b, c = linears()
-        return nn.Sequential(a, Call(Blocks.apply), b, c)
-
-    plain, x = model(), rows(grad=True)
-    plain(x).square().sum().backward()
-    assert x.grad is None
-    for schedule in (None, *sorted(SCHEDULES)):
-        pipe, x = piped(model(), [1, 1, 2], chunks=3, checkpoint=mode), rows(grad=True)
-        with where():
-            if schedule is None:
-                pipe(x).square().sum().backward()
-            else:
-                pipe.step(x, loss_fn=lambda o, _: o.square().sum(), reduction="sum", schedule=schedule)
-        pipe.close()
-        assert_same(pipe, plain)
-        assert x.grad is None
+    a, b, c = linears()
+    model, leaf = nn.Sequential(a, Call(Blocks.apply), b, c), rows(grad=True)
+    model(leaf).square().sum().backward()
+    assert leaf.grad is None
+    with where():
+        for pipe, x in trained_every_way(model, [1, 1, 2], mode, rows(grad=True)):
+            assert_same(pipe, model)
+            assert x.grad is None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -198,18 +179,11 @@ def test_first_layer_that_makes_its_input_require_grad(mode: str, balance: list[
         torch.manual_seed(0)
         model = nn.Sequential(first, nn.Linear(4, 3, dtype=DOUBLE), nn.Linear(3, 2, dtype=DOUBLE))
     model(rows()).square().sum().backward()
-    for schedule in (None, *sorted(SCHEDULES)):
-        pipe, x = piped(model, balance, chunks=3, checkpoint=mode), rows()
-        pipe.zero_grad()
-        with where():
-            if schedule is None:
-                pipe(x).square().sum().backward()
-            else:
-                pipe.step(x, loss_fn=lambda o, _: o.square().sum(), reduction="sum", schedule=schedule)
-        pipe.close()
-        assert_same(pipe, model)
-        assert not x.requires_grad  # it is the micro-batches that the layer sees
-        assert x.grad is None
+    with where():
+        for pipe, x in trained_every_way(model, balance, mode, rows()):
+            assert_same(pipe, model)
+            assert not x.requires_grad  # it is the micro-batches that the layer sees
+            assert x.grad is None
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -20,21 +19,12 @@ from gpipe.skip import Namespace, pop, skippable, stash
 
 from .layers import Call, linears, rows
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread", "no_collector")]
 
 MODES = ("never", "except_last", "always")
 each_mode = pytest.mark.parametrize("mode", MODES)
 each_way = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threads", "inline"])
 Block = Callable[[], AbstractContextManager[Any]]
-
-
-@pytest.fixture(autouse=True)
-def _no_garbage_collection() -> Iterator[None]:
-    """What waits for the garbage collector is kept too long already."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Gradients(torch.autograd.Function):
