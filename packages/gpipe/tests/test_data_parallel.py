@@ -66,7 +66,7 @@ PREPARED = """
 
 CHANGING_BATCHES = """
     options = [{"static_graph": True}, {}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
-    for mode, option in itertools.product(("never", "except_last", "always"), options):
+    for mode, option in itertools.product(MODES, options):
         ddp, plain = pair(linears, mode, **option)
         for step, rows in enumerate((6, 6, 1, 2, 6)):
             for each in (ddp, plain):
@@ -78,7 +78,7 @@ CHANGING_BATCHES = """
 """
 
 UNUSED = """
-    for mode in ("never", "except_last", "always"):
+    for mode in MODES:
         torch.manual_seed(0)
         model = conditional()
         pipe = GPipe(copy.deepcopy(model), [2, 1], devices=["cpu"] * 2, chunks=1, checkpoint=mode)
@@ -131,14 +131,20 @@ REENTRANT = """
 
 
 @pytest.mark.timeout(180)
-def test_data_parallel_over_two_processes():
+@pytest.mark.parametrize("modes", [["except_last"], pytest.param(["never", "always"], marks=pytest.mark.long)])
+def test_data_parallel_over_two_processes(modes: list[str]):
     """Changing numbers of micro-batches; parameters that are not used; ``step()``, which is refused."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     end = "dist.destroy_process_group()\nprint('equal', flush=True)"
     text = "\n".join(
-        [textwrap.dedent(PREPARED), *map(textwrap.dedent, (CHANGING_BATCHES, UNUSED, STEP, REENTRANT)), end]
+        [
+            f"MODES = {modes}",
+            textwrap.dedent(PREPARED),
+            *map(textwrap.dedent, (CHANGING_BATCHES, UNUSED, STEP, REENTRANT)),
+            end,
+        ]
     )
     common = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MASTER_ADDR": "127.0.0.1"}
     processes = [

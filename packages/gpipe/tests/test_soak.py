@@ -42,13 +42,14 @@ def tensors() -> int:
     return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
 
+@pytest.mark.parametrize("steps", [50, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", MODES)
-def test_three_hundred_steps(mode: str):
+def test_many_steps(mode: str, steps: int):
     pipe = pipe_of(mode)
     optimizer, x = torch.optim.SGD(pipe.parameters(), 0.01, momentum=0.9), torch.randn(6, 4)
     train(pipe, optimizer, x, 5)
     threads, alive = set(threading.enumerate()), tensors()
-    train(pipe, optimizer, x, 295)
+    train(pipe, optimizer, x, steps)
     assert set(threading.enumerate()) <= threads
     assert tensors() <= alive
     with torch.no_grad():
@@ -60,10 +61,11 @@ def test_three_hundred_steps(mode: str):
     assert tensors() <= alive
 
 
-def test_pipes_come_and_go():
+@pytest.mark.parametrize("rounds", [8, pytest.param(20, marks=pytest.mark.long)])
+def test_pipes_come_and_go(rounds: int):
     x = torch.randn(6, 4)
     threads, alive = set(threading.enumerate()), 0
-    for round_ in range(20):
+    for round_ in range(rounds):
         pipe = pipe_of("except_last")
         pipe(x).sum().backward()
         pipe.close()
