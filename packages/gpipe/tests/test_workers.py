@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 from gpipe.engine._workers import Workers, placement
-from streams import CPUStream
+from streams import CPUStream, Task
 
 from .children import in_child
 from .layers import Call, OnBackward, assert_trains_like, linears, numbered, piped, rows, within
@@ -298,3 +300,21 @@ def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
 
     assert in_child(train_again) == "True"
     assert_trains_like(pipe, linears())
+
+
+def test_a_run_leaves_nothing_behind_in_the_hands_of_workers(monkeypatch: pytest.MonkeyPatch):
+    workers, go = Workers([CPU]), threading.Event()
+    workers.run([(CPUStream, int)], lambda: None)  # which has them divide the cores
+
+    def stand_there(self: Task[Any], answer: Any, out_queue: Any) -> None:
+        out_queue.put(answer)
+        go.wait(30)
+
+    monkeypatch.setattr(Task, "answer", stand_there)
+    layer = nn.Linear(1, 1)
+    alive = weakref.ref(layer)
+    workers.run([(CPUStream, partial(id, layer))], partial(id, layer))
+    del layer
+    assert alive() is None
+    go.set()
+    workers.close()

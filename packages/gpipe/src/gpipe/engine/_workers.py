@@ -103,7 +103,7 @@ class Workers:
             pause_helpers()  # else they spin on the cores that the workers are about to use
         sections = involved()
         for queue, (stream, compute) in zip(in_queues, works, strict=True):
-            queue.put(Task(stream, compute=partial(_work, compute, stop, sections)))
+            queue.put(Task(stream, compute=_Once(compute, stop, sections)))
         return [_result(queue.get()) for queue in out_queues]
 
     def close(self) -> None:
@@ -142,13 +142,26 @@ class Workers:
         self._divided = available
 
 
-def _work(compute: Callable[[], Result], stop: Callable[[], None], sections: Sections) -> Result:
-    try:
-        with serving(sections):
-            return compute()
-    except BaseException:
-        stop()  # the others might wait for this one
-        raise
+class _Once:
+    """A work as a worker does it. It holds nothing of the run any more when the worker answers.
+
+    The worker may still have its task in hand while the caller goes on, and drops what the run has made.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, compute: Callable[[], Any], stop: Callable[[], None], sections: Sections) -> None:
+        self._parts: tuple[Any, ...] = compute, stop, sections
+
+    def __call__(self) -> Any:
+        compute, stop, sections = self._parts
+        self._parts = ()
+        try:
+            with serving(sections):
+                return compute()
+        except BaseException:
+            stop()  # the others might wait for this one
+            raise
 
 
 def _settle(threads: int, own: Cores, cores: Cores) -> None:
