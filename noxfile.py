@@ -59,6 +59,20 @@ def tests_cuda(session: nox.Session) -> None:
 
 
 @nox.session
+def accelerator(session: nox.Session) -> None:
+    """Pipelines on a simulated accelerator, which checks the order of all work; skipped without a C++ compiler.
+
+    The first run builds it, which takes minutes, and keeps it under ~/.cache/gpipe; arguments go to pytest.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        session.skip("no simulated accelerator here: no C++ compiler (c++, or the one that CXX names) is on the path")
+    session.log(f"the C++ compiler is {compiler}")
+    install_all(session, "accelerator")
+    session.run("pytest", "tests/simulated", *session.posargs)
+
+
+@nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def standalone(session: nox.Session, package: str) -> None:
     """One package's own tests against its wheel, with only what it declares installed, away from the sources.

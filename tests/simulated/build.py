@@ -1,0 +1,61 @@
+"""Build the simulated device, once for each version of its source and of PyTorch, outside of the repository."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch.utils import cpp_extension
+
+SOURCE = Path(__file__).parent / "device"
+NAME = "simulated_device"
+FLAGS = ["-O1", "-g0", "-DNDEBUG"]  # as torch is built: its classes differ without NDEBUG
+
+
+def load() -> ModuleType:
+    """The device, built first if nobody has yet; that takes minutes, and a C++ compiler."""
+    library = _cache() / f"{NAME}.so"
+    if not library.exists():
+        _build(library)
+    spec = importlib.util.spec_from_file_location(NAME, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compiler() -> str | None:
+    """The path of the compiler that would be used; None if there is none."""
+    return shutil.which(os.environ.get("CXX") or "c++")
+
+
+def _cache() -> Path:
+    """A folder of its own for whatever the result depends on."""
+    content = hashlib.sha256("\n".join([torch.__version__, sys.version, *FLAGS]).encode())
+    for file in sorted(SOURCE.iterdir()):
+        content.update(file.read_bytes())
+    home = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "gpipe" / f"simulated-{content.hexdigest()[:16]}"
+
+
+def _build(library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        cpp_extension.load(
+            NAME,
+            sources=[str(file) for file in sorted(SOURCE.glob("*.cpp"))],
+            extra_cflags=FLAGS,
+            build_directory=folder,
+            is_python_module=False,
+            verbose=True,
+        )
+        # Whoever builds at the same time gets the same, and the later of them replaces the other's.
+        Path(folder, library.name).replace(library)

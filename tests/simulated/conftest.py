@@ -1,0 +1,31 @@
+"""These tests run where they are asked for by path, since a simulated accelerator is torch's for the whole process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import accelerator, build
+
+HERE = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    asked = any(Path(config.invocation_params.dir, a.split("::")[0]).is_relative_to(HERE) for a in config.args)
+    return None if asked else True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built() -> None:
+    if build.compiler() is None:
+        pytest.skip("no simulated accelerator here: no C++ compiler (c++, or what CXX says) is on the path")
+    accelerator.library()
+
+
+@pytest.fixture(autouse=True)
+def in_order(built: None) -> Iterator[None]:
+    """Every test ends without a race that it did not ask for."""
+    with accelerator.no_races():
+        yield

@@ -1,0 +1,75 @@
+// Vector clocks: which work of which stream is known to be done before which.
+//
+// Every stream numbers the pieces of its work: kernels, copies, recorded events. The clock of a stream says, for each
+// stream, up to which number work is done before whatever comes next on it. To wait for an event is to take over the
+// clock of the stream that recorded it. Work is ordered after other work if its clock knows the number of that; whether
+// it happened to run later plays no part.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+
+namespace simulated {
+
+constexpr int DEVICES = 3;
+// More than a run makes; then they are handed out again from the first, as CUDA does with its pool.
+constexpr int STREAMS = 64;
+
+// A stream of any device. Number 0 of each device is its default stream.
+using Stream = int;
+
+inline Stream stream_of(int device, int number) { return device * STREAMS + number; }
+inline int device_of(Stream stream) { return stream / STREAMS; }
+inline std::string name(Stream stream) {
+  return "dev" + std::to_string(device_of(stream)) + "/s" + std::to_string(stream % STREAMS);
+}
+
+// One piece of work.
+struct Moment {
+  Stream stream;
+  uint64_t number;
+};
+
+class Clock {
+ public:
+  bool knows(const Moment& moment) const { return numbers_[moment.stream] >= moment.number; }
+
+  void join(const Clock& other) {
+    for (size_t s = 0; s < numbers_.size(); ++s) numbers_[s] = std::max(numbers_[s], other.numbers_[s]);
+  }
+
+  Moment advance(Stream stream) { return {stream, ++numbers_[stream]}; }
+  Moment now(Stream stream) const { return {stream, numbers_[stream]}; }
+
+ private:
+  std::array<uint64_t, DEVICES * STREAMS> numbers_{};
+};
+
+// The clocks of all streams, and that of the host. Threads share the host's: that one thread waited and then told
+// another in Python cannot be seen from here, so whoever launches work is taken to know what any thread waited for.
+class Clocks {
+ public:
+  // The next piece of work on a stream. What the host has waited for was done before it was launched.
+  Moment launch(Stream stream) {
+    streams_[stream].join(host_);
+    return streams_[stream].advance(stream);
+  }
+
+  void wait(Stream stream, const Clock& event) { streams_[stream].join(event); }
+  void host_waits(const Clock& event) { host_.join(event); }
+  void host_waits(Stream stream) { host_.join(streams_[stream]); }
+  void host_waits_for_device(int device) {
+    for (int k = 0; k < STREAMS; ++k) host_waits(stream_of(device, k));
+  }
+
+  const Clock& of(Stream stream) const { return streams_[stream]; }
+  const Clock& host() const { return host_; }
+
+ private:
+  std::array<Clock, DEVICES * STREAMS> streams_;
+  Clock host_;
+};
+
+}  // namespace simulated

@@ -1,0 +1,105 @@
+// Streams and events, as torch asks for them: what is current on a thread, and who waits for whom.
+#include <c10/core/Allocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <chrono>
+
+#include "machine.h"
+
+namespace simulated {
+
+namespace {
+
+constexpr auto TYPE = c10::DeviceType::PrivateUse1;
+
+Stream number(const c10::Stream& stream) { return stream_of(stream.device_index(), static_cast<int>(stream.id())); }
+
+c10::Stream handle(int device, int number) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(TYPE, device), number);
+}
+
+int index_of(c10::Device device) { return device.index() < 0 ? current_device() : device.index(); }
+
+struct Event {
+  Clock clock;
+  std::chrono::steady_clock::time_point time;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return TYPE; }
+  c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
+
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return c10::Device(TYPE, std::exchange(current_device(), static_cast<int>(device.index())));
+  }
+  c10::Device getDevice() const override { return c10::Device(TYPE, current_device()); }
+  void setDevice(c10::Device device) const override { current_device() = device.index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current_device() = device.index(); }
+
+  c10::Stream getStream(c10::Device device) const override {
+    const int index = index_of(device);
+    return handle(index, current_stream(index) % STREAMS);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return handle(index_of(device), 0); }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    static std::array<int, DEVICES> made{};
+    Turn turn;
+    const int index = index_of(device);
+    return handle(index, 1 + made[index]++ % (STREAMS - 1));
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return handle(stream.device_index(), exchange_stream(stream.device_index(), static_cast<int>(stream.id())));
+  }
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    Turn turn;
+    if (*event == nullptr) *event = new Event;
+    turn->clocks.launch(number(stream));
+    *static_cast<Event*>(*event) = {turn->clocks.of(number(stream)), std::chrono::steady_clock::now()};
+    ++turn->counters.records;
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event == nullptr) return;
+    Turn turn;
+    turn->clocks.wait(number(stream), static_cast<Event*>(event)->clock);
+    ++turn->counters.waits;
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  double elapsedTime(void* first, void* last, c10::DeviceIndex) const override {
+    const auto passed = static_cast<Event*>(last)->time - static_cast<Event*>(first)->time;
+    return std::chrono::duration<double, std::milli>(passed).count();
+  }
+
+  // Whoever asks learns that the work is done, and so has waited for it.
+  bool queryEvent(void* event) const override { return synchronizeEvent(event), true; }
+  bool queryStream(const c10::Stream& stream) const override { return synchronizeStream(stream), true; }
+
+  void synchronizeEvent(void* event) const override {
+    if (event == nullptr) return;
+    Turn turn;
+    turn->clocks.host_waits(static_cast<Event*>(event)->clock);
+    ++turn->counters.synchronisations;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    Turn turn;
+    turn->clocks.host_waits(number(stream));
+    ++turn->counters.synchronisations;
+  }
+  void synchronizeDevice(c10::DeviceIndex device) const override {
+    Turn turn;
+    turn->clocks.host_waits_for_device(device < 0 ? current_device() : device);
+    ++turn->counters.synchronisations;
+  }
+
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    Turn turn;
+    if (Block* block = turn->blocks.find(data.get())) block->recorded.insert(number(stream));
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+}  // namespace
+
+}  // namespace simulated

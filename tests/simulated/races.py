@@ -1,0 +1,66 @@
+"""The races that the simulated accelerator finds, each with the line of Python at which it shows."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+class Race(NamedTuple):
+    """Two accesses that nothing orders, or memory that was freed too early.
+
+    Attributes:
+        text: such as ``READ by mm on dev0/s3 not ordered after copy H2D on dev0/s1``.
+        line: where the later of the two was asked for.
+    """
+
+    text: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.text}\n    at {self.line}"
+
+
+class Races:
+    """Those found since the last :meth:`take`; the same one counts once.
+
+    Threads that simulate a device call it, also while memory is being freed, so that it must not raise.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Race, None] = {}
+
+    def __call__(self, text: str) -> None:
+        self._found[Race(text, line_of_caller())] = None
+
+    def take(self) -> list[Race]:
+        """All of them; then there are none."""
+        found, self._found = self._found, {}
+        return list(found)
+
+
+def line_of_caller() -> str:
+    """The innermost line of this repository on this thread, outside of the simulator; autograd's threads have none."""
+    for frame in _frames(sys._getframe(1)):
+        code = frame.f_code
+        if _is_ours(Path(code.co_filename)):
+            return f"{Path(code.co_filename).relative_to(ROOT)}:{frame.f_lineno} in {code.co_name}"
+    return f"no line of Python, but a thread of torch, seen as {threading.current_thread().name}"
+
+
+def _is_ours(file: Path) -> bool:
+    simulator = file.parent == HERE and not file.name.startswith("test_")
+    return any(file.is_relative_to(ROOT / folder) for folder in ("packages", "tests")) and not simulator
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

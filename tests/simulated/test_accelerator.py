@@ -1,0 +1,262 @@
+"""The simulator itself: races that it must find, and orders that it must accept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streams import CPUStream, record_event, record_stream, use_stream, wait_event, wait_stream
+
+from .accelerator import DEVICES, device, found, limited, new_stream, using
+from .races import Race
+
+
+def texts() -> list[str]:
+    return sorted({race.text for race in found()})
+
+
+def ones(k: int = 0) -> Tensor:
+    return torch.ones(4, 4, device=device(k))
+
+
+def test_what_is_computed_is_right():
+    x = torch.randn(4, 4)
+    there = x.to(device(1))
+    torch.testing.assert_close((there @ there).sum(0).cpu(), (x @ x).sum(0))
+    assert there.device == device(1)
+    assert there.add_(1).device == device(1)
+    assert float(there[0, 0]) == float(x[0, 0] + 1)
+
+
+def test_tensors_of_two_devices_cannot_be_added():
+    with pytest.raises(RuntimeError, match="same device"):
+        ones(0) + ones(1)
+
+
+class TestOrder:
+    def test_a_stream_is_in_order_by_itself(self):
+        with use_stream(new_stream(0)):
+            ones().mul_(2).add_(1).sum().item()
+        assert texts() == []
+
+    def test_reading_on_another_stream(self):
+        first, second = new_stream(0), new_stream(0)
+        with use_stream(first):
+            x = ones()
+        with use_stream(second):
+            y = x @ x
+        (race,) = found()
+        assert race.text.startswith("READ by mm on dev0/s")
+        assert "not ordered after fill_ on dev0/s" in race.text
+        assert "test_accelerator.py" in race.line
+        assert race.line.endswith("test_reading_on_another_stream")
+        del x, y
+        assert texts() == []  # the host has waited for both
+
+    def test_writing_what_another_stream_reads(self):
+        first, second = new_stream(0), new_stream(0)
+        x = ones()
+        wait_stream(first, torch.accelerator.current_stream(device(0)))
+        wait_stream(second, torch.accelerator.current_stream(device(0)))
+        with use_stream(first):
+            y = x * 2
+        with use_stream(second):
+            x.zero_()
+        assert [race.text.split(" on ")[0] for race in found()] == ["WRITE by zero_"]
+        assert y.sum().item() == 32
+
+    def test_two_streams_may_read(self):
+        x = ones()
+        readers = [new_stream(0), new_stream(0)]
+        for stream in readers:
+            with use_stream(stream):
+                x.sum().item()
+        assert texts() == []
+
+    @pytest.mark.parametrize("how", ["wait_stream", "event", "synchronise the stream", "synchronise the device"])
+    def test_waits_that_order(self, how: str):
+        first, second = new_stream(0), new_stream(0)
+        with use_stream(first):
+            x = ones()
+            event = record_event(first)
+        {
+            "wait_stream": lambda: wait_stream(second, first),
+            "event": lambda: wait_event(second, event),
+            "synchronise the stream": lambda: wait_stream(CPUStream, first),
+            "synchronise the device": lambda: torch.accelerator.synchronize(device(0)),
+        }[how]()
+        with use_stream(second):
+            (x @ x).sum().item()
+        assert texts() == []
+
+    def test_an_event_orders_only_what_came_before_it(self):
+        first, second = new_stream(0), new_stream(0)
+        with use_stream(first):
+            x = ones()
+            event = record_event(first)
+            x.mul_(2)
+        wait_event(second, event)
+        with use_stream(second):
+            x.sum().item()
+        assert ["not ordered after mul on" in text for text in texts()] == [True]
+
+    def test_order_is_passed_on(self):
+        first, second, third = (new_stream(k) for k in range(DEVICES))
+        with use_stream(first):
+            x = ones()
+        wait_stream(second, first)
+        wait_stream(third, second)
+        wait_stream(first, third)
+        with use_stream(first):
+            x.sum().item()
+        assert texts() == []
+
+
+class TestCopies:
+    def test_between_devices_both_current_streams_are_in_order(self):
+        with using([new_stream(0), new_stream(1)]):
+            x = ones(0)
+            y = x.to(device(1)) * 2
+            x.zero_()
+            y.sum().item()
+        assert texts() == []
+
+    def test_other_streams_are_not(self):
+        x = ones(0)
+        with using([new_stream(0), new_stream(1)]):
+            y = x.to(device(1))
+        with use_stream(new_stream(2)):
+            y.to(device(2)).sum()
+        assert any("not ordered after copy D2D" in text for text in texts())
+
+    def test_three_devices(self):
+        x = torch.ones(4)
+        for k in range(DEVICES):
+            x = x.to(device(k)) * 2
+        assert x.sum().item() == 32
+        assert texts() == []
+
+    def test_a_copy_to_the_host_waits_unless_asked_not_to(self):
+        assert float((ones() * 2).cpu().sum()) == 32
+        assert texts() == []
+        assert float((ones() * 2).to("cpu", non_blocking=True).sum()) == 32
+        assert [text.split(" not ordered after copy D2H")[0] for text in texts()] == ["READ by sum on the host"]
+
+    def test_the_host_reads_after_the_event(self):
+        there = (ones() * 2).to("cpu", non_blocking=True)
+        record_event(torch.accelerator.current_stream(device(0))).synchronize()
+        assert float(there.sum()) == 32
+        assert texts() == []
+
+    def test_pinned_memory_may_not_change_before_it_is_read(self):
+        host = torch.ones(4).pin_memory()
+        assert host.is_pinned()
+        there = host.to(device(0), non_blocking=True)
+        host.zero_()
+        assert [text.split(" not ordered after READ by copy H2D")[0] for text in texts()] == [
+            "WRITE by zero_ on the host"
+        ]
+        host.fill_(2)
+        del there
+        assert texts() == []
+
+    def test_other_memory_of_the_host_is_read_before_the_call_returns(self):
+        host = torch.ones(4)
+        there = host.to(device(0), non_blocking=True)
+        host.zero_()
+        assert there.sum().item() == 4
+        assert texts() == []
+
+
+class TestFreedMemory:
+    def use_elsewhere(self, before_free: Callable[[Tensor, torch.Stream], object]) -> list[str]:
+        """Read memory of the default stream on another one, and free it."""
+        x, stream = ones(), new_stream(0)
+        with use_stream(stream):
+            y = x * 2
+        before_free(x, stream)
+        del x
+        freed = texts()
+        del y
+        return freed
+
+    def test_while_another_stream_reads_it(self):
+        assert ["FREE of memory of dev0/s0" in text for text in self.use_elsewhere(lambda x, s: None)] == [True]
+
+    def test_recorded(self):
+        assert self.use_elsewhere(record_stream) == []
+
+    def test_after_its_own_stream_has_waited(self):
+        assert self.use_elsewhere(lambda x, s: wait_stream(torch.accelerator.current_stream(device(0)), s)) == []
+
+    def test_a_view_protects_the_whole(self):
+        assert self.use_elsewhere(lambda x, s: record_stream(x[:1], s)) == []
+
+    def test_the_next_owner_of_an_address_begins_anew(self):
+        stream = new_stream(0)
+        for _ in range(50):
+            with use_stream(stream):
+                x = torch.ones(1000, device=device(0))
+            wait_stream(torch.accelerator.current_stream(device(0)), stream)
+            record_stream(x, torch.accelerator.current_stream(device(0)))
+            x.sum()
+            del x
+            ones().sum()
+        assert texts() == []
+
+    def test_new_memory_belongs_to_the_stream_that_took_it(self):
+        x = torch.empty(4, device=device(0))
+        torch.ones(4, out=x)
+        stream = torch.Stream(device=device(0))
+        with use_stream(stream):
+            y = x + 1
+        wait_stream(torch.accelerator.current_stream(device(0)), stream)
+        assert ["not ordered after" in text for text in texts()] == [True]
+        del y
+
+    def test_there_is_an_end_of_it(self):
+        with limited(0, 1000), pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2000, dtype=torch.uint8, device=device(0))
+        torch.empty(2000, dtype=torch.uint8, device=device(0))
+
+
+class TestAutograd:
+    def test_a_backward_runs_on_the_streams_of_its_forward(self):
+        stream = new_stream(0)
+        with use_stream(stream):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device(0))
+            model(ones()).sum().backward()
+            sum(p.grad.sum() for p in model.parameters()).item()
+        assert texts() == []
+
+    def test_gradients_are_the_caller_s_when_backward_returns(self):
+        x = ones().requires_grad_()
+        stream = new_stream(0)
+        with use_stream(stream):
+            loss = (x * 2).tanh().sum()
+        back = new_stream(0)
+        wait_stream(back, stream)
+        with use_stream(back):
+            loss.backward()
+            x.grad.sum().item()
+        assert texts() == []
+
+
+def test_a_seed_repeats_what_is_drawn():
+    torch.manual_seed(0)
+    first = [torch.rand(4, device=device(k)).cpu() for k in range(DEVICES)]
+    state = torch.simulated.get_rng_state(1)
+    then = torch.rand(4, device=device(1)).cpu()
+    torch.manual_seed(0)
+    assert all(torch.equal(torch.rand(4, device=device(k)).cpu(), first[k]) for k in range(DEVICES))
+    torch.simulated.set_rng_state(state, 1)
+    assert torch.equal(torch.rand(4, device=device(1)).cpu(), then)
+
+
+def test_a_race_says_what_and_where():
+    assert str(Race("READ by mm on dev0/s1 not ordered after copy H2D on dev0/s2", "x.py:3 in f")) == (
+        "READ by mm on dev0/s1 not ordered after copy H2D on dev0/s2\n    at x.py:3 in f"
+    )
