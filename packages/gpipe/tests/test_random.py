@@ -340,6 +340,45 @@ def test_state_read_and_set_inside_a_layer_is_the_layers():
         torch.randint(2**32, ())
 
 
+SERVED = {"checkpoint", "reentrant checkpoint"}
+
+
+@pytest.mark.parametrize("name", sorted({*LAYERS} - SERVED))
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_of_a_cell_never_are_in_the_process_s_generator(name: str, mode: str, monkeypatch: pytest.MonkeyPatch):
+    """Where another thread might draw them, and which one operation at a time could use."""
+    monkeypatch.setattr("gpipe.checkpoint._random.lent", lambda *_: pytest.fail("a generator was lent"))
+    lived((name, name), mode, inline=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("train", [True, None, False])
+@pytest.mark.parametrize("shape", [(5, 7), (0, 3)])
+def test_fused_dropout_is_that_of_torch(shape: tuple[int, ...], train: bool | None, p: float, dtype: torch.dtype):
+    """In a cell, and with the same numbers outside of one."""
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    results = []
+    for inside in (True, False):
+        generator = torch.manual_seed(5)
+        cell = CellRNG(RunRNG(), 0, CPU)
+        cell._generator = generator.clone_state() if inside else None
+        with cell.drawn_from(served=False) if inside else nullcontext():
+            output, mask = torch.native_dropout(x, p, train)
+        (gradient,) = torch.autograd.grad(output.sum(), x)
+        results.append((output.detach(), mask, gradient))
+        assert not inside or cell.drew == (train is not False and x.numel() > 0)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_attention_that_drops_nothing_draws_nothing():
+    x = torch.randn(2, 4, 8, 6)
+    cell = CellRNG(RunRNG(), 0, CPU)
+    with cell.drawn_from(served=False):
+        nn.functional.scaled_dot_product_attention(x, x, x)
+    assert not cell.drew
+
+
 def test_draws_of_another_thread_do_no_harm():
     """A data loader's thread draws while the pipe runs: no gradient changes, nothing is refused."""
     pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")

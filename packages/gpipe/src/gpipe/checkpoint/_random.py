@@ -13,7 +13,7 @@ Layers that do not draw pay nothing: who draws is found out at the first forward
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -172,7 +172,7 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
         self, operation: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _draws(operation) or current.rng_paused:
+        if not _draws(operation) or current.rng_paused or _drops_nothing(operation, args):
             return operation(*args, **kwargs)
         own = kwargs.get("generator")
         if own is not None and not _is_process(own):
@@ -188,7 +188,8 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
         with_generator = _with_generator(operation)
         if with_generator is not None:
             return with_generator(*args, **{**kwargs, "generator": self._cell.draw()})
-        with lent(self._cell.draw()), _unseen():  # few operations take no generator
+        # No operation of torch on CPUs comes here, but perhaps one of somebody else's: it takes no generator.
+        with lent(self._cell.draw()), _unseen():
             return operation(*args, **kwargs)
 
 
@@ -219,12 +220,36 @@ def _is_process(generator: torch.Generator) -> bool:
 
 @cache
 def _draws(operation: OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in operation.tags
+    return torch.Tag.nondeterministic_seeded in operation.tags and operation not in _DRAWS_NOTHING
+
+
+def _drops_nothing(operation: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether this is a dropout in evaluation, or of nothing at all."""
+    return operation is torch.ops.aten.native_dropout.default and (args[2] is False or not args[0].numel())
+
+
+_DRAWS_NOTHING = frozenset([torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default])
+"""Operations that are marked as drawing, and do not: this one is not taken where attention drops anything."""
+
+
+def _native_dropout(
+    input: Tensor,  # noqa: A002
+    p: float,
+    train: bool | None,
+    *,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """``torch.native_dropout`` in training mode, in the steps that it takes on a CPU."""
+    keep = 1.0 - p
+    mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(keep, generator=generator)
+    return input.mul(mask.to(input.dtype).mul_(1.0 / keep if keep else 0.0)), mask
 
 
 @cache
-def _with_generator(operation: OpOverload) -> OpOverload | None:
-    """The overload that takes the same arguments and a generator: ``operation`` itself if it does."""
+def _with_generator(operation: OpOverload) -> Callable[..., Any] | None:
+    """What takes the same arguments and a generator: ``operation`` itself if it does, or another overload."""
+    if operation is torch.ops.aten.native_dropout.default:
+        return _native_dropout
     wanted = _arguments(operation) | {"generator"}
     packet = operation.overloadpacket
     overloads: list[OpOverload] = [operation, *(getattr(packet, name) for name in packet.overloads())]
