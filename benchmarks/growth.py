@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
@@ -37,20 +38,44 @@ def many_blocks(page: str, n: int, rounds: int) -> Table:
     caption = (
         f"{n} layers, the least of {rounds} turns of processor time, as multiples of the time of building prefix sums"
     )
-    counts = [64, 512, n // 100, n // 10, n // 2]
+    counts = [64, 512, n // 100, n // 20, n // 10, n // 5, n // 2]
     found = Table(page, "many-blocks", caption, ("costs", *(f"{k} blocks" for k in counts)))
     for name, costs in _long(n).items():
         base = _least(lambda c=costs: list(accumulate(c, initial=0)), rounds)
         shares = [_least(partial(blockpartition.solve, costs, k), rounds) / base for k in counts]
         found.add(name, *(f"{share:.1f}" for share in shares))
+    for name, floor in _FLOORS.items():
+        shares = [_least(partial(floor, costs, k), rounds) / base for k in counts]
+        found.add(f"*{name}*", *(f"{share:.1f}" for share in shares))
     return found
 
 
-def _long(n: int) -> dict[str, list[int]]:
+def _bisect_each(costs: list[Any], k: int) -> list[int]:
+    """What one pass of any search by bisection has to do: k equal blocks, of which the sums are known."""
+    sums = range(len(costs) + 1)
+    width = len(costs) // k
+    end, ends = 0, []
+    for _ in range(k):
+        end = bisect_left(sums, end + width, end, end + width)
+        ends.append(end)
+    return ends
+
+
+def _cut(costs: list[Any], k: int) -> list[list[Any]]:
+    """What is left when all ends are known."""
+    width = len(costs) // k
+    return [costs[start : start + width] for start in range(0, width * k, width)]
+
+
+_FLOORS = {"one bisection and one append a block": _bisect_each, "cutting the list, all ends known": _cut}
+
+
+def _long(n: int) -> dict[str, list[Any]]:
     random = Random(n)
     return {
         "1 to 999": [random.randrange(1, 1000) for _ in range(n)],
         "all equal": [7] * n,
+        "0 to 1, floats": [random.random() for _ in range(n)],
         "heavy tail": [int(10 * random.paretovariate(1.1)) for _ in range(n)],
         "squares, and one of 10¹⁵": [i * i for i in range(n - 1)] + [10**15],
     }

@@ -1,13 +1,14 @@
 from fractions import Fraction
 from itertools import accumulate
+from math import ceil
 from random import Random
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpartition import partition, verify
-from blockpartition._even import _nearest, taut_string
+from blockpartition import _even, _scan, partition, verify
+from blockpartition._even import bends, doubled_heights, near_string, taut_string
 
 from . import instances, oracle
 from .cases import cases
@@ -73,7 +74,7 @@ def gate_lists(draw):
 def test_the_string_is_taut(gates):
     """It passes the gates, and no single point of it could move without making its two steps less even."""
     low, high = zip(*gates, strict=True)
-    heights = list(map(Fraction, *taut_string(list(low), list(high))))
+    heights = list(map(Fraction, *taut_string(bends(list(low), list(high)))))
     assert len(heights) == len(gates)
     assert all(low <= height <= high for height, (low, high) in zip(heights, gates, strict=True))
     for i, (low, high) in enumerate(gates[1:-1], 1):
@@ -83,7 +84,46 @@ def test_the_string_is_taut(gates):
 @given(gate_lists())
 def test_the_string_is_the_one_found_by_looking_along_all_gates(gates):
     low, high = map(list, zip(*gates, strict=True))
-    assert list(map(Fraction, *taut_string(low, high))) == oracle.taut_string(low, high)
+    assert list(map(Fraction, *taut_string(bends(low, high)))) == oracle.taut_string(low, high)
+
+
+@given(gate_lists())
+def test_doubled_heights_are_those_of_the_string_rounded_up(gates):
+    turns = bends(*map(list, zip(*gates, strict=True)))
+    assert doubled_heights(turns) == [ceil(2 * height) for height in map(Fraction, *taut_string(turns))]
+
+
+@given(gate_lists(), st.integers(1, 4))
+def test_a_string_through_some_gates_is_the_string_through_those_alone(gates, every):
+    low, high = map(list, zip(*gates, strict=True))
+    turns = bends(low, high, every)
+    chosen = [*range(0, len(gates) - 1, every), len(gates) - 1]
+    assert all(at in chosen and low[at] <= height <= high[at] for at, height in turns)
+    heights = list(map(Fraction, *taut_string(turns)))
+    assert len(heights) == len(gates)
+    for before, i, after in zip(chosen, chosen[1:], chosen[2:], strict=False):
+        straight = heights[before] + (heights[after] - heights[before]) * Fraction(i - before, after - before)
+        assert heights[i] == min(max(straight, low[i]), high[i])
+
+
+@given(large_problems(), st.integers(1, 5))
+def test_the_string_may_miss_gates_and_the_blocks_are_optimal_still(problem, gates):
+    costs, k = problem
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_even, "_MOST_GATES", gates)
+        verify(partition(costs, k), costs, partitions=k)
+
+
+@given(large_problems())
+def test_short_and_long_blocks_are_filled_alike(problem):
+    """Once by looking at each layer, once by bisection."""
+    costs, k = problem
+    found = []
+    for short in (0, 10**9):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(_scan, "_SHORT", short)
+            found.append(partition(costs, k))
+    assert found[0] == found[1]
 
 
 GROWTHS = {
@@ -120,15 +160,16 @@ def test_the_string_takes_few_steps_a_gate():
         ([0] * (n - 1) + [10**9], [0, *range(1, n - 1), 10**9]),
         ([*range(n - 1), 10**9], [0, *(10**9 for _ in range(n - 1))]),
     ]:
-        assert steps(taut_string, low, high) < 80 * n
+        assert steps(bends, low, high) < 80 * n
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 60), st.integers(1, 4), st.data())
 def test_a_cut_is_the_nearest_to_its_target_and_of_two_the_earlier(costs, target, parts, data):
     prefix = list(accumulate(costs, initial=0))
-    first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(costs))] * 2)))
+    first, last = sorted(data.draw(st.tuples(*[st.integers(1, len(costs))] * 2)))
     distances = {end: abs(parts * prefix[end] - target) for end in range(first, last + 1)}
-    found = _nearest(prefix, target, parts, first, last)
+    goals = [0, -(-2 * target // parts)]
+    found = near_string(prefix, prefix[-1] + target, [0, first], [0, last], goals)[1]
     assert distances[found] == min(distances.values())
     if prefix[found] != prefix[last]:  # behind the target, layers of zero are left to the next block
         assert found == min(distances, key=distances.__getitem__)

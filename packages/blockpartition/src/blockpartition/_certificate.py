@@ -19,15 +19,17 @@ from ._placement_certificate import check_placement
 from ._stages import Stage
 
 
-def witness(prefix: list[int], blocks: int, bottleneck: int) -> tuple[int, ...]:
+def witness(prefix: list[int], latest: list[int], bottleneck: int) -> tuple[int, ...]:
     """Ends g₁ … g_k of greedy blocks that stay strictly below the bottleneck.
 
     Whoever keeps every load below the bottleneck ends the j-th block at g_j at the latest. So g_k < n is a proof that
     nobody covers all n layers that way.
+
+    latest: the ends of blocks that are filled up to the bottleneck, behind which no end can be.
     """
     ends, end = [], 0
-    for _ in range(blocks):
-        end = max(end, bisect_left(prefix, prefix[end] + bottleneck, end) - 1)
+    for last in latest:
+        end = max(end, bisect_left(prefix, prefix[end] + bottleneck, end, last + 1) - 1)
         ends.append(end)
     return tuple(ends)
 

@@ -7,7 +7,10 @@ Everything here is in integers: `prefix[i]` is the sum of the first i costs.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from itertools import chain
 from operator import sub
+
+from ._scan import are_short, ends_by_scan
 
 
 def least_bottleneck(prefix: list[int], blocks: int, heaviest: int) -> tuple[int, list[int]]:
@@ -51,9 +54,17 @@ def _guess(missing: tuple[int, int] | None, surplus: tuple[int, int] | None, blo
 
 def _greedy_ends(prefix: list[int], bound: int, earliest: list[int], latest: list[int]) -> list[int]:
     """Fill blocks up to the bound from the left; this is where the time goes."""
-    end, ends = 0, []
+    if are_short(prefix, len(latest)):
+        return ends_by_scan(prefix, bound, len(latest))
+    end, ends, window = 0, [], 4 * len(prefix) // len(latest)
     for first, last in zip(earliest, latest, strict=True):
-        end = bisect_right(prefix, prefix[end] + bound, first, last + 1) - 1
+        # Most ends are close, where the processor has the sums in its cache; the fences are far apart at first.
+        limit, stop = prefix[end] + bound, end + window
+        if stop > last:
+            stop = last + 1
+        end = bisect_right(prefix, limit, end, stop) - 1
+        if end + 1 == stop <= last:
+            end = bisect_right(prefix, limit, max(first, end), last + 1) - 1
         ends.append(end)
     return ends
 
@@ -67,11 +78,13 @@ def _surplus(prefix: list[int], ends: list[int], bound: int) -> int:
 
 def _largest(prefix: list[int], ends: list[int]) -> int:
     """The sum of the largest block."""
-    sums = [prefix[end] for end in ends]
+    sums = list(map(prefix.__getitem__, ends))
     largest: int = max(map(sub, sums, [0, *sums]))
     return largest
 
 
 def _next_sum(prefix: list[int], ends: list[int]) -> int:
     """The least sum of a block and the layer after it."""
-    return min(prefix[end + 1] - prefix[start] for start, end in zip([0, *ends], ends, strict=False))
+    starts = map(prefix.__getitem__, chain([0], ends))
+    nearest: int = min(map(sub, map(prefix.__getitem__, map((1).__add__, ends)), starts))
+    return nearest

@@ -26,6 +26,10 @@ class Grid:
         """`units / divisor` in the kind of number that was put in: see `number`."""
         return number(units, self.scale * divisor, self.kind)
 
+    def values(self, units: list[int]) -> tuple[Number, ...]:
+        """`value` of each."""
+        return tuple(units) if self.kind is int and self.scale == 1 else tuple(map(self.value, units))
+
 
 def number(numerator: int, denominator: int, kind: type) -> Number:
     """The quotient as a `kind`, exact for int and Fraction, correctly rounded for float.

@@ -29,11 +29,15 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     [[1, 2, 3, 4], [5, 6]]
     """
     items = sequence if isinstance(sequence, list) else list(sequence)
+    # The sums are gone when the lists are made: each run of the garbage collector would look at them.
+    return [items[start:end] for start, end in pairwise(_ends(items, partitions))]
+
+
+def _ends(items: list[Any], partitions: int) -> list[int]:
     grid = read(items, "sequence")
     blocks = block_count(partitions, "partitions", len(items))
     prefix = prefix_sums(grid.units)
-    ends = near_even(prefix, *least_bottleneck(prefix, blocks, max(grid.units)))
-    return [items[start:end] for start, end in pairwise(ends)]
+    return near_even(prefix, *least_bottleneck(prefix, blocks, max(grid.units)))
 
 
 def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile", "exact"] = "quantile") -> Partition:
@@ -52,17 +56,17 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     prefix = prefix_sums(grid.units)
     bottleneck, latest = least_bottleneck(prefix, blocks, max(grid.units))
     ends = choose(prefix, bottleneck, latest)
-    return _describe(grid, prefix, ends, bottleneck)
+    return _describe(grid, prefix, ends, bottleneck, latest)
 
 
-def _describe(grid: Grid, prefix: list[int], ends: list[int], bottleneck: int) -> Partition:
+def _describe(grid: Grid, prefix: list[int], ends: list[int], bottleneck: int, latest: list[int]) -> Partition:
     blocks, total = len(ends) - 1, prefix[-1]
     bound = max(Fraction(total, blocks), Fraction(max(grid.units)))
     return Partition(
         sizes=sizes_of(ends),
-        loads=tuple(grid.value(prefix[end] - prefix[start]) for start, end in pairwise(ends)),
+        loads=grid.values([prefix[end] - prefix[start] for start, end in pairwise(ends)]),
         bottleneck=grid.value(bottleneck),
         lower_bound=grid.value(bound.numerator, bound.denominator),
         imbalance=bottleneck * blocks / total if total else 1.0,
-        witness=witness(prefix, blocks, bottleneck),
+        witness=witness(prefix, latest, bottleneck),
     )

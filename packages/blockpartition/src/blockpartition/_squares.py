@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from math import isqrt
 
-from ._even import gates, near_string, taut_string
+from ._even import bends, doubled_heights, gates, near_string, taut_string
 
 _NEAR = 4  # positions to either side of a good end that the first search tries
 
@@ -18,8 +18,9 @@ def most_even(prefix: list[int], bottleneck: int, latest: list[int]) -> list[int
     could have. With w ends a gate left, O(k w log w).
     """
     firsts, lasts = gates(prefix, bottleneck, latest)
-    heights, parts = taut_string([prefix[first] for first in firsts], [prefix[last] for last in lasts])
-    near = near_string(prefix, bottleneck, firsts, lasts, heights, parts)
+    turns = bends([prefix[first] for first in firsts], [prefix[last] for last in lasts])
+    heights, parts = taut_string(turns)
+    near = near_string(prefix, bottleneck, firsts, lasts, doubled_heights(turns))
     lows = [max(first, end - _NEAR) for first, end in zip(firsts, near, strict=True)]
     highs = [min(last, end + _NEAR) for last, end in zip(lasts, near, strict=True)]
     good = _least_squares(prefix, bottleneck, lows, highs)
