@@ -33,6 +33,9 @@ class Pipeline:
         skip_layout: which skips go from where to where; found out if not given.
         checkpoint_stop: micro-batches below it are checkpointed: recomputed when their backward comes.
 
+    Raises:
+        ValueError: there are not as many devices, or copy streams, as partitions.
+
     >>> batches = [Batch(torch.ones(1, 2)), Batch(torch.ones(3, 2))]
     >>> Pipeline(batches, [nn.Linear(2, 4), nn.Linear(4, 1)]).run()
     >>> [batch.tensor.shape for batch in batches]
@@ -48,6 +51,7 @@ class Pipeline:
         skip_layout: SkipLayout | None = None,
         checkpoint_stop: int = 0,
     ) -> None:
+        _refuse_other_lengths(len(partitions), devices=devices, copy_streams=copy_streams)
         self.batches = batches
         self._checkpoint_stop = checkpoint_stop
         places = (
@@ -67,3 +71,9 @@ class Pipeline:
         """
         outputs = self._pipeline.forward(list(self.batches), self._checkpoint_stop, Versions())
         self.batches[:] = [Batch(unpacked(guarded(batch).value)) for batch in outputs]
+
+
+def _refuse_other_lengths(partitions: int, **options: Sequence[object] | None) -> None:
+    for name, entries in options.items():
+        if entries is not None and len(entries) != partitions:
+            raise ValueError(f"{name} must have one entry for each of the {partitions} partitions; got {len(entries)}")
