@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
+from packages.gpipe.tests.layers import DOUBLE
 from packages.gpipe.tests.schedules import CHOICES
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gpipe.schedule import SCHEDULES
 
-from ..strategies import DOUBLE, Named
 from .kinds import BY_MICROBATCH, KINDS, STRUCTURE, fresh, hooked
-from .layers import On
+from .layers import Named, On
 from .losses import LOSSES, Head, LossKind
 from .sites import Site, Tally
 from .values import WIDTH, floats

@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from gpipe.skip import Namespace
 
-from ..strategies import Named, Residual
 from .functions import FUNCTIONS
 from .layers import (
     Applied,
@@ -21,9 +20,11 @@ from .layers import (
     Gives,
     Learns,
     Lookup,
+    Named,
     On,
     Pop,
     Repack,
+    Residual,
     Scale,
     Stash,
     Tied,

@@ -17,6 +17,32 @@ from .sites import Site
 from .values import packed, with_leaf
 
 
+class Named(nn.Module):
+    """A layer that is a function, with a name to be shown in failures."""
+
+    def __init__(self, name: str, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.name = name
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+    def extra_repr(self) -> str:
+        return self.name
+
+
+class Residual(nn.Module):
+    """A layer and a way around it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
 class On(nn.Module):
     """A layer for one leaf."""
 

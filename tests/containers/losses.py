@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from packages.gpipe.tests.layers import DOUBLE
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-from ..strategies import DOUBLE
 
 
 class Head(nn.Module):

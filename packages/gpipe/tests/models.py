@@ -1,13 +1,13 @@
 """Random models out of what people build models of, and what to compare of them.
 
-Every layer takes and gives ``(rows, 4, 6)``, so that any sequence of them is a model. On its way that tensor may
-stand in a tuple or a dict, among integers, constants and None.
+Every part takes and gives ``(rows, 4, 6)``, so that any sequence of them is a model; one of several layers may have
+other shapes inside. On its way that tensor may stand in a tuple or a dict, among integers, constants and None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -98,8 +98,10 @@ class Lookup(nn.Module):
 class InPlace(nn.Module):
     """Works on its input itself, without parameters."""
 
+    inplace = True
+
     def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(0.5).add_(0.1)
+        return (x if self.inplace else x.clone()).mul_(0.5).add_(0.1)
 
 
 class Fresh(nn.Module):
@@ -114,6 +116,28 @@ class Views(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(1).unflatten(1, (CHANNELS, WIDTH))
+
+
+class Does(nn.Module):
+    """A layer that is a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Residual(nn.Module):
+    """A layer and a way around it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
 
 
 class Counts(nn.Module):
@@ -170,21 +194,25 @@ class Pop(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of layer.
+    """A kind of layer, or of several in a row.
 
     Attributes:
-        make: a new one.
+        make: a new one, or a list of several.
         draws: it draws random numbers in training.
         by_microbatch: what it computes depends on how the mini-batch is cut, so that the plain model is no oracle.
         in_place: it changes its input.
         output: whether torch needs its output as it is for the backward, or it is just the input.
     """
 
-    make: Callable[[], nn.Module]
+    make: Callable[[], nn.Module | list[nn.Module]]
     draws: bool = False
     by_microbatch: bool = False
     in_place: bool = False
     output: Literal["free", "kept", "input"] = "free"
+
+    def layers(self) -> list[nn.Module]:
+        made = self.make()
+        return made if isinstance(made, list) else [made]
 
 
 def _frozen_norm() -> nn.Module:
@@ -213,6 +241,15 @@ def _encoder(dropout: float) -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout, batch_first=True)
 
 
+def _image() -> list[nn.Module]:
+    return [Does(lambda x: x.reshape(-1, 2, 3, 4)), nn.Conv2d(2, 2, 3, padding=1), Does(lambda x: x.reshape(-1, 4, 6))]
+
+
+def _row() -> list[nn.Module]:
+    size = CHANNELS * WIDTH
+    return [nn.Flatten(), nn.Linear(size, 5), nn.Linear(5, size), nn.Unflatten(1, (CHANNELS, WIDTH))]
+
+
 PARTS = {
     "linear": Part(lambda: nn.Linear(WIDTH, WIDTH)),
     "linear without bias": Part(lambda: nn.Linear(WIDTH, WIDTH, bias=False)),
@@ -222,7 +259,16 @@ PARTS = {
     "gelu": Part(nn.GELU),
     "relu in place": Part(lambda: nn.ReLU(inplace=True), in_place=True, output="kept"),
     "leaky relu in place": Part(lambda: nn.LeakyReLU(0.1, inplace=True), in_place=True, output="kept"),
+    "celu in place": Part(lambda: nn.CELU(inplace=True), in_place=True, output="kept"),
     "in place": Part(InPlace, in_place=True),
+    "nested": Part(lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, WIDTH)))),
+    "residual": Part(lambda: Residual(nn.Linear(WIDTH, WIDTH))),
+    "image": Part(_image, output="input"),
+    "row": Part(_row),
+    "flip": Part(lambda: Does(lambda x: x.flip(-1))),
+    "transposed": Part(lambda: Does(lambda x: x.mT.contiguous().mT), output="input"),
+    "slice": Part(lambda: Does(lambda x: x[..., :]), output="input"),
+    "half detached": Part(lambda: Does(lambda x: 0.5 * x + 0.5 * x.detach())),
     "identity": Part(nn.Identity, output="input"),
     "view": Part(Views, output="input"),
     "lstm": Part(lambda: Recurrent(0.0), output="kept"),
@@ -267,7 +313,11 @@ class Recipe:
     training: bool
     input_needs_grad: bool
     seed: int
-    deferred: bool = field(default=False)
+    deferred: bool = False
+    accumulates: bool = False
+    """Gradients of all mini-batches add up."""
+    overwrites: bool = False
+    """Layers that work in place do so on whatever they get, which torch refuses where a backward needs it."""
 
     @property
     def by_microbatch(self) -> bool:
@@ -279,9 +329,9 @@ class Recipe:
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(self.seed)
-        layers = [OnMain(PARTS[name].make()) for _, name in self.layers]
+        layers = [[OnMain(layer) for layer in PARTS[name].layers()] for _, name in self.layers]
         for k in self.frozen:
-            layers[k].requires_grad_(False)
+            nn.ModuleList(layers[k]).requires_grad_(False)
         return nn.Sequential(*_in_order(self, layers)).to(self.dtype).train(self.training)
 
     def balance(self, layers: int) -> list[int]:
@@ -299,7 +349,7 @@ class Recipe:
         ]
 
 
-def _in_order(recipe: Recipe, layers: Sequence[nn.Module]) -> list[nn.Module]:
+def _in_order(recipe: Recipe, layers: Sequence[Sequence[nn.Module]]) -> list[nn.Module]:
     """The layers, the ones that change the kind of value where the next needs another, and the skips.
 
     A layer that works in place gets memory of its own where torch would refuse the plain model.
@@ -307,7 +357,7 @@ def _in_order(recipe: Recipe, layers: Sequence[nn.Module]) -> list[nn.Module]:
     spaces = [Namespace() for _ in recipe.skips]
     kind, output = "tensor", "free"
     order: list[nn.Module] = []
-    for k, ((wanted, name), layer) in enumerate(zip(recipe.layers, layers, strict=True)):
+    for k, ((wanted, name), own) in enumerate(zip(recipe.layers, layers, strict=True)):
         for ns, (start, stop, what, in_place) in zip(spaces, recipe.skips, strict=True):
             order += [Stash(what).isolate(ns)] if start == k else []
             order += [Pop(in_place).isolate(ns)] if stop == k else []
@@ -315,9 +365,9 @@ def _in_order(recipe: Recipe, layers: Sequence[nn.Module]) -> list[nn.Module]:
             order.append({"tensor": ToTensor, "tuple": ToTuple, "dict": ToDict}[wanted]())
             kind = wanted
         part = PARTS[name]
-        if part.in_place and output == "kept":
+        if part.in_place and output == "kept" and not recipe.overwrites:
             order.append(OnMain(Fresh()))
-        order.append(layer)
+        order += own
         output = output if part.output == "input" and not part.in_place else part.output
     return order
 
@@ -340,12 +390,13 @@ def _recipes(layers: list[tuple[str, str]]) -> st.SearchStrategy[Recipe]:
         frozen=st.frozensets(st.integers(0, n - 1), max_size=n),
         balance_seed=st.integers(0, 2**16),
         stages=st.integers(1, 4),
-        rows=st.lists(st.integers(2, 9), min_size=2, max_size=2).map(tuple),
-        chunks=st.integers(1, 5),
+        rows=st.lists(st.integers(1, 9), min_size=2, max_size=2).map(tuple),
+        chunks=st.integers(1, 6),
         checkpoint=st.sampled_from(["never", "except_last", "always"]),
         dtype=st.sampled_from([torch.float64, torch.float64, torch.float32]),
         training=st.sampled_from([True, True, True, False]),
         input_needs_grad=st.booleans(),
         seed=st.integers(0, 2**16),
         deferred=st.booleans(),
+        accumulates=st.booleans(),
     )

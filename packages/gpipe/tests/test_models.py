@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -26,14 +27,15 @@ from .models import PARTS, Recipe, recipes
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEADY = tuple(name for name, part in PARTS.items() if not part.draws)
+OVERWRITING = ("linear", *(name for name in STEADY if PARTS[name].in_place or PARTS[name].output != "free"))
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @SLOW
-@given(recipes(STEADY))
-def test_pipe_is_its_model(recipe: Recipe):
+@given(recipes(STEADY), st.booleans())
+def test_pipe_is_its_model(recipe: Recipe, inline: bool):
     model = recipe.model()
-    with piped(recipe, model) as pipe:
+    with piped(recipe, model) as pipe, gpipe.inline() if inline else nullcontext():
         oracle = Oracle(recipe, model)
         for x in recipe.batches():
             expected, found = trained(oracle, x, recipe), trained(pipe, x, recipe)
@@ -41,6 +43,23 @@ def test_pipe_is_its_model(recipe: Recipe):
             step(model)
             step(pipe)
         assert_close(dict(pipe.state_dict()), dict(model.state_dict()), recipe)
+
+
+@SLOW
+@given(recipes(OVERWRITING))
+def test_layers_that_overwrite_what_is_needed_give_the_right_gradient_or_an_error(recipe: Recipe):
+    recipe = replace(recipe, overwrites=True)
+    x, model = recipe.batches()[0], recipe.model()
+    with piped(recipe, model) as pipe, gpipe.inline():
+        try:
+            found = trained(pipe, x, recipe)
+        except RuntimeError as refusal:
+            assert "inplace" in str(refusal) or "in place" in str(refusal)  # noqa: PT017
+            return
+    for layer in model.modules():
+        if hasattr(layer, "inplace"):
+            layer.inplace = False
+    assert_close(found, trained(model, x, recipe), recipe)
 
 
 @settings(SLOW, max_examples=SLOW.max_examples // 2)
@@ -146,13 +165,15 @@ class WholeNorms:
 
 def trained(model: nn.Module, x: Tensor, recipe: Recipe) -> dict[str, Any]:
     """All that one forward and backward leaves behind."""
-    model.zero_grad()
+    if not recipe.accumulates:
+        model.zero_grad()
     leaf = x.clone().requires_grad_(recipe.input_needs_grad)
     output = model(leaf * 1)
     loss = weighed(output, recipe)
     if loss.requires_grad:
         loss.backward()
-    gradients = {name.removeprefix("model."): p.grad for name, p in model.named_parameters()}
+    parameters = model.named_parameters()
+    gradients = {name.removeprefix("model."): None if p.grad is None else p.grad.clone() for name, p in parameters}
     return {"output": _pytree.tree_map_only(Tensor, Tensor.detach, output), "input": leaf.grad, **gradients}
 
 
