@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
+from gpipe.skip import pop, skippable, stash
 
 from .layers import Call, OnBackward, within
 
@@ -168,7 +171,8 @@ def test_caller_s_own_streams(name: str, mode: str):
         torch.cuda.synchronize()
         with torch.cuda.stream(forth):
             torch.cuda._sleep(LONG)
-            leaf = host.to(places[0], non_blocking=True).requires_grad_()
+            # On the CPU it would be the host's tensor itself, whose .grad goes on growing.
+            leaf = host.to(places[0], non_blocking=True).detach().requires_grad_()
             output = pipe(leaf)
             total = output.square().sum()
             shown = output.detach() * 1
@@ -423,3 +427,175 @@ def test_peak_memory_falls_with_checkpointing(mode: str):
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated(gpu()) - base) / x.nbytes
     assert peak > 30 if mode == "never" else peak < 14
+
+
+SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble")
+
+
+def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of rows that count, and their number, which only the device knows."""
+    counts = target > 0
+    return (output.sum(1).square() * counts).sum(), counts.sum()
+
+
+def stepped(pipe: GPipe, x: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
+    """Loss and all gradients of a step, on the CPU."""
+    leaf = x.detach().requires_grad_()
+    pipe.zero_grad()
+    loss = pipe.step(leaf, target, **options)
+    return [t.detach().cpu() for t in (loss, leaf.grad, *[p.grad for p in pipe.parameters()])]
+
+
+def of_the_plain_model(plain: nn.Module, x: Tensor, target: Tensor) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    plain.zero_grad()
+    total, count = counted(plain(leaf), target)
+    (total / count).backward()
+    return [(total / count).detach(), leaf.grad, *[p.grad for p in plain.parameters()]]
+
+
+@each_mode
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_step_whose_losses_are_counted(name: str, schedule: str, mode: str, inline: bool):
+    plain, places = model(), devices(name)
+    target = torch.arange(8) % 3
+    expected = of_the_plain_model(plain, rows(), target)
+    pipe = GPipe(copy.deepcopy(plain), [2, 2, 2], devices=places, chunks=3, checkpoint=mode)
+    for source in (torch.device("cpu"), places[0]):
+        options = {"loss_fn": counted, "schedule": schedule}
+        x, y = rows().to(source), target.to(places[-1])
+        if inline:
+            with gpipe.inline():
+                found = stepped(pipe, x, y, **options)
+        else:
+            found = within(60, lambda x=x, y=y, options=options: stepped(pipe, x, y, **options))
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_in_a_step_nobody_reads_before_it_is_written(name: str, schedule: str):
+    """Each stage in turn is the slow one, forwards and backwards."""
+    plain, places = model(), devices(name)
+    target = torch.arange(8) % 3
+    expected = of_the_plain_model(plain, rows(), target)
+    for slow in range(3):
+        layers = list(copy.deepcopy(plain))
+        layers.insert(2 * slow + 1, Sleep(backward=True))
+        balance = [3 if j == slow else 2 for j in range(3)]
+        pipe = GPipe(nn.Sequential(*layers), balance, devices=places, chunks=3)
+        work = partial(stepped, pipe, rows(), target.to(places[-1]), loss_fn=counted, schedule=schedule)
+        torch.testing.assert_close(within(60, work), expected)
+
+
+def test_a_step_does_not_wait_for_the_losses_to_be_counted():
+    pipe = GPipe(model(), [2, 2, 2], devices=devices("one GPU"), chunks=3)
+    x, target = rows().to(gpu()), (torch.arange(8) % 3).to(gpu())
+    for _ in range(2):  # the first one learns about the layers, and may look at what they gave
+        stepped(pipe, x, target, loss_fn=counted)
+    torch.cuda.synchronize()
+    end = torch.cuda.Event()
+    nap(gpu())
+    pipe.step(x, target, loss_fn=counted)
+    end.record()
+    assert not end.query(), "the host waited for the device"
+    torch.cuda.synchronize()
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * 2)
+        return x * 3
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip
+
+
+@each_mode
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_skips_past_a_slow_stage(name: str, schedule: str | None, mode: str):
+    places = devices(name)
+    layers = [Stash(), nn.Linear(16, 16, dtype=torch.float64), Sleep(backward=True), nn.Tanh(), Pop()]
+    plain, x = nn.Sequential(*layers), rows()
+    leaf = x.detach().requires_grad_()
+    plain(leaf).square().sum().backward()
+    expected = [leaf.grad, *[p.grad for p in plain.parameters()]]
+    pipe = GPipe(copy.deepcopy(plain), [1, 2, 2], devices=places, chunks=3, checkpoint=mode)
+    if schedule is None:
+        found = within(60, lambda: trained(pipe, x, places[-1]))[1:]
+    else:
+        loss_fn = {"loss_fn": lambda output, _: (output.square().sum(), 1 / 3), "schedule": schedule}
+        found = within(60, lambda: stepped(pipe, x, x.to(places[-1]), **loss_fn))[1:]
+    torch.testing.assert_close(found, expected)
+
+
+@each_mode
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_deferred_batch_norm(name: str, mode: str):
+    """Running statistics are those of the plain model, whose mini-batch is whole."""
+    places = devices(name)
+    plain = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(16, 16), nn.BatchNorm1d(16)))).double()
+    layers = copy.deepcopy(plain)
+    pipe = GPipe(layers, [2, 2, 2], devices=places, chunks=2, checkpoint=mode, deferred_batch_norm=True)
+    plain[:2](rows())
+    for _ in range(2):
+        within(60, lambda: trained(pipe, rows(), places[-1]))
+    plain[:2](rows())
+    for ours, theirs in zip(pipe[1].buffers(), plain[1].buffers(), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+    assert [int(norm.num_batches_tracked) for norm in pipe[1::2]] == [2, 2, 2]
+
+
+@each_mode
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_timeline_has_the_times_of_the_devices(name: str, mode: str, inline: bool):
+    """A nap in the layer of stage 1 is time of stage 1, and waiting of the stage after it."""
+    places = devices(name)
+    layers = [nn.Tanh(), Sleep(), nn.Tanh()]
+    pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=places, chunks=3, checkpoint=mode)
+    work = partial(trained, pipe, rows(), places[-1])
+    within(60, work)
+    with gpipe.record() as timeline, gpipe.inline() if inline else nullcontext():
+        work()
+    assert all(event.seconds >= 0 and event.wait >= -1e-4 for event in timeline.events)
+    if places[1].type == "cuda":
+        napped = [e for e in timeline.events if e.stage == 1 and e.kind == "forward"]
+        assert min(event.seconds for event in napped) > 1e-3
+    if name == "two GPUs" and torch.cuda.device_count() > 1 and not inline:
+        assert max(e.wait for e in timeline.events if e.stage == 2 and e.kind == "forward") > 1e-3
+
+
+@each_mode
+def test_an_error_in_a_backward_leaves_gradients_that_may_be_zeroed_at_once(mode: str):
+    """Also on another stream: the caller's stream waits for what the stages were still doing."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    layers = [*model(4), Call(lambda x: OnBackward.apply(x, fail)), Sleep(backward=True)]
+    pipe = GPipe(nn.Sequential(*layers), [2, 2, 2], devices=devices("two GPUs"), chunks=3, checkpoint=mode)
+    output = pipe(rows().to(gpu()))
+    with torch.cuda.stream(torch.cuda.Stream(gpu())), pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    pipe.zero_grad(set_to_none=False)
+    torch.cuda.synchronize()
+    assert all(p.grad is None or not p.grad.any() for p in pipe.parameters())
+
+
+def test_two_names_of_one_gpu_are_one_worker():
+    pipe = GPipe(model(4), [2, 2], devices=["cuda", f"cuda:{torch.cuda.current_device()}"], chunks=2)
+    assert len(set(pipe.devices)) == 1
+    seen = set()
+    for layer in pipe:
+        layer.register_forward_hook(lambda *_: seen.add(threading.get_ident()))
+    pipe(rows().to(gpu()))
+    assert len(seen) == 1

@@ -12,7 +12,8 @@ from torch import nn
 import gpipe
 from gpipe import GPipe
 from gpipe.checkpoint import _device_generator, _random
-from gpipe.checkpoint._device_generator import DeviceGenerator, expect_rewindable, module_of
+from gpipe.checkpoint._device_generator import DeviceGenerator, module_of
+from gpipe.engine import _stage
 
 XPU = torch.device("xpu", 0)
 
@@ -48,7 +49,6 @@ def test_without_a_recomputation_nothing_is_to_be_repeated(walked, elsewhere):
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")])
 def test_the_cpu_and_what_has_no_data_need_no_generator(device):
-    expect_rewindable(device)
     assert module_of(device) is None
     with DeviceGenerator(device).rewound():
         pass
@@ -81,7 +81,71 @@ def test_a_device_draws_again_and_goes_on_as_if_it_had_not(before, inside, betwe
 )
 def test_both_functions_are_needed(names, found, monkeypatch):
     monkeypatch.setattr(_device_generator, "has_streams", lambda device: True)
-    monkeypatch.setattr(torch, "xpu", SimpleNamespace(**dict.fromkeys(names)))
+    monkeypatch.setattr(torch, "xpu", SimpleNamespace(**dict.fromkeys(names, lambda *_: torch.empty(0))))
     assert (module_of(XPU) is not None) == found
     with nullcontext() if found else pytest.raises(RuntimeError, match=r"torch\.xpu has no get_rng_state"):
-        expect_rewindable(XPU)
+        DeviceGenerator(XPU).expect_repeats(XPU)
+
+
+@pytest.mark.parametrize("device", [torch.device("xpu", 1), torch.device("cuda"), torch.device("meta")])
+def test_only_the_device_of_the_partition_is_rewound(device, monkeypatch):
+    """Another one may be drawing for its own partition at the same time."""
+    module = SimpleNamespace(get_rng_state=lambda device: torch.empty(0))
+    monkeypatch.setattr(_device_generator, "module_of", lambda device: module)
+    generator = DeviceGenerator(XPU)
+    generator.expect_repeats(torch.device("xpu"))
+    with nullcontext() if device.type == "meta" else pytest.raises(RuntimeError, match="partition is on 'xpu:0'"):
+        generator.expect_repeats(device)
+
+
+class Draws(nn.Module):
+    """Draws as dropout on a device does; ``watched`` says how often somebody looked at its operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawing = True
+        self.watched = []
+
+    def forward(self, x):
+        self.watched.append(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()))
+        return nn.functional.dropout(x, training=self.drawing)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """What draws on the CPU seems to draw on a device, whose generator is that of the CPU."""
+    module = SimpleNamespace(
+        get_rng_state=lambda device: torch.get_rng_state(), set_rng_state=lambda s, device: torch.set_rng_state(s)
+    )
+    for where in (_device_generator, _stage):
+        monkeypatch.setattr(where, "module_of", lambda device: module)
+    monkeypatch.setattr(_stage, "has_streams", lambda device: True)
+    monkeypatch.setattr(_random, "_device", lambda args, kwargs: XPU)
+    monkeypatch.setattr(_device_generator, "_is_same", lambda device, own: True)
+    monkeypatch.setattr(_random.RunRNG, "moved", lambda self: False)
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_once_a_run_was_watched_draws_of_a_device_are_repeated_without_a_look_at_every_operation(mode):
+    layer = Draws()
+    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint=mode)
+    for run in range(4):
+        layer.watched.clear()
+        x = torch.ones(6, 8, requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        assert torch.equal(x.grad, output)
+        assert any(layer.watched) == (run == 0)
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_a_layer_that_begins_to_draw_on_a_device_draws_the_same_again(mode):
+    layer = Draws()
+    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint=mode)
+    for layer.drawing in (False, False, True, True):
+        x = torch.ones(6, 8, requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        assert torch.equal(x.grad, output)

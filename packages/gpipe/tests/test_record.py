@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packages.streams.tests.accelerator import FakeEvent, accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,7 +23,7 @@ from gpipe._current import current
 from gpipe.engine._settings import settings as run_settings
 from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
 from gpipe.skip import Namespace, pop, skippable, stash
-from gpipe.timeline._record import Look, Recorder, WatchedLink
+from gpipe.timeline._record import Clock, Look, Recorder, WatchedLink
 from microbatch import Batch
 
 from .layers import Call, assert_same, linears, piped, rows
@@ -148,6 +149,68 @@ def test_bytes_that_cross_between_devices(monkeypatch: pytest.MonkeyPatch, carri
     assert link.get(1)[0] is None
     assert link.get(0)[0].shape == (3,)
     assert look.bytes_moved == moved
+
+
+class TestClockOfADevice:
+    """On stand-ins for streams, whose clocks go as the tests say."""
+
+    DEVICE = torch.device("xpu", 0)
+
+    def test_an_action_waits_from_the_end_of_the_last_one_until_its_input_is_there(self):
+        with accelerator("xpu") as fake:
+            clock, stream = Clock(), fake.stream(0, 0)
+            look = Look(lambda: clock.now(self.DEVICE))
+            stream.clock += 3
+            look.got([], False)
+            stream.clock += 4
+            look.got([], False)
+            stream.clock += 2
+            end = clock.now(self.DEVICE)
+            waits = [clock.seconds(b) - clock.seconds(a) for a, b in look.waits]
+            assert waits == pytest.approx([3, 4])
+            assert clock.seconds(end) - clock.seconds(look.start) == pytest.approx(2)
+
+    def test_nobody_waits_for_what_the_device_has_still_to_do(self):
+        with accelerator("xpu") as fake:
+            Clock().now(self.DEVICE)
+            assert not fake.stream(0, 0).drained
+
+    @pytest.mark.timeout(30)
+    def test_nobody_waits_for_another_device(self, monkeypatch: pytest.MonkeyPatch):
+        held, stuck = threading.Event(), threading.Event()
+
+        def synchronize(event: FakeEvent) -> None:
+            if event.device == self.DEVICE:
+                stuck.set()
+                held.wait(20)
+
+        monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+        with accelerator("xpu"):
+            clock = Clock()
+            thread = threading.Thread(target=clock.now, args=(self.DEVICE,), daemon=True)
+            thread.start()
+            assert stuck.wait(20)
+            clock.now(torch.device("xpu", 1))
+            held.set()
+            thread.join(20)
+
+    @pytest.mark.parametrize("inline", [False, True])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_events_of_a_run_are_read_when_the_timeline_is(
+        self, mode: str, inline: bool, monkeypatch: pytest.MonkeyPatch
+    ):
+        read: list[FakeEvent] = []
+        with accelerator("xpu") as fake:
+            pipe = piped(linears(), [1, 2], chunks=2, checkpoint=mode)
+            for stage in pipe._pipeline.stages:
+                monkeypatch.setattr(stage, "on_accelerator", True)
+            monkeypatch.setattr(Clock, "now", lambda clock, device, now=Clock.now: now(clock, self.DEVICE))
+            with record() as timeline, gpipe.inline() if inline else nullcontext():
+                pipe(rows(4)).sum().backward()
+                assert not fake.stream(0, 0).drained
+            monkeypatch.setattr(FakeEvent, "synchronize", lambda event: read.append(event))
+            assert all(event.wait >= 0 for event in timeline.events)
+            assert read
 
 
 class TestOff:

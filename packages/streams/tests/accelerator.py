@@ -24,6 +24,10 @@ class FakeStream:
         self.queued = 0
         self.seen: dict[FakeStream, int] = {}
         self.synchronised = False
+        self.drained = False
+        """Whether somebody waited for an event of it."""
+        self.clock = 0.0
+        """Seconds; events are when they are recorded."""
 
     def work(self) -> None:
         """Queue something."""
@@ -55,9 +59,16 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         assert stream.device == self.device
         self.seen = {**stream.seen, stream: stream.queued}
+        self.stream = stream
+        self.at = stream.clock
 
     def synchronize(self) -> None:
-        self.synchronised = True
+        self.synchronised = self.stream.drained = True
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.timed
+        assert end.timed
+        return 1e3 * (end.at - self.at)
 
 
 class FakeAccelerator(threading.local):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from microbatch import Batch, Versions, check, scatter_views, unwrap
-from streams import AbstractStream, add_note, new_stream
+from streams import add_note
 
 from ._batchnorm import DeferredBatchNorm
 from .engine._autograd import reattach
@@ -32,6 +32,7 @@ from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
 from .skip import inspect_skip_layout, verify_skippables
 from .timeline._chooser import Chooser, Size
+from .transport._copy import CopyStreams
 from .values._gather import gathered
 from .values._leaves import Arguments, map_batch
 
@@ -92,7 +93,7 @@ class GPipe(nn.Module):
     _deferred: bool
     _pipeline: Pipeline
     _chooser: Chooser
-    _copy_streams: list[AbstractStream]
+    _copy_streams: list[CopyStreams]
     _workers: Workers
 
     def __init__(
@@ -400,7 +401,7 @@ class GPipe(nn.Module):
     def _prepare(self) -> None:
         """What a pipe needs in the process it runs in."""
         self._hold()
-        self.__dict__["_copy_streams"] = [new_stream(device) for device in self._devices]
+        self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers.for_owner(self, self._devices)
         self._lay_out()
 

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from microbatch import Batch, Versions
-from streams import AbstractStream, new_stream
+from streams import AbstractStream
 
 from .engine import _pipeline
 from .engine._stage import Stage
 from .engine._workers import Workers
 from .module._arguments import numbered
 from .skip import SkipLayout, inspect_skip_layout
+from .transport._copy import CopyStreams
 from .values._aliases import unpacked
 from .values._sharing import guarded
 
@@ -28,8 +29,8 @@ class Pipeline:
         batches: the micro-batches, on the first device. :meth:`run` puts the outputs in their place.
         partitions: the stages, each on its own device.
         devices: one for each partition; the CPU if not given.
-        copy_streams: ``copy_streams[j][0]`` is the stream on which values come to and go from the device of partition
-            j; new ones if not given.
+        copy_streams: ``copy_streams[j][0]`` is the stream on which everything comes to and goes from the device of
+            partition j; if not given, new ones, one for each direction.
         skip_layout: which skips go from where to where; found out if not given.
         checkpoint_stop: micro-batches below it are checkpointed: recomputed when their backward comes.
 
@@ -59,7 +60,10 @@ class Pipeline:
         )
         layout = inspect_skip_layout(list(partitions)) if skip_layout is None else skip_layout
         stages = [Stage(j, *each, layout) for j, each in enumerate(zip(partitions, places, strict=True))]
-        streams = [new_stream(device) for device in places] if copy_streams is None else [s[0] for s in copy_streams]
+        if copy_streams is None:
+            streams = [CopyStreams.on(device) for device in places]
+        else:
+            streams = [CopyStreams(stream, stream, stream, stream) for stream, *_ in copy_streams]
         self._pipeline = _pipeline.Pipeline(stages, layout, streams, Workers.for_owner(self, places))
 
     def run(self) -> None:

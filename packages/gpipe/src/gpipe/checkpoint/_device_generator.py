@@ -35,19 +35,26 @@ class DeviceGenerator:
         finally:
             self._module.set_rng_state(now, self._device)
 
+    def expect_repeats(self, device: torch.device) -> None:
+        """Before a draw on ``device`` that a recomputation has to repeat: RuntimeError if it would not."""
+        if device.type == "meta" or (self._state is not None and _is_same(device, self._device)):
+            return
+        raise RuntimeError(
+            f"a layer draws random numbers on {str(device)!r} in a checkpointed forward, and its recomputation would "
+            f"draw others: {self._reason(device)}; use checkpoint='never', or draw on the CPU"
+        )
+
+    def _reason(self, device: torch.device) -> str:
+        if not _is_same(device, self._device):
+            return f"its partition is on {str(self._device)!r}, and others may draw there meanwhile"
+        return f"torch.{device.type} has no get_rng_state and set_rng_state to rewind the generator with"
+
+
+def _is_same(device: torch.device, own: torch.device) -> bool:
+    return device.type == own.type and device.index in (None, own.index)
+
 
 def module_of(device: torch.device) -> Any:
     """The module with ``get_rng_state`` and ``set_rng_state`` of an accelerator, such as ``torch.cuda``, or None."""
     module = getattr(torch, device.type, None) if has_streams(device) else None
     return module if hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state") else None
-
-
-def expect_rewindable(device: torch.device) -> None:
-    """Before a draw on ``device`` that a recomputation has to repeat: RuntimeError if it cannot."""
-    if device.type in ("cpu", "meta") or module_of(device) is not None:
-        return
-    raise RuntimeError(
-        f"a layer draws random numbers on {str(device)!r} in a checkpointed forward, and its recomputation would draw "
-        f"others, because torch.{device.type} has no get_rng_state and set_rng_state to rewind the generator with; use "
-        "checkpoint='never', or draw on the CPU"
-    )

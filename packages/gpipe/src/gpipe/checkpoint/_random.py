@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from streams import DispatchMode
 
 from .._current import current
-from ._device_generator import DeviceGenerator, expect_rewindable
+from ._device_generator import DeviceGenerator
 from ._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent, not_lent
 
 
@@ -61,14 +61,26 @@ class CellRNG:
     """The random numbers of one cell, from the beginning in every forward of it.
 
     Attributes:
-        drew: whether anything was drawn on the CPU or on another device.
+        drew: whether anything was drawn that only those who watch can repeat: on the CPU, or from a layer's generator.
+        drew_on_device: whether anything was drawn on an accelerator.
         asked: whether layers read or set torch's generator, as ``torch.utils.checkpoint`` does in order to draw the
             same numbers again; the backward may then draw too.
         served: whether they would get at the cell's own instead. This costs time, so only layers that were seen to ask,
             or were not looked at yet, have it.
     """
 
-    __slots__ = ("_device", "_generator", "_number", "_others", "_run", "_seed", "asked", "drew", "served")
+    __slots__ = (
+        "_device",
+        "_generator",
+        "_number",
+        "_others",
+        "_run",
+        "_seed",
+        "asked",
+        "drew",
+        "drew_on_device",
+        "served",
+    )
     watches = True
     """Whether everything that is drawn is seen."""
 
@@ -80,6 +92,7 @@ class CellRNG:
         self._device = DeviceGenerator(device)
         self.asked = False
         self.drew = False
+        self.drew_on_device = False
         self.served = False
 
     @property
@@ -93,6 +106,12 @@ class CellRNG:
         """What an operation that draws on the CPU shall draw from."""
         self.drew = True
         return self.generator
+
+    def draw_on(self, device: torch.device) -> None:
+        """Before an operation draws on another ``device`` than the CPU, whose state :meth:`repeated` puts back."""
+        if current.checkpointing:
+            self._device.expect_repeats(device)
+        self.drew_on_device = True
 
     def saw(self, generator: torch.Generator) -> None:
         """Remember a layer's own generator as it is before the cell first draws from it."""
@@ -181,9 +200,7 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
         self._cell.expect_served()
         device = _device(args, kwargs)
         if device.type != "cpu":
-            if current.checkpointing:
-                expect_rewindable(device)
-            self._cell.drew = True
+            self._cell.draw_on(device)
             return operation(*args, **kwargs)
         with_generator = _with_generator(operation)
         if with_generator is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..values._leaves import like_accumulated, own_memory
 from . import _autograd_calls as _engine
 from ._graph_leaves import Below
+from ._scale import Scale, scaled
 
 
 class AccumulatedGradients:
@@ -39,11 +40,11 @@ class AccumulatedGradients:
         """Add what flows from ``roots`` to ``ends``."""
         self._add(ends, _engine.gradients(roots, gradients, ends, keep_graph=False))
 
-    def take(self, scale: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
+    def take(self, scale: Scale = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
         """The leaves with ``scale`` times their sums, which are forgotten."""
         sums, self._sums, self._own = self._sums, {}, set()
         for leaf, gradient in sums.items():
-            yield leaf, gradient if scale == 1.0 else gradient * scale
+            yield leaf, scaled(gradient, scale)
 
     def _add(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         for leaf, gradient in zip(leaves, gradients, strict=True):

@@ -129,7 +129,8 @@ class Cell:
         finally:
             if random.served or random.asked:
                 stage.saw_ask(random.asked)
-        stage.saw_draw(random.drew)
+        # An accelerator's generator needs no watching, unless layers put states back that are not the cell's.
+        stage.saw_draw(random.drew or (random.asked and random.drew_on_device))
         return outputs
 
 

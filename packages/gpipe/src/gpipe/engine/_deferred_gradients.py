@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ._accumulate import added
+from ._scale import Scale, scale_in_place
 
 
 class DeferredGradients:
@@ -32,11 +33,11 @@ class DeferredGradients:
                 if id(leaf) not in self._held and (every or any(_hooks(leaf))):
                     self._held[id(leaf)] = _Held(leaf)
 
-    def give_back(self, scale: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+    def give_back(self, scale: Scale = 1.0) -> list[tuple[Tensor, Tensor]]:
         """Let ``.grad`` and the hooks be as before; the leaves with ``scale`` times what has grown meanwhile."""
         held, self._held = self._held, {}
         grown = [(each.leaf, each.give_back()) for each in held.values()]
-        return [(leaf, g if scale == 1.0 else g.mul_(scale)) for leaf, g in grown if g is not None]
+        return [(leaf, scale_in_place(g, scale)) for leaf, g in grown if g is not None]
 
 
 def summed(grown: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:

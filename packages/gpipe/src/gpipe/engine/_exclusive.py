@@ -13,8 +13,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import torch
-
 from .._current import current, setting
 
 
@@ -94,11 +92,6 @@ def involved() -> Sections:
 def serving(sections: Sections) -> AbstractContextManager[None]:
     """Inside, this thread works for runs in ``sections``, which wait for it."""
     return setting(serves=sections, holds=())
-
-
-def on_this_thread() -> AbstractContextManager[None]:
-    """A block whose backwards call hooks on this thread, which may enter a section again, and not on a GPU's."""
-    return torch.autograd.set_multithreading_enabled(False)
 
 
 def _needed_by(section: Section) -> set[Section]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -19,6 +19,7 @@ from . import _autograd_calls as _engine
 from ._accumulate import AccumulatedGradients
 from ._deferred_gradients import DeferredGradients
 from ._graph_leaves import below
+from ._scale import Scale, scale_of, scaled
 
 LossFunction = Callable[[Any, Any], Any]
 """From an output and a target to a scalar loss, or to the sum of losses and their count."""
@@ -108,16 +109,15 @@ class LossStage:
         """Whether the losses say themselves what they count; known once the first has been computed."""
         return bool(self._counts)
 
-    @property
-    def scale(self) -> float:
-        """What all gradients are still to be multiplied by, once the last micro-batch has been seen."""
-        count = math.fsum(map(float, self._counts)) if self._counts else 1.0  # not in the dtype of a small integer
-        return 1.0 / count if count else math.inf  # as where torch divides by zero
+    @cached_property
+    def scale(self) -> Scale:
+        """What all gradients are still to be multiplied by; to be asked once the last micro-batch has been seen."""
+        return scale_of(self._counts) if self._counts else 1.0
 
     @property
     def loss(self) -> Tensor:
         """The loss of the whole mini-batch, detached."""
-        return torch.stack(self._losses).sum() * self.scale
+        return scaled(torch.stack(self._losses).sum(), self.scale)
 
     def _expect_alike(self, counted: bool) -> None:
         if self._losses and counted != self.scales:

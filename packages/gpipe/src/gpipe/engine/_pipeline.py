@@ -15,16 +15,18 @@ from streams import AbstractStream, add_note
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
 from ..transport._channels import Channels
-from ..transport._copy import Place
+from ..transport._copy import CopyStreams
 from ..transport._link import Channel, Link
 from ..values._aliases import Aliased, packed
 from ..values._leaves import detach_leaves, map_batch
 from ..values._sharing import KEPT, SEEN, among, flag_aliases, overlap, released, ties_of, with_ties
 from ._autograd import attach
+from ._autograd_calls import accumulate_whole
 from ._data_parallel import refuse_data_parallel
-from ._exclusive import Section, on_this_thread
+from ._exclusive import Section
 from ._loss import LossStage
 from ._run import Run
+from ._scale import Scale, scaled
 from ._settings import Observer, settings
 from ._stage import Stage
 from ._walks import walk_of
@@ -37,12 +39,12 @@ class Pipeline:
     Args:
         stages: each on its own device.
         layout: which skips go from where to where.
-        copy_streams: for each stage, the stream on which values come to and go from its device.
+        copy_streams: for each stage, the streams on which tensors come to and go from its device.
         workers: the threads to run on.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], layout: SkipLayout, copy_streams: Sequence[AbstractStream], workers: Workers
+        self, stages: Sequence[Stage], layout: SkipLayout, copy_streams: Sequence[CopyStreams], workers: Workers
     ) -> None:
         self.stages = stages
         self.workers = workers
@@ -106,8 +108,7 @@ class Pipeline:
                 mixed = len(batches)
                 inputs, flowing = _flowing(batches, gradients, loss.scale)
                 # In one backward: a leaf may be both above and in the loss, and hooks may wait for several gradients.
-                with on_this_thread():
-                    torch.autograd.backward([*inputs, *leaves], [*flowing, *whole])
+                accumulate_whole([*inputs, *leaves], [*flowing, *whole])
             except BaseException as error:
                 before.restore(error, max(mixed, run.mixed), len(batches))
                 loss.restore()
@@ -118,7 +119,7 @@ class Pipeline:
     ) -> Channels:
         """All channels of a run whose stages compute on ``streams``; ``is_cancelled`` as for :class:`Link`."""
         devices = [stage.device for stage in self.stages]
-        places = [Place(*each) for each in zip(devices, streams, self._copy_streams, strict=True)]
+        places = list(zip(devices, streams, self._copy_streams, strict=True))
         return Channels(places, self._layout, partial(Channel, link=link, is_cancelled=is_cancelled))
 
 
@@ -168,11 +169,11 @@ def _spread(entering: Sequence[Batch], gradients: Sequence[list[Tensor | None]])
 
 
 def _flowing(
-    batches: Sequence[Batch], gradients: Sequence[list[Tensor | None]], scale: float
+    batches: Sequence[Batch], gradients: Sequence[list[Tensor | None]], scale: Scale
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What of the micro-batches was computed with grad, and ``scale`` times its gradients."""
     flowing = [
-        (tensor, gradient if scale == 1.0 else gradient * scale)
+        (tensor, scaled(gradient, scale))
         for batch, each in zip(batches, gradients, strict=True)
         for tensor, gradient in zip(batch, each, strict=True)
         if gradient is not None and tensor.requires_grad  # a layer may have made its leaf require grad

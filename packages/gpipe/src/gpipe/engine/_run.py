@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from microbatch import Batch
-from streams import AbstractStream, Context, current_stream, wait_stream
+from streams import AbstractStream, Context, current_stream, is_accelerator, use_stream, wait_stream
 
 from .._current import current
 from ..schedule import Action, Step, Walk
 from ..transport._link import Link
 from ..values._describe import Cancelled
+from ._autograd_calls import accumulate_whole
 from ._deferred_gradients import summed
-from ._exclusive import involved, on_this_thread, serving
+from ._exclusive import involved, serving
 from ._failures import Failures
 from ._loss import LossStage
 from ._mini_batch import MiniBatch, callers_context
+from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage import Stage
 from ._stage_runner import ACTIONS, StageRunner
@@ -89,12 +91,13 @@ class Run:
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
             self._channels.exit.gradients.put(i, each)
-        self._walk(forwards_and_backwards(self.mini_batch)[1], callers_context())
-        _all_wait(now, self._streams)
+        try:
+            self._walk(forwards_and_backwards(self.mini_batch)[1], callers_context())
+        finally:  # also of a failure the caller may see .grad, and zero it
+            _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
         own = [whole.pop(parameter, None) for parameter in self.mini_batch.kept_nodes]
-        with on_this_thread():
-            torch.autograd.backward(list(whole), list(whole.values()))
+        accumulate_whole(list(whole), list(whole.values()))
         return [self._channels.entrance.gradients.get(i) for i in range(self.mini_batch.microbatches)], own
 
     def train(self, batches: Sequence[Batch], walk: Walk) -> list[list[Tensor | None]]:
@@ -109,14 +112,14 @@ class Run:
         try:
             self._walk(walk, self.mini_batch.context)
         finally:  # a refused recomputation promises that the next run knows who draws
+            _all_wait([current_stream(device) for device in self._devices], self._streams)
             self._look_for_draws()
-        _all_wait([current_stream(device) for device in self._devices], self._streams)
         return [self._channels.entrance.gradients.get(i) for i in range(self.mini_batch.microbatches)]
 
     def whole(self) -> tuple[list[Tensor], list[Tensor]]:
         """The leaves that were kept out of ``.grad``, and their gradients, scaled; everything else is given back."""
         loss = self.mini_batch.loss
-        scale = 1.0 if loss is None else loss.scale
+        scale: Scale = 1.0 if loss is None else loss.scale
         grown = [pair for each in self.mini_batch.accumulated for pair in each.take(scale)]
         return summed([*self.mini_batch.deferred.give_back(scale), *grown])
 
@@ -172,10 +175,22 @@ class Run:
             current.step, current.microbatch, current.statistics = outer
 
     def _unusual_way(self) -> Callable[[StageRunner, Action], None] | None:
-        """How to do an action if somebody wants to know of it."""
+        """How to do an action if somebody wants to know of it, or the thread is not on the stage's stream."""
+        do = self._watched_way()
+        if self._workers is None and any(map(is_accelerator, self._streams)):
+            return partial(self._do_on_stream, do or StageRunner.do)
+        return do
+
+    def _watched_way(self) -> Callable[[StageRunner, Action], None] | None:
         if self._observer is not None:
             return self._observer.do
         return _labelled if torch.autograd.profiler._is_profiler_enabled else None
+
+    def _do_on_stream(self, do: Callable[[StageRunner, Action], None], runner: StageRunner, action: Action) -> None:
+        # Workers are on the stream of their stages all the time. A backward may come on another one than the forward,
+        # and a recomputation would be queued there, past everything that waits for the stage's.
+        with use_stream(self._streams[runner.stage.index]):
+            do(runner, action)
 
     def _look_for_draws(self) -> None:
         if self.mini_batch.rng.moved():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from microbatch import Batch
 from profiler import AllocationTracker
-from streams import current_stream, has_streams, record_event
+from streams import AbstractStream, current_stream, has_streams, new_stream, record_event
 
 from .._current import current
 from ..engine._settings import with_settings
@@ -85,7 +84,8 @@ class RunRecorder:
         def event() -> Event:
             times = self._clock.seconds(look.start), self._clock.seconds(end)
             place = stage.index, action.microbatch, action.kind, str(stage.device)
-            return Event(*place, *times, look.wait, look.bytes_moved, stage.layers, held)
+            wait = sum((self._clock.seconds(b) - self._clock.seconds(a) for a, b in look.waits), start=0.0)
+            return Event(*place, *times, wait, look.bytes_moved, stage.layers, held)
 
         self._timeline.add(event if stage.on_accelerator else event())
 
@@ -100,14 +100,14 @@ class Look:
     def __init__(self, now: Callable[[], Instant]) -> None:
         self._now = now
         self.start = now()
-        self.wait = 0.0
+        self.waits: list[tuple[Instant, Instant]] = []
         self.bytes_moved = 0
 
     def got(self, payload: Batch | list[Tensor | None], moved: bool) -> None:
         """Something has arrived: what went before was waiting."""
         before, self.start = self.start, self._now()
-        if isinstance(before, float) and isinstance(self.start, float):
-            self.wait += self.start - before
+        # Of a device: from when it was through with what came before, until the copy had arrived.
+        self.waits.append((before, self.start))
         if moved:
             self.bytes_moved += sum(tensor.nbytes for tensor in payload if tensor is not None)
 
@@ -140,14 +140,13 @@ class Clock:
     def __init__(self) -> None:
         self._begin = time.perf_counter()
         self._bases: dict[torch.device, tuple[torch.Event, float]] = {}
-        self._lock = threading.Lock()
 
     def now(self, device: torch.device) -> Instant:
         """This moment; on a GPU the one at which the current stream of ``device`` is through."""
         if not has_streams(device):
             return time.perf_counter() - self._begin
         self._know(device)
-        return DeviceInstant(device, _event(device))
+        return DeviceInstant(device, _event(current_stream(device)))
 
     def seconds(self, instant: Instant) -> float:
         """When that was. Waits for a GPU that is not through yet."""
@@ -158,15 +157,15 @@ class Clock:
         return at + float(base.elapsed_time(instant.event)) / 1e3
 
     def _know(self, device: torch.device) -> None:
-        """Find one moment of the GPU on the CPU's clock."""
-        with self._lock:
-            if device not in self._bases:
-                event = _event(device)
-                event.synchronize()
-                self._bases[device] = event, time.perf_counter() - self._begin
+        """Find one moment of the device on the CPU's clock."""
+        if device not in self._bases:
+            # On a stream with nothing else: to wait for the current one would let the device run dry.
+            event = _event(new_stream(device))
+            event.synchronize()
+            self._bases.setdefault(device, (event, time.perf_counter() - self._begin))
 
 
-def _event(device: torch.device) -> torch.Event:
-    event = record_event(current_stream(device), timed=True)
+def _event(stream: AbstractStream) -> torch.Event:
+    event = record_event(stream, timed=True)
     assert event is not None
     return event

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..skip import SkipLayout
-from ._copy import Place, carrier
+from ._copy import StagePlace, carriers
 from ._link import Channel
 from ._ports import Port, Ports
 
 
 class Channels:
-    """Connects stages that compute at ``places``.
+    """Connects stages at ``places``.
 
     Args:
         channel: makes a channel, given its name and how payloads go forth and back.
@@ -20,10 +20,10 @@ class Channels:
         entrance, exit: the channels whose other end is the owner of the run.
     """
 
-    def __init__(self, places: Sequence[Place], layout: SkipLayout, channel: Callable[..., Channel]) -> None:
+    def __init__(self, places: Sequence[StagePlace], layout: SkipLayout, channel: Callable[..., Channel]) -> None:
         def between(a: int, b: int, what: str) -> Channel:
             name = f"{what}between partitions {a} and {b}"
-            return channel(name, carrier(places[a], places[b]), carrier(places[b], places[a]))
+            return channel(name, *carriers(places[a], places[b]))
 
         self.entrance = channel("at the input")
         self.exit = channel("at the output")

@@ -1,15 +1,21 @@
 """How tensors change devices without making computation wait.
 
 A copy runs on streams of its own, after what the source has queued so far; the target's computation waits for just this
-copy. Every tensor is recorded with each stream that reads it, so that the allocator hands nothing out again too early::
+copy. What comes and what goes, values and gradients, each have a stream: on a common one the next value would only
+arrive after the last output had been computed and sent. Every tensor is recorded with each stream that reads it, so
+that the allocator hands nothing out again too early::
 
     source computes   --y--x------------------->        x: copy waits for y
     copy streams            \\--copy--x                  x: event
     target computes  ------------------\\--reads-->
+
+From the CPU and to it, copies go by way of pinned memory: a copy of memory that the system may move holds up the worker
+that asks for it, until all that the copy waits for is done.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +26,7 @@ from streams import (
     AbstractEvent,
     AbstractStream,
     is_accelerator,
+    new_stream,
     record_event,
     record_stream,
     use_stream,
@@ -35,11 +42,37 @@ Parcel = tuple[Payload, AbstractEvent]
 
 
 class Place(NamedTuple):
-    """Where a stage computes, and the stream of that device on which values come and go."""
+    """Where a stage computes, and the stream of that device on which tensors come, or go."""
 
     device: torch.device
     compute: AbstractStream
     copy: AbstractStream
+
+
+class CopyStreams(NamedTuple):
+    """The streams of a stage for what comes and goes."""
+
+    values_in: AbstractStream
+    values_out: AbstractStream
+    gradients_in: AbstractStream
+    gradients_out: AbstractStream
+
+    @classmethod
+    def on(cls, device: torch.device) -> CopyStreams:
+        """Fresh ones of ``device``."""
+        return cls(*[new_stream(device) for _ in cls._fields])
+
+
+StagePlace = tuple[torch.device, AbstractStream, CopyStreams]
+"""The device of a stage, the stream on which it computes, and those on which tensors come and go."""
+
+
+def carriers(a: StagePlace, b: StagePlace) -> tuple[Copy | None, Copy | None]:
+    """What takes values from stage ``a`` to stage ``b``, and gradients back."""
+    (here, computes, own), (there, computes_there, theirs) = a, b
+    forth = carrier(Place(here, computes, own.values_out), Place(there, computes_there, theirs.values_in))
+    back = carrier(Place(there, computes_there, theirs.gradients_out), Place(here, computes, own.gradients_in))
+    return forth, back
 
 
 def carrier(source: Place, target: Place) -> Copy | None:
@@ -53,6 +86,7 @@ class Copy:
     def __init__(self, source: Place, target: Place) -> None:
         self._source = source
         self._target = target
+        self._pins = can_pin(target.device.type if source.device.type == "cpu" else source.device.type)
 
     def send(self, payload: Payload) -> Parcel:
         """Queue the copy; called where the source computes."""
@@ -76,8 +110,30 @@ class Copy:
         return payload
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        copy = tensor.detach().to(self._target.device, non_blocking=True)
+        copy = self._moved(tensor.detach())
         return copy.requires_grad_() if tensor.requires_grad else copy
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if self._pins and type(tensor) is Tensor and tensor.layout is torch.strided:
+            if self._target.device.type == "cpu":
+                return _pinned_like(tensor).copy_(tensor, non_blocking=True)
+            if self._source.device.type == "cpu":  # also what is pinned: its owner may change it before it is read
+                tensor = _pinned_like(tensor).copy_(tensor)
+        return tensor.to(self._target.device, non_blocking=True)
+
+
+@cache
+def can_pin(kind: str) -> bool:
+    """Whether memory of the CPU can be pinned for devices of that type."""
+    try:
+        torch.empty(1, device="cpu", pin_memory=True)
+    except RuntimeError:
+        return False
+    return kind != "cpu"
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _each(payload: Payload, function: object) -> Payload:

@@ -1,0 +1,68 @@
+"""What gradients are multiplied by once all losses have been counted, without waiting for a device that counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class DeviceScale:
+    """A factor that a device knows and the host does not yet."""
+
+    def __init__(self, factor: Tensor) -> None:
+        self._factor = factor
+        self._copies = {factor.device: factor}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The factor on ``device``, where it is copied once."""
+        if device not in self._copies:
+            self._copies[device] = self._factor.to(device)
+        return self._copies[device]
+
+
+Scale = float | DeviceScale
+
+
+def scale_of(counts: Sequence[Any]) -> Scale:
+    """One by the sum of ``counts``, numbers and tensors of one; infinite for none, as where torch divides by zero."""
+    there = [count for count in counts if _is_elsewhere(count)]
+    # As float, since the dtype of a count may be a small integer.
+    here = math.fsum(float(count) for count in counts if not _is_elsewhere(count))
+    if not there:
+        return 1.0 / here if here else math.inf
+    device = there[-1].device
+    parts = [count.detach().to(device).reshape(()).to(_wide(device)) for count in there]
+    return DeviceScale((torch.stack(parts).sum() + here).reciprocal())
+
+
+def scaled(gradient: Tensor, scale: Scale) -> Tensor:
+    """``scale`` times ``gradient``, in its dtype; ``gradient`` itself if that changes nothing."""
+    if isinstance(scale, float):
+        return gradient if scale == 1.0 else gradient * scale
+    # A tensor is rounded to the dtype that it multiplies, and one without dimensions widens another: a number neither.
+    wide = gradient.float() if gradient.dtype in HALVES else gradient
+    return (wide * scale.on(gradient.device)).to(gradient.dtype)
+
+
+def scale_in_place(gradient: Tensor, scale: Scale) -> Tensor:
+    """As :func:`scaled`, without memory for another gradient."""
+    if isinstance(scale, float):
+        return gradient if scale == 1.0 else gradient.mul_(scale)
+    if gradient.dtype in HALVES:
+        return gradient.copy_(scaled(gradient, scale))
+    return gradient.mul_(scale.on(gradient.device))
+
+
+def _is_elsewhere(count: Any) -> bool:
+    """Whether reading ``count`` would wait for a device."""
+    return isinstance(count, Tensor) and count.device.type != "cpu"
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,98 @@
+"""What gradients are scaled by: from counts on a device, without reading them, it is what it is from numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe
+from gpipe.engine import _scale
+from gpipe.engine._scale import DeviceScale, scale_in_place, scale_of, scaled
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+numbers = st.lists(st.one_of(st.integers(0, 200), st.floats(0.25, 1e4)), min_size=1, max_size=6)
+
+
+@pytest.fixture
+def device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor counts as one on a device, which nobody may read."""
+    monkeypatch.setattr(_scale, "_is_elsewhere", lambda count: isinstance(count, Tensor))
+    for name in ("__float__", "__bool__", "item", "tolist"):
+        monkeypatch.setattr(Tensor, name, read)
+
+
+def read(self: Tensor) -> Any:
+    raise AssertionError("this waits for the device")
+
+
+@given(numbers, st.lists(st.booleans(), min_size=6, max_size=6))
+def test_counts_on_a_device_give_what_numbers_give(counts: list[float], there: list[bool]) -> None:
+    """Property, of any mixture of both."""
+    expected = scale_of(counts)
+    mixed = [torch.tensor(c) if far and isinstance(c, float) else c for c, far in zip(counts, there, strict=False)]
+    mixed.append(torch.tensor(0, dtype=torch.uint8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_scale, "_is_elsewhere", lambda count: isinstance(count, Tensor))
+        found = scale_of(mixed)
+    assert isinstance(found, DeviceScale)
+    assert float(found.on(torch.device("cpu"))) == pytest.approx(expected, rel=1e-6)
+
+
+@given(st.sampled_from(DTYPES), st.sampled_from([(), (1,), (3, 2)]), st.floats(1e-3, 1e3), st.booleans())
+def test_a_factor_on_a_device_multiplies_as_a_number_does(
+    dtype: torch.dtype, shape: tuple[int, ...], factor: float, in_place: bool
+) -> None:
+    """Property: the same numbers in the same dtype, also where that has few digits or the gradient no dimensions."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    multiply = scale_in_place if in_place else scaled
+    expected = multiply(gradient.clone(), factor)
+    found = multiply(gradient.clone(), DeviceScale(torch.tensor(factor, dtype=torch.float64)))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected)
+
+
+def test_in_place_is_in_place_also_of_sparse_gradients() -> None:
+    for factor in (2.0, DeviceScale(torch.tensor(2.0))):
+        for gradient in (torch.ones(2), torch.ones(2).bfloat16(), torch.eye(2).to_sparse()):
+            assert scale_in_place(gradient, factor) is gradient
+            assert gradient.to_dense().max() == 2
+    sparse = scaled(torch.eye(2).to_sparse(), DeviceScale(torch.tensor(3.0)))
+    assert sparse.is_sparse
+    assert sparse.to_dense().equal(3 * torch.eye(2))
+
+
+def test_a_scale_of_one_changes_nothing_and_one_of_nothing_is_infinite() -> None:
+    gradient = torch.ones(2)
+    assert scaled(gradient, 1.0) is scale_in_place(gradient, 1.0) is gradient
+    assert scale_of([0, 0]) == math.inf
+
+
+def test_it_is_copied_to_a_device_once() -> None:
+    scale = DeviceScale(torch.tensor(2.0))
+    meta = torch.device("meta")
+    assert scale.on(meta) is scale.on(meta)
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_step_reads_no_count_of_a_device(schedule: str, hooked: bool, request: pytest.FixtureRequest) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)))
+    x = torch.randn(7, 4, dtype=torch.float64)
+    total = model(x).square().sum() / 14
+    total.backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=3)
+    if hooked:
+        model[0].weight.register_hook(lambda gradient: gradient * 1)
+    request.getfixturevalue("device_counts")
+    counts = torch.tensor(2.0)
+    loss = pipe.step(x, loss_fn=lambda o, _: (o.square().sum(), counts * o.shape[0]), schedule=schedule)
+    request.getfixturevalue("monkeypatch").undo()
+    torch.testing.assert_close([loss, *[p.grad for p in model.parameters()]], [total.detach(), *expected])
