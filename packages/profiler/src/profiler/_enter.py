@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from microbatch import Batch
+from microbatch import Batch, map_tensors
 
 
 class _Enter(torch.autograd.Function):
@@ -31,7 +30,7 @@ def enter(x: torch.Tensor) -> torch.Tensor:
 
 
 def enter_batch(batch: Batch) -> Batch:
-    return batch.call(lambda value: tree_map_only(torch.Tensor, enter, value))
+    return batch.call(lambda value: map_tensors(enter, value))
 
 
 def copy_to(batch: Batch, device: torch.device) -> Batch:
@@ -40,4 +39,4 @@ def copy_to(batch: Batch, device: torch.device) -> Batch:
     def copied(x: torch.Tensor) -> torch.Tensor:
         return x.detach().to(device).clone().requires_grad_(x.requires_grad)
 
-    return batch.call(lambda value: tree_map_only(torch.Tensor, copied, value))
+    return batch.call(lambda value: map_tensors(copied, value))

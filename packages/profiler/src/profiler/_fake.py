@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
-from microbatch import Batch
+from microbatch import Batch, map_tensors
 from streams import add_note
 
 from ._sandbox import computed_copies
@@ -54,7 +53,7 @@ def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:
         return fake(x, mode)
 
     def faked(value: Any) -> Any:
-        return tree_map_only(torch.Tensor, copied, value)
+        return map_tensors(copied, value)
 
     return batch.call(faked)
 
@@ -81,4 +80,4 @@ def zeros_like(batch: Batch) -> Batch:
         # With the same strides: a kernel that wants another layout keeps a copy.
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_().requires_grad_(x.requires_grad)
 
-    return batch.call(lambda value: tree_map_only(torch.Tensor, zeros, value))
+    return batch.call(lambda value: map_tensors(zeros, value))

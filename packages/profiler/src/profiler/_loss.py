@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
+
+from microbatch import flatten, map_tensors, unflatten
 
 from ._storages import tensor_bytes
 
@@ -22,7 +23,7 @@ class LossLayer(nn.Module):
         super().__init__()
         self.loss_fn = loss_fn
         self._names: list[_Named] = []
-        self._target = _pytree.tree_map_only(torch.Tensor, self._keep, target)
+        self._target = map_tensors(self._keep, target)
 
     def _keep(self, tensor: torch.Tensor) -> _Named:
         """Register ``tensor`` as a buffer, so that it follows the layer to its device; its name."""
@@ -37,7 +38,8 @@ class LossLayer(nn.Module):
         return tensor_bytes([getattr(self, name) for name in self._names])
 
     def forward(self, output: Any) -> Any:
-        target = _pytree.tree_map_only(_Named, lambda name: getattr(self, name), self._target)
+        leaves, tree = flatten(self._target)
+        target = unflatten([getattr(self, leaf) if isinstance(leaf, _Named) else leaf for leaf in leaves], tree)
         loss = self.loss_fn(output, target)
         return loss[0] if isinstance(loss, tuple) else loss
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from microbatch import Batch, scatter
+from microbatch import Batch, map_tensors, scatter
 
 from ._arguments import check_chunks, check_no_gradient, check_rows, check_sample, check_timeout, sizing_device
 from ._count import Count
@@ -98,7 +98,7 @@ def _cut(value: Any, chunks: int, rows: int | None) -> Batch:
     fewest = min(len(tensor) for tensor in Batch(value))
     if rows > fewest:
         raise ValueError(f"rows: expected numbers of at most {fewest}, the rows of the sample, got {rows}")
-    return Batch(torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:rows], value))
+    return Batch(map_tensors(lambda tensor: tensor[:rows], value))
 
 
 def _chunks(sample: Any, chunks: int, rows: int | None) -> int:

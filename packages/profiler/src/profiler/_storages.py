@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from microbatch import flatten
+
 
 def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     """The storages of all tensors in `tree`; one may come several times."""
@@ -40,4 +42,4 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
 
 def tensor_bytes(tree: Any) -> int:
     """What moving the tensors of `tree` to another device would move."""
-    return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return sum(leaf.numel() * leaf.itemsize for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor))

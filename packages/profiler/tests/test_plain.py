@@ -1,0 +1,115 @@
+"""Values between layers that are dataclasses or mappings nobody registered with torch: as good as tuples."""
+
+from collections import UserDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from profiler import Profile, profile, profile_seconds, profile_sizes, profile_times
+
+BYTES = ("saved_bytes", "output_bytes", "peak_bytes", "parameter_bytes", "flops")
+
+
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+KINDS = {
+    "tuple": (lambda x, y: (x, y), lambda pair: pair),
+    "dataclass": (Pair, lambda pair: (pair.left, pair.right)),
+    "mapping": (lambda x, y: UserDict(left=x, right=y), lambda pair: (pair["left"], pair["right"])),
+    "nested": (lambda x, y: {"pair": Pair(x, [y])}, lambda value: (value["pair"].left, value["pair"].right[0])),
+}
+
+
+class OnPairs(nn.Module):
+    """Changes one half in place, as a layer may, and computes the other."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, value):
+        make, take = KINDS[self.kind]
+        left, right = take(value)
+        return make(left.relu_(), self.linear(right))
+
+
+class Join(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, value):
+        left, right = KINDS[self.kind][1](value)
+        return left + right
+
+
+def model_and_sample(kind: str, depth: int, rows: int) -> tuple[nn.Sequential, object]:
+    torch.manual_seed(depth)
+    layers = [OnPairs(kind) for _ in range(depth)]
+    return nn.Sequential(*layers, Join(kind)), KINDS[kind][0](torch.randn(rows, 3), torch.randn(rows, 3))
+
+
+def loss(output, target):
+    return sum(((output - part) ** 2).sum() for part in KINDS[target[0]][1](target[1]))
+
+
+@given(st.sampled_from(sorted(KINDS.keys() - {"tuple"})), st.integers(1, 3), st.integers(4, 8), st.booleans())
+def test_they_cost_what_tuples_cost(kind, depth, rows, fake):
+    def found(kind: str) -> Profile:
+        return profile(*model_and_sample(kind, depth, rows), device="meta" if fake else "cpu", chunks=2, timeout=1e-6)
+
+    for by in BYTES:
+        assert found(kind).costs(by) == found("tuple").costs(by), by
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seconds_and_sizes_go_through_them(kind):
+    model, sample = model_and_sample(kind, 2, 6)
+    assert all(x > 0 for x in profile_seconds(model, sample, timeout=1e-6, device="cpu"))
+    assert len(profile_times(model, sample, 1e-6, "cpu")) == 3
+    plain = profile_sizes(*model_and_sample("tuple", 2, 6), 2, 2.0, "cpu")
+    assert profile_sizes(model, sample, 2, 2.0, "cpu") == plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_numbers_of_rows_are_cut_from_them(kind):
+    model, sample = model_and_sample(kind, 2, 8)
+    found = profile(model, sample, device="cpu", rows=[2, 6], timeout=1e-6)
+    assert [each.rows for each in (*found.others, found)] == [2, 6]
+    assert found.costs("output_bytes") == [2 * 6 * 3 * 4, 2 * 6 * 3 * 4, 6 * 3 * 4]
+    assert found.others[0].costs("output_bytes") == [2 * 2 * 3 * 4, 2 * 2 * 3 * 4, 2 * 3 * 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_may_be_one(kind):
+    """Its tensors are the loss's, on its device, and no state of it."""
+    model, sample = model_and_sample(kind, 1, 6)
+    target = KINDS[kind][0](torch.randn(6, 3), torch.randn(6, 3))
+    found = profile(
+        model, sample, device="cpu", timeout=1e-6, loss_fn=lambda y, t: loss(y, (kind, t)), target=target, chunks=2
+    )
+    assert found.loss is not None
+    assert found.loss.buffer_bytes == 0
+    assert found.loss.flops == 0
+    assert found.loss.output_bytes == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sample_stays_as_it_was(kind):
+    model, sample = model_and_sample(kind, 2, 6)
+    left, right = KINDS[kind][1](sample)
+    before = left.clone(), right.clone()
+    profile(model, sample, device="cpu", timeout=1e-6)
+    profile_sizes(model, sample, 1, 2.0, "cpu")
+    assert left.equal(before[0])
+    assert right.equal(before[1])
+    assert not left.requires_grad
