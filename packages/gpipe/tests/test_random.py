@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe import GPipe
-from gpipe.checkpoint._random import CellRNG, RunRNG
+from gpipe.checkpoint._random import OUTSIDE, CellRNG, RunRNG
 
 from .layers import Call
+from .models import Recipe, main_of, recipes
+from .schedules import CHOICES, some_schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,6 +112,96 @@ def test_result_depends_on_the_seed_alone(names: tuple[str, ...], seed: int):
         torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a model is computed; printed where a property fails."""
+
+    balance_seed: int
+    stages: int
+    checkpoint: str
+    inline: bool
+    schedule: Any
+
+    def trained(self, recipe: Recipe, loss_fn: Callable[[Any, Any], Tensor]) -> list[Any]:
+        """What two training steps from one seed leave behind."""
+        recipe = replace(recipe, balance_seed=self.balance_seed, stages=self.stages)
+        model, results = recipe.model(), []
+        balance = recipe.balance(len(model))
+        pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=recipe.chunks, checkpoint=self.checkpoint)
+        torch.manual_seed(recipe.seed)
+        with gpipe.inline() if self.inline else nullcontext():
+            for x in recipe.batches():
+                pipe.zero_grad()
+                leaf = x.clone().requires_grad_()
+                loss, output = pipe.step(
+                    leaf * 1,
+                    x,
+                    loss_fn=loss_fn,
+                    reduction="sum",
+                    schedule=self._schedule(-(-len(x) // -(-len(x) // recipe.chunks)), len(balance)),
+                    return_outputs=True,
+                )
+                results += [loss, main_of(output), leaf.grad, *[p.grad for p in pipe.parameters()]]
+        pipe.close()
+        return results
+
+    def _schedule(self, microbatches: int, stages: int) -> Any:
+        if isinstance(self.schedule, str):
+            return self.schedule
+        stop = {"never": 0, "except_last": microbatches - 1, "always": microbatches}[self.checkpoint]
+        placement = (0,) * stages if self.inline else range(stages)
+        return some_schedule(self.schedule, microbatches, placement, stop, in_order=True)
+
+
+WAYS = st.builds(
+    Way,
+    balance_seed=st.integers(0, 2**16),
+    stages=st.integers(1, 4),
+    checkpoint=st.sampled_from(MODES),
+    inline=st.booleans(),
+    schedule=st.sampled_from(["fill_drain", "1f1b", "interleaved", "zero_bubble"]) | CHOICES,
+)
+LOSSES = {
+    "plain": lambda output, target: main_of(output).square().sum(),
+    "random": lambda output, target: nn.functional.dropout(main_of(output), 0.3).square().sum(),
+}
+
+
+@settings(max_examples=settings.default.max_examples // 2, suppress_health_check=[HealthCheck.too_slow])
+@given(recipes(), WAYS, WAYS, st.sampled_from(sorted(LOSSES)))
+def test_numbers_depend_on_layer_and_micro_batch_alone(recipe: Recipe, one: Way, other: Way, loss: str):
+    """And not on the balance, the number of partitions, checkpointing, the schedule or threads."""
+    recipe = replace(recipe, training=True, dtype=torch.float64, frozen=frozenset(), deferred=False)
+    layers = (*recipe.layers, ("tensor", "linear"))  # so that there is something to train
+    recipe = replace(recipe, layers=layers)
+    results = [way.trained(recipe, LOSSES[loss]) for way in (one, other)]
+    torch.testing.assert_close(*results, rtol=1e-7, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS))
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_run_on_two_partitions_can_be_repeated_on_one_or_four(name: str, inline: bool):
+    """Forwards and backwards, with layers that do not draw around the one that does."""
+    results = []
+    for balance in ([2, 2], [1, 1, 1, 1], [4], [3, 1], [1, 3]):
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(6, 6), LAYERS[name](), nn.Linear(6, 6), nn.Dropout()).double()
+        pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=MODES[len(balance) % 3])
+        x = torch.randn(6, 4, 6, dtype=torch.float64)
+        results.append([])
+        torch.manual_seed(0)
+        with gpipe.inline() if inline else nullcontext():
+            for _ in range(3):
+                pipe.zero_grad()
+                leaf = x.clone().requires_grad_()
+                output = pipe(leaf * 1)
+                output.square().sum().backward()
+                results[-1] += [output.detach(), leaf.grad, *[p.grad for p in pipe.parameters()]]
+        pipe.close()
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"gumbel"}))  # whose gradient is not the slope, by design
 @pytest.mark.parametrize("mode", MODES)
 def test_gradient_belongs_to_what_was_drawn(name: str, mode: str):
@@ -144,12 +238,14 @@ def test_every_cell_and_every_step_draws_its_own():
 
 @settings(max_examples=settings.default.max_examples // 10)
 @given(st.integers(1, 64), st.integers(1, 64))
-def test_no_two_cells_share_a_seed(microbatches: int, stages: int):
+def test_no_two_layers_or_micro_batches_share_a_seed(microbatches: int, layers: int):
     run = RunRNG()
-    seeds = {
-        CellRNG(run, i << 12 | j, CPU).generator.initial_seed() for i in range(microbatches) for j in range(stages)
-    }
-    assert len(seeds) == microbatches * stages
+    cells = [CellRNG(run, i, k, CPU, {0}) for i in range(microbatches) for k in range(layers)]
+    seeds = {cell.generator.initial_seed() for cell in cells}
+    for cell in cells:
+        with cell.layer(0):
+            seeds.add(cell.generator.initial_seed())
+    assert len(seeds) == 2 * len(cells)
 
 
 def test_run_takes_one_number_from_the_process_and_only_if_something_draws():
@@ -361,19 +457,19 @@ def test_fused_dropout_is_that_of_torch(shape: tuple[int, ...], train: bool | No
     results = []
     for inside in (True, False):
         generator = torch.manual_seed(5)
-        cell = CellRNG(RunRNG(), 0, CPU)
-        cell._generator = generator.clone_state() if inside else None
+        cell = CellRNG(RunRNG(), 0, 0, CPU, [OUTSIDE])
+        cell._generators[OUTSIDE] = generator.clone_state()
         with cell.drawn_from(served=False) if inside else nullcontext():
             output, mask = torch.native_dropout(x, p, train)
         (gradient,) = torch.autograd.grad(output.sum(), x)
         results.append((output.detach(), mask, gradient))
-        assert not inside or cell.drew == (train is not False and x.numel() > 0)
+        assert not inside or bool(cell.drew) == (train is not False and x.numel() > 0)
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0, equal_nan=True)
 
 
 def test_attention_that_drops_nothing_draws_nothing():
     x = torch.randn(2, 4, 8, 6)
-    cell = CellRNG(RunRNG(), 0, CPU)
+    cell = CellRNG(RunRNG(), 0, 0, CPU, [OUTSIDE])
     with cell.drawn_from(served=False):
         nn.functional.scaled_dot_product_attention(x, x, x)
     assert not cell.drew

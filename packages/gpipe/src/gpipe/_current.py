@@ -28,7 +28,7 @@ class Current(threading.local):
             a layer may run again, and must not count its input twice.
         checkpointing: whether this is a forward whose graph will be rebuilt later.
         recomputing: whether this is a recomputation.
-        rng: the random numbers of the cell; None if nobody follows what its layers draw.
+        rng: the random numbers of the layers of the cell; None if nobody follows what any of them draws.
         rng_paused: whether an operation draws for the machinery of ``rng`` itself.
         skips: where layers stash to and pop from; a store that serves plain modules outside of pipes.
         observed: what an observer has seen of the action so far.

@@ -19,7 +19,7 @@ from ._batchnorm import DeferredBatchNorm
 from .engine._autograd import reattach
 from .engine._loss import LossFunction, LossStage
 from .engine._pipeline import Pipeline
-from .engine._stage import Stage
+from .engine._stage import stages_of
 from .engine._workers import Workers
 from .module._arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from .module._arguments import Device, checked_checkpoint, checked_chunks, checked_devices, checked_flag, checked_sizes
@@ -419,10 +419,7 @@ class GPipe(nn.Module):
     def _lay_out(self) -> None:
         """What the engine sees of the layers; what it has learned about them is forgotten."""
         layout = inspect_skip_layout(list(self._partitions))
-        stages = [
-            Stage(j, partition, device, layout)
-            for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True))
-        ]
+        stages = stages_of(self._partitions, self._devices, layout)
         self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers)
         self.__dict__["_chooser"] = Chooser(stages)
 

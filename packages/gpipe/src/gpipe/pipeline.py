@@ -11,7 +11,7 @@ from microbatch import Batch, Versions
 from streams import AbstractStream
 
 from .engine import _pipeline
-from .engine._stage import Stage
+from .engine._stage import stages_of
 from .engine._workers import Workers
 from .module._arguments import numbered
 from .skip import SkipLayout, inspect_skip_layout
@@ -59,7 +59,7 @@ class Pipeline:
             [torch.device("cpu")] * len(partitions) if devices is None else [numbered(device) for device in devices]
         )
         layout = inspect_skip_layout(list(partitions)) if skip_layout is None else skip_layout
-        stages = [Stage(j, *each, layout) for j, each in enumerate(zip(partitions, places, strict=True))]
+        stages = stages_of(partitions, places, layout)
         if copy_streams is None:
             streams = [CopyStreams.on(device) for device in places]
         else:

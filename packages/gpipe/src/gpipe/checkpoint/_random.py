@@ -1,25 +1,27 @@
 """Random numbers that depend on the seed alone, although stages draw side by side and forwards are repeated.
 
 The CPU has one generator for the whole process. Stages drawing from it would get numbers that depend on which came
-first, and a recomputation could not get the same again without taking it away from everybody else. So every cell draws
-from a generator of its own. All are seeded by one number, which a run takes from the process's generator when the first
-of its layers draws. A generator that a layer brings along is put back for the recomputation.
+first, and a recomputation could not get the same again without taking it away from everybody else. So every layer draws
+from a generator of its own on each micro-batch. All are seeded by one number, which a run takes from the process's
+generator when the first of its layers draws, and by the places of the layer in the model and of the micro-batch in the
+mini-batch. So it does not matter which partition a layer is in. A generator that a layer brings along is put back for
+the recomputation.
 
 An accelerator has a generator of its own, and one worker: there it is enough to put its state back.
 
-Layers that do not draw pay nothing: who draws is found out at the first forward in each training mode.
+Layers that do not draw pay nothing: who draws is found out in the first run in each training mode.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from streams import DispatchMode
@@ -34,8 +36,8 @@ class RunRNG:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # A pipe inside a layer of another one draws from that one's cell, which the recomputation repeats.
-        self._around: CellRNG | None = current.rng
+        # A pipe inside a layer of another one draws from that layer's numbers, which the recomputation repeats.
+        self._around = current.rng if current.rng is not None and current.rng.follows else None
         self._seed: int | None = None
         with not_lent():
             self._state = PROCESS.get_state()
@@ -57,79 +59,124 @@ class RunRNG:
             return not torch.equal(self._state, PROCESS.get_state())
 
 
+OUTSIDE: Final = -1
+"""What is drawn in a cell outside of its layers: in hooks of a partition, or by a loss."""
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 class CellRNG:
-    """The random numbers of one cell, from the beginning in every forward of it.
+    """The random numbers of the layers of one cell, from the beginning in every forward of it.
+
+    Args:
+        run: whose seed they have.
+        microbatch: its index.
+        first: how many layers of the model come before those of the cell.
+        device: of the stage.
+        drawing: the layers whose draws are followed, counted from ``first``. With :data:`OUTSIDE`, all draws are.
+        module: the partition, which says by :meth:`layer` where a layer begins.
 
     Attributes:
-        drew: whether anything was drawn that only those who watch can repeat: on the CPU, or from a layer's generator.
-        drew_on_device: whether anything was drawn on an accelerator.
-        asked: whether layers read or set torch's generator, as ``torch.utils.checkpoint`` does in order to draw the
-            same numbers again; the backward may then draw too.
-        served: whether they would get at the cell's own instead. This costs time, so only layers that were seen to ask,
-            or were not looked at yet, have it.
+        drew: the layers that drew what only those who watch can repeat, on the CPU or from generators of their own, or
+            that set torch's generator.
+        drew_on_device: those that drew anything on an accelerator.
+        asked: those that read or set torch's generator, as ``torch.utils.checkpoint`` does in order to draw the same
+            numbers again; the backward may then draw too.
+        served: whether they would get at their own instead. This costs time, so only layers that were seen to ask, or
+            were not looked at yet, have it.
+        follows: whether draws are followed now.
     """
 
     __slots__ = (
+        "_at",
         "_device",
-        "_generator",
-        "_number",
+        "_drawing",
+        "_first",
+        "_generators",
+        "_microbatch",
         "_others",
         "_run",
         "_seed",
         "asked",
         "drew",
         "drew_on_device",
+        "follows",
+        "module",
         "served",
     )
-    watches = True
-    """Whether everything that is drawn is seen."""
 
-    def __init__(self, run: RunRNG, number: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        run: RunRNG,
+        microbatch: int,
+        first: int,
+        device: torch.device,
+        drawing: Collection[int],
+        module: nn.Module | None = None,
+    ) -> None:
         self._run = run
-        self._number = number
-        self._generator: torch.Generator | None = None
+        self._microbatch = microbatch
+        self._first = first
+        self._drawing = drawing
+        self._at = OUTSIDE
+        self._generators: dict[int, torch.Generator] = {}
         self._others: list[tuple[torch.Generator, Tensor]] = []
         self._device = DeviceGenerator(device)
-        self.asked = False
-        self.drew = False
-        self.drew_on_device = False
+        self.module = module
+        self.drew: set[int] = set()
+        self.asked: set[int] = set()
+        self.drew_on_device: set[int] = set()
         self.served = False
+        self.follows = False
+
+    @property
+    def watches(self) -> bool:
+        """Whether everything that is drawn is seen."""
+        return OUTSIDE in self._drawing
 
     @property
     def generator(self) -> torch.Generator:
-        """The cell's own generator for the CPU, which uses 32 bits of a seed. No two cells of a run share one."""
-        if self._generator is None:
-            self._generator = torch.Generator().manual_seed((self._run.seed + self._number) % 2**32)
-        return self._generator
+        """The generator for the CPU of the layer that runs."""
+        if self._at not in self._generators:
+            self._generators[self._at] = torch.Generator().manual_seed((self._run.seed + self._number) % 2**32)
+        return self._generators[self._at]
+
+    @property
+    def _number(self) -> int:
+        """No two layers and micro-batches of a run share it: generators for the CPU use 32 bits of a seed."""
+        k = self._first + max(self._at, 0)
+        return self._microbatch << 16 | 2 * k + (self._at != OUTSIDE)
 
     def draw(self) -> torch.Generator:
         """What an operation that draws on the CPU shall draw from."""
-        self.drew = True
+        self.drew.add(self._at)
         return self.generator
 
     def draw_on(self, device: torch.device) -> None:
         """Before an operation draws on another ``device`` than the CPU, whose state :meth:`repeated` puts back."""
         if current.checkpointing:
             self._device.expect_repeats(device)
-        self.drew_on_device = True
+        self.drew_on_device.add(self._at)
 
     def saw(self, generator: torch.Generator) -> None:
         """Remember a layer's own generator as it is before the cell first draws from it."""
-        self.drew = True
+        self.drew.add(self._at)
         with _unseen():
             known = any(are_one(generator, own) for own, _ in self._others)
         if not known:
             self._others.append((generator, generator.get_state()))
 
-    def ask(self) -> torch.Generator:
-        """What layers read or set that mean torch's generator."""
-        self.asked = True
+    def ask(self, changes: bool) -> torch.Generator:
+        """What layers read, or set if it ``changes``, that mean torch's generator."""
+        self.asked.add(self._at)
+        if changes:
+            self.drew.add(self._at)
         return self.generator
 
     def expect_served(self) -> None:
         """Before a draw: raise RuntimeError if layers have just begun to read or set torch's generator."""
         if not self.served and (_process_seed() != self._seed or in_checkpoint()):
-            self.asked = True
+            self.asked.add(self._at)
             raise RuntimeError(
                 "layers of this partition began to read or set torch's random generator (torch.manual_seed, fork_rng, "
                 "set_rng_state, torch.utils.checkpoint) after their first forward in this training mode; run this "
@@ -142,46 +189,67 @@ class CellRNG:
 
     @contextmanager
     def drawn_from(self, *, served: bool) -> Iterator[None]:
-        """Inside, what this thread draws on the CPU comes from here; if ``served``, see there."""
+        """Around the layers, whose draws on the CPU come from here; if ``served``, see there."""
         before, current.rng = current.rng, self
         self.served = served and can_serve()
-        self._seed = _process_seed()
         try:
-            with _Draws(self).pushed(), Served(self.ask) if self.served else nullcontext():
+            with self._followed() if self.watches else _NOTHING:
                 yield
         finally:
             current.rng = before
+            if not self.asked:  # only then a backward goes on drawing
+                self._generators.clear()
+
+    def layer(self, k: int) -> AbstractContextManager[None]:
+        """Around a layer of the cell."""
+        return self._at_layer(k) if k in self._drawing else _NOTHING
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Inside, this thread draws again what it drew in the forward, on every device."""
-        self._generator = None
+        self._generators.clear()
         others, self._others = self._others, []
         now = [(generator, generator.get_state()) for generator, _ in others]
         _set_states(others)
         try:
-            with self._device.rewound(), self.drawn_from(served=self.asked):
+            with self._device.rewound(), self.drawn_from(served=bool(self.asked)):
                 yield
         finally:
             _set_states(now)
 
     def backward(self) -> AbstractContextManager[None]:
         """Around the backward."""
-        return self.drawn_from(served=True) if self.asked else nullcontext()
-
-
-class Unwatched(CellRNG):
-    """For a checkpointed cell on an accelerator whose layers were not seen to draw: should they begin, all is kept."""
-
-    watches = False
+        return self._in_backward() if self.asked else _NOTHING
 
     @contextmanager
-    def drawn_from(self, *, served: bool) -> Iterator[None]:
-        yield
+    def _in_backward(self) -> Iterator[None]:
+        # Nothing tells which layer a backward is of. What it sets before it draws is right on any of their generators.
+        with self.drawn_from(served=True), self._at_layer(min(self.asked)):
+            yield
+
+    @contextmanager
+    def _at_layer(self, k: int) -> Iterator[None]:
+        before, self._at = self._at, k
+        try:
+            with _NOTHING if self.follows else self._followed():
+                yield
+        finally:
+            self._at = before
+
+    @contextmanager
+    def _followed(self) -> Iterator[None]:
+        """Inside, every draw of this thread is seen."""
+        self.follows = True
+        self._seed = _process_seed()
+        try:
+            with _Draws(self).pushed(), Served(self.ask) if self.served else _NOTHING:
+                yield
+        finally:
+            self.follows = False
 
 
 class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
-    """Hands the cell's generator to every operation that draws."""
+    """Hands the generator of the layer that runs to every operation that draws."""
 
     def __init__(self, cell: CellRNG) -> None:
         super().__init__()

@@ -61,10 +61,10 @@ class Served:
     """While it is entered, methods of the process's generator that this thread calls work on another one.
 
     Args:
-        ask: returns that one; called at each such call.
+        ask: returns that one; called at each such call with whether it changes the generator.
     """
 
-    def __init__(self, ask: Callable[[], torch.Generator]) -> None:
+    def __init__(self, ask: Callable[[bool], torch.Generator]) -> None:
         self._ask = ask
         self._call: AbstractContextManager[None] | None = None
 
@@ -81,7 +81,8 @@ class Served:
             self._others(frame, event, argument)  # type: ignore[arg-type]
         if event == "c_call":
             if argument.__self__ is PROCESS and not _ours(frame):
-                self._call = lent(self._ask(), changes=argument.__name__ not in _READING)
+                changes = argument.__name__ not in _READING
+                self._call = lent(self._ask(changes), changes=changes)
                 self._call.__enter__()
         elif self._call is not None and event in _ENDS:
             call, self._call = self._call, None

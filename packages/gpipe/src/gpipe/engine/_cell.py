@@ -123,15 +123,8 @@ class Cell:
         random, stage = self._random, self._stage
         if random is None:
             return stage.compute(inputs)
-        try:
-            with random.drawn_from(served=stage.may_ask):
-                outputs = stage.compute(inputs)
-        finally:
-            if random.served or random.asked:
-                stage.saw_ask(random.asked)
-        # An accelerator's generator needs no watching, unless layers put states back that are not the cell's.
-        stage.saw_draw(random.drew or (random.asked and random.drew_on_device))
-        return outputs
+        with stage.draws.learning(random):
+            return stage.compute(inputs)
 
 
 def _explain(error: RuntimeError) -> None:
@@ -200,7 +193,7 @@ class RecomputeContext:
         drew = not watched and self._random.moved()
         self._watched = watched or drew
         if drew:
-            self._stage.forget_draws()
+            self._stage.draws.forget()
         return drew
 
     def sample(self, outputs: Batch) -> Sample:

@@ -12,17 +12,21 @@ from torch import Tensor, nn
 
 from microbatch import Batch
 
+from ..checkpoint._random import CellRNG, RunRNG
 from ..values._aliases import unpacked
 from ..values._leaves import as_nonleaf, map_batch
 from ..values._sharing import guarded, released
 from . import _autograd_calls as _engine
 from ._accumulate import AccumulatedGradients
 from ._deferred_gradients import DeferredGradients
+from ._draws import Draws
 from ._graph_leaves import below
 from ._scale import Scale, scale_of, scaled
 
 LossFunction = Callable[[Any, Any], Any]
 """From an output and a target to a scalar loss, or to the sum of losses and their count."""
+
+_CPU = torch.device("cpu")
 
 
 class LossStage:
@@ -55,8 +59,29 @@ class LossStage:
         self.grown = AccumulatedGradients()
         self.outputs: dict[int, Batch] = {}
 
+    def begin(self, rng: RunRNG, number: int, draws: Draws) -> None:
+        """A run begins.
+
+        Args:
+            rng: where random numbers come from.
+            number: as if the loss was a layer of the model after all others.
+            draws: what is known of losses of this pipe.
+        """
+        self._rng, self._number, self._draws = rng, number, draws
+        draws.begin(_kind(self._loss_fn))
+
     def put_values(self, i: int, batch: Batch) -> None:
         """Compute the loss of a micro-batch, and the gradients of what it was computed from."""
+        drawing = self._draws.drawing
+        if drawing:
+            with self._draws.learning(CellRNG(self._rng, i, self._number, _CPU, drawing)):
+                self._turn(i, batch)
+        else:
+            self._turn(i, batch)
+        if len(self._losses) == len(self._targets):
+            self._draws.saw_all()
+
+    def _turn(self, i: int, batch: Batch) -> None:
         batch = released(batch)
         found = self._loss_fn(unpacked(guarded(as_nonleaf(batch)).value), self._targets[i])
         self._expect_alike(isinstance(found, tuple))
@@ -133,6 +158,12 @@ class LossStage:
         _expect_number(count)
         self._counts.append(count)
         return _checked(total), 1.0
+
+
+def _kind(loss_fn: LossFunction) -> tuple[object, object]:
+    """What tells whether a loss may draw like one before: of functions the code, since each step may make its own."""
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    return getattr(loss_fn, "__code__", type(loss_fn)), getattr(owner, "training", None)
 
 
 def _expect_number(count: object) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from microbatch import Batch, Versions
 from streams import AbstractStream, add_note
 
+from ..checkpoint._random import OUTSIDE
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
 from ..transport._channels import Channels
@@ -23,6 +24,7 @@ from ..values._sharing import KEPT, SEEN, among, flag_aliases, overlap, released
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import refuse_data_parallel
+from ._draws import Draws
 from ._exclusive import Section
 from ._loss import LossStage
 from ._run import Run
@@ -41,6 +43,9 @@ class Pipeline:
         layout: which skips go from where to where.
         copy_streams: for each stage, the streams on which tensors come to and go from its device.
         workers: the threads to run on.
+
+    Attributes:
+        loss_draws: whether losses draw random numbers.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Pipeline:
     ) -> None:
         self.stages = stages
         self.workers = workers
+        self.loss_draws = Draws(frozenset([OUTSIDE]))
         self._layout = layout
         self._copy_streams = copy_streams
 

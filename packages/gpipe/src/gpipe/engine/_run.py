@@ -56,6 +56,9 @@ class Run:
         stages, chosen = pipeline.stages, settings()
         observer = chosen.observer or observer
         self.mini_batch = MiniBatch(stages, pipeline.placement, microbatches, checkpoint_stop, loss)
+        self._loss_draws = pipeline.loss_draws
+        if loss is not None:
+            loss.begin(self.mini_batch.rng, stages[-1].numbers.stop, pipeline.loss_draws)
         self._workers = None if chosen.inline else pipeline.workers
         self._devices = [stage.device for stage in stages]
         self._streams = [current_stream(device) for device in self._devices]
@@ -194,8 +197,8 @@ class Run:
 
     def _look_for_draws(self) -> None:
         if self.mini_batch.rng.moved():
-            for runner in self._runners:
-                runner.stage.forget_draws()
+            for draws in (*(runner.stage.draws for runner in self._runners), self._loss_draws):
+                draws.forget()
 
     def _stop(self) -> None:
         """Make every worker come to an end soon."""

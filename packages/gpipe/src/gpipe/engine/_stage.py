@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from microbatch import Batch, Function
 from streams import has_streams
 
 from ..checkpoint._device_generator import module_of
+from ..checkpoint._random import OUTSIDE
 from ..checkpoint._state import State, Training
 from ..skip import SkipLayout
 from ..skip._layout import skippables
@@ -21,15 +24,30 @@ from ..values._aliases import packed, unpacked
 from ..values._constants import expect_plain
 from ..values._leaves import Arguments, SharedBatch, as_nonleaf, versions
 from ..values._sharing import expect_unseen, given_state, ties_of
+from ._draws import Draws
 from ._tensor_hooks import TensorHooks
 
 _log = logging.getLogger("gpipe")
+_training = attrgetter("training")
+
+
+def stages_of(modules: Iterable[nn.Module], devices: Iterable[torch.device], layout: SkipLayout) -> list[Stage]:
+    """A stage of each of the ``modules``, whose layers are numbered from the first of all."""
+    stages: list[Stage] = []
+    for j, (module, device) in enumerate(zip(modules, devices, strict=True)):
+        stages.append(Stage(j, module, device, layout, stages[-1].numbers.stop if stages else 0))
+    return stages
 
 
 class Stage:
     """One partition on its device. It lives as long as its pipe, and so does what is learned about its layers.
 
+    Args:
+        first: how many layers of the model come before.
+
     Attributes:
+        numbers: of the layers, in the model; one if nobody tells the layers of ``module`` apart.
+        draws: which of them draw random numbers.
         on_accelerator: whether its work is queued on streams.
         rewinds: whether the generator of its device can be put back.
         may_change_input: whether the layers work in place on what they get; true until the first forward of a run has
@@ -37,8 +55,10 @@ class Stage:
         given: parameters and buffers whose memory the first forward of the run gave away, with their tie.
     """
 
-    def __init__(self, index: int, module: nn.Module, device: torch.device, layout: SkipLayout) -> None:
+    def __init__(self, index: int, module: nn.Module, device: torch.device, layout: SkipLayout, first: int) -> None:
         self.index = index
+        self._told = [*module.children()] if getattr(module, "tells_layers", False) else []
+        self.numbers = range(first, first + max(len(self._told), 1))
         self.module = module
         self.device = torch.device("cpu") if device.type == "cpu" else device
         self.on_accelerator = has_streams(device)
@@ -53,10 +73,7 @@ class Stage:
         self._changes_late = False
         self._said_whole = False
         self._layers_then = dict(module._modules)
-        self._watched = True
-        self._heard = False
-        self._draws: dict[bool, bool] = {}
-        self._asks: dict[bool, bool] = {}
+        self.draws = Draws(frozenset(range(OUTSIDE, len(self._told))))
         self._hooks: dict[bool, bool | None] = {}
         self.compared: set[Training] = set()
 
@@ -135,18 +152,7 @@ class Stage:
         self._changes_input = self._changes_late
         self.may_change_input = True
         self._seen_outputs = False
-        self._watched = True
-        self._heard = False
-
-    def saw_all(self) -> None:
-        """All forwards of a run are done. What none of them did is not expected of those of the next run.
-
-        Micro-batches may differ, so that one that draws nothing says nothing about the others.
-        """
-        if self._watched and self.module.training not in self._draws:
-            self._draws[self.module.training] = self._brings_generator()
-        if self._watched and self._heard:
-            self._asks.setdefault(self.module.training, False)
+        self.draws.begin((self.module.training, *map(_training, self._told)))
 
     def expect_split(self) -> None:
         """Let the next forward look for hooks, unless one has in this training mode."""
@@ -157,42 +163,16 @@ class Stage:
         """Whether the backward may run in two parts: both would call the hooks of a tensor where they part."""
         return not self._hooks[self.module.training]
 
-    @property
-    def may_draw(self) -> bool:
-        """Whether the layers draw random numbers, in this training mode; true until a whole run was watched."""
-        return self._draws.get(self.module.training, True)
-
-    def saw_draw(self, drew: bool) -> None:
-        """Learn from a forward whether the layers draw. Those that did once may do it again."""
-        if drew:
-            self._draws[self.module.training] = True
-
-    @property
-    def may_ask(self) -> bool:
-        """Whether the layers read or set torch's generator, in this training mode; true until a run was watched."""
-        return self._asks.get(self.module.training, True)
-
-    def saw_ask(self, asked: bool) -> None:
-        """Learn from a forward whether the layers do. Those that did once may do it again."""
-        self._heard = True
-        if asked:
-            self._asks[self.module.training] = True
-
-    def forget_draws(self) -> None:
-        """Look again, from the next forward to the end of the next run."""
-        self._watched = False
-        self._draws.clear()
-        self._asks.clear()
-
     def forget(self) -> None:
         """Learn everything about the layers anew."""
-        self.forget_draws()
+        self.draws.forget()
         self.state.forget()
         self.compared.clear()
 
-    def _brings_generator(self) -> bool:
-        """Whether a layer has a generator of its own, which shows nowhere when it begins to be used."""
-        return any(isinstance(value, torch.Generator) for m in self.module.modules() for value in vars(m).values())
+    def with_generators(self) -> frozenset[int]:
+        """The layers that have a generator of their own, which shows nowhere when it begins to be used."""
+        layers = dict(enumerate(self._told)) or {OUTSIDE: self.module}
+        return frozenset(k for k, layer in layers.items() if _brings_generator(layer))
 
     @cached_property
     def state(self) -> State:
@@ -228,3 +208,7 @@ class Stage:
         """The names of the first and the last layer."""
         names = [f"'{name}'" for name, _ in self.module.named_children()]
         return " to ".join(names if len(names) < 2 else (names[0], names[-1])) or "none"
+
+
+def _brings_generator(layer: nn.Module) -> bool:
+    return any(isinstance(value, torch.Generator) for module in layer.modules() for value in vars(module).values())

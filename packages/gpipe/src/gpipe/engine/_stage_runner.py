@@ -10,7 +10,7 @@ from streams import add_note
 
 from .._batchnorm import MiniBatchStatistics
 from .._current import current
-from ..checkpoint._random import CellRNG, Unwatched
+from ..checkpoint._random import CellRNG
 from ..schedule import Action, Kind
 from ..transport._ports import Port, Ports
 from ..values._describe import shapes
@@ -78,7 +78,7 @@ class StageRunner:
         self._departure.put_values(i, outputs)
 
     def _finish_forwards(self) -> None:
-        self.stage.saw_all()
+        self.stage.draws.saw_all(self.stage.with_generators)
         if self._statistics is not None:
             self._statistics.commit()
 
@@ -135,9 +135,12 @@ class StageRunner:
         stage = self.stage
         checkpointed = i < self._mini_batch.checkpoint_stop
         random: CellRNG | None = None
-        if stage.may_draw or (checkpointed and stage.on_accelerator):
-            watch = stage.may_draw or not stage.rewinds
-            random = (CellRNG if watch else Unwatched)(self._mini_batch.rng, i << 12 | stage.index, stage.device)
+        drawing = stage.draws.drawing
+        unsure = checkpointed and stage.on_accelerator  # of its draws nothing is seen unless they are followed
+        if unsure and not stage.rewinds:
+            drawing = stage.draws.everyone
+        if drawing or unsure:
+            random = CellRNG(self._mini_batch.rng, i, stage.numbers.start, stage.device, drawing, stage.module)
         return CheckpointedCell(stage, random, self._recompute_context) if checkpointed else Cell(stage, random)
 
 

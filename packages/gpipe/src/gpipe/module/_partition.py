@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._current import current
 from ._arguments import Device, checked_sizes, parsed_device
 from ._container import expect_plain
 from ._devices import expect_movable, move, untouched_on_failure
@@ -18,11 +19,20 @@ from ._layers import refuse_more
 class Partition(nn.Sequential):
     """The layers of one stage under their own names. The first may take several arguments, as a model may."""
 
+    tells_layers = True
+    """It says to :data:`current` where each layer begins."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        first, *others = self._modules.values()
-        value = first(*args, **kwargs)
-        for layer in others:
-            value = layer(value)
+        rng = current.rng
+        if rng is None or rng.module is not self:
+            first, *others = self._modules.values()
+            value = first(*args, **kwargs)
+            for layer in others:
+                value = layer(value)
+            return value
+        for k, layer in enumerate(self._modules.values()):
+            with rng.layer(k):
+                value = layer(value) if k else layer(*args, **kwargs)
         return value
 
     # These number the layers from 0. Among the names of a pipe that would be those of other layers.
