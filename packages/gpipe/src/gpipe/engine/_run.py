@@ -26,6 +26,7 @@ from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage import Stage
 from ._stage_runner import ACTIONS, StageRunner
+from ._sweep import FREE_THREADED
 from ._walks import forwards_and_backwards
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ class Run:
             self._streams, Link if self._observer is None else self._observer.link, self._failures.forestall_current
         )
         self._runners = [self._runner(stage, loss if stage is stages[-1] else None) for stage in stages]
+
+    def __del__(self) -> None:
+        workers = self.__dict__.get("_workers")
+        if FREE_THREADED and workers is not None:
+            self.__dict__.clear()  # now, so that the workers find it
+            workers.sweep()
 
     def _runner(self, stage: Stage, loss: LossStage | None) -> StageRunner:
         channels, j = self._channels, stage.index

@@ -25,6 +25,7 @@ from streams import (
 
 from ._cores import Cores, bind, pauses_callers_helpers, shares, usable
 from ._exclusive import Section, Sections, involved, serving
+from ._sweep import Sweep
 
 Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]
@@ -105,6 +106,11 @@ class Workers:
         for queue, (stream, compute) in zip(in_queues, works, strict=True):
             queue.put(Task(stream, compute=_Once(compute, stop, sections)))
         return [_result(queue.get()) for queue in out_queues]
+
+    def sweep(self) -> None:
+        """Let the workers free what they made and others have dropped (:mod:`gpipe.engine._sweep`); returns at once."""
+        if self._scope is not None and self._process == os.getpid():
+            Sweep(self._queues[0])()
 
     def close(self) -> None:
         """End the threads, which must not be running anything. The next run starts new ones."""
