@@ -39,7 +39,17 @@ class Partition:
         return tuple(accumulate(self.sizes[:-1]))
 
     def apply(self, sequence: Sequence[T]) -> list[list[T]]:
-        """The blocks of any sequence as long as the costs."""
+        """The blocks of any sequence as long as the costs.
+
+        Args:
+            sequence: items, one for each layer.
+
+        Returns:
+            A list of items for each block, in order.
+
+        Raises:
+            ValueError: more or fewer items than layers.
+        """
         if len(sequence) != sum(self.sizes):
             raise ValueError(f"the partition is of {sum(self.sizes)} layers, the sequence has {len(sequence)}")
         return [list(sequence[start:end]) for start, end in pairwise([0, *self.cuts, len(sequence)])]

@@ -39,22 +39,35 @@ def place(
 ) -> Placement:
     """One non-empty block for each stage, so that the slowest stage is as fast as possible, or the last micro-batch is.
 
-    stages: a number, or `Stage`s with a speed, a capacity and modes.
-    memory, activations: what each layer needs once, and once for each micro-batch that its stage holds. A stage's sum
-        must not exceed its capacity. Without any of the three, capacities limit the costs.
-    boundary: what enters each layer for a micro-batch, such as the bytes of its input. A stage also keeps what enters
-        its first layer, once for each micro-batch that it holds.
-    in_flight: how many micro-batches each stage holds: a list, "1f1b" (k - j on stage j, but no more than there are) or
-        "fill_drain" (all). One, if not given.
-    transfer: cost of a cut after each layer, in time. The stage before the cut pays it: its time is load/speed +
-        transfer, or the longer of the two with `overlap=True`.
-    forbid, pin: cuts that must not, must be. A cut is named by the layer right after it.
-    order: "free" also chooses which stage comes where. Fast while there are few kinds of stages.
-    objective: "makespan" minimises Σ (load/speed + transfer) + (microbatches - 1)·slowest, the time until the last
-        micro-batch leaves.
-    gap: for the makespan, how far above the least one is good enough, relative to it; the result says what is proven.
+    Exact like `solve`.
 
-    Exact like `solve`. Raises Infeasible, saying what would do, if nothing satisfies the constraints.
+    Args:
+        costs: of the layers, in any unit of work: ints, floats or Fractions, finite and not negative.
+        stages: a number, or `Stage`s with a speed, a capacity and modes.
+        memory, activations: what each layer needs once, and once for each micro-batch that its stage holds. A stage's
+            sum must not exceed its capacity. Without any of the three, capacities limit the costs.
+        boundary: what enters each layer for a micro-batch, such as the bytes of its input. A stage also keeps what
+            enters its first layer, once for each micro-batch that it holds.
+        in_flight: how many micro-batches each stage holds: a list, "1f1b" (k - j on stage j, but no more than there
+            are) or "fill_drain" (all). One, if not given.
+        transfer: cost of a cut after each layer, in time. The stage before the cut pays it: its time is load/speed +
+            transfer, or the longer of the two with `overlap=True`.
+        forbid, pin: cuts that must not, must be. A cut is named by the layer right after it.
+        order: "free" also chooses which stage comes where. Fast while there are few kinds of stages.
+        objective: "makespan" minimises Σ (load/speed + transfer) + (microbatches - 1)·slowest, the time until the last
+            micro-batch leaves.
+        gap: for the makespan, how far above the least one is good enough, relative to it; the result says what is
+            proven.
+        microbatches: how many pass through the stages; needed for the makespan and for "fill_drain".
+
+    Returns:
+        The blocks with their loads (in the unit of the costs), times (costs / speed) and modes, and with the proof that
+        `verify` checks.
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: a number that is negative or not finite, or a list of another length than the layers or the stages.
+        Infeasible: nothing satisfies the constraints; it says what would do.
 
     >>> place([4, 4, 4, 4, 4, 4], [Stage(speed=1), Stage(speed=2)]).sizes
     (2, 4)

@@ -25,6 +25,17 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
 
     Exact for ints, floats and Fractions, and deterministic. O(n) to read, then about k log n a step of a bisection.
 
+    Args:
+        sequence: the costs: ints, floats or Fractions, finite and not negative.
+        partitions: how many blocks, from 1 to as many as there are costs.
+
+    Returns:
+        The blocks, as lists of the items themselves.
+
+    Raises:
+        TypeError: an item that is no number, or `partitions` that is no int.
+        ValueError: an item that is negative or not finite, no items, or more blocks than items.
+
     >>> solve([1, 2, 3, 4, 5, 6], 2)
     [[1, 2, 3, 4], [5, 6]]
     """
@@ -46,6 +57,18 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     Of all partitions with the least bottleneck, `even="quantile"` takes one with nearly even loads in no time,
     `even="exact"` the one with the least sum of squared loads, in O(k n log n) at most: often few
     ends come into question.
+
+    Args:
+        costs: of the layers, in any unit: ints, floats or Fractions, finite and not negative.
+        partitions: how many blocks, from 1 to as many as there are costs.
+        even: how to choose among the optima.
+
+    Returns:
+        The blocks' sizes and loads (in the unit of the costs) with the proof that `verify` checks.
+
+    Raises:
+        TypeError: a cost that is no number, or `partitions` that is no int.
+        ValueError: a cost that is negative or not finite, no costs, more blocks than costs, or another `even`.
 
     >>> partition([1, 2, 3, 4, 5, 6], 3).sizes
     (3, 2, 1)

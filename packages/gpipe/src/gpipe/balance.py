@@ -54,6 +54,22 @@ def balance_by_time(
     `sample` should have the rows of one micro-batch. It runs on CUDA where there is one, unless `device` says
     otherwise; layers go there one at a time. On the CPU it gets the share of the intra-op threads that each partition
     will have.
+
+    Args:
+        partitions: how many, at most as many as layers.
+        module: the layers; they stay as they are.
+        sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
+        timeout: in seconds.
+        device: where it runs; by default CUDA where there is one.
+        pin: layers at which a partition has to begin: names, regular expressions for a whole name, or positions.
+        forbid: layers at which none may begin.
+
+    Returns:
+        A list of how many layers each partition gets, for `GPipe`'s ``balance``.
+
+    Raises:
+        TypeError: `module` is no nn.Sequential, or `partitions` no int.
+        ValueError: fewer layers than partitions, a layer that is not there, or no balance with these cuts.
     """
     cuts = _checked(partitions, module, pin, forbid)
     with _threads(max(1, torch.get_num_threads() // partitions)):
@@ -81,14 +97,7 @@ def balance_by_size(
     `input` is a whole mini-batch, of which a micro-batch has the `chunks`-th part. With ``device="meta"`` the bytes are
     counted without running anything.
 
-    Args:
-        schedule: of :meth:`gpipe.GPipe.step`, by name. Stages then count as many micro-batches as they hold under it;
-            else each counts one.
-        checkpoint: under a `schedule`, ``"never"``, or ``"except_last"`` and ``"always"``, with which a stage keeps the
-            inputs of micro-batches, and all of a single one.
-        loss_fn, target: under a `schedule`, the last stage also counts what ``loss_fn(output, target)`` takes at most.
-
-    `param_scale` is how many times its own size a parameter takes, with gradient and optimizer:
+    `param_scale` is how many times its own size a parameter takes, with gradient and state of the optimizer:
 
     ===========================  ===========
     optimizer                    param_scale
@@ -107,6 +116,29 @@ def balance_by_size(
     RAdam                        4
     Adam(amsgrad=True)           5
     ===========================  ===========
+
+    Args:
+        partitions: how many, at most as many as layers.
+        module: the layers; they stay as they are.
+        input: tensors of shape (rows, ...), or a tree of them.
+        chunks: how many micro-batches the input is cut into.
+        param_scale: how many times its own size a parameter takes; see above.
+        device: where it runs; by default CUDA where there is one.
+        schedule: of :meth:`gpipe.GPipe.step`, by name. Stages then count as many micro-batches as they hold under it;
+            else each counts one.
+        checkpoint: under a `schedule`, ``"never"``, or ``"except_last"`` and ``"always"``, with which a stage keeps the
+            inputs of micro-batches, and all of a single one.
+        loss_fn, target: under a `schedule`, the last stage also counts what ``loss_fn(output, target)`` takes at most.
+        pin: layers at which a partition has to begin: names, regular expressions for a whole name, or positions.
+        forbid: layers at which none may begin.
+
+    Returns:
+        A list of how many layers each partition gets, for `GPipe`'s ``balance``.
+
+    Raises:
+        TypeError: `module` is no nn.Sequential, or `partitions` no int.
+        ValueError: fewer layers than partitions, a layer that is not there, no balance with these cuts, or another
+            schedule or checkpoint.
     """
     cuts = _checked(partitions, module, pin, forbid)
     if schedule is None:
@@ -123,7 +155,21 @@ def balance_by_size(
 def balance_by_parameters(
     partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid: Layers = ()
 ) -> list[int]:
-    """Balances the bytes of the parameters; needs no sample, and runs nothing."""
+    """Balances the bytes of the parameters; needs no sample, and runs nothing.
+
+    Args:
+        partitions: how many, at most as many as layers.
+        module: the layers.
+        pin: layers at which a partition has to begin: names, regular expressions for a whole name, or positions.
+        forbid: layers at which none may begin.
+
+    Returns:
+        A list of how many layers each partition gets, for `GPipe`'s ``balance``.
+
+    Raises:
+        TypeError: `module` is no nn.Sequential, or `partitions` no int.
+        ValueError: fewer layers than partitions, a layer that is not there, or no balance with these cuts.
+    """
     cuts = _checked(partitions, module, pin, forbid)
     sizes = [sum(parameter.numel() * parameter.itemsize for parameter in layer.parameters()) for layer in module]
     return _balance(sizes, partitions, cuts)
@@ -135,19 +181,60 @@ def balance_by_flops(
     """Balances the floating-point operations of forward and backward; runs nothing.
 
     PyTorch counts those of matrix products, convolutions and attention; other layers count as free.
+
+    Args:
+        partitions: how many, at most as many as layers.
+        module: the layers.
+        sample: a micro-batch; tensors of shape (rows, ...), or a tree of them. Only shapes and types are looked at.
+        pin: layers at which a partition has to begin: names, regular expressions for a whole name, or positions.
+        forbid: layers at which none may begin.
+
+    Returns:
+        A list of how many layers each partition gets, for `GPipe`'s ``balance``.
+
+    Raises:
+        TypeError: `module` is no nn.Sequential, or `partitions` no int.
+        ValueError: fewer layers than partitions, a layer that is not there, or no balance with these cuts.
     """
     cuts = _checked(partitions, module, pin, forbid)
     return _balance(profile(module, sample, device="meta").costs("flops"), partitions, cuts)
 
 
 def uniform(partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid: Layers = ()) -> list[int]:
-    """Balances the number of layers."""
+    """Balances the number of layers.
+
+    Args:
+        partitions: how many, at most as many as layers.
+        module: the layers.
+        pin: layers at which a partition has to begin: names, regular expressions for a whole name, or positions.
+        forbid: layers at which none may begin.
+
+    Returns:
+        A list of how many layers each partition gets, for `GPipe`'s ``balance``.
+
+    Raises:
+        TypeError: `module` is no nn.Sequential, or `partitions` no int.
+        ValueError: fewer layers than partitions, a layer that is not there, or no balance with these cuts.
+    """
     cuts = _checked(partitions, module, pin, forbid)
     return _balance([1] * len(module), partitions, cuts)
 
 
 def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), forbid: Layers = ()) -> list[int]:
     """Balances costs that you know already, one for each layer; a layer is named by its position.
+
+    Args:
+        cost: of each layer, in any unit.
+        partitions: how many, at most as many as layers.
+        pin: positions at which a partition has to begin.
+        forbid: positions at which none may begin.
+
+    Returns:
+        A list of how many layers each partition gets, for `GPipe`'s ``balance``.
+
+    Raises:
+        TypeError: a cost that is no number.
+        ValueError: a cost that is negative or not finite, fewer layers than partitions, or no balance with these cuts.
 
     >>> balance_cost([1, 2, 3, 4, 5, 6], 2)
     [4, 2]

@@ -60,7 +60,14 @@ class Batch:
         return self.value if isinstance(self.value, Tensor) else self._tensors()
 
     def call(self, function: Function) -> "Batch":
-        """`function(value)` in a new batch: one argument, as nn.Sequential passes it."""
+        """`function(value)` in a new batch: one argument, as nn.Sequential passes it.
+
+        Args:
+            function: from a value to anything, such as a layer.
+
+        Returns:
+            What it gave, with the rows of this batch.
+        """
         return Batch(function(self.value), self.rows)
 
     def _tensors(self) -> Tensors:

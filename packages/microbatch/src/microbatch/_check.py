@@ -11,6 +11,10 @@ def check(value: Any, spec: Any = None) -> None:
 
     Numbers, strings and other objects pass only inside `Replicate(...)`, or where `spec` says so. Reads no data.
 
+    Args:
+        value: what is to be cut.
+        spec: rules, as for `scatter`.
+
     Raises:
         TypeError: names the path of the first leaf that is neither, as in `input['mask'][1]`.
         ValueError: `spec` has another shape than `value`.

@@ -30,6 +30,9 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
             must be equal, and the first is returned; comparing tensors waits for their device, unless they are one
             object. None must be None everywhere.
 
+    Returns:
+        A value of the structure of the batches' values.
+
     Raises:
         TypeError: something that is no Batch; a leaf that is neither tensor nor None and is not replicated.
         ValueError: no micro-batches; micro-batches that differ in structure, dtype, device, or shape beyond the rows; a

@@ -32,6 +32,9 @@ def scatter(value: Any, chunks: Chunks, spec: Any = None) -> list[Batch]:
         chunks: how many micro-batches at most; or the rows of each, as in `[3, 4]`.
         spec: how leaves are split: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`.
 
+    Returns:
+        The micro-batches, in the order of the rows.
+
     Raises:
         TypeError: a leaf that is neither tensor nor None and is not replicated; a sparse, nested or packed one.
         ValueError: chunks < 1, or sizes that are not those of the rows; nothing to split; a tensor without dimensions;
@@ -51,6 +54,18 @@ def scatter_views(value: Any, chunks: Chunks, spec: Any = None) -> tuple[list[Ba
     The micro-batches share the memory of `value`, detached, and each has a version counter of its own. An in-place
     layer on one changes `value` too, as without micro-batches. Autograd hears of it, and of changes that the caller
     makes to `value`, by `Versions.sync`: call it before the backward.
+
+    Args:
+        value: as for `scatter`.
+        chunks: as for `scatter`.
+        spec: as for `scatter`.
+
+    Returns:
+        The micro-batches in the order of the rows, and what brings version counters up to date.
+
+    Raises:
+        TypeError: as for `scatter`.
+        ValueError: as for `scatter`.
 
     >>> x = torch.zeros(4)
     >>> (a, b), versions = scatter_views(x, 2)

@@ -18,11 +18,17 @@ def dealer(chunks: Any) -> Deal:
     Raises:
         TypeError, ValueError: `chunks` is neither an integer of at least 1 nor some sizes of at least 0.
     """
+    # Asked before it is tried: torch.compile of PyTorch 2.11 cannot trace a TypeError of operator.index.
+    if isinstance(chunks, list | tuple):
+        return _sizes(_explicit(chunks))
     try:
         return partial(_evenly, _count(operator.index(chunks)))
     except TypeError:
-        sizes = _explicit(chunks)
-        return lambda rows: sizes
+        return _sizes(_explicit(chunks))
+
+
+def _sizes(sizes: Sizes) -> Deal:
+    return lambda rows: sizes
 
 
 def remembering(deal: Deal) -> Deal:

@@ -26,6 +26,13 @@ def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
         spec: a prefix of `tree`: a rule anywhere in it holds for everything below, and None means the default.
         root: what messages call the tree.
 
+    Returns:
+        `Split`, `Replicate`, `Mean`, `Sum` or None, as many as `flatten` finds leaves.
+
+    Raises:
+        TypeError: a leaf that has no rule and cannot be cut.
+        ValueError: `spec` has another shape than `tree`.
+
     >>> import torch
     >>> rules({'x': torch.ones(2), 'n': 3, 'none': None}, {'x': None, 'n': Replicate(), 'none': None})
     [Split(0), Replicate(), None]
@@ -78,6 +85,13 @@ def _ruled(value: Any, leaves: list[Any], tree: TreeSpec, spec: Any, root: str) 
 
 def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
     """`value` without `Split` and `Replicate` around its parts, and a spec that says the same.
+
+    Args:
+        value: a tree, with rules around some of its parts or none.
+        spec: rules besides, as for `scatter`.
+
+    Returns:
+        The value and the spec, for `scatter(value, chunks, spec)`.
 
     Raises:
         ValueError: the spec does not fit `value`, or says something else than what is around a part.

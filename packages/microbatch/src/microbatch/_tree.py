@@ -18,6 +18,12 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     Branches are those of tuples, lists, dicts, named tuples, of types registered with `torch.utils._pytree`, and of
     every other dataclass (its fields) and mapping. None is a leaf.
 
+    Args:
+        value: anything; what is no branch is a leaf.
+
+    Returns:
+        The leaves in order, and the tree for `unflatten`.
+
     >>> leaves, tree = flatten({'x': 1, 'y': (2, None)})
     >>> leaves, unflatten([3, 4, 5], tree)
     ([1, 2, None], {'x': 3, 'y': (4, 5)})
@@ -31,6 +37,17 @@ def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
 
     A mapping that is not registered is made by the constructor of its type, given a dict; a dataclass by setting its
     fields, without its constructor. What they carry besides their items or fields does not come along.
+
+    Args:
+        leaves: as many as the tree has.
+        tree: what `flatten` gave.
+
+    Returns:
+        A value of the same types with these leaves.
+
+    Raises:
+        TypeError: a mapping that cannot be made of a dict.
+        ValueError: more or fewer leaves than the tree has.
     """
     return pytree.tree_unflatten(leaves, tree)
 
@@ -43,6 +60,16 @@ def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same tree with `function` applied to each tensor; other leaves stay.
+
+    Args:
+        function: called with each tensor; what it returns takes the tensor's place.
+        value: a tensor, or a tree.
+
+    Returns:
+        A tree of the same types; a bare tensor gives what `function` returns.
+
+    Raises:
+        TypeError: a mapping that cannot be made of a dict.
 
     >>> import torch
     >>> map_tensors(lambda t: t + 1, {'x': torch.zeros(2), 'n': 3})
@@ -78,6 +105,13 @@ class Place(NamedTuple):
 
 def leaf_paths(tree: Any, path: str) -> Iterator[str]:
     """The path of each leaf of `tree`, in the order of `flatten`; `path` is what the tree itself is called.
+
+    Args:
+        tree: anything.
+        path: what the tree itself is called.
+
+    Returns:
+        An iterator over the paths.
 
     >>> list(leaf_paths({'x': 1, 'y': (2, 3)}, 'input'))
     ["input['x']", "input['y'][0]", "input['y'][1]"]
@@ -120,6 +154,12 @@ def describe(branches: list[tuple[str, Any]] | None) -> str:
 
 def is_flat(value: Any) -> bool:
     """Whether `value` is one tensor or a plain tuple of tensors, as most models take and give: it needs no pytree.
+
+    Args:
+        value: anything.
+
+    Returns:
+        True for a tensor or a plain tuple of tensors.
 
     >>> import torch
     >>> is_flat((torch.ones(2), torch.ones(3))), is_flat([torch.ones(2)])

@@ -67,6 +67,9 @@ def profile(
 
     Only PyTorch's generators are looked after; layers that draw from Python's or numpy's move those on.
 
+    Returns:
+        The figures of each layer, under its name.
+
     Raises:
         TypeError: `module` is no nn.Sequential, or `sample` no tree of tensors.
         ValueError: an empty or lazy module, one with gradients, a device that is not there, no time, no micro-batch.

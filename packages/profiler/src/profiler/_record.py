@@ -124,7 +124,17 @@ class Profile:
         return self.costs("seconds")
 
     def costs(self, by: str) -> list[float]:
-        """One figure of every layer, to balance or to draw: ``"seconds"``, ``"saved_bytes"``, ``"flops"``, …"""
+        """One figure of every layer, to balance or to draw: ``"seconds"``, ``"saved_bytes"``, ``"flops"``, …
+
+        Args:
+            by: the name of a figure.
+
+        Returns:
+            One number a layer, in seconds, bytes or operations.
+
+        Raises:
+            ValueError: another name, or a figure that was not measured.
+        """
         if by not in COSTS:
             raise ValueError(f"by: expected one of {', '.join(COSTS)}, got {by!r}")
         costs = [getattr(layer, by) for layer in self.layers]
@@ -136,6 +146,12 @@ class Profile:
         """What a micro-batch of `rows` rows costs: each figure on the line through the two nearest that were measured.
 
         Costs have a part that does not depend on rows, so that figures in proportion to them are off by as much.
+
+        Args:
+            rows: of a micro-batch, at least 1.
+
+        Returns:
+            A profile without others.
 
         Raises:
             ValueError: only one number of rows was measured, or `rows` is below 1.
@@ -150,26 +166,58 @@ class Profile:
         return profile_table(self)
 
     def to_json(self) -> str:
-        """Text that `from_json` reads back as an equal profile."""
+        """Text that `from_json` reads back as an equal profile.
+
+        Returns:
+            JSON.
+        """
         from ._json import dump
 
         return dump(self)
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """The profile that `to_json` wrote; ValueError naming the place where `text` is anything else."""
+        """The profile that `to_json` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            An equal profile.
+
+        Raises:
+            ValueError: `text` is anything else; names the place.
+        """
         from ._json import load
 
         return load(text)
 
     def diff(self, other: Profile) -> ProfileDiff:
-        """What changed from this profile to `other`, layer by layer; `str()` of it is a table."""
+        """What changed from this profile to `other`, layer by layer.
+
+        Args:
+            other: a profile of the same layers, or of some of them.
+
+        Returns:
+            The changes; `str()` of them is a table.
+        """
         from ._diff import diff
 
         return diff(self, other)
 
     def picture(self, balance: Sequence[int] | None = None, *, by: str = "seconds") -> str:
-        """An SVG with a bar for each layer; given a balance, also the cuts, and above each partition its load."""
+        """An SVG with a bar for each layer; given a balance, also the cuts, and above each partition its load.
+
+        Args:
+            balance: how many layers each partition has.
+            by: the name of the figure that bars show.
+
+        Returns:
+            The text of the picture.
+
+        Raises:
+            ValueError: a balance of more or fewer layers, or a figure that was not measured.
+        """
         from ._picture import picture
 
         return picture(self, balance, by)

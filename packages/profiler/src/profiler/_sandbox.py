@@ -20,6 +20,13 @@ def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | 
 
     A layer is copied when it is asked for, so only one copy need exist at a time.  Forward hooks are part of what a
     layer does and come along; hooks on parameters and gradients stay behind.
+
+    Args:
+        module: the layers, such as an ``nn.Sequential``; they stay as they are.
+        device: where the copies go.
+
+    Returns:
+        An iterator over the copies, in order.
     """
     for layer in module:
         yield copy.deepcopy(layer, computed_copies(layer)).to(device).train()
@@ -54,6 +61,10 @@ def repeatable_sandbox(module: nn.Sequential, device: torch.device) -> Callable[
 
 
 def detach(batch: Batch) -> None:
-    """Cuts `batch` off its graph, in place; a tensor that required a gradient becomes a leaf that does."""
+    """Cuts `batch` off its graph, in place; a tensor that required a gradient becomes a leaf that does.
+
+    Args:
+        batch: its tensors are replaced.
+    """
     for i, x in enumerate(batch):
         batch[i] = x.detach().requires_grad_(x.requires_grad)

@@ -41,6 +41,19 @@ def profile_sizes(
 
     On the device ``"meta"`` nothing is computed and no memory is taken: a model of any size is sized in seconds,
     as on a CPU.
+
+    Args:
+        module: as for :func:`profile`.
+        input: a mini-batch; tensors of shape (rows, ...), or a tree of them.
+        chunks: how many micro-batches it is cut into.
+        param_scale: how many times its own size a parameter takes, with gradient and state of the optimizer.
+        device: the CPU, a CUDA device or ``"meta"``; None for CUDA where there is one.
+
+    Returns:
+        Bytes, one number a layer.
+
+    Raises:
+        TypeError, ValueError: as :func:`profile`.
     """
     chain = layers_of(module)
     check_sample(input)

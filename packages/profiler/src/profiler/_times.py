@@ -49,6 +49,18 @@ def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device
 
     A round runs every layer once, on a copy. There is an untimed one to warm up, and then at least one. Only the
     ratios between layers mean something: how many rounds there were is not told (`profile_seconds` gives medians).
+
+    Args:
+        module: as for :func:`profile`.
+        sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
+        timeout: in seconds.
+        device: the CPU or a CUDA device; None for CUDA where there is one.
+
+    Returns:
+        Microseconds, one number a layer.
+
+    Raises:
+        TypeError, ValueError: as :func:`profile`.
     """
     chain, batch, device = _checked(module, sample, timeout, device)
     with isolated(device):
@@ -63,6 +75,15 @@ def profile_seconds(
 
     A round runs every layer once, on a copy; `sample` is a micro-batch. After a round to warm up come as many as fit:
     the last ends before 1.5 × `timeout` seconds. If none fits, the figures are those of the warm-up.
+
+    Args:
+        module: as for :func:`profile`.
+        sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
+        timeout: in seconds.
+        device: the CPU or a CUDA device; by default CUDA where there is one.
+
+    Returns:
+        Seconds, one number a layer.
 
     Raises:
         TypeError, ValueError: as :func:`profile`.

@@ -14,6 +14,12 @@ _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def escaped(text: str) -> str:
     """Fit for an element or an attribute; characters that XML forbids even escaped are replaced.
 
+    Args:
+        text: any.
+
+    Returns:
+        The text without markup.
+
     >>> escaped('a < "b"')
     'a &lt; &quot;b&quot;'
     """
@@ -21,11 +27,33 @@ def escaped(text: str) -> str:
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
+    """A filled rectangle.
+
+    Args:
+        x, y: its upper left corner, in pixels.
+        width, height: in pixels.
+        fill: a colour.
+        title: what a browser shows when the pointer rests on it.
+
+    Returns:
+        The element.
+    """
     inside = f"<title>{escaped(title)}</title>" if title else ""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}">{inside}</rect>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "none") -> str:
+    """A straight line.
+
+    Args:
+        x1, y1: where it begins, in pixels.
+        x2, y2: where it ends.
+        stroke: a colour.
+        dash: lengths of dashes and gaps.
+
+    Returns:
+        The element.
+    """
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" stroke-dasharray="{dash}"/>'
     )
@@ -42,6 +70,20 @@ def text(
     bold: bool = False,
     turn: int = 0,
 ) -> str:
+    """Words on one line.
+
+    Args:
+        x, y: of the end of its base line that `anchor` names, in pixels.
+        words: any text; it is escaped.
+        anchor: ``start``, ``middle`` or ``end``.
+        size: of the letters, in pixels.
+        color: of the letters.
+        bold: whether letters are bold.
+        turn: in degrees, clockwise.
+
+    Returns:
+        The element.
+    """
     weight = ' font-weight="bold"' if bold else ""
     rotate = f' transform="rotate({turn} {x:.1f} {y:.1f})"' if turn else ""
     return (

@@ -14,7 +14,14 @@ _LONGEST = 1e9
 
 
 def format_bytes(count: float) -> str:
-    """
+    """Bytes with the unit that suits them.
+
+    Args:
+        count: of bytes.
+
+    Returns:
+        Three digits and a unit that is a power of 1024.
+
     >>> format_bytes(1536), format_bytes(12)
     ('1.50 KiB', '12 B')
     """
@@ -22,7 +29,14 @@ def format_bytes(count: float) -> str:
 
 
 def format_flops(count: float) -> str:
-    """
+    """Operations with the prefix that suits them.
+
+    Args:
+        count: of operations.
+
+    Returns:
+        Three digits and the prefix of a power of 1000.
+
     >>> format_flops(2_000_000)
     '2.00 M'
     """
@@ -30,7 +44,14 @@ def format_flops(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """
+    """A time with the unit that suits it.
+
+    Args:
+        seconds: a time.
+
+    Returns:
+        Three digits and a unit from ns to s.
+
     >>> format_seconds(0.00125), format_seconds(33), format_seconds(0)
     ('1.25 ms', '33.0 s', '0 s')
     """
@@ -41,7 +62,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """
+    """A share in percent.
+
+    Args:
+        share: a part of 1.
+
+    Returns:
+        Percent with one decimal.
+
     >>> format_share(3 / 11)
     '27.3 %'
     """
@@ -50,6 +78,13 @@ def format_share(share: float) -> str:
 
 def format_cost(value: float, by: str) -> str:
     """In the unit of the figure named ``by``.
+
+    Args:
+        value: in bytes, seconds or operations.
+        by: the name of a figure, which ends in ``bytes`` or ``seconds``; any other counts operations.
+
+    Returns:
+        Three digits and a unit.
 
     >>> format_cost(1536, "saved_bytes")
     '1.50 KiB'
@@ -62,6 +97,12 @@ def format_cost(value: float, by: str) -> str:
 def time_unit(span: float) -> tuple[float, str]:
     """The unit in which ``span`` seconds make a number of at least one: its length in seconds, and its name.
 
+    Args:
+        span: in seconds.
+
+    Returns:
+        The unit's length in seconds, and its name.
+
     >>> time_unit(0.25)
     (0.001, 'ms')
     """
@@ -70,6 +111,16 @@ def time_unit(span: float) -> tuple[float, str]:
 
 def align(rows: Sequence[Sequence[str]], left: int) -> str:
     """Columns two spaces apart, the first ``left`` of them flush left, the others flush right; a rule below the head.
+
+    Args:
+        rows: the head and the lines, of equally many cells.
+        left: how many columns are flush left.
+
+    Returns:
+        The lines, joined.
+
+    Raises:
+        ValueError: rows of different lengths.
 
     >>> print(align([["name", "size"], ["a", "12 B"]], left=1))
     name  size

@@ -10,6 +10,15 @@ from ._device import Device, accelerator, check
 def has_streams(device: Device) -> bool:
     """Whether work on ``device`` is queued on streams, as on CUDA, XPU, MPS, and what registers as PrivateUse1.
 
+    Args:
+        device: as torch has it, or anything with ``type`` and ``index``.
+
+    Returns:
+        False for the CPU.
+
+    Raises:
+        TypeError: `device` is no device.
+
     >>> has_streams(torch.device("cpu"))
     False
     """

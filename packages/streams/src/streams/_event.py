@@ -18,6 +18,12 @@ def record_event(stream: AbstractStream, *, timed: bool = False) -> AbstractEven
     Args:
         timed: whether ``elapsed_time`` between two of them is wanted, which costs a little.
 
+    Returns:
+        The event, or None for the placeholder.
+
+    Raises:
+        TypeError: `stream` is no stream.
+
     >>> from streams import CPUStream
     >>> record_event(CPUStream) is None
     True
@@ -34,6 +40,13 @@ def wait_event(source: AbstractStream, event: AbstractEvent) -> None:
 
     A stream of an accelerator waits where it runs, and this call returns at once. When ``source`` is the CPU, this call
     itself waits. For ``None`` there is nothing to wait.
+
+    Args:
+        source: who waits.
+        event: of :func:`record_event`.
+
+    Raises:
+        TypeError: `source` is no stream.
     """
     if event is None:
         is_accelerator(source)  # raises if it is no stream

@@ -18,6 +18,9 @@ def pause_helpers() -> bool:
     next parallel operation of this thread starts its helpers anew, which takes tens of microseconds for each. Other
     threads' helpers are left alone. Does nothing inside a parallel region, where torch uses another library, and on
     the thread that is left in a forked process.
+
+    Returns:
+        True if OpenMP could be told.
     """
     if threading.get_ident() == _left_by_a_fork:
         return False  # its helpers stayed in the parent, and OpenMP would wait for them

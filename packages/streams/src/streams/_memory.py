@@ -23,6 +23,9 @@ def keep_memory() -> bool:
     Otherwise it hands much of it back to the system after every step, and gets it again page by page, which all threads
     of a process do one at a time. The price: the process stays as large as it ever was. This is for the whole process,
     and best done at its start. Only the GNU C library is asked; elsewhere, nothing happens.
+
+    Returns:
+        True if the C library took all settings.
     """
     if not _is_gnu():
         return False

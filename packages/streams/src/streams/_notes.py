@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """``error.add_note(note)``. On Python 3.10, which has no notes, it is kept where newer tracebacks look for it."""
+    """``error.add_note(note)``. On Python 3.10, which has no notes, it is kept where newer tracebacks look for it.
+
+    Args:
+        error: gets the note.
+        note: one or more lines.
+    """
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:

@@ -12,6 +12,13 @@ def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
 
     Needed whenever a tensor made on one stream of an accelerator is used on another. A view protects the whole storage
     under it. Nothing to do for the placeholder, nor for tensors that are not in the memory of an accelerator.
+
+    Args:
+        tensor: of any device.
+        stream: that reads it.
+
+    Raises:
+        TypeError: `tensor` is no tensor, or `stream` no stream.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor must be a torch.Tensor; got {tensor!r} ({type(tensor).__name__})")

@@ -46,6 +46,9 @@ def spawn_workers(
         shared: if false, each entry gets a worker of its own.
         context: what the workers see, instead of what the caller does.
 
+    Returns:
+        A context manager, to be entered once at a time.
+
     Raises:
         TypeError, ValueError: something in ``devices`` is no device, or one that this machine does not have.
     """

@@ -41,6 +41,12 @@ def new_stream(device: Device) -> AbstractStream:
 
     On CUDA it is a :class:`torch.cuda.Stream`, elsewhere a plain :class:`torch.Stream`. MPS has one stream, which is
     given again.
+
+    Args:
+        device: as torch takes it, or anything with a type and an index.
+
+    Returns:
+        The stream.
     """
     if not has_streams(device):
         return CPUStream
@@ -50,7 +56,14 @@ def new_stream(device: Device) -> AbstractStream:
 
 
 def current_stream(device: Device) -> AbstractStream:
-    """The stream that this thread works on now, on ``device``."""
+    """The stream that this thread works on now, on ``device``.
+
+    Args:
+        device: as torch takes it, or anything with a type and an index.
+
+    Returns:
+        The stream.
+    """
     if not has_streams(device):
         return CPUStream
     if device.type == "cuda":
@@ -59,7 +72,14 @@ def current_stream(device: Device) -> AbstractStream:
 
 
 def default_stream(device: Device) -> AbstractStream:
-    """The stream on which work on ``device`` goes unless somebody chose another."""
+    """The stream on which work on ``device`` goes unless somebody chose another.
+
+    Args:
+        device: as torch takes it, or anything with a type and an index.
+
+    Returns:
+        The stream.
+    """
     if not has_streams(device):
         return CPUStream
     if device.type == "cuda":
@@ -72,6 +92,15 @@ def default_stream(device: Device) -> AbstractStream:
 def get_device(stream: AbstractStream) -> torch.device:
     """The device of ``stream``; the CPU for :data:`CPUStream`.
 
+    Args:
+        stream: any.
+
+    Returns:
+        Its device.
+
+    Raises:
+        TypeError: `stream` is no stream.
+
     >>> get_device(CPUStream)
     device(type='cpu')
     """
@@ -81,7 +110,17 @@ def get_device(stream: AbstractStream) -> torch.device:
 
 
 def is_accelerator(stream: AbstractStream) -> TypeGuard[torch.Stream]:
-    """Whether ``stream`` is an accelerator's, and so anything must wait for it; TypeError if it is no stream at all."""
+    """Whether ``stream`` is an accelerator's, and so anything must wait for it; TypeError if it is no stream at all.
+
+    Args:
+        stream: any.
+
+    Returns:
+        False for :data:`CPUStream`.
+
+    Raises:
+        TypeError: `stream` is no stream.
+    """
     if stream is CPUStream:
         return False
     if isinstance(stream, torch.Stream):
@@ -93,19 +132,49 @@ def is_accelerator(stream: AbstractStream) -> TypeGuard[torch.Stream]:
 
 
 def as_accelerator(stream: AbstractStream) -> torch.Stream:
-    """``stream`` itself, known to be an accelerator's; TypeError for the placeholder."""
+    """``stream`` itself, known to be an accelerator's; TypeError for the placeholder.
+
+    Args:
+        stream: any.
+
+    Returns:
+        `stream`.
+
+    Raises:
+        TypeError: `stream` is no accelerator's.
+    """
     if is_accelerator(stream):
         return stream
     raise TypeError(f"stream must be a torch.Stream here; got {stream!r}; ask is_accelerator(stream) first")
 
 
 def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
-    """Whether ``stream`` is a CUDA stream; :func:`is_accelerator` asks for any accelerator's."""
+    """Whether ``stream`` is a CUDA stream; :func:`is_accelerator` asks for any accelerator's.
+
+    Args:
+        stream: any.
+
+    Returns:
+        False for :data:`CPUStream` and other accelerators' streams.
+
+    Raises:
+        TypeError: `stream` is no stream.
+    """
     return is_accelerator(stream) and stream.device.type == "cuda"
 
 
 def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
-    """``stream`` itself, known to be a CUDA stream; TypeError for any other."""
+    """``stream`` itself, known to be a CUDA stream; TypeError for any other.
+
+    Args:
+        stream: any.
+
+    Returns:
+        `stream`.
+
+    Raises:
+        TypeError: `stream` is no CUDA stream.
+    """
     if is_cuda(stream):
         return stream
     raise TypeError(f"stream must be a torch.cuda.Stream here; got {stream!r}; ask is_cuda(stream) first")

@@ -27,6 +27,9 @@ def submit(in_queue: InQueue, function: Callable[[], Result], *, stream: Abstrac
         function: called without arguments. What it raises, any BaseException, is raised by ``result()``.
         stream: current while it runs.
 
+    Returns:
+        A future; ``result()`` waits for the worker.
+
     >>> from streams import spawn_workers
     >>> import torch
     >>> with spawn_workers([torch.device("cpu")]) as ([in_queue], _):

@@ -17,6 +17,13 @@ def limit_threads(number: int) -> None:
 
     To be called by a worker about itself, at its start. Other threads, those that begin later and
     ``torch.get_num_threads()`` elsewhere stay as they are, which ``torch.set_num_threads`` does not grant.
+
+    Args:
+        number: of threads, at least 1.
+
+    Raises:
+        TypeError: `number` is no int.
+        ValueError: `number` is below 1, or does not fit into an int of C.
     """
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"number of threads must be an int; got {number!r} ({type(number).__name__})")

@@ -15,7 +15,14 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def use_device(device: Device) -> AbstractContextManager[object]:
-    """Make ``device`` current for this thread inside the block; nothing to do unless its work is queued on streams."""
+    """Make ``device`` current for this thread inside the block; nothing to do unless its work is queued on streams.
+
+    Args:
+        device: as torch takes it, or anything with a type and an index.
+
+    Returns:
+        A context manager for one use.
+    """
     if not has_streams(device):
         return _NOTHING
     return torch.accelerator.device_index(on_accelerator(device).index)
@@ -25,6 +32,15 @@ def use_stream(stream: AbstractStream) -> AbstractContextManager[object]:
     """Make ``stream`` and its device current for this thread inside the block; nothing to do for the placeholder.
 
     Several threads may use one stream at a time, which ``with stream`` of torch does not bear.
+
+    Args:
+        stream: any.
+
+    Returns:
+        A context manager for one use.
+
+    Raises:
+        TypeError: `stream` is no stream.
     """
     if is_accelerator(stream):
         return _OnStream(stream)

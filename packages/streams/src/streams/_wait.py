@@ -11,6 +11,13 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
     Between two streams of accelerators the device waits and this call returns at once. When ``source`` is the CPU, this
     call itself waits. Nothing ever has to wait for the CPU: its work is done by the time anybody could wait for it.
+
+    Args:
+        source: who waits.
+        target: what is waited for.
+
+    Raises:
+        TypeError: one of them is no stream.
     """
     if is_accelerator(target) and not is_accelerator(source):
         target.synchronize()
