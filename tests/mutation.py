@@ -31,7 +31,7 @@ TESTS = Path("packages/gpipe/tests")
 FORKS = multiprocessing.get_context("fork")
 
 PARTS = {
-    "schedule": (("schedule",), ("schedule",)),
+    "schedule": (("schedule",), ("builders", "merge", "named", "validate", "choice", "schedule")),
     "engine": (
         ("engine", "checkpoint", "transport"),
         (

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle, product
+from itertools import chain, cycle, product
 
 from hypothesis import strategies as st
 
-from gpipe.schedule import Action, Schedule, Step
+from gpipe.schedule import (
+    SCHEDULES,
+    Action,
+    Program,
+    Schedule,
+    Step,
+    fill_drain,
+    halves,
+    named,
+    one_forward_one_backward,
+    requirement,
+    zero_bubble,
+)
 
 CHOICES = st.lists(st.integers(0, 15), max_size=40).map(tuple)
 """What :func:`some_schedule` chooses by."""
@@ -67,3 +79,75 @@ def _ordered(decisions: Iterator[int], needs: Needs) -> Iterator[Step]:
         del needs[step]
         done.add(step)
         yield step
+
+
+counts = st.integers(1, 7)
+
+
+sizes = st.tuples(counts, counts)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Micro-batches, stages, and how many of the micro-batches are checkpointed."""
+    m, n = draw(sizes)
+    return m, n, draw(st.integers(0, m))
+
+
+@st.composite
+def scheduled(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
+    """Any schedule by its name, its micro-batches, and a worker for each stage that suits it."""
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    m, workers = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    loops = draw(st.integers(1, 3)) if name == "interleaved" else 1
+    placement = list(range(workers)) * loops
+    return named(name, m, placement, draw(st.integers(0, m))), m, placement
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[tuple[Program, ...], list[int]]:
+    """Programs, whole or a half of them, and a worker for each stage."""
+    programs = fill_drain(*draw(runs()))
+    m, n, stop = draw(runs())
+    others = [one_forward_one_backward(m, n, stop), zero_bubble(m, n, stop)]
+    chosen = draw(st.sampled_from([programs, *halves(programs), *others]))
+    return chosen, draw(st.lists(st.integers(0, 3), min_size=len(chosen), max_size=len(chosen)))
+
+
+@st.composite
+def shuffled(draw: st.DrawFn) -> list[Program]:
+    """Programs in which every stage has its actions in an order of its own, sense or nonsense."""
+    m, n, stop = draw(runs())
+    return [tuple(draw(st.permutations(program))) for program in fill_drain(min(m, 3), min(n, 4), min(stop, 3))]
+
+
+def steps_of(programs: tuple[Program, ...] | list[Program]) -> list[Step]:
+    return [Step(j, action) for j, program in enumerate(programs) for action in program]
+
+
+def needs(step: Step, present: set[Step]) -> Step | None:
+    """The step of another stage that has to come first, if there is one."""
+    return next((needed for needed in requirement(step) if needed in present), None)
+
+
+def executed(walks: Sequence[Sequence[Step]]) -> list[Step]:
+    """What workers get done that walk these steps and wait for what they need: a model of the links, without time."""
+    present = set(chain.from_iterable(walks))
+    queues = [list(walk) for walk in walks]
+    done: list[Step] = []
+    progress = True
+    while progress:
+        progress = False
+        for queue in queues:
+            while queue and needs(queue[0], present) in (None, *done):
+                done.append(queue.pop(0))
+                progress = True
+    return done
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
+    """A valid schedule in any order, its micro-batches, and the worker of each stage."""
+    m, n = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    placement = draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n))
+    return some_schedule(draw(CHOICES), m, placement, draw(st.integers(0, m))), m, placement
