@@ -62,14 +62,16 @@ def tests_cuda(session: nox.Session) -> None:
 def accelerator(session: nox.Session) -> None:
     """Pipelines on a simulated accelerator, which checks the order of all work; skipped without a C++ compiler.
 
-    The first run builds it, which takes minutes, and keeps it under ~/.cache/gpipe; arguments go to pytest.
+    The first run builds it, which takes minutes, and keeps it under ~/.cache/gpipe; arguments go to pytest. With CI
+    set, as by .ci/run, some cases of each kind.
     """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         session.skip("no simulated accelerator here: no C++ compiler (c++, or the one that CXX names) is on the path")
     session.log(f"the C++ compiler is {compiler}")
     install_all(session, "accelerator")
-    session.run("pytest", "tests/simulated", *session.posargs)
+    all_cases = [] if "CI" in os.environ else ["-m", "long or not long"]
+    session.run("pytest", "tests/simulated", *(session.posargs or all_cases))
 
 
 @nox.session

@@ -23,6 +23,8 @@ class Call {
     const size_t first = stack.size() - arguments.size();
     for (size_t k = 0; k < arguments.size(); ++k) look(stack[first + k], arguments[k]);
     for (size_t k = 0; k < arguments.size(); ++k) draw_on_cpu(stack[first + k], arguments[k]);
+    TORCH_CHECK(draws_ || !operation.hasTag(at::Tag::nondeterministic_seeded), name_,
+                " draws from the generator of the CPU, which that of a simulated device cannot stand for");
   }
 
   // Where it runs: on the device of its first tensor, or else the one that it names, or else the current one.
@@ -80,7 +82,8 @@ class Call {
     }
   }
 
-  void draw_on_cpu(c10::IValue& value, const c10::Argument& argument) const {
+  void draw_on_cpu(c10::IValue& value, const c10::Argument& argument) {
+    draws_ = draws_ || argument.name() == "generator";
     if (value.isGenerator())
       value = generator_on_cpu(value.toGenerator());
     else if (value.isNone() && argument.name() == "generator")
@@ -91,7 +94,8 @@ class Call {
     if (!is_simulated(tensor)) return tensor;
     if (!device_) device_ = tensor.device();
     used_.emplace_back(tensor, written);
-    auto shared = on_cpu(tensor);
+    // The CPU may have to make an empty result larger, which it cannot with memory that is not its own.
+    auto shared = written && tensor.numel() == 0 ? at::empty(tensor.sizes(), at::dtype(tensor.scalar_type())) : on_cpu(tensor);
     if (written) written_.emplace(shared.unsafeGetTensorImpl(), std::make_pair(shared, tensor));
     return shared;
   }
@@ -124,6 +128,7 @@ class Call {
   std::string name_;
   torch::jit::Stack& stack_;
   std::optional<c10::Device> device_;
+  bool draws_ = false;
   std::vector<std::pair<at::Tensor, bool>> used_;
   std::map<const void*, std::pair<at::Tensor, at::Tensor>> written_;
 };

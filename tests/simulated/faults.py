@@ -1,0 +1,82 @@
+"""Faults planted into the library, one at a time, for as long as a test needs them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+
+class Fault(NamedTuple):
+    """One line of the library replaced by another.
+
+    Attributes:
+        name: what is wrong then.
+        module: the module it is in.
+        line: what the source says, once.
+        instead: what it says with the fault.
+    """
+
+    name: str
+    module: str
+    line: str
+    instead: str
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Inside the block the functions of the module have the code of the changed source, wherever they are known."""
+    module = importlib.import_module(fault.module)
+    right, wrong = dict(_functions(module)), dict(_functions(_changed(module, fault)))
+    differing = [name for name in right if not _alike(right[name].__code__, wrong[name].__code__)]
+    assert differing, f"{fault.name}: the change changes nothing"
+    with ExitStack() as stack:
+        for name in differing:
+            stack.callback(setattr, right[name], "__code__", right[name].__code__)
+            right[name].__code__ = wrong[name].__code__
+        yield
+
+
+def _changed(module: ModuleType, fault: Fault) -> ModuleType:
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert source.count(fault.line) == 1, (
+        f"{fault.name}: {fault.line!r} is in {fault.module} {source.count(fault.line)} times"
+    )
+    changed = ModuleType(module.__name__)
+    changed.__package__ = module.__package__
+    exec(compile(source.replace(fault.line, fault.instead), module.__file__, "exec"), vars(changed))
+    return changed
+
+
+def _functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
+    """All functions and methods that the module defines, by name."""
+    for name, value in vars(module).items():
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        members: dict[str, Any] = {name: value}
+        if inspect.isclass(value):
+            members = {f"{name}.{key}": member for key, member in vars(value).items()}
+        for path, member in members.items():
+            function = inspect.unwrap(getattr(member, "__func__", member))
+            if isinstance(function, FunctionType) and function.__code__.co_filename == module_file(module):
+                yield path, function
+
+
+def module_file(module: ModuleType) -> str:
+    return str(getattr(module, "__file__", None) or importlib.import_module(module.__name__).__file__)
+
+
+def _alike(left: CodeType, right: CodeType) -> bool:
+    """Whether both do the same; where their lines are plays no part."""
+    constants = zip(left.co_consts, right.co_consts, strict=False)
+    return (
+        left.co_code == right.co_code
+        and left.co_names == right.co_names
+        and len(left.co_consts) == len(right.co_consts)
+        and all(_alike(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else a == b for a, b in constants)
+    )

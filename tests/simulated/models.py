@@ -1,0 +1,135 @@
+"""Small models, and what a training step of one gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+from gpipe.skip import pop, skippable, stash
+
+from .placements import backward_streams, devices, forward_streams
+
+WIDTH, ROWS = 8, 8
+MODES = ("never", "except_last", "always")
+HOWS = ("call", "fill_drain", "1f1b", "interleaved", "zero_bubble")
+"""How a pipe is trained: called, with a backward by the caller; or in a step of a schedule."""
+
+SCHEDULED = ("call", "fill_drain", "1f1b", "zero_bubble")
+"""Those that any number of stages on any devices can have."""
+
+
+def some_of(*sides: Iterable[Any], every: int = 5) -> list[Any]:
+    """The product of ``sides`` as parameters of a test, of which most run in the long form only.
+
+    All that a side has occurs in the short form too, if no side has a multiple of ``every``.
+    """
+    cases = enumerate(product(*sides))
+    return [pytest.param(*case, marks=[pytest.mark.long] if k % every else []) for k, case in cases]
+
+
+@skippable(stash=["early"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        yield stash("early", x * 1)
+        return x.tanh()
+
+
+@skippable(pop=["early"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        early = yield pop("early")
+        return x + early
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+def model() -> nn.Sequential:
+    """Six layers with a skip, the same in every call."""
+    torch.manual_seed(0)
+    return nn.Sequential(linear(), Stash(), linear(), nn.GELU(), Pop(), linear())
+
+
+def rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def balance(layers: int, stages: int) -> list[int]:
+    """As even as it can be, with the rest on the first."""
+    return [layers - (stages - 1) * (layers // stages), *[layers // stages] * (stages - 1)]
+
+
+def piped(plain: nn.Sequential, placement: str, mode: str = "except_last", **options: Any) -> GPipe:
+    """A pipe of a copy of ``plain``."""
+    places = devices(placement)
+    return GPipe(
+        copy.deepcopy(plain), balance(len(plain), len(places)), devices=places, chunks=3, checkpoint=mode, **options
+    )
+
+
+def running(inline: bool) -> AbstractContextManager[object]:
+    return gpipe.inline() if inline else nullcontext()
+
+
+def squares(output: Tensor, target: Any = None) -> Tensor:
+    return output.square().sum()
+
+
+def counted_squares(output: Tensor, target: Any = None) -> tuple[Tensor, Tensor]:
+    """The same, and a count for each micro-batch; these add up to one."""
+    return squares(output), torch.full((), len(output) / ROWS, device=output.device)
+
+
+def trained(
+    module: nn.Module, x: Tensor, how: str = "call", streams: str = "default", loss_fn: Callable[..., Any] = squares
+) -> list[Tensor]:
+    """Gradients of the input and of all parameters, as the caller reads them after a step, on the CPU."""
+    with forward_streams(streams):
+        leaf = x.detach().clone().requires_grad_()
+        if how == "call":
+            loss = squares(module(leaf))
+            with backward_streams(streams):
+                module.zero_grad(set_to_none=False)
+                loss.backward()
+                return _read(module, leaf)
+        module.zero_grad(set_to_none=False)
+        module.step(leaf, loss_fn=loss_fn, reduction="sum", schedule=how)
+        return _read(module, leaf)
+
+
+def _read(module: nn.Module, leaf: Tensor) -> list[Tensor]:
+    used = [tensor.grad * 1 for tensor in (leaf, *module.parameters())]
+    return [tensor.cpu() for tensor in used]
+
+
+def expected(plain: nn.Module, x: Tensor) -> list[Tensor]:
+    return trained(copy.deepcopy(plain), x)
+
+
+def assert_trains_like(
+    plain: nn.Sequential,
+    pipe: GPipe,
+    how: str,
+    streams: str,
+    *,
+    inline: bool = False,
+    loss_fn: Callable[..., Any] = squares,
+) -> None:
+    """Both of two steps give what a step of the plain model does; the second finds gradients to add to."""
+    x = rows()
+    wanted = expected(plain, x)
+    there = x.to(pipe.devices[0])
+    with running(inline):
+        for _ in range(2):
+            torch.testing.assert_close(trained(pipe, there, how, streams, loss_fn), wanted)
+    pipe.close()

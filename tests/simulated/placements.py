@@ -1,0 +1,52 @@
+"""Where stages are, and on which streams the caller works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from .accelerator import DEVICES, device, new_stream, using
+
+PLACEMENTS: dict[str, tuple[int | None, ...]] = {
+    "one device": (0,),
+    "all on one device": (0, 0, 0),
+    "two devices": (0, 1, 0),
+    "three devices": (0, 1, 2),
+    "CPU first": (None, 0, 1),
+    "CPU last": (0, 1, None),
+    "CPU between": (0, None, 1),
+    "device between CPUs": (None, 0, None),
+}
+"""By name, the device of each stage; None is the CPU."""
+
+STREAMS = ("default", "own", "foreign")
+"""What the caller works on: the default streams; streams of its own; and others again for its backward."""
+
+
+def devices(name: str) -> list[torch.device]:
+    return [device(k) for k in PLACEMENTS[name]]
+
+
+def forward_streams(kind: str) -> AbstractContextManager[None]:
+    """The streams of the caller's step."""
+    return nullcontext() if kind == "default" else _ordered_streams()
+
+
+def backward_streams(kind: str) -> AbstractContextManager[None]:
+    """The streams of its backward, and of what it does with gradients."""
+    return _ordered_streams() if kind == "foreign" else nullcontext()
+
+
+@contextmanager
+def _ordered_streams() -> Iterator[None]:
+    """Fresh streams, which wait for the current ones, as these do for them in the end: what a careful caller writes."""
+    before = [torch.accelerator.current_stream(device(k)) for k in range(DEVICES)]
+    fresh = [new_stream(k) for k in range(DEVICES)]
+    try:
+        with using(fresh):
+            yield
+    finally:
+        for outer, inner in zip(before, fresh, strict=True):
+            outer.wait_stream(inner)

@@ -1,0 +1,100 @@
+"""Failures half-way, while work is queued: nothing is out of order then, nor in the step after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from .accelerator import limited
+from .models import SCHEDULED, assert_trains_like, model, piped, rows, running, some_of, trained
+from .placements import PLACEMENTS
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    # Of torch, once a process: a failure keeps nodes alive, which belong to the streams of their time.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+]
+
+
+class Fails(nn.Module):
+    """The identity, but for the call that fails: in its forward, or in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call: int | None = None
+        self.error: BaseException = ValueError("half-way")
+        self.backward = False
+        self._calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        if self.call is None or self._calls != self.call:
+            return x * 1
+        if self.backward:
+            return _Fails.apply(x, self.error)
+        raise self.error
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise ctx.error
+
+
+CROSSING = ["three devices", "two devices", "CPU between", "device between CPUs"]
+
+
+@pytest.mark.parametrize(
+    ("placement", "inline", "how", "where", "backward"),
+    some_of(CROSSING, [False, True], SCHEDULED, ["first", "last"], [False, True], every=3),
+)
+def test_failures(placement: str, inline: bool, how: str, where: str, backward: bool):
+    plain = model()
+    fails = Fails()
+    layers = [fails, *plain] if where == "first" else [*plain, fails]
+    pipe = piped(nn.Sequential(*layers), placement, "never")
+    there = next(layer for layer in pipe if isinstance(layer, Fails))
+    there.call, there.backward = 2, backward
+    with running(inline), pytest.raises(ValueError, match="half-way"):
+        trained(pipe, rows().to(pipe.devices[0]), how, "own")
+    pipe.zero_grad()
+    assert_trains_like(plain, pipe, how, "own", inline=inline)
+
+
+class Greedy(nn.Module):
+    """Takes much memory in its backward, for a moment."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Greedy.apply(x)
+
+
+class _Greedy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        torch.empty(1 << 20, dtype=torch.uint8, device=gradient.device)
+        return gradient * 1
+
+
+@pytest.mark.parametrize("placement", [name for name, places in PLACEMENTS.items() if places[-1] is not None])
+@pytest.mark.parametrize("how", SCHEDULED)
+def test_a_device_that_has_too_little_memory_for_a_backward(placement: str, how: str):
+    plain = nn.Sequential(*model(), Greedy())
+    pipe = piped(plain, placement)
+    last = PLACEMENTS[placement][-1]
+    assert last is not None
+    with limited(last, 1 << 19), pytest.raises(torch.OutOfMemoryError):
+        trained(pipe, rows().to(pipe.devices[0]), how, "own")
+    pipe.zero_grad()
+    assert_trains_like(plain, pipe, how, "own")

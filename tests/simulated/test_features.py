@@ -1,0 +1,255 @@
+"""What a model may contain and a step may be asked for, on accelerators: no races, and as the same pipe on the CPU.
+
+That pipe cuts the same micro-batches, so that it gives the same also where these change the result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+
+from .accelerator import DEVICES, device
+from .models import ROWS, WIDTH, Pop, Stash, balance, linear, rows, running, some_of
+from .placements import PLACEMENTS, backward_streams, devices, forward_streams
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    # Of torch, once a process: hooks keep nodes alive, which belong to the streams of their time.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+]
+
+SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
+CROSSING = ("three devices", "two devices", "CPU between", "device between CPUs")
+
+each_placement = pytest.mark.parametrize("placement", CROSSING)
+each_run = pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+each_mode = pytest.mark.parametrize("mode", ["never", "always"])
+
+
+def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of the rows that count, and how many these are."""
+    counts = target[:, 0] > 0
+    return ((output - target).square().mean(1) * counts).sum(), counts.sum()
+
+
+class Values(nn.Module):
+    """From a tensor to a tuple with integers, None, and a tensor that needs no grad."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (x.detach() * 3).long(), None, x * 1, x.detach() > 0
+
+
+class Tensors(nn.Module):
+    """Back to a tensor, through a layer on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, value: Any) -> Tensor:
+        integers, nothing, x, positive = value
+        assert nothing is None
+        return self.inner(x) * positive + integers
+
+
+class Hooked(nn.Module):
+    """Has hooks on its parameters and on a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.inner.weight.register_hook(lambda gradient: gradient * 2)
+        self.inner.bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient + 1)
+        return y
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5).add_(0.1)
+
+
+def normalised() -> nn.Module:
+    return nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+
+
+MODELS: dict[str, Callable[[], list[nn.Module]]] = {
+    "batch norm": lambda: [linear(), normalised(), nn.Tanh(), linear(), normalised(), linear()],
+    "hooks": lambda: [Hooked(), nn.Tanh(), Hooked(), nn.Tanh(), linear(), Hooked()],
+    "values": lambda: [linear(), Values(), Tensors(), Values(), Tensors(), linear()],
+    "in place": lambda: [linear(), InPlace(), nn.GELU(), InPlace(), InPlace(), linear()],
+    "skip": lambda: [linear(), Stash(), nn.Tanh(), linear(), Pop(), linear()],
+}
+
+
+def made(layers: Callable[[], list[nn.Module]]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*layers())
+
+
+def pair(plain: nn.Sequential, placement: str, mode: str, **options: Any) -> tuple[GPipe, GPipe]:
+    """A pipe on that placement, and the same one on the CPU."""
+    places = devices(placement)
+    sizes = balance(len(plain), len(places))
+
+    def pipe(on: list[torch.device]) -> GPipe:
+        options.setdefault("deferred_batch_norm", True)
+        return GPipe(copy.deepcopy(plain), sizes, devices=on, chunks=3, checkpoint=mode, **options)
+
+    return pipe(places), pipe([torch.device("cpu")] * len(places))
+
+
+def state(pipe: nn.Module) -> list[Tensor]:
+    """Parameters, gradients and buffers, on the CPU."""
+    parameters = list(pipe.parameters())
+    given = [*parameters, *[p.grad for p in parameters if p.grad is not None], *pipe.buffers()]
+    return [tensor.detach().cpu() for tensor in given]
+
+
+def train(pipe: GPipe, schedule: str, streams: str = "own", **options: Any) -> list[Any]:
+    """Two steps with an optimizer, as people write them; what was returned."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    given = []
+    target = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    with forward_streams(streams):
+        for _ in range(2):
+            optimizer.zero_grad()
+            returned = pipe.step(rows(), target, schedule=schedule, **options)
+            optimizer.step()
+            given.append([t.detach().cpu() for t in (returned if isinstance(returned, tuple) else [returned])])
+        return [*given, state(pipe)]
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "mode", "inline", "schedule"),
+    some_of(MODELS, CROSSING, ["never", "always"], [False, True], SCHEDULES, every=7),
+)
+def test_steps(name: str, placement: str, mode: str, inline: bool, schedule: str):
+    pipe, oracle = pair(made(MODELS[name]), placement, mode)
+    options = {"loss_fn": counted, "return_outputs": True}
+    wanted = train(oracle, schedule, **options)
+    with running(inline):
+        torch.testing.assert_close(train(pipe, schedule, **options), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "mode", "inline"), some_of(MODELS, CROSSING, ["never", "always"], [False, True], every=3)
+)
+def test_calls(name: str, placement: str, mode: str, inline: bool):
+    """Forward on streams of one's own, backward on others; then without grad."""
+    pipe, oracle = pair(made(MODELS[name]), placement, mode)
+
+    def used(pipe: GPipe) -> list[Tensor]:
+        with forward_streams("own"):
+            loss = pipe(rows()).square().sum()
+            with backward_streams("foreign"):
+                loss.backward()
+            pipe.eval()
+            with torch.no_grad():
+                output = pipe(rows()).cpu()
+        return [loss.detach().cpu(), output, *state(pipe)]
+
+    wanted = used(oracle)
+    with running(inline):
+        torch.testing.assert_close(used(pipe), wanted)
+
+
+@each_placement
+@each_run
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_recorded_runs(placement: str, inline: bool, schedule: str):
+    pipe, oracle = pair(made(MODELS["skip"]), placement, "always")
+    wanted = train(oracle, schedule, loss_fn=counted)
+    with running(inline), gpipe.record() as timeline:
+        torch.testing.assert_close(train(pipe, schedule, loss_fn=counted), wanted)
+    assert {event.device for event in timeline.events} == {str(d) for d in devices(placement)}
+
+
+@each_placement
+@each_run
+@pytest.mark.parametrize("how", ["call", *SCHEDULES])
+def test_dropout(placement: str, inline: bool, how: str):
+    """A recomputation repeats the masks, and with one seed every mode gives the same."""
+    found = []
+    for mode in ("never", "except_last", "always"):
+        plain = made(lambda: [linear(), nn.Dropout(), linear(), nn.Dropout(), nn.Dropout(), linear()])
+        pipe, _ = pair(plain, placement, mode)
+        torch.manual_seed(1)
+        with running(inline), forward_streams("own"):
+            if how == "call":
+                pipe(rows()).square().sum().backward()
+            else:
+                pipe.step(rows(), loss_fn=lambda output, _: output.square().sum(), schedule=how)
+            found.append(state(pipe))
+    torch.testing.assert_close(found[1:], [found[0]] * 2)
+
+
+@torch.compile(backend="eager")
+def compiled(x: Tensor) -> Tensor:
+    return x.sin() * x.tanh()
+
+
+class Compiled(nn.Module):
+    """A layer of which a part is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return compiled(self.inner(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about tensors that it looks at
+@pytest.mark.parametrize("placement", ["three devices", "CPU between"])
+@each_mode
+def test_compiled_layers(placement: str, mode: str):
+    pipe, oracle = pair(made(lambda: [Compiled(), Compiled(), Compiled()]), placement, mode)
+    wanted = train(oracle, "1f1b", loss_fn=counted)
+    torch.testing.assert_close(train(pipe, "1f1b", loss_fn=counted), wanted)
+
+
+class Within(torch.autograd.Function):
+    """The double of its input; its backward trains a pipe, on the thread of autograd for that device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pipe: GPipe) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.pipe = pipe
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            ctx.pipe(leaf).square().sum().backward()
+        return gradient * 2 + leaf.grad.to(gradient.device), None
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@each_mode
+def test_a_backward_within_a_backward(placement: str, mode: str):
+    pipe, oracle = pair(made(MODELS["skip"]), placement, mode)
+    found = []
+    for each in (oracle, pipe):
+        x = rows().to(each.devices[-1]).requires_grad_()
+        Within.apply(x * 1, each).sum().backward()
+        found.append([x.grad.cpu(), *state(each)])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_devices_are_the_simulated_ones():
+    assert [device(k) for k in range(DEVICES)] == [torch.device("simulated", k) for k in range(DEVICES)]

@@ -1,0 +1,27 @@
+"""A model with a skip, placed, checkpointed, scheduled and streamed in every way: no races, and as the plain model."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from .models import HOWS, MODES, assert_trains_like, model, piped, some_of
+from .placements import PLACEMENTS, STREAMS
+
+pytestmark = pytest.mark.timeout(60)
+
+CASES = [
+    (placement, how, streams)
+    for placement, how, streams in product(PLACEMENTS, HOWS, STREAMS)
+    if how == "call" or streams != "foreign"  # in a step the caller has no backward
+    if not (how == "interleaved" and placement == "two devices")  # three stages do not go evenly on two workers
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "inline"), some_of(CASES, MODES, [False, True]), ids=lambda value: str(value).replace("'", "")
+)
+def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool):
+    placement, how, streams = case
+    assert_trains_like(model(), piped(model(), placement, mode), how, streams, inline=inline)
