@@ -4,6 +4,9 @@ import sys
 from textwrap import dedent
 
 import pytest
+import torch
+
+from streams import _exit, spawn_workers
 
 # Three workers that nobody ends: one idle, one computing for ever, one waiting for ever.
 SCRIPT = dedent("""
@@ -78,3 +81,37 @@ def test_workers_neither_hold_up_the_interpreters_exit_nor_change_its_status():
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs /proc to see a thread end")
 def test_the_exit_waits_for_the_end_of_a_long_operation():
     assert run(LONG_OPERATION) == (7, "", "")
+
+
+# Workers begin and end on other threads all the time while the interpreter looks for those that are left.
+COMING_AND_GOING = dedent("""
+    import sys, threading, torch
+    from streams import spawn_workers
+
+    def come_and_go():
+        while True:
+            with spawn_workers([torch.device("cpu")] * 4, shared=False):
+                begun.set()
+
+    begun = threading.Event()
+    for _ in range(4):
+        threading.Thread(target=come_and_go, daemon=True).start()
+    begun.wait()
+    from streams import _exit
+    for _ in range(2000):
+        list(_exit._workers.items())
+    sys.stdout.write("looked")
+    sys.stdout.flush()
+    import os
+    os._exit(7)
+""")
+
+
+def test_workers_may_begin_while_the_exit_looks_for_them():
+    assert run(COMING_AND_GOING) == (7, "looked", "")
+
+
+def test_of_workers_that_have_ended_nothing_is_kept():
+    with spawn_workers([torch.device("cpu")] * 2, shared=False):
+        pass
+    assert not any("worker of" in thread.name and not thread.is_alive() for thread in _exit._workers)

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import time
 from collections.abc import Collection
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Any
-from weakref import WeakKeyDictionary
 
 PATIENCE = 0.5
 """Seconds after which those that have not computed meanwhile count as stuck in waits of their own: harmless."""
 _COMPUTING = 0.01 * PATIENCE
 """Processor time that a thread which computes takes at least in these seconds; one that looks around takes less."""
 
-_workers: WeakKeyDictionary[Thread, tuple[SimpleQueue[Any], int | None]] = WeakKeyDictionary()
-"""From where each worker takes its tasks, and the clock of the processor time that it takes."""
+_workers: dict[Thread, tuple[SimpleQueue[Any], int | None]] = {}
+"""From where each worker takes its tasks, and the clock of the processor time that it takes.
+
+Workers write to it at any time, so that it is copied in one operation before it is gone through.
+"""
 
 
 def watch(in_queue: SimpleQueue[Any]) -> None:
@@ -33,6 +36,23 @@ def watch(in_queue: SimpleQueue[Any]) -> None:
     # Only a thread itself can safely ask for its clock: of one that has ended that may crash.
     clock = time.pthread_getcpuclockid(thread.ident) if hasattr(time, "pthread_getcpuclockid") else None
     _workers[thread] = in_queue, clock
+
+
+def unwatch() -> None:
+    """This thread ends."""
+    _workers.pop(current_thread(), None)
+
+
+def _after_fork() -> None:
+    """In the child only the thread that forked is left."""
+    own = _workers.get(current_thread())
+    _workers.clear()
+    if own is not None:
+        _workers[current_thread()] = own
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register
@@ -46,12 +66,13 @@ def _send_all_away() -> None:
 
 def _wait() -> bool:
     """Interrupt all workers and give them some time to go; whether any that is left has computed meanwhile."""
-    before = {thread: _seconds(clock) for thread, (_, clock) in list(_workers.items()) if thread.is_alive()}
+    clocks = {thread: clock for thread, (_, clock) in list(_workers.items()) if thread.is_alive()}
+    before = {thread: _seconds(clock) for thread, clock in clocks.items()}
     for thread in before:
         _interrupt(thread)
     _join(before)
     left = {thread: seconds for thread, seconds in before.items() if thread.is_alive()}
-    return any(_seconds(_workers[thread][1]) - seconds > _COMPUTING for thread, seconds in left.items())
+    return any(_seconds(clocks[thread]) - seconds > _COMPUTING for thread, seconds in left.items())
 
 
 def _join(threads: Collection[Thread]) -> None:

@@ -154,3 +154,4 @@ def _work(context: Context, in_queue: InQueue, out_queue: OutQueue, device: Devi
             worker(in_queue, out_queue, device, context.grad_mode)
     finally:
         ended.set()
+        _exit.unwatch()

@@ -52,7 +52,8 @@ class Failures:
 
     def stop(self) -> None:
         """Let nothing be done any more."""
-        self.earliest = (float("-inf"), 0)
+        with self._lock:  # else a failure that is just being added might take its place
+            self.earliest = (float("-inf"), 0)
 
     def raise_earliest(self) -> None:
         """Raise the failure that comes first in the schedule, if there is any."""

@@ -23,9 +23,13 @@ from streams import (
     spawn_workers,
 )
 
+from .._forks import fork_lock
 from ._cores import Cores, bind, pauses_callers_helpers, shares, usable
 from ._exclusive import Section, Sections, involved, serving
 from ._sweep import Sweep
+
+_changing = fork_lock()
+"""For whoever changes whether workers run, or takes them to end them: the owner's end may come on any thread."""
 
 Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]
@@ -85,7 +89,8 @@ class Workers:
         A work must not raise. If the caller is interrupted while it waits, ``stop`` is called, which must make every
         work return soon, and the workers are closed before the interrupt goes on.
         """
-        self._running = True
+        with _changing:
+            self._running = True
         try:
             return self._run(works, stop)
         except BaseException:
@@ -93,9 +98,10 @@ class Workers:
             self.close()
             raise
         finally:
-            self._running = False
-            if self._orphaned:
-                self.close()
+            with _changing:
+                self._running = False
+                scope = self._taken() if self._orphaned else None
+            self._end(scope)
 
     def _run(self, works: Sequence[Work[Result]], stop: Callable[[], None]) -> list[Result]:
         in_queues, out_queues = self._open()
@@ -114,16 +120,25 @@ class Workers:
 
     def close(self) -> None:
         """End the threads, which must not be running anything. The next run starts new ones."""
+        with _changing:
+            scope = self._taken()
+        self._end(scope)
+
+    def _taken(self) -> ExitStack | None:
         scope, self._scope = self._scope, None
+        return scope
+
+    def _end(self, scope: ExitStack | None) -> None:
         if scope is not None and self._process == os.getpid():
             scope.close()
 
     def _orphan(self) -> None:
         # The garbage collector calls this on any thread, perhaps on a worker in the middle of a backward that others
         # wait for: then the end of the run has to close them.
-        self._orphaned = True
-        if not self._running:
-            self.close()
+        with _changing:
+            self._orphaned = True
+            scope = None if self._running else self._taken()
+        self._end(scope)
 
     def _open(self) -> tuple[list[InQueue], list[OutQueue]]:
         # A fork copies everything but the threads.
