@@ -122,7 +122,6 @@ class Run:
         try:
             self._walk(walk, self.mini_batch.context)
         finally:  # a refused recomputation promises that the next run knows who draws
-            _all_wait([current_stream(device) for device in self._devices], self._streams)
             self._look_for_draws()
         return [self._channels.entrance.gradients.get(i) for i in range(self.mini_batch.microbatches)]
 
