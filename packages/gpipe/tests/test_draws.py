@@ -189,6 +189,26 @@ def test_two_pipes_take_a_number_each():
     assert not torch.equal(outputs[0], outputs[1])
 
 
+@each_way
+def test_a_layer_that_draws_in_some_runs_only(mode: str, inline: bool):
+    """Once it was noticed, and caught at it within a few runs, it draws from its own numbers whenever it does."""
+    layer = Followed()
+    pipe = pipe_of(nn.Linear(8, 8), layer, nn.Linear(8, 8), balance=[2, 1], mode=mode)
+    outputs = []
+    with way(inline):
+        for run in range(16):
+            layer.draws = run % 5 == 4
+            torch.manual_seed(0)
+            torch.randint(2**32, ())
+            after = torch.get_rng_state()
+            torch.manual_seed(0)
+            outputs.append(pipe(ones()))
+            outputs[-1].sum().backward()
+            if layer.draws and run > 4:
+                assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(outputs[9], outputs[14])
+
+
 class TestDraws:
     """What is known, without a pipe."""
 
@@ -228,6 +248,26 @@ class TestDraws:
         self.run(draws, "a", 1)
         draws.begin("a")
         assert draws.drawing == {0, 1}
+
+    def test_who_drew_unseen_is_looked_for_in_several_runs(self):
+        draws = Draws(self.EVERYONE)
+        self.run(draws, "a", 0)
+        draws.forget()
+        self.run(draws, "a")
+        self.run(draws, "a", 0)
+        assert draws.drawing == self.EVERYONE
+        self.run(draws, "a", 1)
+        draws.begin("a")
+        assert draws.drawing == {0, 1}
+
+    def test_the_search_for_who_drew_unseen_ends(self):
+        draws = Draws(self.EVERYONE)
+        self.run(draws, "a", 0)
+        draws.forget()
+        for _ in range(100):
+            self.run(draws, "a", 0)
+        draws.begin("a")
+        assert draws.drawing == {0}
 
     def test_a_run_that_was_half_watched_says_nothing(self):
         draws = Draws(self.EVERYONE)

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 from ..checkpoint._random import CellRNG
 
+_RUNS = 16
+"""In how many runs at most somebody is looked for who drew unseen, and perhaps does not in every run."""
+
 
 class Draws:
     """What is known about the draws of a stage, or of a loss.
@@ -27,6 +30,8 @@ class Draws:
         self._drew: dict[Hashable, frozenset[int]] = {}
         self._known: dict[Hashable, frozenset[int]] = {}
         self._asks: dict[Hashable, bool] = {}
+        self._left = 0
+        self._then: dict[Hashable, frozenset[int]] = {}
         self.begin(None)
 
     def begin(self, condition: Hashable) -> None:
@@ -58,13 +63,22 @@ class Draws:
         if not self._watched:
             return
         if self._condition not in self._known:
+            if not self._found():
+                return
             self._known[self._condition] = self._drew.get(self._condition, frozenset()) | always()
         if self._heard:
             self._asks.setdefault(self._condition, False)
 
+    def _found(self) -> bool:
+        """Whether it is known who drew unseen, if anybody did, or is given up: nobody new has drawn in many runs."""
+        self._left -= 1
+        return self._left < 0 or self._drew != self._then
+
     def forget(self) -> None:
-        """Look again, from the next forward to the end of the next run."""
+        """Somebody drew unseen: look again, from the next forward to the end of a run in which somebody new is seen."""
         self._watched = False
+        self._left = _RUNS
+        self._then = dict(self._drew)
         self._known.clear()
-        self.drawing = self.everyone
         self._asks.clear()
+        self.drawing = self.everyone
