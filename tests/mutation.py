@@ -137,6 +137,8 @@ def _says_nothing(node: ast.AST) -> bool:
             return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="_log")))):
             return True
+        case ast.keyword(arg="strict"):  # of zip: an assertion
+            return True
         case ast.FunctionDef(name="__repr__" | "__str__" | "__format__"):
             return True
     return False

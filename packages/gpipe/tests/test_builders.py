@@ -209,3 +209,11 @@ class TestInterleaved:
             assert max(accumulate(changes)) <= promised
             if m % k == 0:
                 assert max(accumulate(changes)) == min(m * v, promised)
+
+    @given(st.integers(0, 5), st.integers(0, 9), st.integers(-2, 9))
+    def test_stages_go_evenly_on_one_worker_or_more_or_are_refused(self, m: int, n: int, k: int) -> None:
+        if k > 0 and n % k == 0:
+            assert len(interleaved(m, n, k)) == n
+            return
+        with pytest.raises(ValueError, match=f"{n} stages do not go evenly on {k} workers"):
+            interleaved(m, n, k)

@@ -76,7 +76,7 @@ def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: i
             f"{workers} workers; choose a balance with a multiple of {workers} partitions"
         )
     walk = tuple(tuple(_interleaved(microbatches, stages, workers, r, checkpoint_stop)) for r in range(workers))
-    programs = [[s.action for s in walk[j % workers] if s.stage == j] for j in range(stages)] if workers else []
+    programs = [[s.action for s in walk[j % workers] if s.stage == j] for j in range(stages)]
     return Schedule(programs, walk)
 
 
