@@ -599,3 +599,19 @@ def test_two_names_of_one_gpu_are_one_worker():
         layer.register_forward_hook(lambda *_: seen.add(threading.get_ident()))
     pipe(rows().to(gpu()))
     assert len(seen) == 1
+
+
+def test_a_layer_that_replays_a_graph_is_refused():
+    graphed = torch.cuda.make_graphed_callables(nn.Linear(16, 16, device=gpu()), (torch.ones(4, 16, device=gpu()),))
+    for layer in (graphed, torch.compile(nn.Linear(16, 16), mode="reduce-overhead")):
+        with pytest.raises(ValueError, match=r"'1' of partition 1 replays a CUDA graph"):
+            GPipe(nn.Sequential(nn.Tanh(), layer), [1, 1], devices=[gpu(), gpu(1)])
+
+
+def test_a_run_cannot_be_captured():
+    pipe = GPipe(model(4), [2, 2], devices=[gpu(), gpu()], chunks=2)
+    x = rows().to(gpu())
+    pipe(x)
+    with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        pipe(x)
+    pipe(x)

@@ -24,6 +24,7 @@ from .engine._workers import Workers
 from .module._arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from .module._arguments import Device, checked_checkpoint, checked_chunks, checked_devices, checked_flag, checked_sizes
 from .module._devices import expect_movable, expect_same_device, move, moving_denied, untouched_on_failure
+from .module._graphs import expect_no_graphs
 from .module._hooks import pre_hooked, refuse_hooks
 from .module._layers import Held, expect_replacement, refuse
 from .module._partition import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
@@ -434,6 +435,7 @@ class GPipe(nn.Module):
         verify_module(whole, self._balance)
         verify_skippables(whole)
         expect_movable(layer, self._devices[j], j)
+        expect_no_graphs(layer, self._devices[j], j)
         with untouched_on_failure(layer):
             move(layer, self._devices[j])
             if self._deferred:

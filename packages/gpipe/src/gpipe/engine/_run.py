@@ -17,6 +17,7 @@ from ..schedule import Action, Step, Walk
 from ..transport._link import Link
 from ..values._describe import Cancelled
 from ._autograd_calls import accumulate_whole
+from ._capture import expect_no_capture
 from ._deferred_gradients import summed
 from ._exclusive import involved, serving
 from ._failures import Failures
@@ -62,6 +63,7 @@ class Run:
             loss.begin(self.mini_batch.rng, stages[-1].numbers.stop, pipeline.loss_draws)
         self._workers = None if chosen.inline else pipeline.workers
         self._devices = [stage.device for stage in stages]
+        expect_no_capture(self._devices)
         self._streams = [current_stream(device) for device in self._devices]
         self._observer = None if observer is None else observer.begin(pipeline.workers.placement)
         self._failures = Failures()

@@ -13,6 +13,7 @@ from .._current import current
 from ._arguments import Device, checked_sizes, parsed_device
 from ._container import expect_plain
 from ._devices import expect_movable, move, untouched_on_failure
+from ._graphs import expect_no_graphs
 from ._layers import refuse_more
 
 
@@ -160,6 +161,7 @@ def _move(module: nn.Module, partitions: nn.ModuleList, places: Sequence[torch.d
     """Move each partition to its place, after a look at all of them."""
     for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
         expect_movable(partition, place, j)
+        expect_no_graphs(partition, place, j)
     with untouched_on_failure(module):
         for partition, place in zip(partitions, places, strict=True):
             move(partition, place)
