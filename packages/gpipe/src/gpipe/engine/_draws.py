@@ -18,7 +18,7 @@ class Draws:
     watched, everyone may draw. Those that did once may do it again.
 
     Args:
-        everyone: the layers of the stage by number, and :data:`OUTSIDE`.
+        everyone: the layers of the stage by number, and ``OUTSIDE``.
 
     Attributes:
         everyone: the same.
