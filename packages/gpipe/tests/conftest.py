@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from .sweeps import sweeps as sweeps
+
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from gpipe import GPipe, inline
 
 from .layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, linears, piped, rows, within
+from .sweeps import awake, swept
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -480,7 +481,7 @@ def _all_at_once(functions: list[Callable[[], Any]]) -> list[Any]:
         return [future.result(timeout=20) for future in futures]
 
 
-@pytest.mark.usefixtures("no_collector")
+@pytest.mark.usefixtures("no_collector", "sweeps")
 class TestMemory:
     """What a run holds goes when it must, without the help of the garbage collector."""
 
@@ -506,6 +507,7 @@ class TestMemory:
         output = pipe(rows())
         output.sum().backward()
         assert output is not None
+        swept()
         assert [ref() for ref in held] == [None] * len(held)
 
     @each_mode
@@ -514,6 +516,7 @@ class TestMemory:
         output = pipe(rows())
         assert sum(ref() is not None for ref in held) == {"always": 0, "except_last": 1, "never": 2}[checkpoint]
         del output
+        swept()
         assert [ref() for ref in held] == [None, None]
 
     @each_mode
@@ -544,4 +547,5 @@ class TestMemory:
             train()
         del caught
         assert held
+        awake(pipe)  # the error was made by a worker, and holds the run
         assert [ref() for ref in held] == [None] * len(held)

@@ -346,7 +346,7 @@ class TestMeasuring:
             assert pipe.last_schedule == Choice("1f1b")
 
     def test_profilers_see_their_labels(self, watched: list[Any]) -> None:
-        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
         with closing(three()) as pipe, profiler as profile, gpipe.inline():
             stepped(pipe, "auto")
         assert not watched

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -16,40 +15,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from gpipe import GPipe, inline
-from gpipe.engine._sweep import FREE_THREADED, Sweep
 from gpipe.skip import Namespace, pop, skippable, stash
 
 from .layers import Call, linears, rows
+from .sweeps import swept
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread", "no_collector")]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread", "no_collector", "sweeps")]
 
 MODES = ("never", "except_last", "always")
 each_mode = pytest.mark.parametrize("mode", MODES)
 each_way = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threads", "inline"])
 Block = Callable[[], AbstractContextManager[Any]]
-
-
-@pytest.fixture(autouse=True)
-def _sweeps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where Python has no global lock, workers free what they made in sweeps, to be waited for."""
-
-    class Known(Sweep):
-        def __init__(self, in_queues: Any) -> None:
-            super().__init__(in_queues)
-            SWEEPS.append(self.done)
-
-    monkeypatch.setattr("gpipe.engine._workers.Sweep", Known)
-    yield
-    SWEEPS.clear()
-
-
-SWEEPS: list[threading.Event] = []
-
-
-def swept() -> None:
-    """The sweeps that have begun are done; elsewhere there are none."""
-    assert FREE_THREADED or not SWEEPS
-    assert all(done.wait(20) for done in SWEEPS)
 
 
 class Gradients(torch.autograd.Function):

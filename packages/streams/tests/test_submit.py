@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from streams import CPUStream, Task, current_stream, new_stream, spawn_workers, submit, worker
 
 from .cuda import DEVICE
-from .fakes import PATIENCE, take, wait
+from .fakes import PATIENCE, awake, take, wait
 
 CPU = torch.device("cpu")
 FAILURES = [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit, BaseException]
@@ -141,6 +141,7 @@ def test_while_it_waits_the_worker_holds_nothing_of_a_future():
             gone = threading.Event()
             weakref.finalize(future, gone.set)
             del future
+            awake(in_queue)
             wait(gone)
             assert thing() is None
     finally:

@@ -10,7 +10,7 @@ import torch
 from streams import CPUStream, Task, current_stream, new_stream, spawn_workers, worker
 
 from .cuda import DEVICE
-from .fakes import PATIENCE, take, wait
+from .fakes import PATIENCE, awake, take, wait
 
 CPU = torch.device("cpu")
 FAILURES = [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, BaseException]
@@ -102,6 +102,7 @@ def test_while_it_waits_it_holds_neither_task_nor_result():
         _, (done, (_, result)) = take(out_queue)
         result, ended = result.gone, weakref.ref(done)
         del done, _
+        awake(in_queue)
         wait(argument)
         wait(result)
         assert ended() is None
@@ -123,6 +124,7 @@ def test_while_it_waits_it_holds_nothing_of_a_failure():
         assert not ok
         error = weakref.ref(exc_info[1])
         del exc_info
+        awake(in_queue)
         wait(argument)
         assert error() is None
 
