@@ -17,6 +17,8 @@ from gpipe.checkpoint import _random
 from gpipe.checkpoint._random import OUTSIDE, CellRNG, RunRNG
 from gpipe.engine._draws import Draws
 
+from .layers import Call
+
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 
 MODES = ("never", "except_last", "always")
@@ -177,6 +179,27 @@ def test_a_pipe_in_a_layer_draws_the_same_wherever_the_layer_is(mode: str, inlin
     first = torch.stack(results[:3])
     assert torch.equal(torch.stack(results[3:6]), first)
     assert torch.equal(torch.stack(results[6:]), first)
+
+
+@each_way
+def test_a_backward_that_draws_adds_what_it_drew(mode: str, inline: bool):
+    """Noise on gradients comes from the process's generator. Nothing is refused, and no mask changes."""
+
+    def noisy(x: Tensor) -> Tensor:
+        y = x * 1
+        y.register_hook(lambda gradient: gradient + torch.rand(gradient.shape))
+        return y
+
+    pipe = pipe_of(nn.Dropout(), Call(noisy), nn.Dropout(), balance=[2, 1], mode=mode)
+    with way(inline):
+        for _ in range(3):
+            x = ones()
+            output = pipe(x)
+            output.sum().backward()
+            kept = output.detach() != 0
+            assert (x.grad[kept] >= output[kept]).all()
+            assert (x.grad[kept] <= output[kept] + 2).all()
+            pipe.step(ones(), loss_fn=lambda y, _: y.sum())
 
 
 def test_two_pipes_take_a_number_each():
