@@ -31,7 +31,7 @@ TESTS = Path("packages/gpipe/tests")
 FORKS = multiprocessing.get_context("fork")
 
 PARTS = {
-    "schedule": (("schedule",), ("builders", "merge", "named", "validate", "choice", "schedule")),
+    "schedule": (("schedule",), ("builders", "merge", "named", "validate", "choice", "schedule", "simulate")),
     "engine": (
         ("engine", "checkpoint", "transport"),
         (
