@@ -26,6 +26,9 @@ class Fault(NamedTuple):
     line: str
     instead: str
 
+    def __str__(self) -> str:
+        return self.name
+
 
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
