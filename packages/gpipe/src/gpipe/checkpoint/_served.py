@@ -71,10 +71,12 @@ class Served:
     def __enter__(self) -> None:
         self._before = sys.getprofile()
         self._others = None if isinstance(getattr(self._before, "__self__", None), Served) else self._before
-        sys.setprofile(self._watch)
+        with _borrowing:  # Python counts the threads that have one, without a lock where it has no global one (3.13)
+            sys.setprofile(self._watch)
 
     def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._before)
+        with _borrowing:
+            sys.setprofile(self._before)
 
     def _watch(self, frame: FrameType, event: str, argument: Any) -> None:
         if self._others is not None:
