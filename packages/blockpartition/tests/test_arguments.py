@@ -1,6 +1,6 @@
 import pytest
 
-from blockpartition import Stage, place
+from blockpartition import Stage, partition, place, solve, verify
 
 from .cases import cases
 
@@ -91,3 +91,16 @@ def test_generators_are_read_once():
         transfer=iter([0] * 3), forbid=iter([1]), pin=iter([2]), in_flight=iter([1, 1]),
     )  # fmt: skip
     assert found.sizes == (2, 2)
+
+
+@pytest.mark.parametrize("costs", [None, 5, 1.5, object()])
+def test_what_is_no_list_of_costs_is_named(costs):
+    found = partition([1, 2], 2)
+    for name, call in {
+        "sequence": lambda: solve(costs, 2),
+        "costs": lambda: partition(costs, 2),
+        " costs": lambda: place(costs, 2),
+        "  costs": lambda: verify(found, costs),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name.strip()} must be numbers in a row"):
+            call()

@@ -183,6 +183,10 @@ def test_help_says_what_each_option_is_for(capsys):
             "expected a mode such as recompute:time=4/3,saved=0,transient=1",
         ),
         (
+            ["2", "--mode", "a,time=2", "--costs", "1", "2"],
+            "expected a mode such as recompute:time=4/3,saved=0,transient=1",
+        ),
+        (
             ["2", "--mode", "a:time", "--costs", "1", "2"],
             "expected a mode such as recompute:time=4/3,saved=0,transient=1",
         ),

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpartition import Infeasible, Mode, Stage, partition, place, verify
+from blockpartition import Infeasible, Mode, Stage, _bottleneck, partition, place, verify
 from blockpartition._bottleneck import _closest
+from blockpartition._reach import Reach
 
 from . import oracle
 from .instances import placing
@@ -279,3 +280,12 @@ def test_a_cut_is_the_reachable_one_closest_to_its_target(positions, target, fir
     intervals = [(p, p) for p in sorted(positions)]
     allowed = [p for p in sorted(positions) if first <= p <= last]
     assert _closest(intervals, target, first, last) == min(allowed, key=lambda p: abs(p - target), default=None)
+
+
+@given(placings())
+def test_ends_without_hope_are_in_no_placement(problem):
+    """With them, the search finds the same."""
+    found = placed(problem)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_bottleneck, "Hopeful", Reach)
+        assert placed(problem) == found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ._problem import Bound, Problem, Slot, Step
-from ._reach import Interval, Reach
+from ._reach import Hopeful, Interval, Reach
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def least_slowest(problem: Problem) -> tuple[Fraction, list[Chosen]] | None:
     blocks = _trace(reach)
     low, high = problem.floor, slowest(problem, blocks)
     while low < high:
-        reach = Reach(problem, Bound((low + high) / 2))
+        reach = Hopeful(problem, Bound((low + high) / 2))
         if reach.complete:
             blocks = _trace(reach)
             high = slowest(problem, blocks)

@@ -79,6 +79,8 @@ def _each(words: list[str], count: int, option: str) -> list[str]:
 def _mode(text: str) -> Mode:
     name, _, settings = text.partition(":")
     pairs = [setting.partition("=") for setting in settings.split(",") if setting]
+    if "=" in name:
+        raise ValueError(f"expected a mode such as recompute:time=4/3,saved=0,transient=1, got {text!r}")
     for key, equals, _value in pairs:
         if not equals or key not in ("time", "saved", "boundary", "transient"):
             raise ValueError(f"expected a mode such as recompute:time=4/3,saved=0,transient=1, got {text!r}")

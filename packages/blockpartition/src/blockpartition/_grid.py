@@ -46,9 +46,20 @@ def number(numerator: int, denominator: int, kind: type) -> Number:
     return Fraction(numerator, denominator)
 
 
+def listed(values: Iterable[Any], name: str) -> list[Any]:
+    """The values as a list, the same one if they are; TypeError under this name if they are not several."""
+    if isinstance(values, list):
+        return values
+    try:
+        each = iter(values)
+    except TypeError:
+        raise TypeError(f"{name} must be numbers in a row, such as a list, got {shown(values)}") from None
+    return list(each)
+
+
 def read(values: Iterable[Any], name: str = "costs") -> Grid:
     """Finite numbers ≥ 0 on their common grid; TypeError or ValueError names the first that is not one."""
-    numbers = values if isinstance(values, list) else list(values)
+    numbers = listed(values, name)
     if _are_all(int, numbers):
         return _read_ints(numbers, name)
     if _are_all(float, numbers) and math.isfinite(sum(numbers)):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from operator import sub
 
 from ._measure import Measure
@@ -123,6 +124,11 @@ class Problem:
         works = list({id(slot.work): slot.work for slot in self.slots}.values())
         weights = [list(map(sub, work.prefix[1:], work.prefix)) for work in works]
         return weights[0] if len(weights) == 1 else list(map(min, *weights))
+
+    @cached_property
+    def least_sums(self) -> list[int]:
+        """For each position the least work of the layers before it."""
+        return list(accumulate(self.least_work, initial=0))
 
     @cached_property
     def paid(self) -> Callable[[Slot], Paid]:

@@ -25,7 +25,11 @@ class Reach:
         self.ends: list[list[Interval]] = [[(0, 0)]]
         self._beyond: dict[int, int] = {}  # for each speed the least work that exceeds the bound
         for state in range(1, len(problem.into)):
-            self.ends.append(self._into(state))
+            self.ends.append(self._kept(state, self._into(state)))
+
+    def _kept(self, state: int, ends: list[Interval]) -> list[Interval]:
+        """All of them: whoever proves that nothing is within the bound has to show each."""
+        return ends
 
     @property
     def complete(self) -> bool:
@@ -53,12 +57,12 @@ class Reach:
         """Without transfer costs a block may always be shortened, so the starts of one run reach one interval."""
         heavy = slot.work.heavier(limit)
         if heavy:
-            self._note(slot, slot.work.of(heavy[0], heavy[0] + 1))
+            self._note(slot.speed, slot.work.of(heavy[0], heavy[0] + 1))
         for first, last in _runs(starts, sorted({*heavy, *slot.misfits})):
             end = slot.work.last_end(last, limit)
             fence = min(slot.need.last_end(last, slot.room), self.problem.next_pin[last])
             if end < fence:
-                self._note(slot, slot.work.of(last, end + 1))
+                self._note(slot.speed, slot.work.of(last, end + 1))
             yield first + 1, min(end, fence)
 
     def _pay(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
@@ -70,14 +74,14 @@ class Reach:
         problem, paid = self.problem, self.problem.paid(slot)
         heavy = paid.singles.above(limit)
         if heavy:
-            self._note(slot, problem.occupied(heavy[0], heavy[0] + 1, slot))
+            self._note(slot.speed, problem.occupied(heavy[0], heavy[0] + 1, slot))
         alone = sorted({layer + 1 for layer in [*heavy, *slot.misfits]})
         for (first, last), (until, _) in pairwise([*starts, (problem.n, problem.n)]):
             yield from _runs([(first + 1, last)], alone)
             fence = min(slot.need.last_end(last, slot.room), problem.next_pin[last], until)
             furthest = max(last, slot.work.last_end(last, limit))
             if furthest < fence:
-                self._note(slot, paid.least_beyond(last, furthest))
+                self._note(slot.speed, paid.least_beyond(last, furthest))
             furthest = min(furthest, fence)
             sure = max(last, min(furthest, paid.sure_end(last, limit)))
             if last < sure:
@@ -87,7 +91,7 @@ class Reach:
                 if work <= limit:
                     yield end, end
                 else:
-                    self._note(slot, work)
+                    self._note(slot.speed, work)
 
     def _search(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
         """Where blocks need something at their start, a shorter one may need more: find the best start for each end.
@@ -120,10 +124,30 @@ class Reach:
                 if work <= limit:
                     yield end, end
                 else:
-                    self._note(slot, work)
+                    self._note(slot.speed, work)
 
-    def _note(self, slot: Slot, work: int) -> None:
-        self._beyond[slot.speed] = min(work, self._beyond.get(slot.speed, work))
+    def _note(self, speed: int, work: int) -> None:
+        self._beyond[speed] = min(work, self._beyond.get(speed, work))
+
+
+class Hopeful(Reach):
+    """Only ends from which the other stages could do the rest within the bound, if layers could be divided.
+
+    Where cuts are dear, what can be reached falls into thousands of pieces. Few of them matter.
+    """
+
+    def _kept(self, state: int, ends: list[Interval]) -> list[Interval]:
+        problem = self.problem
+        speed = problem.speeds[-1] - problem.speeds[state]
+        if not speed or not ends:
+            return ends
+        sums = problem.least_sums
+        first = bisect_left(sums, sums[-1] - self.bound.limit(speed))
+        kept = [(max(a, first), b) for a, b in ends if b >= first]
+        if ends[0][0] < first:  # a larger bound may bring back the last one that is left out
+            last = max(min(b, first - 1) for a, b in ends if a < first)
+            self._note(speed, sums[-1] - sums[last])
+        return kept
 
 
 def _each(intervals: list[Interval]) -> Iterator[int]:

@@ -11,7 +11,7 @@ from ._arguments import block_count, choice
 from ._certificate import witness
 from ._even import near_even, prefix_sums, sizes_of
 from ._exact import least_bottleneck
-from ._grid import Grid, read
+from ._grid import Grid, listed, read
 from ._partition import Partition
 from ._squares import most_even
 
@@ -39,7 +39,7 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     >>> solve([1, 2, 3, 4, 5, 6], 2)
     [[1, 2, 3, 4], [5, 6]]
     """
-    items = sequence if isinstance(sequence, list) else list(sequence)
+    items = listed(sequence, "sequence")
     # The sums are gone when the lists are made: each run of the garbage collector would look at them.
     return [items[start:end] for start, end in pairwise(_ends(items, partitions))]
 
