@@ -15,7 +15,7 @@ from microbatch import Batch
 from profiler import AllocationTracker
 from streams import AbstractStream, current_stream, has_streams, new_stream, record_event
 
-from .._current import current
+from .._current import current, setting
 from ..engine._settings import with_settings
 from ..engine._stage_runner import StageRunner
 from ..schedule import Action
@@ -75,8 +75,10 @@ class RunRecorder:
         """Do an action, and note it."""
         stage = runner.stage
         tracker = self._tracker.get(stage.index)
-        look = current.observed = Look(partial(self._clock.now, stage.device))
-        with nullcontext() if tracker is None else tracker.pushed():
+        look = Look(partial(self._clock.now, stage.device))
+        # Only while the action is done: inline, the same thread takes what comes out of the run, and may be in a run
+        # around this one.
+        with setting(observed=look), nullcontext() if tracker is None else tracker.pushed():
             runner.do(action)
         end = self._clock.now(stage.device)
         held = None if tracker is None else tracker.alive(without=_gradients(stage.module))

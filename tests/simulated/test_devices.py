@@ -1,0 +1,126 @@
+"""What else a pipe promises of devices: their names, their generators, their times."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from threading import Event, Thread
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+from streams import current_stream, default_stream, new_stream, record_event, use_stream, wait_event
+
+from .accelerator import device
+
+pytestmark = pytest.mark.timeout(60)
+
+MODES = ("never", "except_last", "always")
+
+
+def test_two_names_of_a_device_are_one_worker():
+    pipe = GPipe(nn.Sequential(nn.Tanh(), nn.Tanh()), [1, 1], devices=[device(0).type, device(0)], chunks=2)
+    assert pipe.devices == [device(0)] * 2
+    assert pipe._workers.placement == (0, 0)
+
+
+def test_the_default_stream_is_the_current_one_until_another_is_used():
+    for k in range(2):
+        own = new_stream(device(k))
+        assert current_stream(device(k)) == default_stream(device(k)) != own
+        with use_stream(own):
+            assert current_stream(device(k)) == own != default_stream(device(k))
+            assert torch.accelerator.current_device_index() == k
+        assert torch.accelerator.current_device_index() == 0
+
+
+def test_threads_in_one_stream_get_back_what_each_had():
+    shared, own = new_stream(device(1)), new_stream(device(1))
+    entered, left = Event(), Event()
+    found = []
+
+    def other() -> None:
+        with use_stream(own):
+            with use_stream(shared):
+                entered.set()
+                assert left.wait(30)
+            found.append(current_stream(device(1)))
+
+    thread = Thread(target=other, daemon=True)
+    with use_stream(shared):
+        thread.start()
+        assert entered.wait(30)
+    assert current_stream(device(1)) == default_stream(device(1))
+    assert torch.accelerator.current_device_index() == 0
+    left.set()
+    thread.join(30)
+    assert found == [own]
+
+
+def test_what_waits_for_an_event_is_in_order():
+    first, second = new_stream(device(0)), new_stream(device(1))
+    with use_stream(first):
+        x = torch.ones(4, device=device(0))
+    wait_event(second, record_event(first))
+    with use_stream(second):
+        y = x.to(device(1))
+        record_event(second)
+    torch.accelerator.synchronize(0)
+    torch.accelerator.synchronize(1)
+    assert y.cpu().sum() == 4
+
+
+class Begins(nn.Module):
+    """Draws once it is told to."""
+
+    drawing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, self.drawing)
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("begins", [0, 1, 3])
+def test_a_layer_that_begins_to_draw_draws_the_same_again(mode: str, begins: int, inline: bool):
+    layers = [Begins(), Begins()]
+    pipe = GPipe(nn.Sequential(*layers), [1, 1], devices=[device(0), device(1)], chunks=3, checkpoint=mode)
+    for run in range(5):
+        layers[1].drawing = run >= begins
+        x = torch.ones(6, 8).to(device(0)).requires_grad_()
+        with gpipe.inline() if inline else nullcontext():
+            output = pipe(x)
+            output.sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad.cpu(), output.detach().cpu())
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+@pytest.mark.parametrize("begins", [0, 3])
+def test_without_a_way_to_rewind_a_draw_is_refused(begins: int, inline: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(torch.get_device_module(device(0)), "set_rng_state")
+    layer = Begins()
+    pipe = GPipe(nn.Sequential(layer), [1], devices=[device(0)], chunks=2, checkpoint="always")
+    with gpipe.inline() if inline else nullcontext():
+        for run in range(begins + 1):
+            layer.drawing = run == begins
+            x = torch.ones(4, 4).to(device(0)).requires_grad_()
+            expected = pytest.raises(RuntimeError, match="no get_rng_state and set_rng_state")
+            with expected if layer.drawing else nullcontext():
+                pipe(x).sum().backward()
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_timeline_of_devices(mode: str, inline: bool):
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    places = [device(0), torch.device("cpu"), device(1)]
+    pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=places, chunks=2, checkpoint=mode)
+    with gpipe.record() as timeline, gpipe.inline() if inline else nullcontext():
+        pipe(torch.ones(4, 4).to(device(0))).sum().backward()
+    events = timeline.events
+    assert {event.device for event in events} == {str(place) for place in places}
+    assert all(event.seconds >= 0 and event.wait >= 0 for event in events)
+    assert all(event.bytes_moved for event in events if event.kind == "forward" and event.stage)
