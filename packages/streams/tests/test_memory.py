@@ -51,7 +51,10 @@ def test_steps_find_the_memory_of_the_ones_before() -> None:
     pages = 5 * 96 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     kept = faults("assert keep_memory()")
     assert kept < pages / 100
-    assert faults("") > 10 * (kept + 1)
+    without = faults("")
+    if not without:
+        pytest.skip("no page is handed back even without: seen with PyTorch 2.15")
+    assert without > 10 * (kept + 1)
 
 
 def test_another_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
