@@ -53,7 +53,7 @@ def test_steps_find_the_memory_of_the_ones_before() -> None:
     assert kept < pages / 100
     without = faults("")
     if not without:
-        pytest.skip("no page is handed back even without: seen with PyTorch 2.15")
+        pytest.skip("this PyTorch hands no page back even without")
     assert without > 10 * (kept + 1)
 
 
