@@ -17,15 +17,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if asked else True
 
 
-@pytest.fixture(scope="session", autouse=True)
-def built() -> None:
-    if build.compiler() is None:
-        pytest.skip("no simulated accelerator here: no C++ compiler (c++, or what CXX says) is on the path")
-    accelerator.library()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build it now if need be: later the time of a test is limited."""
+    wanted = any(item.path.is_relative_to(HERE) for item in session.items)
+    if wanted and not session.config.option.collectonly and build.compiler() is not None:
+        accelerator.library()
 
 
 @pytest.fixture(autouse=True)
-def in_order(built: None) -> Iterator[None]:
+def in_order() -> Iterator[None]:
     """Every test ends without a race that it did not ask for."""
+    if build.compiler() is None:
+        pytest.skip("no simulated accelerator here: no C++ compiler (c++, or the one that CXX names) is on the path")
     with accelerator.no_races():
         yield

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
+from gpipe.schedule import Schedule
 from gpipe.skip import pop, skippable, stash
 
 from .placements import backward_streams, devices, forward_streams
@@ -91,7 +92,11 @@ def counted_squares(output: Tensor, target: Any = None) -> tuple[Tensor, Tensor]
 
 
 def trained(
-    module: nn.Module, x: Tensor, how: str = "call", streams: str = "default", loss_fn: Callable[..., Any] = squares
+    module: nn.Module,
+    x: Tensor,
+    how: str | Schedule = "call",
+    streams: str = "default",
+    loss_fn: Callable[..., Any] = squares,
 ) -> list[Tensor]:
     """Gradients of the input and of all parameters, as the caller reads them after a step, on the CPU."""
     with forward_streams(streams):

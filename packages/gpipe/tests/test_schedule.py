@@ -75,6 +75,10 @@ class TestWalk:
         assert fill_like == tuple(one)
         assert fill_like != one
 
+    @pytest.mark.parametrize("other", ["1f1b", None, 3])
+    def test_it_can_be_compared_with_anything(self, other: object) -> None:
+        assert fill_drain(3, 2) != other
+
     def test_a_line_for_each_stage_says_no_more_than_the_programs(self) -> None:
         schedule = fill_drain(3, 2)
         assert Schedule.parse(str(schedule)) == schedule == tuple(schedule)

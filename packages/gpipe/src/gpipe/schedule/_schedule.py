@@ -34,7 +34,7 @@ class Schedule(tuple[Program, ...]):
         return schedule
 
     def __eq__(self, other: object) -> bool:
-        return tuple.__eq__(self, other) and self.walk == getattr(other, "walk", None)
+        return isinstance(other, tuple) and tuple.__eq__(self, other) and self.walk == getattr(other, "walk", None)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
