@@ -44,9 +44,12 @@ _GPIPE = "packages/gpipe/tests/test_cuda.py"
 
 STEPS = (
     _tests("streams", "The vocabulary; if its witnesses fail, nothing else counts", 60, "packages/streams/tests"),
-    _tests("safety", "No hang; errors, memory, random numbers", 120, _GPIPE, "-k", SAFETY),
-    _tests("order", "Nobody reads what is not written yet, nor what is not theirs any more", 120, _GPIPE, "-k", ORDER),
-    _tests("parity", "The results of the plain model", 140, _GPIPE, "-k", f"not ({SAFETY} or {ORDER})"),
+    _tests("safety", "No hang; errors, memory, random numbers", 100, _GPIPE, "-k", SAFETY),
+    _tests("order", "Nobody reads what is not written yet, nor what is not theirs any more", 110, _GPIPE, "-k", ORDER),
+    _tests("parity", "The results of the plain model", 120, _GPIPE, "-k", f"not ({SAFETY} or {ORDER})"),
+    _tests(
+        "virtual", "Stages on one GPU with workers and streams of their own", 60, "packages/gpipe/tests/test_virtual.py"
+    ),
     _tests("microbatch", "Micro-batches on a GPU", 30, "packages/microbatch/tests/test_scatter.py"),
     _tests("profiler", "The profiler beside the allocator", 40, "packages/profiler/tests/test_cuda.py"),
     Step("transformer", "A transformer of 8 layers", ("-m", "tools.gpu_day.transformer"), 90),
