@@ -137,6 +137,13 @@ def long(session: nox.Session) -> None:
     session.run("pytest", "--hypothesis-profile=long", *session.posargs)
 
 
+@nox.session
+def frameworks(session: nox.Session) -> None:
+    """Models of Hugging Face's transformers in a pipeline, from configurations; arguments go to pytest."""
+    install_all(session, "frameworks")
+    session.run("pytest", "tests/frameworks", *session.posargs)
+
+
 @nox.session(name="torch-versions")
 @nox.parametrize("version", TORCH_VERSIONS, ids=TORCH_VERSIONS)
 def torch_versions(session: nox.Session, version: str) -> None:

@@ -3,6 +3,7 @@
 from . import balance as balance
 from . import simulate as simulate
 from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm
+from ._flatten import flatten as flatten
 from ._gpipe import GPipe as GPipe
 from .checkpoint._phase import is_checkpointing as is_checkpointing
 from .checkpoint._phase import is_recomputing as is_recomputing
@@ -25,6 +26,7 @@ __all__ = [
     "GPipe",
     "Schedule",
     "Timeline",
+    "flatten",
     "inline",
     "is_checkpointing",
     "is_recomputing",

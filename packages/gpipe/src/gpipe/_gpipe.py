@@ -16,6 +16,9 @@ from microbatch import Batch, Versions, check, scatter_views, unwrap
 from streams import add_note
 
 from ._batchnorm import DeferredBatchNorm
+from ._flatten import flatten
+from ._flatten._names import divide_names
+from .balance import balance_by_time
 from .engine._autograd import reattach
 from .engine._loss import LossFunction, LossStage
 from .engine._pipeline import Pipeline
@@ -46,8 +49,11 @@ class GPipe(nn.Module):
     the batch as a whole, as batch norm does.
 
     Args:
-        module: the model. Its layers are moved to the devices, not copied.
-        balance: how many layers each partition gets; :mod:`gpipe.balance` finds it.
+        module: the model, an ``nn.Sequential``, or with a ``sample`` any that :func:`flatten` makes one of. Its layers
+            are moved to the devices, not copied.
+        balance: how many layers each partition gets; :mod:`gpipe.balance` finds it. With a ``sample`` it need not be
+            given: then the layers are measured for a second, for as many partitions as there are ``devices``.
+        sample: what the model is called with, of the rows of a micro-batch; see :func:`flatten`.
         devices: one for each partition; may repeat, and more are dropped. By default all CUDA devices, or the CPU for
             each partition where there are none.
         chunks: how many micro-batches to cut a mini-batch into. As with ``torch.chunk``, a small one gives fewer.
@@ -99,9 +105,10 @@ class GPipe(nn.Module):
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: nn.Module,
         balance: Iterable[int] | None = None,
         *,
+        sample: Any = None,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
         checkpoint: str = "except_last",
@@ -115,9 +122,9 @@ class GPipe(nn.Module):
         self.chunks = chunks
         self.checkpoint = checkpoint
         self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
+        module = _sequential(module, sample)
         if balance is None:
-            raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
-        expect_sequential(module)
+            balance = _measured_balance(module, devices, sample)
         sizes = checked_sizes(balance, len(module))
         places: Sequence[Device] = checked_devices(devices, len(sizes))
         verify_skippables(module)
@@ -382,6 +389,7 @@ class GPipe(nn.Module):
             name = _PARTITION_KEY.sub("", key[len(prefix) :])
             if key.startswith(prefix) and prefix + name in own:
                 state_dict[prefix + name] = state_dict.pop(key)
+        divide_names(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _scatter(self, inputs: Any, spec: Any) -> tuple[list[Batch], Versions]:
@@ -452,6 +460,21 @@ class GPipe(nn.Module):
         if not self.training:
             return 0
         return {"always": microbatches, "except_last": microbatches - 1, "never": 0}[self._checkpoint]
+
+
+def _sequential(module: nn.Module, sample: Any) -> nn.Sequential:
+    if sample is not None and not isinstance(module, nn.Sequential):
+        return flatten(module, sample)
+    expect_sequential(module)
+    assert isinstance(module, nn.Sequential)
+    return module
+
+
+def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:
+    if sample is None:
+        raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
+    partitions = len(checked_devices(devices, 1 if devices is None else len(module)))
+    return balance_by_time(max(1, min(partitions, len(module))), module, sample)
 
 
 _FIXED = ("balance", "devices", "partitions")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .._current import current
+from .._flatten._names import Flattened
 from ._arguments import Device, checked_sizes, parsed_device
 from ._container import expect_plain
 from ._devices import expect_movable, move, untouched_on_failure
@@ -111,7 +112,7 @@ def expect_sequential(module: object) -> None:
     """Raise TypeError unless ``module`` is an ``nn.Sequential`` that does nothing but compute its layers in a row."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be nn.Sequential to be partitioned; got {type(module).__name__}")
-    expect_plain(module, known=(Partition,))
+    expect_plain(module, known=(Partition, Flattened))
 
 
 def split_module(

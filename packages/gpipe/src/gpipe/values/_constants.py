@@ -18,6 +18,11 @@ _CONSTANTS = (
 )
 
 
+def is_constant(value: Any) -> bool:
+    """Whether ``value`` holds no tensors that nobody sees."""
+    return isinstance(value, _CONSTANTS)
+
+
 def expect_plain(value: Any, partition: int) -> None:
     """Raise TypeError unless ``value`` is made of tensors and constants.
 
@@ -26,7 +31,7 @@ def expect_plain(value: Any, partition: int) -> None:
     if is_flat(value):
         return
     for index, leaf in enumerate(flatten(value)[0]):
-        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+        if not (isinstance(leaf, Tensor) or is_constant(leaf)):
             raise TypeError(
                 f"{_path(value, index)} of partition {partition} is of type {type(leaf).__qualname__}, which may hold "
                 "tensors whose gradients would be lost; expected tensors, None and constants such as numbers and "

@@ -1,0 +1,203 @@
+"""A model as a sequence of layers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..skip import Namespace
+from ._calls import Calls, watch
+from ._inputs import Inputs
+from ._names import Flattened
+from ._script import Script
+from ._segment import Block, Pick, Segment
+from ._skeleton import named_units, skeleton, twin_of
+from ._standins import BlockStandIn, ModuleStandIn, Observe, Reel
+from ._trunk import Trunk, find_trunks
+from ._verify import expect_equal
+
+_log = logging.getLogger("gpipe")
+
+
+def flatten(
+    model: nn.Module,
+    sample: Any,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    pick: str | Callable[[Any], Any] | None = None,
+) -> nn.Sequential:
+    """``model`` as an ``nn.Sequential`` that computes the same: what comes first, its blocks, what comes last.
+
+    The layers have the model's own modules, and its own names in ``state_dict()``. The model stays as it is, and trains
+    with them; only a cache of keys and values is turned off.
+
+    Args:
+        model: any module whose layers are in lists, called once each and in order. What it computes between two layers
+            of a list must be done by the layers.
+        sample: what it is called with: a mapping for named arguments, a tuple for positional ones,
+            :class:`microbatch.Arguments` for both, or one tensor. A few rows are enough. What the pipe is called with
+            later may have other rows and lengths.
+        blocks: the names of the lists of layers; found by default.
+        pick: what the last layer makes of what the model returns: the name of a field, or a function. By default the
+            field ``loss`` if the model was given what it computes it from, else ``logits``, else ``last_hidden_state``,
+            else the first; and a tensor or a tuple as it is.
+
+    Returns:
+        The layers. The first takes what the model takes.
+
+    Raises:
+        TypeError: ``pick`` is neither a name nor a function.
+        ValueError: there are no such lists, or the layers do not compute what the model computes, and why.
+
+    >>> import torch
+    >>> class Model(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 3)
+    ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    ...     def forward(self, x):
+    ...         x = self.first(x).relu()
+    ...         for layer in self.layers:
+    ...             x = layer(x)
+    ...         return self.last(x.tanh())
+    >>> list(dict(flatten(Model(), torch.ones(1, 2)).named_children()))
+    ['start', 'layers_0', 'layers_1', 'end']
+    """
+    inputs = Inputs.of(sample)
+    _turn_off_cache(model)
+    with _evaluating(model):
+        trunks = find_trunks(model, inputs, blocks)
+        calls = watch(model, inputs, trunks)
+        if calls.between:
+            raise ValueError(
+                f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
+                "call it, or name other lists by blocks="
+            )
+    layers = _built(model, inputs, trunks, calls, _picker(pick))
+    with _evaluating(model, layers):
+        expect_equal(model, layers, inputs, _picker(pick))
+    return layers
+
+
+def _built(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick) -> Flattened:
+    script, namespace = Script(), Namespace()
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    number = 0
+    for s in range(len(trunks) + 1):
+        reel, names = Reel(), trunks[s] if s < len(trunks) else []
+        layers[_title(s, len(trunks))] = Segment(
+            _net(model, trunks, calls, s, reel),
+            reel,
+            script,
+            names=names,
+            first=number,
+            done=calls.blocks[number - 1] if s else None,
+            inputs=len(inputs.tensors()),
+            number=s,
+            namespace=namespace,
+            pick=None if names else pick,
+        )
+        for place, name in enumerate(names):
+            layers[name.replace(".", "_")] = Block(
+                model.get_submodule(name),
+                name,
+                script,
+                place=place,
+                number=number,
+                call=calls.blocks[number],
+                last=name == names[-1],
+            )
+            number += 1
+    flattened = Flattened(layers)
+    for module in (flattened, *layers.values()):
+        module.training = model.training
+    return flattened
+
+
+def _title(segment: int, trunks: int) -> str:
+    if segment in (0, trunks):
+        return "end" if segment else "start"
+    return f"between_{segment}"
+
+
+def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, reel: Reel) -> nn.Module:
+    """The model as ``segment`` has it."""
+    names = [name for trunk in trunks for name in trunk]
+    replaced: dict[nn.Module, nn.Module] = {
+        block: BlockStandIn(block, reel, j, calls.blocks[j]) for j, block in enumerate(map(model.get_submodule, names))
+    }
+    last = len(trunks)
+    for name, unit in named_units(model, frozenset(replaced), frozenset(calls.modules)):
+        has_state = any(True for _ in unit.parameters()) or any(True for _ in unit.buffers())
+        own = _segments(unit, calls) or ({last} if has_state else {segment})
+        if segment not in own:
+            replaced[unit] = ModuleStandIn(unit, reel, name, calls.modules.get(unit, []))
+        elif len(own) > 1 and not any(True for _ in unit.parameters()):
+            replaced[unit] = copy.deepcopy(unit)  # segments may be on different devices, and so its buffers
+        elif unit in calls.modules and max(own) < last:
+            replaced[unit] = _observed(unit, reel, name)
+    return skeleton(model, replaced, lambda tensor: segment in calls.tensors.get(id(tensor), {last}))
+
+
+def _segments(unit: nn.Module, calls: Calls) -> set[int]:
+    """Where ``unit`` is needed."""
+    state = (*unit.parameters(), *unit.buffers())
+    called = {call.segment for call in calls.modules.get(unit, ())}
+    return called.union(*(calls.tensors.get(id(tensor), set()) for tensor in state))
+
+
+def _observed(unit: nn.Module, reel: Reel, name: str) -> nn.Module:
+    twin = twin_of(unit)
+    twin.register_forward_hook(Observe(reel, name))
+    return twin
+
+
+def _turn_off_cache(model: nn.Module) -> None:
+    configs = [vars(module).get("config") for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False) is True]
+    for config in caching:
+        config.use_cache = False  # type: ignore[union-attr]
+    if caching:
+        _log.warning("use_cache is off now in the config of %s: training needs no cache", type(model).__name__)
+
+
+@contextmanager
+def _evaluating(*models: nn.Module) -> Iterator[None]:
+    """Inside, ``models`` are in evaluation mode, in which two runs are equal."""
+    training = {module: module.training for model in models for module in model.modules()}
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _picker(pick: str | Pick | None) -> Pick:
+    if callable(pick):
+        return pick
+    if pick is not None and not isinstance(pick, str):
+        raise TypeError(f"pick must be the name of a field of what the model returns, or a function; got {pick!r}")
+    return Field(pick)
+
+
+class Field:
+    """Takes one field of what a model returns."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    def __call__(self, output: Any) -> Any:
+        if self._name is not None:
+            return output[self._name] if isinstance(output, dict) else getattr(output, self._name)
+        if not isinstance(output, dict):
+            return output
+        found = next((name for name in ("loss", "logits", "last_hidden_state") if output.get(name) is not None), None)
+        return output[found] if found else next(value for value in output.values() if isinstance(value, Tensor))

@@ -1,0 +1,38 @@
+"""What a model is called with, as one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from microbatch import Arguments
+
+from ._tree import Tree, flattened
+
+
+class Inputs(NamedTuple):
+    """Positional and named arguments of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, value: Any) -> Inputs:
+        """What ``value`` stands for: a mapping for named arguments, a tuple for positional ones, else one argument."""
+        if isinstance(value, Arguments):
+            return cls(tuple(value.args), dict(value.kwargs))
+        if isinstance(value, Mapping):
+            return cls((), dict(value))
+        return cls(value, {}) if type(value) is tuple else cls((value,), {})
+
+    def call(self, model: nn.Module) -> Any:
+        return model(*self.args, **self.kwargs)
+
+    def leaves(self) -> tuple[list[Any], Tree]:
+        """The leaves, and what puts them together again: ``Inputs(*tree.value(leaves))``."""
+        return flattened((self.args, self.kwargs))
+
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves()[0] if isinstance(leaf, Tensor)]

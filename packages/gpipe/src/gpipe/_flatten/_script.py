@@ -1,0 +1,127 @@
+"""How the blocks of a model are called, as data: what goes where."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..values._constants import is_constant
+from ._tree import Tree
+
+
+class Value(NamedTuple):
+    """A tensor among the arguments of a block: the name under which it travels."""
+
+    name: str
+
+
+class Constant(NamedTuple):
+    """An argument that is no tensor. 1, 1.0 and True are equal, but no two of them are one constant."""
+
+    kind: type
+    text: str
+    value: Any
+
+
+class BlockRecipe(NamedTuple):
+    """How to call a block.
+
+    Attributes:
+        leaves: of its arguments, each a :class:`Value` or a :class:`Constant`.
+        keep: names of the values that are needed after it.
+    """
+
+    tree: Tree
+    leaves: tuple[Any, ...]
+    keep: frozenset[str]
+
+
+Recipe = tuple[BlockRecipe, ...]
+"""How to call the blocks of a trunk."""
+
+
+class Script:
+    """What is the same for all micro-batches, shared by all layers of a flattened model.
+
+    Recipes, and the structure of inputs, are mostly those of the sample. Others are added when they occur. What travels
+    from layer to layer is their number.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: list[Any] = []
+
+    def number(self, entry: Any) -> int:
+        """The number of ``entry``, or of one that is equal."""
+        with self._lock:
+            if entry not in self._entries:
+                self._entries.append(entry)
+            return self._entries.index(entry)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._entries[number]
+
+    def __deepcopy__(self, memo: object) -> Script:
+        """Shared with copies, since layers may be copied one by one."""
+        return self
+
+    def __getstate__(self) -> list[Any]:
+        return self._entries
+
+    def __setstate__(self, entries: list[Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self._entries = list(entries)
+
+
+def recipe_of(
+    arguments: Sequence[tuple[list[Any], Tree]],
+    fakes: dict[int, tuple[int, int]],
+    names: Sequence[str],
+    first: int,
+) -> tuple[Recipe, dict[str, Tensor]]:
+    """How to call blocks with these arguments, and the values that this takes beside what blocks return.
+
+    Args:
+        arguments: the leaves and the tree of each call.
+        fakes: for what stands for an output of a block, by identity: the number of the block and the place.
+        names: of the blocks, for errors.
+        first: the number of the first of them.
+
+    Raises:
+        TypeError: an argument is an object that is no constant.
+    """
+    values: dict[str, Tensor] = {}
+    known: dict[int, str] = {key: output_name(j, m) for key, (j, m) in fakes.items()}
+    calls = []
+    for j, (leaves, tree) in enumerate(arguments):
+        found: list[Value | Constant] = []
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                name = known.setdefault(id(leaf), f"value {first + j}.{k}")
+                if name.startswith("value"):
+                    values[name] = leaf
+                found.append(Value(name))
+            else:
+                found.append(constant(leaf, f"block {names[j]!r}"))
+        calls.append((tree, tuple(found)))
+    last = {leaf.name: j for j, (_, leaves) in enumerate(calls) for leaf in leaves if isinstance(leaf, Value)}
+    kept = [frozenset(name for name, to in last.items() if to > j) for j in range(len(calls))]
+    return tuple([BlockRecipe(*call, keep) for call, keep in zip(calls, kept, strict=True)]), values
+
+
+def output_name(j: int, m: int) -> str:
+    """The name of tensor number ``m`` among what block ``j`` returns."""
+    return f"output {j}.{m}"
+
+
+def constant(leaf: Any, called: str) -> Constant:
+    """``leaf`` as a constant; TypeError, saying what was ``called`` with it, if it is none."""
+    if not is_constant(leaf):
+        raise TypeError(
+            f"{called} is called with an object of type {type(leaf).__qualname__}, which cannot go from stage to "
+            "stage; expected tensors and constants, in tuples, lists and dicts; leave a cache out by use_cache=False"
+        )
+    return Constant(type(leaf), repr(leaf), leaf)

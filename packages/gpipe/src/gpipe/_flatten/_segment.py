@@ -1,0 +1,180 @@
+"""The layers of a flattened model: segments and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..skip import Namespace, Skippable, pop, skippable, stash
+from ._calls import BlockCall
+from ._inputs import Inputs
+from ._names import Part
+from ._script import Script, Value, constant, output_name, recipe_of
+from ._standins import Reel, Stop, Tape
+from ._tree import Tree, flattened
+
+Pick = Callable[[Any], Any]
+
+
+@skippable()
+class Segment(Part):
+    """What a model does before its first block, between two trunks, or after its last block.
+
+    It runs the model's own forward with stand-ins for all that belongs elsewhere.
+
+    Args:
+        net: the model with these stand-ins.
+        reel: where they find the tape.
+        script: shared by all layers.
+        names: of the blocks that follow.
+        first: the number of the first of them; in the last segment, how many blocks there are.
+        done: how the block before was called in the sample.
+        inputs: how many tensors the model is called with; they skip from segment to segment.
+        number: of this segment.
+        pick: what the last segment makes of what the model returns; None in others.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        reel: Reel,
+        script: Script,
+        *,
+        names: Sequence[str],
+        first: int,
+        done: BlockCall | None,
+        inputs: int,
+        number: int,
+        namespace: Namespace,
+        pick: Pick | None,
+    ) -> None:
+        super().__init__(net, "")
+        self._reel = reel
+        self._script = script
+        self._names = list(names)
+        self._first = first
+        self._done = done
+        self._number = number
+        self._pick = pick
+        came = [_skip(k, number) for k in range(inputs)] if number else []
+        goes = [_skip(k, number + 1) for k in range(inputs)] if pick is None else []
+        self.__dict__["stashable_names"], self.__dict__["poppable_names"] = frozenset(goes), frozenset(came)
+        self._came, self._goes = came, goes
+        Skippable.isolate(self, namespace)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        """Inputs of the model, or what the block before handed on; what the next block needs, or the result."""
+        carried: dict[str, Any] = {}
+        if self._number:
+            (carried,) = args
+            tensors = []
+            for name in self._came:
+                tensors.append((yield pop(name)))
+            inputs = _restored(self._script[carried["inputs"]], tensors)
+        else:
+            inputs = _read(args, kwargs)
+            tensors = self._expect_few(inputs.tensors())
+        for name, tensor in zip(self._goes, tensors, strict=False):
+            yield stash(name, tensor)
+        tape = self._tape(carried, inputs)
+        found = self._run(tape, inputs)
+        if self._pick is not None:
+            return self._pick(found)
+        recipe, values = recipe_of(tape.arguments, tape.fakes, self._names, self._first)
+        return {
+            "values": values,
+            "recipe": self._script.number(recipe),
+            "inputs": carried["inputs"] if self._number else self._script.number(_structure(inputs)),
+            "shapes": {name: tuple(calls) for name, calls in tape.shapes.items()},
+        }
+
+    def _tape(self, carried: dict[str, Any], inputs: Inputs) -> Tape:
+        values = carried.get("values", {})
+        done = (
+            []
+            if self._done is None
+            else [
+                values.get(output_name(self._first - 1, m)) if isinstance(leaf, tuple) else leaf
+                for m, leaf in enumerate(self._done.outputs)
+            ]
+        )
+        near = next(iter([*values.values(), *inputs.tensors()]), torch.empty(0))
+        return Tape(near.device, carried.get("shapes", {}), self._first, self._names, done)
+
+    def _run(self, tape: Tape, inputs: Inputs) -> Any:
+        self._reel.tape = tape
+        try:
+            found = inputs.call(self.net)
+            tape.expect_all()
+            return found
+        except Stop:
+            return None
+        finally:
+            self._reel.tape = None
+
+    def _expect_few(self, tensors: list[Tensor]) -> list[Tensor | None]:
+        if len(tensors) > len(self._goes):
+            raise ValueError(
+                f"the model was flattened with a sample of {len(self._goes)} tensors, and is called with "
+                f"{len(tensors)}; flatten it with a sample that has them all"
+            )
+        return [*tensors, *[None] * (len(self._goes) - len(tensors))]
+
+
+class Block(Part):
+    """One block of a model.
+
+    Args:
+        place: its place in its trunk.
+        number: among all blocks.
+        last: whether it is the last of its trunk, whose whole result the next segment needs.
+    """
+
+    def __init__(
+        self, net: nn.Module, path: str, script: Script, *, place: int, number: int, call: BlockCall, last: bool
+    ) -> None:
+        super().__init__(net, path)
+        self._script = script
+        self._place = place
+        self._number = number
+        self._call = call
+        self._last = last
+
+    def forward(self, carried: dict[str, Any]) -> dict[str, Any]:
+        """What came, with what this block returns in place of what nobody needs any more."""
+        recipe = self._script[carried["recipe"]][self._place]
+        values = carried["values"]
+        leaves = [values[leaf.name] if isinstance(leaf, Value) else leaf.value for leaf in recipe.leaves]
+        args, kwargs = recipe.tree.value(leaves)
+        found, tree = flattened(self.net(*args, **kwargs))
+        if tree != self._call.result:
+            raise RuntimeError(
+                f"block {self.path!r} returned another structure than with the sample; flatten the model with a sample "
+                "that it treats alike"
+            )
+        own = {output_name(self._number, m): leaf for m, leaf in enumerate(found) if isinstance(leaf, Tensor)}
+        kept = {name: value for name, value in (values | own).items() if name in recipe.keep}
+        return carried | {"values": kept | own if self._last else kept}
+
+
+def _skip(k: int, segment: int) -> str:
+    return f"input {k} of segment {segment}"
+
+
+def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """A single mapping stands for named arguments, as batches of a data loader do."""
+    return Inputs.of(args[0]) if len(args) == 1 and not kwargs else Inputs(args, kwargs)
+
+
+def _structure(inputs: Inputs) -> tuple[Tree, tuple[Any, ...]]:
+    leaves, tree = inputs.leaves()
+    return tree, tuple([Value("") if isinstance(leaf, Tensor) else constant(leaf, "the model") for leaf in leaves])
+
+
+def _restored(structure: tuple[Tree, tuple[Any, ...]], tensors: Sequence[Tensor | None]) -> Inputs:
+    tree, leaves = structure
+    given = iter(tensors)
+    return Inputs(*tree.value([next(given) if isinstance(leaf, Value) else leaf.value for leaf in leaves]))

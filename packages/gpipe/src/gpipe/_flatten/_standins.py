@@ -1,0 +1,207 @@
+"""What takes the place of a module in a segment that it does not belong to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._calls import BlockCall, ModuleCall, Shape, shape_of
+from ._tree import Tree, flattened
+
+
+class Stop(BaseException):
+    """The blocks of a segment are all called. No ``except Exception`` of a model shall hold it up."""
+
+
+class Tape:
+    """One forward of a segment.
+
+    Args:
+        device: where stand-ins make tensors.
+        shapes: what modules of earlier segments returned, by name and call.
+        first: the number of the first block that the segment calls; those before are done.
+        names: of these blocks; none in the segment that ends the model.
+        done: the leaves of what block ``first - 1`` returned.
+
+    Attributes:
+        arguments: the leaves and the tree of what each block is called with.
+        fakes: for what stands for an output of one of these blocks, its number and place.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        shapes: dict[str, tuple[tuple[Any, ...], ...]],
+        first: int,
+        names: Sequence[str],
+        done: list[Any],
+    ) -> None:
+        self.device = device
+        self.shapes = {name: list(calls) for name, calls in shapes.items()}
+        self.arguments: list[tuple[list[Any], Tree]] = []
+        self.fakes: dict[int, tuple[int, int]] = {}
+        self._first = first
+        self._names = names
+        self._done = done
+        self._counts: dict[str, int] = {}
+        self._keep: list[Any] = []
+
+    def block(self, j: int, call: BlockCall, args: Any, kwargs: Any) -> Any:
+        """Block number ``j`` is called; what stands for its result."""
+        assert call.result is not None
+        if j == self._first - 1:
+            return call.result.value(self._done)
+        leaves, tree = flattened((args, kwargs))
+        if j >= self._first:
+            self._expect_turn(j)
+            self.arguments.append((leaves, tree))
+            if len(self.arguments) == len(self._names):
+                raise Stop
+        outputs = [self._like(leaf, leaves) for leaf in call.outputs]
+        self._keep.append(outputs)  # or their identities might be given out again
+        if j >= self._first:
+            self.fakes.update({id(leaf): (j, m) for m, leaf in enumerate(outputs) if isinstance(leaf, Tensor)})
+        return call.result.value(outputs)
+
+    def expect_all(self) -> None:
+        """Raise RuntimeError if the forward has ended before all blocks were called."""
+        if self._names:
+            self._expect_turn(None)
+
+    def _expect_turn(self, j: int | None) -> None:
+        turn = self._first + len(self.arguments)
+        if j != turn:
+            raise RuntimeError(
+                f"block {self._names[turn - self._first]!r} is left out in this forward, or called out of turn; a "
+                "flattened model calls each block once (is there a layerdrop? Set it to 0)"
+            )
+
+    def count(self, name: str) -> int:
+        """A module is called; how often it had been."""
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return self._counts[name] - 1
+
+    def saw(self, name: str, output: Any) -> None:
+        """A module that belongs here has returned ``output``."""
+        known = self.shapes.setdefault(name, [])
+        if self.count(name) == len(known):
+            known.append(tuple(map(shape_of, flattened(output)[0])))
+
+    def early(self, name: str, calls: list[ModuleCall]) -> Any:
+        """A module of another segment is called; what stands for its result."""
+        number = self.count(name)
+        call = calls[min(number, len(calls) - 1)]
+        known = self.shapes.get(name, ())
+        leaves = known[number] if number < len(known) else call.outputs
+        assert call.result is not None
+        return call.result.value(map(self._unknown, leaves))
+
+    def _like(self, leaf: Any, arguments: list[Any]) -> Any:
+        """A new tensor for an output, of the shape of the first argument: most blocks return what they got."""
+        if not isinstance(leaf, Shape):
+            return leaf
+        first = next((each for each in arguments if isinstance(each, Tensor)), None)
+        fits = first is not None and first.dim() == len(leaf.shape) and first.is_floating_point()
+        return self._unknown(Shape(first.shape if fits and first is not None else leaf.shape, leaf.dtype))
+
+    def _unknown(self, leaf: Any) -> Any:
+        return unknown(leaf, self.device) if isinstance(leaf, Shape) else leaf
+
+
+def unknown(shape: Shape, device: torch.device) -> Tensor:
+    """A tensor that nobody should use: whoever does gets no number. It takes no memory."""
+    value = math.nan if shape.dtype.is_floating_point or shape.dtype.is_complex else 0
+    return torch.full((), value, dtype=shape.dtype, device=device).expand(shape.shape)
+
+
+class Reel:
+    """Where stand-ins find the tape of the forward that is going on."""
+
+    tape: Tape | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.tape is None else self.tape.device
+
+
+class Likeness:
+    """The attributes of a module, and what its parameters, buffers and children look like.
+
+    Forwards ask for such things: ``self.embeddings.projection.weight.dtype``. It does not hold the module itself, which
+    belongs to another layer, and perhaps to another device.
+    """
+
+    def __init__(self, real: nn.Module, reel: Reel) -> None:
+        self._reel = reel
+        self._kind = type(real)
+        self._answers = {name: value for name, value in vars(real).items() if not name.startswith("_")}
+        self._answers |= {name: shape_of(value) for name, value in {**real._parameters, **real._buffers}.items()}
+        self._answers |= {name: child and Likeness(child, reel) for name, child in real._modules.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in self._answers:
+            answer = self._answers[name]
+            return unknown(answer, self._reel.device) if isinstance(answer, Shape) else answer
+        answer = getattr(self._kind, name, property())
+        if callable(answer) or isinstance(answer, property):  # which would need the module
+            raise AttributeError(f"what stands for a {self._kind.__name__} has no {name}")
+        return answer
+
+
+class _StandIn(nn.Module):
+    """Answers for another module, like which it looks."""
+
+    def __init__(self, real: nn.Module, reel: Reel) -> None:
+        super().__init__()
+        self._likeness = Likeness(real, reel)
+        self._reel = reel
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_likeness" not in self.__dict__:
+                raise
+        return getattr(self.__dict__["_likeness"], name)
+
+
+class BlockStandIn(_StandIn):
+    """Takes down what a block is called with."""
+
+    def __init__(self, real: nn.Module, reel: Reel, number: int, call: BlockCall) -> None:
+        super().__init__(real, reel)
+        self._number = number
+        self._call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._reel.tape.block(self._number, self._call, args, kwargs)  # type: ignore[union-attr]
+
+
+class ModuleStandIn(_StandIn):
+    """Returns what has the shape of what a module returned."""
+
+    def __init__(self, real: nn.Module, reel: Reel, name: str, calls: list[ModuleCall]) -> None:
+        super().__init__(real, reel)
+        self._name = name
+        self._calls = calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._reel.tape.early(self._name, self._calls)  # type: ignore[union-attr]
+
+
+class Observe:
+    """A forward hook that takes down what a module returns."""
+
+    def __init__(self, reel: Reel, name: str) -> None:
+        self._reel = reel
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._reel.tape is not None:
+            self._reel.tape.saw(self._name, output)

@@ -1,0 +1,48 @@
+"""The structure of a value, apart from its leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils import _pytree
+
+
+class Tree:
+    """What puts leaves together again. It can be compared, copied and pickled, which torch's own specs no longer like.
+
+    >>> leaves, tree = flattened({"x": 1, "y": (2, None)})
+    >>> leaves, tree.value(["a", "b", "c"])
+    ([1, 2, None], {'x': 'a', 'y': ('b', 'c')})
+    """
+
+    __slots__ = ("_spec",)
+
+    def __init__(self, spec: _pytree.TreeSpec) -> None:
+        self._spec = spec
+
+    def value(self, leaves: Iterable[Any]) -> Any:
+        """A value of this structure."""
+        return _pytree.tree_unflatten(leaves, self._spec)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tree) and self._spec == other._spec
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: object) -> Tree:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a value of this structure, which knows its types."""
+        return _tree_of, (self.value([0] * self._spec.num_leaves),)
+
+
+def flattened(value: Any) -> tuple[list[Any], Tree]:
+    """The leaves of ``value``, and its structure. None is a leaf."""
+    leaves, spec = _pytree.tree_flatten(value)
+    return leaves, Tree(spec)
+
+
+def _tree_of(value: Any) -> Tree:
+    return flattened(value)[1]

@@ -1,0 +1,73 @@
+"""Which modules are the blocks of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from ._calls import order_of_calls
+from ._inputs import Inputs
+
+Trunk = list[str]
+"""The names of blocks that are called one after the other, once each."""
+
+
+def find_trunks(model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None) -> list[Trunk]:
+    """The trunks of ``model`` in the order in which they are called.
+
+    Args:
+        blocks: the names of the lists to take; None takes the outermost ones whose elements are of one class.
+
+    Raises:
+        ValueError: there is no such list, or its elements are not called once each and in order.
+    """
+    lists = [blocks] if isinstance(blocks, str) else list(blocks or [])
+    candidates = [_named(model, name) for name in lists] if lists else list(_outermost(model))
+    called = order_of_calls(model, inputs, [name for trunk in candidates for name in trunk])
+    fitting = [trunk for trunk in candidates if _in_a_row(trunk, called)]
+    if lists and len(fitting) < len(candidates):
+        wrong = next(name for name, trunk in zip(lists, candidates, strict=True) if trunk not in fitting)
+        raise ValueError(
+            f"the elements of {wrong!r} are not called once each and in their order; leave it out of blocks"
+        )
+    if not fitting:
+        raise ValueError(
+            f"{type(model).__name__} has no list of blocks that are called once each and in order; say by blocks= "
+            "which ModuleList or Sequential holds them, or write the model as an nn.Sequential"
+        )
+    return sorted(fitting, key=lambda trunk: called.index(trunk[0]))
+
+
+def _named(model: nn.Module, name: str) -> Trunk:
+    try:
+        found = model.get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"blocks names {name!r}, but {type(model).__name__} has no module of this name") from None
+    if not isinstance(found, (nn.ModuleList, nn.Sequential)):
+        raise ValueError(
+            f"blocks names {name!r}, which is a {type(found).__name__}; expected a ModuleList or Sequential"
+        )
+    return [f"{name}.{child}" if name else child for child in found._modules]
+
+
+def _outermost(model: nn.Module, prefix: str = "") -> Iterator[Trunk]:
+    """Lists of at least two elements of one class, each with parameters, and not inside an element of another one."""
+    for name, child in model.named_children():
+        path = prefix + name
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _alike(child):
+            yield [f"{path}.{each}" for each in child._modules]
+        else:
+            yield from _outermost(child, f"{path}.")
+
+
+def _alike(layers: nn.ModuleList | nn.Sequential) -> bool:
+    kinds = {type(layer) for layer in layers}
+    return len(layers) > 1 and len(kinds) == 1 and all(any(True for _ in layer.parameters()) for layer in layers)
+
+
+def _in_a_row(trunk: Trunk, called: Sequence[str]) -> bool:
+    if not trunk or trunk[0] not in called:
+        return False
+    first = called.index(trunk[0])
+    return list(called[first : first + len(trunk)]) == trunk and all(called.count(name) == 1 for name in trunk)

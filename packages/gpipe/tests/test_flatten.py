@@ -1,0 +1,427 @@
+"""A model whose forward is written in Python, as a sequence of layers that computes the same."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import Arguments, GPipe, flatten
+from microbatch import Mean
+
+WIDTH, ROWS = 4, 6
+each_mode = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+
+
+class Mix(nn.Module):
+    """A block with a mask, a scale that may be a number, and more than one result."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor, mask: Tensor | None, *, scale: float = 1.0) -> tuple[Tensor, None]:
+        found = self.dropout(self.linear(hidden + self.shift).tanh()) * scale
+        return (found if mask is None else found * mask), None
+
+
+class Model(nn.Module):
+    """A trunk, or two, with all that real models have around them."""
+
+    def __init__(
+        self, blocks: int = 3, others: int = 0, *, token: bool = False, scale: float = 1.0, dropout: float = 0.0
+    ):
+        super().__init__()
+        self.embed = nn.Linear(2, WIDTH)
+        self.token = nn.Parameter(torch.full((WIDTH,), 0.5)) if token else None
+        self.body = nn.Module()
+        self.body.blocks = nn.ModuleList(Mix(dropout) for _ in range(blocks))
+        self.middle = nn.LayerNorm(WIDTH)
+        self.others = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(others))
+        self.factor = nn.Parameter(torch.tensor(2.0))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+        self.scale = scale
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Tensor | None]:
+        hidden = self.embed(x).relu()
+        if self.token is not None:
+            hidden = hidden + self.token
+        if mask is not None:
+            mask = mask.unsqueeze(-1) * 0.5
+        for block in self.body.blocks:
+            hidden = block(hidden, mask, scale=self.scale)[0]
+        hidden = self.middle(hidden)
+        for other in self.others:
+            hidden = other(hidden)
+        logits = self.head(hidden * self.factor)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def batch(rows: int = ROWS, *, mask: bool = True, labels: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    found = {"x": torch.randn(rows, 2, generator=generator, dtype=torch.float64)}
+    if mask:
+        found["mask"] = torch.rand(rows, generator=generator, dtype=torch.float64)
+    if labels:
+        found["labels"] = torch.randint(3, (rows,), generator=generator)
+    return found
+
+
+def pair(**options: Any) -> tuple[nn.Module, nn.Module]:
+    """A model, and the same once more."""
+    torch.manual_seed(1)
+    model = Model(**options).double()
+    return model, copy.deepcopy(model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_equal(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if tensor is None:
+            assert found[name] is None
+        else:
+            torch.testing.assert_close(found[name], tensor)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How to make a model, and its batches."""
+    options = {
+        "blocks": draw(st.integers(2, 4)),
+        "others": draw(st.sampled_from([0, 2, 3])),
+        "token": draw(st.booleans()),
+        "scale": draw(st.sampled_from([1.0, 0.5])),
+    }
+    return options, {"mask": draw(st.booleans()), "labels": False}
+
+
+@given(models(), st.data())
+def test_it_trains_as_the_model_does(problem: tuple[dict[str, Any], dict[str, Any]], data: st.DataObject):
+    options, kinds = problem
+    model, plain = pair(**options)
+    layers = flatten(model, batch(2, **kinds))
+    cut = data.draw(st.integers(1, len(layers) - 1))
+    mode = data.draw(st.sampled_from(["always", "never"]))
+    pipe = GPipe(layers, [cut, len(layers) - cut], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
+    inputs = batch(**kinds)
+    output, expected = pipe(**inputs), plain(**inputs)["logits"]
+    torch.testing.assert_close(output, expected)
+    output.square().mean().backward()
+    expected.square().mean().backward()
+    assert_equal(gradients(model), gradients(plain))
+    pipe.close()
+
+
+@each_mode
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zero_bubble"])
+def test_under_every_schedule(checkpoint: str, schedule: str):
+    model, plain = pair(others=2)
+    pipe = GPipe(flatten(model, batch(1)), [2, 3, 3], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint)
+    target = torch.randn(ROWS, 3, dtype=torch.float64)
+    pipe.step(Arguments((), batch()), target, loss_fn=nn.functional.mse_loss, schedule=schedule)
+    nn.functional.mse_loss(plain(**batch())["logits"], target).backward()
+    assert_equal(gradients(model), gradients(plain))
+    pipe.close()
+
+
+def test_a_batch_is_a_mapping():
+    model, plain = pair()
+    layers = flatten(model, batch(2))
+    torch.testing.assert_close(layers(batch()), plain(**batch())["logits"])
+
+
+def test_positional_arguments():
+    model, plain = pair()
+    layers = flatten(model, (batch(2)["x"], batch(2)["mask"]))
+    pipe = GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=2)
+    torch.testing.assert_close(pipe(batch()["x"], batch()["mask"]), plain(**batch())["logits"])
+
+
+def test_what_was_there_in_the_sample_may_be_none():
+    model, plain = pair()
+    pipe = GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2, chunks=2)
+    inputs = batch(mask=False)
+    torch.testing.assert_close(pipe(**inputs), plain(**inputs)["logits"])
+    torch.testing.assert_close(pipe(**inputs, mask=None), plain(**inputs)["logits"])
+    torch.testing.assert_close(pipe(**batch()), plain(**batch())["logits"])
+
+
+def test_a_model_that_computes_its_loss():
+    model, plain = pair()
+    layers = flatten(model, batch(2, labels=True))
+    pipe = GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=4, out_spec=Mean())
+    expected = plain(**batch(labels=True))["loss"]
+    torch.testing.assert_close(pipe(**batch(labels=True)), expected)
+    pipe.step(Arguments((), batch(labels=True)), loss_fn=lambda loss, target: loss)
+    expected.backward()
+    assert_equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("pick", ["logits", lambda output: output["logits"]])
+def test_what_the_last_layer_returns_can_be_chosen(pick: str | Callable[[Any], Any]):
+    model, plain = pair()
+    layers = flatten(model, batch(2, labels=True), pick=pick)
+    torch.testing.assert_close(layers(batch(labels=True)), plain(**batch())["logits"])
+
+
+@each_mode
+def test_dropout_is_the_same_in_the_recomputation(checkpoint: str):
+    found = []
+    for mode in ("never", checkpoint):
+        model, _ = pair(dropout=0.5)
+        pipe = GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
+        torch.manual_seed(7)
+        pipe(**batch()).square().sum().backward()
+        found.append(gradients(model))
+        pipe.close()
+    assert_equal(found[0], found[1])
+
+
+def test_state_dicts_have_the_names_of_the_model():
+    model, plain = pair(others=2, token=True)
+    layers = flatten(model, batch(2))
+    pipe = GPipe(layers, [2, 6], devices=["cpu"] * 2)
+    for each in (layers, pipe):
+        assert set(each.state_dict()) == set(plain.state_dict())
+        fresh = {name: torch.randn_like(tensor) for name, tensor in plain.state_dict().items()}
+        each.load_state_dict(fresh)
+        assert_equal(dict(model.state_dict()), fresh)
+        assert_equal(dict(nn.ModuleDict({"a": each}).state_dict()), {f"a.{name}": t for name, t in fresh.items()})
+
+
+def test_every_parameter_belongs_to_one_layer():
+    model, _ = pair(others=2, token=True)
+    layers = flatten(model, batch(2))
+    owned = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    assert sorted(owned) == sorted(id(parameter) for parameter in model.parameters())
+
+
+def test_the_model_stays_as_it_is():
+    model, plain = pair(others=2)
+    model.body.blocks[1].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    layers = flatten(model, batch(2))
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    torch.testing.assert_close(model(**batch())["logits"], plain(**batch())["logits"])
+    assert layers.training
+    assert not layers[2].net.training
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda layers: pickle.loads(pickle.dumps(layers))])
+def test_a_copy_is_its_own(again: Callable[[nn.Sequential], nn.Sequential]):
+    model, plain = pair(others=2)
+    layers = again(flatten(model, batch(2)))
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    torch.testing.assert_close(layers(batch()), plain(**batch())["logits"])
+
+
+def test_frozen_parameters_stay_frozen():
+    model, plain = pair()
+    for each in (model, plain):
+        each.embed.requires_grad_(False)
+        each.body.blocks[0].requires_grad_(False)
+    pipe = GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2, chunks=2)
+    pipe(**batch()).sum().backward()
+    plain(**batch())["logits"].sum().backward()
+    assert_equal(gradients(model), gradients(plain))
+
+
+class Stages(nn.Module):
+    """As convolutional networks are: several sequential lists, called as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, WIDTH)
+        self.layer1 = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        self.layer2 = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer2(self.layer1(self.stem(x).relu())))
+
+
+def test_lists_that_are_called_as_a_whole():
+    torch.manual_seed(0)
+    model = Stages()
+    plain, x = copy.deepcopy(model), torch.randn(ROWS, 2)
+    layers = flatten(model, x[:2])
+    assert [name for name, _ in layers.named_children()] == [
+        *("start", "layer1_0", "layer1_1", "between_1", "layer2_0", "layer2_1", "layer2_2", "end")
+    ]
+    pipe = GPipe(layers, [3, 5], devices=["cpu"] * 2, chunks=2)
+    pipe(x).sum().backward()
+    plain(x).sum().backward()
+    assert_equal(gradients(model), gradients(plain))
+
+
+class Told(Model):
+    """What is written in ``forward`` is given."""
+
+    def __init__(self, told: Callable[..., Any]) -> None:
+        super().__init__()
+        self.told = told
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.told(self, x)
+
+
+def _between(model: Model, x: Tensor) -> Tensor:
+    hidden = model.embed(x)
+    for block in model.body.blocks:
+        hidden = block(hidden, None)[0] * 2
+    return model.head(hidden)
+
+
+def _module_between(model: Model, x: Tensor) -> Tensor:
+    hidden = model.embed(x)
+    for block in model.body.blocks:
+        hidden = block(model.middle(hidden), None)[0]
+    return model.head(hidden)
+
+
+def _long_skip(model: Model, x: Tensor) -> Tensor:
+    first = hidden = model.embed(x)
+    for block in model.body.blocks:
+        hidden = block(hidden, None)[0]
+    return model.head(hidden + first)
+
+
+def _collected(model: Model, x: Tensor) -> Tensor:
+    hidden, found = model.embed(x), []
+    for block in model.body.blocks:
+        hidden = block(hidden, None)[0]
+        found.append(hidden)
+    return model.head(torch.stack(found).sum(0))
+
+
+def _backwards(model: Model, x: Tensor) -> Tensor:
+    hidden = model.embed(x)
+    for block in reversed(model.body.blocks):
+        hidden = block(hidden, None)[0]
+    return model.head(hidden)
+
+
+def _twice(model: Model, x: Tensor) -> Tensor:
+    hidden = model.embed(x)
+    for block in [*model.body.blocks, *model.body.blocks]:
+        hidden = block(hidden, None)[0]
+    return model.head(hidden)
+
+
+class Cache:
+    """No constant, and no tree of tensors."""
+
+
+def _cached(model: Model, x: Tensor) -> Tensor:
+    hidden = model.embed(x)
+    for block in model.body.blocks:
+        hidden = block(hidden, None, scale=Cache())[0]
+    return model.head(hidden)
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "named"),
+    [
+        (_between, ValueError, "between blocks"),
+        (_module_between, ValueError, "'middle' is called between two blocks"),
+        (_long_skip, ValueError, "what it computed at the start"),
+        (_collected, ValueError, "between blocks"),
+        (_backwards, ValueError, "once each and in order"),
+        (_twice, ValueError, "once each and in order"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(told: Callable[..., Any], error: type[Exception], named: str):
+    with pytest.raises(error, match=named):
+        flatten(Told(told), torch.randn(2, 2))
+
+
+def test_objects_between_layers_are_refused_by_name():
+    class Ignores(Mix):
+        def forward(self, hidden: Tensor, mask: Tensor | None, *, scale: Any = 1.0) -> tuple[Tensor, None]:
+            return super().forward(hidden, mask)
+
+    model = Told(_cached)
+    model.body.blocks = nn.ModuleList(Ignores() for _ in range(2))
+    with pytest.raises(ValueError, match=r"block 'body.blocks.0' is called with an object of type Cache"):
+        flatten(model, torch.randn(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "named"),
+    [("nowhere", "no module of this name"), ("embed", "a Linear"), (["body.blocks", "others"], "'others'")],
+)
+def test_blocks_that_cannot_be_are_refused_by_name(blocks: Any, named: str):
+    with pytest.raises(ValueError, match=named):
+        flatten(Model(), {"x": torch.randn(2, 2)}, blocks=blocks)
+
+
+def test_a_block_that_is_left_out_is_named():
+    def drops(model: Model, x: Tensor) -> Tensor:
+        hidden = model.embed(x)
+        for k, block in enumerate(model.body.blocks):
+            if k != 1 or not model.training:
+                hidden = block(hidden, None)[0]
+        return model.head(hidden)
+
+    layers = flatten(Told(drops), torch.randn(2, 2))
+    pipe = GPipe(layers, [2, 3], devices=["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"'body\.blocks\.1' is left out in this forward, or called out of turn"):
+        pipe(torch.randn(4, 2))
+
+
+def test_equal_constants_of_other_types_stay_what_they_are():
+    seen = []
+
+    class Sees(Mix):
+        def forward(self, hidden: Tensor, mask: Tensor | None, *, scale: Any = 1.0) -> tuple[Tensor, None]:
+            seen.append(scale)
+            return super().forward(hidden, mask, scale=scale)
+
+    model = Model(2)
+    model.body.blocks = nn.ModuleList(Sees() for _ in range(2))
+    model.scale = 1.0
+    layers = flatten(model, {"x": torch.randn(2, 2)})
+    for segment in layers:
+        if hasattr(segment.net, "scale"):
+            segment.net.scale = True
+    seen.clear()
+    layers(torch.randn(2, 2))
+    assert all(scale is True for scale in seen)
+
+
+def test_more_tensors_than_in_the_sample_are_refused():
+    model, _ = pair()
+    layers = flatten(model, batch(2, mask=False))
+    with pytest.raises(ValueError, match="a sample of 1 tensors, and is called with 2"):
+        layers(batch())
+
+
+def test_a_pipe_of_any_model_in_one_line():
+    model, plain = pair(others=2)
+    pipe = GPipe(model, devices=["cpu", "cpu"], chunks=2, sample=batch(3))
+    assert len(pipe.balance) == 2
+    torch.testing.assert_close(pipe(**batch()), plain(**batch())["logits"])
+    assert set(pipe.state_dict()) == set(plain.state_dict())
+
+
+def test_a_sample_measures_layers_in_a_row_too():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    pipe = GPipe(model, devices=["cpu"] * 2, sample=torch.randn(2, 2))
+    assert sum(pipe.balance) == 3
+    assert len(pipe.balance) == 2
