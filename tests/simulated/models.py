@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
-from gpipe.schedule import Schedule
+from gpipe.schedule import Schedule, zero_bubble
 from gpipe.skip import pop, skippable, stash
 
 from .placements import backward_streams, devices, forward_streams
@@ -108,8 +108,16 @@ def trained(
                 loss.backward()
                 return _read(module, leaf)
         module.zero_grad(set_to_none=False)
-        module.step(leaf, loss_fn=loss_fn, reduction="sum", schedule=how)
+        schedule = split(module) if how == "zero_bubble" else how
+        module.step(leaf, loss_fn=loss_fn, reduction="sum", schedule=schedule)
         return _read(module, leaf)
+
+
+def split(pipe: GPipe) -> Schedule:
+    """Zero bubble with all backwards split; by its name only those are that take long."""
+    microbatches = min(pipe.chunks, ROWS)
+    stop = {"never": 0, "except_last": microbatches - 1, "always": microbatches}[pipe.checkpoint]
+    return zero_bubble(microbatches, len(pipe.balance), stop)
 
 
 def _read(module: nn.Module, leaf: Tensor) -> list[Tensor]:
