@@ -20,11 +20,7 @@ from .accelerator import DEVICES, device
 from .models import ROWS, WIDTH, Pop, Stash, balance, linear, rows, running, some_of
 from .placements import PLACEMENTS, backward_streams, devices, forward_streams
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    # Of torch, once a process: hooks keep nodes alive, which belong to the streams of their time.
-    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
-]
+pytestmark = pytest.mark.timeout(60)
 
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
 CROSSING = ("three devices", "two devices", "CPU between", "device between CPUs")
