@@ -338,7 +338,7 @@ def _cached(model: Model, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("told", "error", "named"),
     [
-        (_between, ValueError, "between blocks"),
+        (_between, ValueError, r"an operation \(mul\) uses what a block returns"),
         (_module_between, ValueError, "'middle' is called between two blocks"),
         (_long_skip, ValueError, "what it computed at the start"),
         (_collected, ValueError, "between blocks"),
@@ -383,6 +383,26 @@ def test_a_block_that_is_left_out_is_named():
     pipe = GPipe(layers, [2, 3], devices=["cpu"] * 2)
     with pytest.raises(RuntimeError, match=r"'body\.blocks\.1' is left out in this forward, or called out of turn"):
         pipe(torch.randn(4, 2))
+
+
+def test_what_is_computed_between_blocks_in_training_only_is_refused_then():
+    def scales(model: Model, x: Tensor) -> Tensor:
+        hidden = model.embed(x)
+        for block in model.body.blocks:
+            hidden = block(hidden, None)[0]
+            assert hidden.shape[0] == len(x)
+            if model.training:
+                hidden = hidden * 2
+        return model.head(hidden)
+
+    model = Told(scales)
+    x = torch.randn(4, 2)
+    pipe = GPipe(flatten(model, x), [2, 3], devices=["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"an operation \(mul\) uses what a block returns before the next"):
+        pipe(x)
+    pipe.eval()
+    model.eval()
+    torch.testing.assert_close(pipe(x), model(x))
 
 
 def test_equal_constants_of_other_types_stay_what_they_are():

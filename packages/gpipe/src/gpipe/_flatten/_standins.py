@@ -62,8 +62,9 @@ class Tape:
             if len(self.arguments) == len(self._names):
                 raise Stop
         outputs = [self._like(leaf, leaves) for leaf in call.outputs]
-        self._keep.append(outputs)  # or their identities might be given out again
         if j >= self._first:
+            outputs = [leaf.as_subclass(Untouched) if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+            self._keep.append(outputs)  # or their identities might be given out again
             self.fakes.update({id(leaf): (j, m) for m, leaf in enumerate(outputs) if isinstance(leaf, Tensor)})
         return call.result.value(outputs)
 
@@ -116,6 +117,36 @@ def unknown(shape: Shape, device: torch.device) -> Tensor:
     """A tensor that nobody should use: whoever does gets no number. It takes no memory."""
     value = math.nan if shape.dtype.is_floating_point or shape.dtype.is_complex else 0
     return torch.full((), value, dtype=shape.dtype, device=device).expand(shape.shape)
+
+
+class Untouched(Tensor):
+    """Stands for what a block returns until the next one of its list is called. No operation may use it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if function in _LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        raise RuntimeError(
+            f"an operation ({getattr(function, '__name__', function)}) uses what a block returns before the next block "
+            "of the list is called, where only blocks may compute"
+        )
+
+
+_LOOKS = {
+    *(
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.__len__,
+        Tensor.stride,
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_sparse", "grad_fn", "is_leaf")),
+}
+"""What looks at a tensor and not at its elements."""
 
 
 class Reel:
