@@ -160,6 +160,7 @@ class TestWords:
 
     def test_nobody_is_told_to_install_a_stranger(self) -> None:
         assert lines_matching(r"\binstall\s+(?:-\S+\s+)*[\"']?(?:gpipe|profiler|streams|microbatch)(?![-\w/])") == []
+        assert lines_matching(r"\binstall\s+(?:-\S+\s+)*[\"']?gpipe-\w") == []
 
     def test_no_file_knows_a_machine_or_an_index(self) -> None:
         machine = r"(?<![\w.~/-])/(?:work|tmp|root|home|opt|mnt)/\w"
