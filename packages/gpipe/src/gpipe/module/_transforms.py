@@ -46,7 +46,7 @@ def _tracer() -> str | None:
         return "torch.export"
     if torch._C._get_dispatch_mode(_PROXY) is not None:
         return "make_fx"
-    return "torch.fx" if _symbolic_trace._is_fx_tracing_flag else None
+    return "torch.fx" if _symbolic_trace.is_fx_symbolic_tracing() else None
 
 
 def not_compiled(function: Function) -> Function:
