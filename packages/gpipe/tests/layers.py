@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe import GPipe
+from gpipe.skip import pop, skippable, stash
 
 DOUBLE = torch.float64
 
@@ -24,6 +25,24 @@ class Call(nn.Module):
 
     def forward(self, value: Any) -> Any:
         return self.function(value)
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    """Stashes twice what it gets, and returns three times that."""
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * 2)
+        return x * 3
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    """Adds what :class:`Stash` has stashed."""
+
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip
 
 
 class Raise(torch.autograd.Function):

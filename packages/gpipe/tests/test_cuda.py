@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
-from gpipe.skip import pop, skippable, stash
 
-from .layers import Call, OnBackward, within
+from .layers import Call, OnBackward, Pop, Stash, within
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
@@ -503,20 +502,6 @@ def test_a_step_does_not_wait_for_the_losses_to_be_counted():
     end.record()
     assert not end.query(), "the host waited for the device"
     torch.cuda.synchronize()
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 2)
-        return x * 3
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
 
 
 @each_mode

@@ -22,29 +22,15 @@ from gpipe import Event, GPipe, Timeline, record
 from gpipe._current import current
 from gpipe.engine._settings import settings as run_settings
 from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
-from gpipe.skip import Namespace, pop, skippable, stash
+from gpipe.skip import Namespace
 from gpipe.timeline._record import Clock, Look, Recorder, WatchedLink
 from microbatch import Batch
 
-from .layers import Call, assert_same, linears, piped, rows
+from .layers import Call, Pop, Stash, assert_same, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 2)
-        return x * 3
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
 
 
 def stepped(pipe: GPipe, schedule: str | Schedule, count: int) -> None:

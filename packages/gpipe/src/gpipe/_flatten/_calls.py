@@ -56,20 +56,21 @@ class BlockCall:
     outputs: list[Any] = field(default_factory=list)
     result: Tree | None = None
 
+    def returned(self, output: Any) -> None:
+        """The call has ended."""
+        leaves, self.result = flattened(output)
+        self.outputs = list(map(shape_of, leaves))
+
 
 @dataclass
-class ModuleCall:
-    """How a module outside of blocks was called.
+class ModuleCall(BlockCall):
+    """What a module outside of blocks returned.
 
     Attributes:
         segment: where.
-        outputs: the leaves of what it returned, tensors as :class:`Shape`.
-        result: what puts these together.
     """
 
-    segment: int
-    outputs: list[Any] = field(default_factory=list)
-    result: Tree | None = None
+    segment: int = 0
 
 
 @dataclass
@@ -131,9 +132,7 @@ class _Watcher:
 
     def _end(self, last_of: int | None, block: nn.Module, args: Any, output: Any) -> None:
         self.inside -= 1
-        call = self.calls.blocks[-1]
-        leaves, call.result = flattened(output)
-        call.outputs = list(map(shape_of, leaves))
+        self.calls.blocks[-1].returned(output)
         self.segment = None if last_of is None else last_of + 1
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
@@ -141,15 +140,13 @@ class _Watcher:
             if self.segment is None:
                 self.calls.between.append(name)
             else:
-                self.calls.modules.setdefault(module, []).append(ModuleCall(self.segment))
+                self.calls.modules.setdefault(module, []).append(ModuleCall(segment=self.segment))
         self.inside += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.inside -= 1
         if not self.inside and self.segment is not None:
-            call = self.calls.modules[module][-1]
-            leaves, call.result = flattened(output)
-            call.outputs = list(map(shape_of, leaves))
+            self.calls.modules[module][-1].returned(output)
 
     def read(self, tensor: Tensor) -> None:
         if id(tensor) in self.state and self.segment is not None:

@@ -69,7 +69,7 @@ def flatten(
     >>> list(dict(flatten(Model(), torch.ones(1, 2)).named_children()))
     ['start', 'layers_0', 'layers_1', 'end']
     """
-    inputs = Inputs.of(sample)
+    inputs, picked = Inputs.of(sample), _picker(pick)
     _turn_off_cache(model)
     with _evaluating(model):
         trunks = find_trunks(model, inputs, blocks)
@@ -79,9 +79,9 @@ def flatten(
                 f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
                 "call it, or name other lists by blocks="
             )
-    layers = _built(model, inputs, trunks, calls, _picker(pick))
+    layers = _built(model, inputs, trunks, calls, picked)
     with _evaluating(model, layers):
-        expect_equal(model, layers, inputs, _picker(pick))
+        expect_equal(model, layers, inputs, picked)
     return layers
 
 

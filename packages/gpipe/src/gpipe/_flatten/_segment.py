@@ -79,7 +79,7 @@ class Segment(Part):
             tensors = self._expect_few(inputs.tensors())
         for name, tensor in zip(self._goes, tensors, strict=False):
             yield stash(name, tensor)
-        tape = self._tape(carried, inputs)
+        tape = self._tape(carried, tensors)
         found = self._run(tape, inputs)
         if self._pick is not None:
             return self._pick(found)
@@ -91,7 +91,7 @@ class Segment(Part):
             "shapes": {name: tuple(calls) for name, calls in tape.shapes.items()},
         }
 
-    def _tape(self, carried: dict[str, Any], inputs: Inputs) -> Tape:
+    def _tape(self, carried: dict[str, Any], tensors: Sequence[Tensor | None]) -> Tape:
         values = carried.get("values", {})
         done = (
             []
@@ -101,7 +101,7 @@ class Segment(Part):
                 for m, leaf in enumerate(self._done.outputs)
             ]
         )
-        near = next(iter([*values.values(), *inputs.tensors()]), torch.empty(0))
+        near = next((each for each in [*values.values(), *tensors] if each is not None), torch.empty(0))
         return Tape(near.device, carried.get("shapes", {}), self._first, self._names, done)
 
     def _run(self, tape: Tape, inputs: Inputs) -> Any:

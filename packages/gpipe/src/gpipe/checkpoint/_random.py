@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 
 from streams import DispatchMode
 
-from .._current import current
+from .._current import current, setting
 from ._device_generator import DeviceGenerator
 from ._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent, not_lent
 
@@ -48,7 +48,7 @@ class RunRNG:
         with self._lock:
             if self._seed is None:
                 source = PROCESS if self._around is None else self._around.draw()
-                with _unseen(), not_lent():
+                with setting(rng_paused=True), not_lent():
                     self._seed = int(torch.randint(2**32, (), device="cpu", generator=source))
                     self._state = PROCESS.get_state()
             return self._seed
@@ -161,7 +161,7 @@ class CellRNG:
     def saw(self, generator: torch.Generator) -> None:
         """Remember a layer's own generator as it is before the cell first draws from it."""
         self.drew.add(self._at)
-        with _unseen():
+        with setting(rng_paused=True):
             known = any(are_one(generator, own) for own, _ in self._others)
         if not known:
             self._others.append((generator, generator.get_state()))
@@ -274,7 +274,7 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
         if with_generator is not None:
             return with_generator(*args, **{**kwargs, "generator": self._cell.draw()})
         # No operation of torch on CPUs comes here, but perhaps one of somebody else's: it takes no generator.
-        with lent(self._cell.draw()), _unseen():
+        with lent(self._cell.draw()), setting(rng_paused=True):
             return operation(*args, **kwargs)
 
 
@@ -288,18 +288,8 @@ def _set_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
         generator.set_state(state)
 
 
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Inside, cells leave alone what this thread draws."""
-    before, current.rng_paused = current.rng_paused, True
-    try:
-        yield
-    finally:
-        current.rng_paused = before
-
-
 def _is_process(generator: torch.Generator) -> bool:
-    with _unseen():
+    with setting(rng_paused=True):
         return is_process(generator)
 
 
