@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe import balance as module_under_test
+from gpipe.balance import _balance as module_under_test
 from gpipe.balance import (
     balance_by_flops,
     balance_by_parameters,

@@ -22,11 +22,13 @@ tensor([3.])
 from ._layout import SkipLayout as SkipLayout
 from ._layout import inspect_skip_layout as inspect_skip_layout
 from ._namespace import Namespace as Namespace
-from ._skippable import Skippable as Skippable
-from ._skippable import pop as pop
-from ._skippable import skippable as skippable
-from ._skippable import stash as stash
-from ._verify import verify_skippables as verify_skippables
+
+# From the module of the same name, which has to be imported before the function takes its place here.
+from .skippable import Skippable as Skippable
+from .skippable import pop as pop
+from .skippable import skippable as skippable
+from .skippable import stash as stash
+from .skippable import verify_skippables as verify_skippables
 
 __all__ = [
     "Namespace",

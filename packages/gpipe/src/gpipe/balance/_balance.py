@@ -1,13 +1,4 @@
-"""How many layers each partition gets, so that none costs much more than the others.
-
-All functions give a list for `GPipe`'s ``balance``, the best there is for the costs that they find: no other has a
-cheaper most expensive partition. All take
-
-pin: layers at which a partition has to begin,
-forbid: layers at which none may begin, so that they stay together with the layer before,
-
-each by name, by a regular expression for the whole name, or by position.
-"""
+"""Balances of the costs of layers."""
 
 from __future__ import annotations
 
@@ -22,21 +13,12 @@ from torch import nn
 from blockpartition import Infeasible, Mode, Stage, partition, place
 from profiler import profile, profile_seconds, profile_sizes
 
-from .module._arguments import checked_checkpoint
-from .schedule import in_flight, named
+from ..module._arguments import checked_checkpoint
+from ..schedule import in_flight, named
 
 Device = torch.device | int | str
 Layer = str | re.Pattern[str] | int
 Layers = Layer | Iterable[Layer]
-
-__all__ = [
-    "balance_by_flops",
-    "balance_by_parameters",
-    "balance_by_size",
-    "balance_by_time",
-    "balance_cost",
-    "uniform",
-]
 
 
 def balance_by_time(

@@ -1,0 +1,26 @@
+"""How many layers each partition gets, so that none costs much more than the others.
+
+All functions give a list for `GPipe`'s ``balance``, the best there is for the costs that they find: no other has a
+cheaper most expensive partition. All take
+
+pin: layers at which a partition has to begin,
+forbid: layers at which none may begin, so that they stay together with the layer before,
+
+each by name, by a regular expression for the whole name, or by position.
+"""
+
+from ._balance import balance_by_flops as balance_by_flops
+from ._balance import balance_by_parameters as balance_by_parameters
+from ._balance import balance_by_size as balance_by_size
+from ._balance import balance_by_time as balance_by_time
+from ._balance import balance_cost as balance_cost
+from ._balance import uniform as uniform
+
+__all__ = [
+    "balance_by_flops",
+    "balance_by_parameters",
+    "balance_by_size",
+    "balance_by_time",
+    "balance_cost",
+    "uniform",
+]

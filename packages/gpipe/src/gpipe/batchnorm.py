@@ -1,0 +1,3 @@
+"""The path of torchgpipe to :class:`gpipe.DeferredBatchNorm`."""
+
+from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm

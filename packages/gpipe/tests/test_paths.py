@@ -1,0 +1,62 @@
+"""Programs written for torchgpipe find everything under the same paths, once ``torchgpipe`` is called ``gpipe``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import gpipe
+from gpipe.skip import skippable
+
+# What programs import from torchgpipe: its own benchmarks (ResNet, U-Net, AmoebaNet-D, and what runs them), its tests,
+# and repositories that use it.
+IMPORTS = [
+    "import torchgpipe; torchgpipe.GPipe",
+    "from torchgpipe import GPipe, is_checkpointing, is_recomputing",
+    "from torchgpipe.balance import balance_by_size, balance_by_time",
+    "from torchgpipe.balance import balance_cost",
+    "from torchgpipe.balance import blockpartition; blockpartition.solve",
+    "from torchgpipe.balance.blockpartition import solve",
+    "from torchgpipe.balance.profile import detach, layerwise_sandbox",
+    "from torchgpipe.balance.profile import profile_sizes, profile_times",
+    "from torchgpipe.batchnorm import DeferredBatchNorm",
+    "from torchgpipe.checkpoint import is_checkpointing, is_recomputing",
+    "from torchgpipe.gpipe import GPipe, verify_module",
+    "from torchgpipe.gpipe import BalanceError, recommend_auto_balance, split_module",
+    "from torchgpipe import microbatch; microbatch.scatter",
+    "from torchgpipe.microbatch import Batch, check, gather, scatter",
+    "from torchgpipe.pipeline import Pipeline",
+    "from torchgpipe.skip import Namespace, pop, skippable, stash",
+    "from torchgpipe.skip import Namespace, skippable, stash, pop, verify_skippables",
+    "from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout",
+    "from torchgpipe.skip.namespace import Namespace",
+    "from torchgpipe.skip.skippable import Skippable, pop, skippable, stash, verify_skippables",
+]
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_torchgpipe_can_be_renamed(line: str) -> None:
+    exec(line.replace("torchgpipe", "gpipe"), {})
+
+
+@pytest.mark.parametrize("first", ["gpipe.skip", "gpipe.skip.skippable", "gpipe.balance.profile"])
+def test_a_function_hides_the_module_of_its_name_whatever_is_imported_first(first: str) -> None:
+    program = f"import {first}; from gpipe.skip import skippable; from gpipe.skip.skippable import skippable as same"
+    check = "from gpipe.balance import profile; assert callable(skippable) and skippable is same; profile.profile_times"
+    subprocess.run([sys.executable, "-c", f"{program}; {check}"], check=True, timeout=60)
+
+
+def test_every_path_leads_to_the_same_object() -> None:
+    from gpipe.batchnorm import DeferredBatchNorm
+    from gpipe.checkpoint import is_recomputing
+    from gpipe.gpipe import GPipe
+    from gpipe.skip import skippable as function
+    from gpipe.skip.skippable import Skippable
+
+    assert DeferredBatchNorm is gpipe.DeferredBatchNorm
+    assert is_recomputing is gpipe.is_recomputing
+    assert GPipe is gpipe.GPipe
+    assert Skippable is gpipe.skip.Skippable
+    assert function is skippable
