@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import doctest
 import importlib
 import importlib.metadata
 import inspect
@@ -26,7 +25,6 @@ else:
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 DISTRIBUTIONS = {name: f"gpipe-{'torch' if name == 'gpipe' else name}" for name in PACKAGES}
-README = ROOT / "README.md"
 
 each_package = pytest.mark.parametrize("package", PACKAGES)
 
@@ -148,15 +146,7 @@ def third_party_imports(package: str) -> set[str]:
 
 
 class TestWords:
-    """What the documents say is run, and what they must not say is looked for."""
-
-    def test_the_code_of_the_readme_runs(self) -> None:
-        """Those of the packages run with the tests of the packages."""
-        blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-        assert blocks
-        names: dict[str, object] = {"__name__": "readme"}
-        for block in blocks:
-            run_block(block, names, README)
+    """What the documents must not say is looked for."""
 
     def test_nobody_is_told_to_install_a_stranger(self) -> None:
         assert lines_matching(r"\binstall\s+(?:-\S+\s+)*[\"']?(?:gpipe|profiler|streams|microbatch)(?![-\w/])") == []
@@ -170,17 +160,6 @@ class TestWords:
     @each_package
     def test_the_licence_is_the_same_everywhere(self, package: str) -> None:
         assert (ROOT / "packages" / package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-
-
-def run_block(block: str, names: dict[str, object], readme: Path) -> None:
-    if ">>>" not in block:
-        exec(compile(block, str(readme), "exec"), names)
-        return
-    test = doctest.DocTestParser().get_doctest(block, names, readme.name, str(readme), 0)
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    runner.run(test, clear_globs=False)
-    assert runner.failures == 0, f"an example of {readme} fails: see the captured output"
-    names.update(test.globs)
 
 
 @each_package

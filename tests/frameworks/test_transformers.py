@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 
 import pytest
@@ -150,11 +149,3 @@ def test_lora() -> None:
 @each_family
 def test_the_page_tells_of_every_family(name: str) -> None:
     assert f"| {name} |" in MODELS.read_text()
-
-
-def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "page"}
-    for block in re.findall(r"^```python\n(.*?)^```", MODELS.read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block, str(MODELS), "exec"), names)
-    assert (tmp_path / "trained").is_dir()

@@ -1,0 +1,16 @@
+"""The pages about frameworks run as they are printed, from top to bottom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ..pages import ROOT, pages, run
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", pages(frameworks=True), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(page)
