@@ -139,7 +139,7 @@ def long(session: nox.Session) -> None:
 
 @nox.session
 def frameworks(session: nox.Session) -> None:
-    """Models of Hugging Face's transformers in a pipeline, from configurations; arguments go to pytest."""
+    """A pipeline in other people's trainers: transformers, accelerate, Lightning, peft; arguments go to pytest."""
     install_all(session, "frameworks")
     session.run("pytest", "tests/frameworks", *session.posargs)
 

@@ -17,7 +17,7 @@ from streams import add_note
 
 from ._batchnorm import DeferredBatchNorm
 from ._flatten import flatten
-from ._flatten._names import divide_names
+from ._flatten._names import divide_names, model_of
 from .balance import balance_by_time
 from .engine._autograd import reattach
 from .engine._loss import LossFunction, LossStage
@@ -26,12 +26,21 @@ from .engine._stage import stages_of
 from .engine._workers import Workers
 from .module._arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from .module._arguments import Device, checked_checkpoint, checked_chunks, checked_devices, checked_flag, checked_sizes
-from .module._devices import expect_movable, expect_same_device, move, moving_denied, untouched_on_failure
+from .module._devices import (
+    device_map,
+    expect_movable,
+    expect_same_device,
+    move,
+    moving_denied,
+    replicating_denied,
+    untouched_on_failure,
+)
 from .module._graphs import expect_no_graphs
 from .module._hooks import pre_hooked, refuse_hooks
 from .module._layers import Held, expect_replacement, refuse
 from .module._partition import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
 from .module._rows import expect_same_rows
+from .module._signature import class_for
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
 from .skip import inspect_skip_layout, verify_skippables
@@ -334,6 +343,16 @@ class GPipe(nn.Module):
         else:
             super().__setattr__(name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        """As of any module; and what a flattened model says of itself to frameworks, such as its ``config``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = model_of(next(iter(vars(self).get("_modules", {}).values()), None))
+            if model is None or name not in _ASKED_OF_MODELS:
+                raise
+            return getattr(model, name)
+
     def train(self, mode: bool = True) -> GPipe:
         super().train(mode)
         for container in (self._partitions, *self._partitions):
@@ -371,6 +390,14 @@ class GPipe(nn.Module):
             for j, (device, partition) in enumerate(zip(self._devices, self._partitions, strict=True))
         )
         return "\n".join([f"GPipe({self.extra_repr()}", *blocks, ")"])
+
+    @property
+    def hf_device_map(self) -> dict[str, str]:
+        """Where layers and parameters are. A model that has this is moved neither by accelerate nor by transformers."""
+        return device_map(self._partitions, self._devices)
+
+    def _replicate_for_data_parallel(self) -> GPipe:
+        raise replicating_denied()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the threads and streams, which belong to this process and are made anew."""
@@ -427,6 +454,7 @@ class GPipe(nn.Module):
 
     def _lay_out(self) -> None:
         """What the engine sees of the layers; what it has learned about them is forgotten."""
+        object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, next(iter(self.children()), None)))
         layout = inspect_skip_layout(list(self._partitions))
         stages = stages_of(self._partitions, self._devices, layout)
         self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers)
@@ -478,6 +506,8 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 
 
 _FIXED = ("balance", "devices", "partitions")
+# Hugging Face's Trainer divides the loss by these.
+_ASKED_OF_MODELS = ("config", "loss_type", "accepts_loss_kwargs", "main_input_name")
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 

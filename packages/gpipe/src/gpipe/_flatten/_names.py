@@ -33,6 +33,11 @@ class Part(nn.Module):
         return {around + name: f"net.{name}" for name in self.net.state_dict(keep_vars=True)}
 
 
+def model_of(layer: nn.Module | None) -> nn.Module | None:
+    """The model that ``layer`` is a segment of, with stand-ins for all that belongs elsewhere; None if it is none."""
+    return layer.net if isinstance(layer, Part) and not layer.path else None
+
+
 def divide_names(layers: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Rename the entries of ``state`` that belong to flattened parts of ``layers`` to what these are loaded by."""
     found: dict[str, Any] = {}

@@ -86,6 +86,27 @@ def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]
             raise moving_denied(f"{str(device)!r} to {str(there)!r}, as part of another module")
 
 
+def device_map(partitions: Iterable[nn.Module], devices: Iterable[torch.device]) -> dict[str, str]:
+    """The device of each layer and of each parameter, by name.
+
+    Of parameters too, because accelerate moves what has less than two entries.
+    """
+    places: dict[str, str] = {}
+    for partition, device in zip(partitions, devices, strict=True):
+        names = [*partition._modules, *(name for name, _ in partition.named_parameters())]
+        # A CPU has no number to torch.
+        places.update(dict.fromkeys(names, "cpu" if device.type == "cpu" else str(device)))
+    return places
+
+
+def replicating_denied() -> RuntimeError:
+    return RuntimeError(
+        "nn.DataParallel cannot replicate a pipe, which computes on devices of its own; use the devices for more "
+        "partitions, DistributedDataParallel for more processes, or with Hugging Face's Trainer let this process see "
+        "only the devices of the pipe (CUDA_VISIBLE_DEVICES)"
+    )
+
+
 def moving_denied(how: str) -> TypeError:
     return TypeError(
         f"denied to move parameters and buffers by {how}, because GPipe manages device placement; say devices=... when "

@@ -1,0 +1,84 @@
+"""The class of a pipe, whose ``forward`` has the signature of the first layer's.
+
+Frameworks read names of arguments there: Hugging Face's ``Trainer`` keeps the columns of a data set that
+``inspect.signature(model.forward)`` names, and finds labels in the signature of ``type(model).forward``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .._flatten._names import model_of
+from ..skip import Skippable
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def class_for(kind: type[Module], forward: Callable[..., Any], first: nn.Module | None) -> type[Module]:
+    """A subclass of ``kind``, of the same name, whose ``forward`` has the signature of that of the ``first`` layer.
+
+    Args:
+        kind: the class of a pipe, perhaps one that this function made for another layer.
+        forward: that of all pipes; a class with one of its own is returned as it is.
+        first: None if there is no layer.
+    """
+    kind = vars(kind).get("_plain_class", kind)
+    signature = None if first is None else _signature(first)
+    if signature is None or kind.forward is not forward:
+        return kind
+    try:
+        return _cached(kind, signature)
+    except TypeError:  # a default value that cannot be hashed
+        return _class_for(kind, signature)
+
+
+def _class_for(kind: type[Module], signature: inspect.Signature) -> type[Module]:
+    members = {
+        "forward": _with_signature(kind.forward, signature),
+        "_plain_class": kind,
+        "__reduce__": _reduce,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+# One class for equal signatures, so that a pipe and its copy are of one type.
+_cached: Callable[..., type[Any]] = lru_cache(maxsize=64)(_class_for)
+
+
+def _with_signature(function: Callable[..., Any], signature: inspect.Signature) -> FunctionType:
+    """A copy of the method ``function`` that says it takes what ``signature`` has."""
+    assert isinstance(function, FunctionType)
+    twin = FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
+    twin.__dict__.update(function.__dict__)
+    twin.__doc__, twin.__module__, twin.__qualname__ = function.__doc__, function.__module__, function.__qualname__
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    twin.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return twin
+
+
+def _signature(layer: nn.Module) -> inspect.Signature | None:
+    """How ``layer`` is called; None if it does not say."""
+    layer = model_of(layer) or layer
+    own = type(layer)._commands.__get__(layer) if isinstance(layer, Skippable) else layer.forward
+    with suppress(TypeError, ValueError):
+        return inspect.signature(own)
+    return None
+
+
+def _reduce(pipe: nn.Module) -> tuple[Any, ...]:
+    """Pickles and copies name the class that the pipe was made by; their own is made when they have their layers."""
+    return _new, (type(pipe)._plain_class,), pipe.__getstate__()  # type: ignore[attr-defined,no-untyped-call]
+
+
+def _new(kind: type[Module]) -> Module:
+    return kind.__new__(kind)

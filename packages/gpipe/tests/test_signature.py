@@ -1,0 +1,147 @@
+"""A pipe is called as its first layer is, and says so."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from inspect import Parameter, Signature
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe import GPipe, flatten
+from gpipe.skip import pop, skippable, stash
+
+NAMES = ["input_ids", "attention_mask", "labels", "x", "chunks", "name"]
+ORDER = [Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY]
+
+
+@st.composite
+def signatures(draw: st.DrawFn) -> Signature:
+    """Of arguments of all kinds, some with defaults, which may be lists."""
+    names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=4))
+    kinds = sorted(draw(st.lists(st.sampled_from(ORDER), min_size=len(names), max_size=len(names))))
+    required = draw(st.integers(0, len(names)))
+    default = draw(st.sampled_from([None, 1, [1]]))
+    found = [
+        Parameter(name, kind, default=Parameter.empty if k < required else default)
+        for k, (name, kind) in enumerate(zip(names, kinds, strict=True))
+    ]
+    if draw(st.booleans()):
+        found.append(Parameter("kwargs", Parameter.VAR_KEYWORD))
+    return Signature(found)
+
+
+def layer_with(signature: Signature) -> nn.Module:
+    class Layer(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return args or kwargs
+
+    itself = Parameter("self", Parameter.POSITIONAL_ONLY)
+    Layer.forward.__signature__ = Signature([itself, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return Layer()
+
+
+def piped(*layers: nn.Module) -> GPipe:
+    return GPipe(nn.Sequential(*layers), [1] * len(layers), devices=["cpu"] * len(layers))
+
+
+@given(signatures())
+def test_the_signature_is_that_of_the_first_layer(signature: Signature) -> None:
+    pipe = piped(layer_with(signature), nn.Linear(1, 1))
+    assert inspect.signature(pipe.forward) == signature
+    assert list(inspect.signature(type(pipe).forward).parameters)[1:] == list(signature.parameters)
+    assert inspect.signature(copy.deepcopy(pipe).forward) == signature
+
+
+@given(signatures(), signatures())
+def test_it_changes_with_the_layer(before: Signature, after: Signature) -> None:
+    pipe = piped(layer_with(before), nn.Linear(1, 1))
+    pipe[1] = nn.Linear(1, 1)
+    assert inspect.signature(pipe.forward) == before
+    pipe[0] = layer_with(after)
+    assert inspect.signature(pipe.forward) == after
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            tokens = block(tokens)
+        return tokens.exp()
+
+
+@skippable(stash=["early"])
+class Stashes(nn.Module):
+    def forward(self, tokens: torch.Tensor, scale: float = 1.0) -> Any:
+        yield stash("early", tokens)
+        return tokens * scale
+
+
+@skippable(pop=["early"])
+class Pops(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + (yield pop("early"))
+
+
+def test_of_a_flattened_model() -> None:
+    pipe = GPipe(flatten(Named(), torch.ones(1, 2)), [2, 2], devices=["cpu"] * 2)
+    assert list(inspect.signature(pipe.forward).parameters) == ["tokens", "labels"]
+
+
+def test_of_a_skippable_layer() -> None:
+    assert list(inspect.signature(piped(Stashes(), Pops()).forward).parameters) == ["tokens", "scale"]
+
+
+def test_of_a_pipe_of_pipes() -> None:
+    assert list(inspect.signature(piped(piped(Named()), nn.ReLU()).forward).parameters) == ["tokens", "labels"]
+
+
+class TestTheClass:
+    """It is one of GPipe's, of its name, made for the signature."""
+
+    def test_equal_pipes_have_one(self) -> None:
+        first, second = (piped(nn.Linear(1, 1), nn.ReLU()) for _ in range(2))
+        assert type(first) is type(second) is type(copy.deepcopy(first)) is type(copy.copy(first))
+        assert isinstance(first, GPipe)
+        assert (type(first).__name__, type(first).__module__) == (GPipe.__name__, GPipe.__module__)
+
+    @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+    def test_it_is_pickled_by_name(self, protocol: int) -> None:
+        pipe = piped(nn.Linear(1, 1), nn.ReLU())
+        again = pickle.loads(pickle.dumps(pipe, protocol))
+        assert type(again) is type(pipe)
+        torch.testing.assert_close(again(torch.ones(3, 1)), pipe(torch.ones(3, 1)))
+
+    def test_it_is_saved_whole(self) -> None:
+        file = io.BytesIO()
+        torch.save(piped(nn.Linear(1, 1)), file)
+        file.seek(0)
+        assert inspect.signature(torch.load(file, weights_only=False).forward) == inspect.signature(nn.ReLU().forward)
+
+    def test_a_subclass_with_a_forward_of_its_own_keeps_it(self) -> None:
+        class Mine(GPipe):
+            def forward(self, mine: torch.Tensor) -> Any:  # type: ignore[override]
+                return super().forward(mine) + 1
+
+        pipe = Mine(nn.Sequential(nn.ReLU()), [1], devices=["cpu"])
+        assert type(pipe) is Mine
+        assert float(pipe(torch.ones(1))) == 2
+
+    def test_a_subclass_without_one_is_kept_in_copies(self) -> None:
+        class Mine(GPipe):
+            pass
+
+        assert isinstance(copy.deepcopy(Mine(nn.Sequential(nn.ReLU()), [1], devices=["cpu"])), Mine)
+
+    def test_an_empty_pipe_is_called_as_any(self) -> None:
+        assert list(inspect.signature(piped().forward).parameters) == ["args", "kwargs"]

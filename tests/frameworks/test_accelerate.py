@@ -1,0 +1,145 @@
+"""``accelerate.prepare(pipe)`` leaves a pipe where it is, and trains it as it trains the plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe import GPipe, inline
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed; see nox -s frameworks")
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(24) % 3
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    _fresh_state()
+
+
+def _fresh_state() -> None:
+    """All accelerators of a process share one."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> GPipe:
+    return GPipe(copy.deepcopy(model), balance, devices=["cpu"] * len(balance), chunks=3, **options)
+
+
+def trained(model: nn.Module, **options: Any) -> tuple[list[float], nn.Module]:
+    """The losses of some steps, and the model as it is afterwards."""
+    accelerator = accelerate.Accelerator(cpu=True, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=6)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    prepared, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses = []
+    for x, y in loader:
+        with accelerator.accumulate(prepared):
+            output = prepared(x)
+            assert output.dtype == torch.float32
+            loss = F.cross_entropy(output, y)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 1, 2]])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_it_trains_as_the_plain_model(balance: list[int], steps: int, checkpoint: str) -> None:
+    model = network()
+    pipe = pipe_of(model, balance, checkpoint=checkpoint)
+    losses, unwrapped = trained(pipe, gradient_accumulation_steps=steps)
+    _fresh_state()
+    expected, _ = trained(model, gradient_accumulation_steps=steps)
+    assert unwrapped is pipe
+    assert losses == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(state(pipe), state(model))
+
+
+def test_a_pipe_of_one_layer_is_not_moved_either() -> None:
+    trained(nn.Sequential(GPipe(nn.Sequential(nn.Linear(6, 3)), [1], devices=["cpu"])))
+    _fresh_state()
+    trained(GPipe(nn.Sequential(nn.Linear(6, 3)), [1], devices=["cpu"], chunks=2))
+
+
+def test_mixed_precision() -> None:
+    """Its autocast is around the forward: layers see it, in recomputations too, and the output is float32."""
+    model = network()
+    seen = set()
+
+    def see(module: nn.Module, inputs: Any) -> None:
+        seen.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+
+    pipe = pipe_of(model, [2, 3], checkpoint="always")
+    pipe[2].register_forward_pre_hook(see)
+    losses, _ = trained(pipe, mixed_precision="bf16")
+    _fresh_state()
+    expected, _ = trained(model, mixed_precision="bf16")
+    assert seen == {torch.bfloat16}
+    assert losses == pytest.approx(expected, rel=1e-2)
+
+
+def test_inline() -> None:
+    model = network()
+    with inline():
+        losses, _ = trained(pipe_of(model, [2, 3]))
+    _fresh_state()
+    assert losses == pytest.approx(trained(model)[0], rel=1e-5)
+
+
+def test_a_compiled_pipe() -> None:
+    """The compiler calls it as it is."""
+    model = network()
+    losses, _ = trained(pipe_of(model, [2, 3]), dynamo_backend="eager")
+    _fresh_state()
+    assert losses == pytest.approx(trained(model)[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("balance", [[2, 3], [1, 2, 2]])
+def test_states_are_saved_and_loaded_with_another_balance(balance: list[int], tmp_path: Path) -> None:
+    model = network()
+    finished, resumed = pipe_of(model, [4, 1]), pipe_of(network(), balance)
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizers = [torch.optim.AdamW(pipe.parameters(), 0.05) for pipe in (finished, resumed)]
+    prepared = accelerator.prepare(finished, optimizers[0])
+    for k in range(4):
+        if k == 2:
+            accelerator.save_state(str(tmp_path))
+        F.cross_entropy(prepared[0](X), Y).backward()
+        prepared[1].step()
+        prepared[1].zero_grad()
+    _fresh_state()
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare(resumed, optimizers[1])
+    accelerator.load_state(str(tmp_path))
+    for _ in range(2):
+        F.cross_entropy(prepared[0](X), Y).backward()
+        prepared[1].step()
+        prepared[1].zero_grad()
+    torch.testing.assert_close(state(resumed), state(finished))
