@@ -11,8 +11,6 @@ from blockpartition import _even, _scan, partition, verify
 from blockpartition._even import bends, doubled_heights, near_string, taut_string
 
 from . import instances, oracle
-from .cases import cases
-from .counting import steps
 from .strategies import large_problems, problems
 
 
@@ -124,43 +122,6 @@ def test_short_and_long_blocks_are_filled_alike(problem):
             patched.setattr(_scan, "_SHORT", short)
             found.append(partition(costs, k))
     assert found[0] == found[1]
-
-
-GROWTHS = {
-    "convex": lambda n: [i * i for i in range(n)] + [10**15],
-    "convex, falling": lambda n: [10**15] + [i * i for i in range(n, 0, -1)],
-    "doubling": lambda n: [2**i for i in range(n)],
-    "one in front": lambda n: [10**15] + [1] * n,
-    "equal": lambda n: [7] * n,
-    "valley": lambda n: [(i - n // 2) ** 2 for i in range(n)],
-    "sawtooth": lambda n: [i % 17 * 1000 + i for i in range(n)],
-}
-
-
-@pytest.mark.timeout(60)
-@cases("growth", list(GROWTHS))
-@cases("share", [2, 3, 10])
-def test_eight_times_as_many_layers_and_blocks_take_about_eight_times_as_many_steps(growth, share):
-    """Lines run, not seconds. A search that bisects may take a few more passes."""
-    costs = GROWTHS[growth]
-    few, many = (steps(partition, costs(n), n // share) for n in (300, 2400))
-    assert many < 8 * 1.6 * few
-
-
-@pytest.mark.timeout(60)
-def test_the_string_takes_few_steps_a_gate():
-    """Through gates that bend it at each of them, late or never."""
-    n = 2000
-    rising = list(accumulate(range(n)))
-    falling = list(accumulate(range(n, 0, -1)))
-    for low, high in [
-        (rising, rising),
-        (rising, [*(height + 10**6 for height in rising[:-1]), rising[-1]]),
-        ([0, *falling[1:]], [0, *(height + 5 for height in falling[1:-1]), falling[-1]]),
-        ([0] * (n - 1) + [10**9], [0, *range(1, n - 1), 10**9]),
-        ([*range(n - 1), 10**9], [0, *(10**9 for _ in range(n - 1))]),
-    ]:
-        assert steps(bends, low, high) < 80 * n
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 60), st.integers(1, 4), st.data())

@@ -1,10 +1,12 @@
 """How the work grows, counted in lines run: seconds depend on the machine."""
 
+from itertools import accumulate
 from random import Random
 
 import pytest
 
 from blockpartition import partition, place, verify
+from blockpartition._even import bends
 
 from .cases import cases
 from .counting import steps
@@ -41,3 +43,38 @@ def test_the_most_even_partition_is_looked_for_near_the_string():
     """Also where one heavy layer leaves a wide choice of ends to all others."""
     n = 2000
     assert steps(partition, [*drawn(n, 1000), 100_000], 100, even="exact") < 100 * n
+
+
+GROWTHS = {
+    "convex": lambda n: [i * i for i in range(n)] + [10**15],
+    "convex, falling": lambda n: [10**15] + [i * i for i in range(n, 0, -1)],
+    "doubling": lambda n: [2**i for i in range(n)],
+    "one in front": lambda n: [10**15] + [1] * n,
+    "equal": lambda n: [7] * n,
+    "valley": lambda n: [(i - n // 2) ** 2 for i in range(n)],
+    "sawtooth": lambda n: [i % 17 * 1000 + i for i in range(n)],
+}
+
+
+@cases("growth", list(GROWTHS))
+@cases("share", [2, 3, 10])
+def test_eight_times_as_many_layers_and_blocks_take_about_eight_times_as_many_steps(growth, share):
+    """Lines run, not seconds. A search that bisects may take a few more passes."""
+    costs = GROWTHS[growth]
+    few, many = (steps(partition, costs(n), n // share) for n in (300, 2400))
+    assert many < 8 * 1.6 * few
+
+
+def test_the_string_takes_few_steps_a_gate():
+    """Through gates that bend it at each of them, late or never."""
+    n = 2000
+    rising = list(accumulate(range(n)))
+    falling = list(accumulate(range(n, 0, -1)))
+    for low, high in [
+        (rising, rising),
+        (rising, [*(height + 10**6 for height in rising[:-1]), rising[-1]]),
+        ([0, *falling[1:]], [0, *(height + 5 for height in falling[1:-1]), falling[-1]]),
+        ([0] * (n - 1) + [10**9], [0, *range(1, n - 1), 10**9]),
+        ([*range(n - 1), 10**9], [0, *(10**9 for _ in range(n - 1))]),
+    ]:
+        assert steps(bends, low, high) < 80 * n

@@ -64,7 +64,7 @@ def test_no_cuda(way):
 
 
 def test_nothing_is_timed_without_a_device():
-    with pytest.raises(ValueError, match="expected a CPU or CUDA device to run on, got 'meta'"):
+    with pytest.raises(ValueError, match="expected the CPU or an accelerator to run on, got 'meta'"):
         profile_times(linear(), ROWS, 1, "meta")
 
 

@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+import streams
+
 
 class Reading(NamedTuple):
     now: int | None
@@ -25,19 +27,25 @@ class NoMeter:
         return Reading(None, None)
 
 
-class CUDAMeter:
+class AcceleratorMeter:
     """Sets the peak statistics of the device back: there is no other way to see the peak of a short while."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
         self._device = device
-        self._start = torch.cuda.memory_allocated(device)
+        self._start = torch.accelerator.memory_allocated(device)
 
     def read(self) -> Reading:
-        now, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+        now = torch.accelerator.memory_allocated(self._device)
+        peak = torch.accelerator.max_memory_allocated(self._device)
         return Reading(now - self._start, peak - self._start)
 
 
 def meter_for(device: torch.device) -> Meter:
-    return CUDAMeter(device) if device.type == "cuda" else NoMeter()
+    if not streams.has_streams(device):
+        return NoMeter()
+    try:
+        return AcceleratorMeter(device)
+    except RuntimeError:  # an accelerator's allocator need not keep statistics
+        return NoMeter()

@@ -80,25 +80,26 @@ def check_scale(param_scale: float) -> None:
 
 
 def running_device(device: Device | None) -> torch.device:
-    """The device to run on: the one asked for if this machine has it, else CUDA where there is one, else the CPU."""
-    if device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    wanted = torch.device(device)
-    if wanted.type == "cuda":
-        return _cuda_device(wanted)
-    if wanted.type != "cpu":
-        raise ValueError(f"device: expected a CPU or CUDA device to run on, got {str(wanted)!r}")
-    return wanted
+    """The device to run on: the one asked for if this machine has it, else the accelerator, else the CPU."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    wanted = here or torch.device("cpu") if device is None else torch.device(device)
+    if wanted.type == "cpu":
+        return wanted
+    if here is not None and wanted.type == here.type:
+        return _numbered(wanted)
+    if wanted.type == "meta":
+        raise ValueError("device: expected the CPU or an accelerator to run on, got 'meta'")
+    raise ValueError(
+        f"device: got {str(wanted)!r} but this machine has no {wanted.type.upper()} device; use device='cpu'"
+    )
 
 
-def _cuda_device(wanted: torch.device) -> torch.device:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        raise ValueError(f"device: got {str(wanted)!r} but this machine has no CUDA device; use device='cpu'")
-    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+def _numbered(wanted: torch.device) -> torch.device:
+    count = torch.accelerator.device_count()
+    index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
     if index >= count:
-        raise ValueError(f"device: got {str(wanted)!r} but this machine has only {count} CUDA devices")
-    return torch.device("cuda", index)
+        raise ValueError(f"device: got {str(wanted)!r} but this machine has only {count} {wanted.type.upper()} devices")
+    return torch.device(wanted.type, index)
 
 
 def sizing_device(module: nn.Module, device: Device | None) -> torch.device:

@@ -17,7 +17,7 @@ def isolated(device: torch.device) -> Iterator[None]:
     Autocast is inherited, as a layer costs what it costs under it.
     """
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(torch.random.fork_rng([device] if streams.has_streams(device) else []))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.callback(torch.clear_autocast_cache)

@@ -53,9 +53,9 @@ def profile(
         module: an ``nn.Sequential``, or a module that iterates over its children, such as a ``GPipe``.
         sample: a mini-batch; tensors of shape (rows, ...), or a tree of them.
         layers: names of submodules of `module`, which then may be anything: those that run one after the other.
-        device: the CPU or a CUDA device, by default CUDA where there is one. On ``"meta"`` nothing is run and no
+        device: the CPU or an accelerator, which is the default where there is one. On ``"meta"`` nothing is run and no
             memory is taken: the profile has no seconds, and bytes and FLOPs as on a CPU. It is the default for a module
-            that lives there. On CUDA the peak statistics of the allocator are set back.
+            that lives there. On an accelerator the peak statistics of the allocator are set back.
         chunks: how many micro-batches `sample` is cut into.
         rows: instead of `chunks`: numbers of rows to measure at, the first of `sample`, each for `timeout` seconds. The
             result is that of the most rows, and :meth:`Profile.at` gives it for any.

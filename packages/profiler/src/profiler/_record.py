@@ -23,8 +23,8 @@ class LayerProfile:
     output_bytes: of its output, which is what has to cross if a partition ends here.
     peak_bytes: the most that storages created in its forward and backward take at any one time, gradients included.
     flops: of forward and backward, by PyTorch's own formulas; 0 for operations without one.
-    allocated_bytes, allocated_peak_bytes: saved and peak as the CUDA allocator sees them, rounded up to its blocks;
-        None elsewhere.
+    allocated_bytes, allocated_peak_bytes: saved and peak as an accelerator's allocator sees them, rounded up to its
+        blocks; None on a CPU and where the allocator keeps no statistics.
     backward_input_seconds: of the backward for the inputs alone; None unless it was asked for, and where autograd
         cannot do it alone. Figures of both parts may add up to more than the backward in one go.
     """

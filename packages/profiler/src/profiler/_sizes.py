@@ -47,7 +47,7 @@ def profile_sizes(
         input: a mini-batch; tensors of shape (rows, ...), or a tree of them.
         chunks: how many micro-batches it is cut into.
         param_scale: how many times its own size a parameter takes, with gradient and state of the optimizer.
-        device: the CPU, a CUDA device or ``"meta"``; None for CUDA where there is one.
+        device: the CPU, an accelerator or ``"meta"``; None for the accelerator where there is one.
 
     Returns:
         Bytes, one number a layer.

@@ -51,10 +51,7 @@ def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device
     ratios between layers mean something: how many rounds there were is not told (`profile_seconds` gives medians).
 
     Args:
-        module: as for :func:`profile`.
-        sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
-        timeout: in seconds.
-        device: the CPU or a CUDA device; None for CUDA where there is one.
+        module, sample, timeout, device: as for :func:`profile_seconds`.
 
     Returns:
         Microseconds, one number a layer.
@@ -80,7 +77,7 @@ def profile_seconds(
         module: as for :func:`profile`.
         sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
         timeout: in seconds.
-        device: the CPU or a CUDA device; by default CUDA where there is one.
+        device: the CPU or an accelerator, which is the default where there is one.
 
     Returns:
         Seconds, one number a layer.

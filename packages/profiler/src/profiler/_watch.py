@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+import streams
+
 from ._clock import undisturbed_clock
 
 
@@ -29,27 +31,25 @@ class HostWatch:
         return end - start
 
 
-class CUDAWatch:
-    """Events on the current stream of `device`: the host may run ahead without shortening anything."""
+class StreamWatch:
+    """Events on the current stream of an accelerator: the host may run ahead without shortening anything."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def mark(self) -> streams.AbstractEvent:
+        return streams.record_event(streams.current_stream(self._device), timed=True)
 
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, start: torch.Event, end: torch.Event) -> float:
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
+        return start.elapsed_time(end) / 1000
 
 
 @contextmanager
 def watch_for(device: torch.device) -> Iterator[Watch]:
     """The watch for what this thread runs on `device`."""
-    if device.type == "cuda":
-        yield CUDAWatch(device)
+    if streams.has_streams(device):
+        yield StreamWatch(device)
         return
     with undisturbed_clock() as clock:
         yield HostWatch(clock)

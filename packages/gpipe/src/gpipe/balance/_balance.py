@@ -33,7 +33,7 @@ def balance_by_time(
 ) -> list[int]:
     """Balances the seconds of forward and backward, measured on copies of the layers for about `timeout` seconds.
 
-    `sample` should have the rows of one micro-batch. It runs on CUDA where there is one, unless `device` says
+    `sample` should have the rows of one micro-batch. It runs on the accelerator if there is one, unless `device` says
     otherwise; layers go there one at a time. On the CPU it gets the share of the intra-op threads that each partition
     will have.
 
@@ -42,7 +42,7 @@ def balance_by_time(
         module: the layers; they stay as they are.
         sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
         timeout: in seconds.
-        device: where it runs; by default CUDA where there is one.
+        device: where it runs; by default the accelerator where there is one.
         pin: layers at which a partition has to begin: names, regular expressions for a whole name, or positions.
         forbid: layers at which none may begin.
 
@@ -105,7 +105,7 @@ def balance_by_size(
         input: tensors of shape (rows, ...), or a tree of them.
         chunks: how many micro-batches the input is cut into.
         param_scale: how many times its own size a parameter takes; see above.
-        device: where it runs; by default CUDA where there is one.
+        device: where it runs; by default the accelerator where there is one.
         schedule: of :meth:`gpipe.GPipe.step`, by name. Stages then count as many micro-batches as they hold under it;
             else each counts one.
         checkpoint: under a `schedule`, ``"never"``, or ``"except_last"`` and ``"always"``, with which a stage keeps the
