@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +24,15 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-from gpipe import GPipe
+from gpipe import GPipe, record
 from gpipe.balance import balance_cost
 from profiler import Profile, profile
 
 Digits = tuple[Tensor, Tensor]  # images of 1 × 8 × 8, and what they show
+
+ON_ONE_CPU = """\
+On one CPU the plain model has all cores for each operation, and the stages share them: a pipeline gains memory here.
+With a GPU for each of n stages, m micro-batches take (m + n - 1) / (m n) of the time that one GPU takes."""
 
 console = Console()
 
@@ -41,9 +47,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     balance = choose_balance(model, train[0][: options.batch], options.devices, options.chunks)
     pipe = GPipe(model, balance, devices=options.devices, chunks=options.chunks, checkpoint=options.checkpoint)
 
-    fit(pipe, train, options.epochs, options.batch)
-    console.print(f"Accuracy on {len(test[0])} digits never seen in training: [bold]{accuracy(pipe, test):.2%}[/]\n")
-    compare(plain, pipe, first(train, options.batch), options.seconds)
+    optimizer = fit(pipe, train, options.epochs, options.batch)
+    console.print(f"Accuracy on {len(test[0])} digits never seen in training: [bold]{accuracy(pipe, test):.2%}[/]")
+    plain.load_state_dict(pipe.state_dict())
+    batch = first(train, options.batch)
+    compare_gradients(plain, pipe, batch)
+    compare_memory(plain, pipe, optimizer, batch)
+    draw(pipe, batch, Path(options.timeline))
+    compare_times(plain, pipe, batch, options.seconds)
     pipe.close()
 
 
@@ -56,6 +67,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256, help="digits in a mini-batch")
     parser.add_argument("--width", type=int, default=16, help="channels of the first half of the network")
     parser.add_argument("--seconds", type=float, default=5.0, help="how long the step times are measured")
+    page = Path(tempfile.gettempdir()) / "gpipe-digits.html"
+    parser.add_argument(
+        "--timeline", default=str(page), help="where to save the drawing of a step (default: %(default)s)"
+    )
     return parser.parse_args(argv)
 
 
@@ -124,7 +139,7 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-def fit(pipe: GPipe, digits: Digits, epochs: int, batch: int) -> None:
+def fit(pipe: GPipe, digits: Digits, epochs: int, batch: int) -> torch.optim.Optimizer:
     """An ordinary training loop: the pipeline is used as the plain model would be."""
     steps = epochs * (len(digits[0]) // batch)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=8e-3)
@@ -139,6 +154,7 @@ def fit(pipe: GPipe, digits: Digits, epochs: int, batch: int) -> None:
             optimizer.step()
             schedule.step()
             bar.update(task, advance=1, loss=loss.item())
+    return optimizer
 
 
 def mini_batches(digits: Digits, epochs: int, batch: int) -> Iterator[Digits]:
@@ -164,45 +180,107 @@ def accuracy(pipe: GPipe, digits: Digits) -> float:
     return (guesses == labels).float().mean().item()
 
 
-def compare(plain: nn.Sequential, pipe: GPipe, digits: Digits, stall_timeout: float) -> None:
-    """Forward and backward of one mini-batch, three ways."""
-    images, labels = digits[0].to(pipe.devices[0]), digits[1]
+def compare_gradients(plain: nn.Sequential, pipe: GPipe, digits: Digits) -> None:
+    """Print how far the pipeline's gradients of one mini-batch are from those of the plain model."""
+    for model in (plain, pipe):
+        model.zero_grad()
+        backward(model, digits)
+    there = dict(pipe.named_parameters())
+    pairs = [(x.grad, there[name].grad) for name, x in plain.named_parameters()]
+    largest = max(grad.abs().max().item() for grad, _ in pairs)
+    difference = max((ours.to(grad.device) - grad).abs().max().item() for grad, ours in pairs)
+    console.print(f"Gradients differ from the plain model's by at most {difference / largest:.0e} of the largest.\n")
+
+
+def backward(model: nn.Module, digits: Digits) -> None:
+    images, labels = digits
+    output = model(images.to(next(model.parameters()).device))
+    F.cross_entropy(output, labels.to(output.device)).backward()
+
+
+def compare_memory(plain: nn.Sequential, pipe: GPipe, optimizer: torch.optim.Optimizer, digits: Digits) -> None:
+    """Print what each device holds: what belongs to its parameters, and at most of activations."""
+    table = Table(title="What a device holds at most")
+    for heading in ("", *(f"device {stage}" for stage in range(len(pipe.partitions))), "of the plain model's"):
+        table.add_column(heading, justify="right")
+
+    def show(way: str, held: list[int]) -> None:
+        cells = [mebibytes(size) for size in held] + [""] * (len(pipe.partitions) - len(held))
+        table.add_row(way, *cells, f"{max(held) / alone:.0%}")
+
+    states = [bytes_of_training(partition, optimizer) for partition in pipe.partitions]
+    whole = GPipe(copy.deepcopy(plain), [len(plain)], devices=pipe.devices[:1], checkpoint="never")
+    alone = sum(states) + peaks(whole, digits, "fill_drain")[0]
+    show("plain model", [alone])
+    checkpoint = pipe.checkpoint
+    for checkpointed, pipe.checkpoint in (("", "never"), (", checkpointed", "always")):
+        for name, schedule in (("fill-drain", "fill_drain"), ("1F1B", "1f1b")):
+            held = [state + peak for state, peak in zip(states, peaks(pipe, digits, schedule), strict=True)]
+            show(name + checkpointed, held)
+    pipe.checkpoint = checkpoint
+    console.print(table)
+    console.print(f"Of this, parameters with gradients and AdamW's state: {', '.join(map(mebibytes, states))}.\n")
+
+
+def bytes_of_training(stage: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of a stage's parameters, their gradients and what the optimizer keeps for them."""
+    tensors = [
+        tensor
+        for parameter in stage.parameters()
+        for tensor in (parameter, parameter.grad, *optimizer.state[parameter].values())
+        if isinstance(tensor, Tensor)
+    ]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def peaks(pipe: GPipe, digits: Digits, schedule: str) -> list[int]:
+    """Bytes of activations that each stage holds at most during a step."""
+    with record(memory=True) as timeline:
+        pipe.step(*digits, loss_fn=F.cross_entropy, schedule=schedule)
+    return [timeline.peak_bytes[stage] for stage in range(len(pipe.partitions))]
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def draw(pipe: GPipe, digits: Digits, page: Path) -> None:
+    """Save a drawing of one step."""
+    with record() as timeline:
+        pipe.step(*digits, loss_fn=F.cross_entropy)
+    timeline.save(page)
+    console.print("What each stage did in a step of 1F1B, to open in a browser:", page, "\n", soft_wrap=True)
+
+
+def compare_times(plain: nn.Sequential, pipe: GPipe, digits: Digits, seconds: float) -> None:
+    """Print the time of forward and backward of one mini-batch, three ways."""
     plain.to(pipe.devices[0])
-
-    def step(model: nn.Module, images: Tensor, labels: Tensor) -> None:
-        output = model(images)
-        F.cross_entropy(output, labels.to(output.device)).backward()
-
-    def step_in_micro_batches() -> None:
-        for some_images, some_labels in zip(images.chunk(pipe.chunks), labels.chunk(pipe.chunks), strict=True):
-            step(plain, some_images, some_labels)
-
-    seconds = interleaved(
+    micro_batches = list(zip(*(part.chunk(pipe.chunks) for part in digits), strict=True))
+    measured = interleaved(
         {
-            "plain model": lambda: step(plain, images, labels),
-            f"plain model, {pipe.chunks} micro-batches": step_in_micro_batches,
-            f"pipeline of {len(pipe.partitions)} stages": lambda: step(pipe, images, labels),
+            "plain model": lambda: backward(plain, digits),
+            f"plain model, {pipe.chunks} micro-batches": lambda: [backward(plain, part) for part in micro_batches],
+            f"pipeline of {len(pipe.partitions)} stages": lambda: pipe.step(*digits, loss_fn=F.cross_entropy),
         },
-        stall_timeout,
+        seconds,
     )
-    show_step_times(seconds)
-    if images.device.type == "cpu":
-        threads = torch.get_num_threads()
-        console.print(f"The plain model spreads every operation over {threads} threads; the stages share them out.")
+    show_step_times(measured)
+    if pipe.devices[0].type == "cpu":
+        console.print(ON_ONE_CPU, soft_wrap=True)
 
 
-def interleaved(ways: dict[str, Callable[[], None]], stall_timeout: float) -> dict[str, list[float]]:
+def interleaved(ways: dict[str, Callable[[], object]], budget: float) -> dict[str, list[float]]:
     """Seconds of each way, measured in turns so that whatever else the machine does disturbs all alike."""
     for way in ways.values():
         way()  # the first time is slower: memory, threads, the choice of algorithms
     rounds: list[dict[str, float]] = []
-    deadline = time.perf_counter() + stall_timeout
+    deadline = time.perf_counter() + budget
     while len(rounds) < 3 or time.perf_counter() < deadline:
         rounds.append({name: stopwatch(way) for name, way in ways.items()})
     return {name: [seconds[name] for seconds in rounds] for name in ways}
 
 
-def stopwatch(way: Callable[[], None]) -> float:
+def stopwatch(way: Callable[[], object]) -> float:
     synchronize()
     start = time.perf_counter()
     way()

@@ -27,19 +27,29 @@ def example(name: str) -> ModuleType:
     return module
 
 
+def number(pattern: str, told: str) -> float:
+    found = re.search(pattern, told)
+    assert found is not None, pattern
+    return float(found[1])
+
+
 digits = example("digits")
 
 
 class TestDigits:
-    def test_it_trains_through_a_pipeline_and_tells_what_came_of_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_it_trains_through_a_pipeline_and_tells_what_came_of_it(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        page = tmp_path / "step.html"
         tiny = ["--width", "8", "--batch", "128", "--epochs", "2", "--chunks", "3", "--seconds", "0"]
-        digits.main([*tiny, "--devices", "cpu", "cpu", "cpu", "--checkpoint", "always"])
+        digits.main([*tiny, "--devices", "cpu", "cpu", "cpu", "--checkpoint", "always", "--timeline", str(page)])
         told = capsys.readouterr().out
         assert "Balance" in told
         assert "pipeline of 3 stages" in told
-        accuracy = re.search(r"([\d.]+)%\s*$", told[: told.index("Forward and backward")].rstrip())
-        assert accuracy is not None
-        assert float(accuracy[1]) > 20  # chance is 10
+        assert number(r"seen in training: ([\d.]+)%", told) > 20  # chance is 10
+        assert number(r"by at most ([\d.e-]+) of the largest", told) < 1e-4
+        assert number(r" 1F1B │.*?(\d+)%", told) <= number(r" fill-drain │.*?(\d+)%", told) < 100
+        assert page.read_text().startswith("<!doctype html>")
 
     def test_no_digit_is_in_both_halves(self) -> None:
         (train, train_labels), (test, test_labels) = digits.load()
