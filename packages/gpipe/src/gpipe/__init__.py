@@ -1,6 +1,7 @@
 """Pipeline-parallel training of sequential PyTorch models in one process."""
 
 from . import balance as balance
+from . import nn as nn
 from . import simulate as simulate
 from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm
 from ._flatten import flatten as flatten

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
@@ -17,13 +17,15 @@ def find_trunks(model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | 
     """The trunks of ``model`` in the order in which they are called.
 
     Args:
-        blocks: the names of the lists to take; None takes the outermost ones whose elements are of one class.
+        blocks: the names of the lists to take; None takes the outermost ones whose elements are of one class, or where
+            there are none the outermost ``nn.Sequential``s.
 
     Raises:
         ValueError: there is no such list, or its elements are not called once each and in order.
     """
     lists = [blocks] if isinstance(blocks, str) else list(blocks or [])
-    candidates = [_named(model, name) for name in lists] if lists else list(_outermost(model))
+    candidates = [_named(model, name) for name in lists] or list(_outermost(model, _alike))
+    candidates = candidates or list(_outermost(model, _in_sequence))
     called = order_of_calls(model, inputs, [name for trunk in candidates for name in trunk])
     fitting = [trunk for trunk in candidates if _in_a_row(trunk, called)]
     if lists and len(fitting) < len(candidates):
@@ -51,19 +53,27 @@ def _named(model: nn.Module, name: str) -> Trunk:
     return [f"{name}.{child}" if name else child for child in found._modules]
 
 
-def _outermost(model: nn.Module, prefix: str = "") -> Iterator[Trunk]:
-    """Lists of at least two elements of one class, each with parameters, and not inside an element of another one."""
+def _outermost(model: nn.Module, fits: Callable[[nn.Module], bool], prefix: str = "") -> Iterator[Trunk]:
+    """The names of the elements of lists that fit, and are not inside an element of another one."""
     for name, child in model.named_children():
         path = prefix + name
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _alike(child):
+        if fits(child):
             yield [f"{path}.{each}" for each in child._modules]
         else:
-            yield from _outermost(child, f"{path}.")
+            yield from _outermost(child, fits, f"{path}.")
 
 
-def _alike(layers: nn.ModuleList | nn.Sequential) -> bool:
+def _alike(layers: nn.Module) -> bool:
+    """A list of at least two elements of one class, each with parameters."""
+    if not isinstance(layers, (nn.ModuleList, nn.Sequential)):
+        return False
     kinds = {type(layer) for layer in layers}
     return len(layers) > 1 and len(kinds) == 1 and all(any(True for _ in layer.parameters()) for layer in layers)
+
+
+def _in_sequence(layers: nn.Module) -> bool:
+    """Layers of any kinds, such as the features of a VGG or a MobileNet."""
+    return isinstance(layers, nn.Sequential) and any(True for _ in layers.parameters())
 
 
 def _in_a_row(trunk: Trunk, called: Sequence[str]) -> bool:

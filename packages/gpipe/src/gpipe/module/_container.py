@@ -31,7 +31,7 @@ def expect_plain(module: nn.Sequential, known: tuple[type[nn.Module], ...] = ())
     Args:
         known: subclasses that may be what they are.
     """
-    problems = [*_methods(module, known), *_belongings(module)]
+    problems = list(_problems(module, known))
     if problems:
         raise TypeError(
             "a pipe computes the layers of an nn.Sequential and nothing else, but this "
@@ -41,7 +41,17 @@ def expect_plain(module: nn.Sequential, known: tuple[type[nn.Module], ...] = ())
         )
 
 
-def _methods(module: nn.Sequential, known: tuple[type[nn.Module], ...]) -> Iterator[str]:
+def is_plain(module: nn.Module, known: tuple[type[nn.Module], ...] = ()) -> bool:
+    """Whether a container may be replaced by its layers: it is not one that :func:`expect_plain` refuses."""
+    return not any(_problems(module, known))
+
+
+def _problems(module: nn.Module, known: tuple[type[nn.Module], ...]) -> Iterator[str]:
+    yield from _methods(module, known)
+    yield from _belongings(module)
+
+
+def _methods(module: nn.Module, known: tuple[type[nn.Module], ...]) -> Iterator[str]:
     """What classes define anew that nn.Sequential does not come from, and what the instance hides."""
     for owner in type(module).__mro__:
         if owner in nn.Sequential.__mro__ or owner in known:
@@ -60,7 +70,7 @@ def _harmless(name: str) -> bool:
     return name in _HARMLESS
 
 
-def _belongings(module: nn.Sequential) -> Iterator[str]:
+def _belongings(module: nn.Module) -> Iterator[str]:
     """What the module owns beside its layers."""
     for what, names in (("parameters", module._parameters), ("buffers", module._buffers)):
         if names:

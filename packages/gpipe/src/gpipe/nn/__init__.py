@@ -1,0 +1,22 @@
+"""Modules that pipes can cut in the middle: residual blocks, and containers inside containers.
+
+A pipe cuts between the layers of an ``nn.Sequential``. Models are mostly built of larger parts, such as a residual
+block, or a row of blocks that is an ``nn.Sequential`` itself. :func:`flatten_nested` takes such parts apart, so that a
+partition may begin inside of them:
+
+>>> import torch
+>>> from torch import nn
+>>> model = nn.Sequential(nn.Linear(2, 4), nn.Sequential(Residual(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3)))
+>>> list(dict(flatten_nested(model).named_children()))
+['0', '1_0_fork', '1_0_0', '1_0_1', '1_0_join', '1_1']
+>>> list(flatten_nested(model).state_dict()) == list(model.state_dict())
+True
+
+For models whose ``forward`` is more than a row of such parts there is :func:`gpipe.flatten`.
+"""
+
+from ._nested import flatten_nested as flatten_nested
+from ._residual import Residual as Residual
+from ._residual import residual as residual
+
+__all__ = ["Residual", "flatten_nested", "residual"]

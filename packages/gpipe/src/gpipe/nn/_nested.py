@@ -1,0 +1,89 @@
+"""Containers inside containers, as one row of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from .._flatten._names import Flattened, Part
+from ..module._container import is_plain
+from ..module._partition import expect_sequential
+from ._residual import Residual, ends
+
+
+class Inner(Part):
+    """A layer that was inside of a container."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer itself."""
+        return self.net(*args, **kwargs)
+
+
+def flatten_nested(module: nn.Sequential) -> nn.Sequential:
+    """``module`` with the layers of the containers in it as its own layers, between which a pipe may be cut.
+
+    Opened are ``nn.Sequential`` and :class:`Residual`, at any depth. What does more than compute its layers in a row
+    stays one layer: a subclass with a ``forward`` of its own, or a container that has hooks.
+
+    Args:
+        module: its layers are shared with the result, so that training one trains the other.
+
+    Returns:
+        The layers, in order. A layer at the path ``a.b`` is called ``a_b``; its parameters have the names that they
+        have in ``module`` in ``state_dict()``, also in that of a pipe.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Sequential``, or does more than compute its layers in a row.
+
+    >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(), nn.Linear(2, 1))
+    >>> flat = flatten_nested(model)
+    >>> list(dict(flat.named_children()))
+    ['0_0', '0_1', '2']
+    >>> list(flat.state_dict())
+    ['0.0.weight', '0.0.bias', '2.weight', '2.bias']
+    """
+    expect_sequential(module)
+    flat = Flattened()
+    for path, layer in _opened(module):
+        title = path.replace(".", "_")
+        # Beside "b" in "a" there may be a layer "a_b", which keeps its name.
+        while title in flat._modules or (title != path and title in module._modules):
+            title += "_"
+        flat._modules[title] = layer
+    flat.training = module.training
+    return flat
+
+
+Named = tuple[str, nn.Module]
+
+
+def _opened(container: nn.Module, around: str = "") -> Iterator[Named]:
+    """The layers of a container, each with the path to where it was."""
+    for name, child in container._modules.items():
+        if child is not None:
+            yield from _layers(child, around + name)
+
+
+def _layers(module: nn.Module, path: str) -> Iterator[Named]:
+    if isinstance(module, nn.Sequential) and is_plain(module):
+        yield from _opened(module, f"{path}.")
+    elif isinstance(module, Residual) and is_plain(module, known=(Residual,)):
+        yield from _around(module, path)
+    else:
+        yield path, _inner(module, path) if "." in path else module
+
+
+def _around(block: Residual, path: str) -> Iterator[Named]:
+    fork, join = ends(block)
+    yield f"{path}.fork", fork
+    for name, layer in block.body():
+        yield from _layers(layer, f"{path}.{name}")
+    yield f"{path}.join", _inner(join, path)
+
+
+def _inner(layer: nn.Module, path: str) -> Inner:
+    inner = Inner(layer, path)
+    inner.training = layer.training
+    return inner

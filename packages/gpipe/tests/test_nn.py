@@ -1,0 +1,286 @@
+"""Residual blocks and nested containers: cut anywhere, they compute what they compute as modules."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+from gpipe.nn import Residual, flatten_nested, residual
+
+WIDTH, ROWS = 3, 6
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Weighed(nn.Module):
+    """A join with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return y.tanh() + self.weight * x
+
+
+class Own(nn.Sequential):
+    """Computes more than its layers do."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2
+
+
+LEAVES = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "tanh": nn.Tanh,
+    "own": lambda: Own(nn.Linear(WIDTH, WIDTH)),
+}
+leaves = st.sampled_from(list(LEAVES)).map(lambda kind: (kind,))
+SHORTCUTS = {"none": lambda: None, "linear": lambda: nn.Linear(WIDTH, WIDTH)}
+JOINS = {"sum": {}, "product": {"join": torch.mul}, "module": {"join": Weighed}}
+
+
+def containers(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    rows = st.lists(parts, max_size=3).map(tuple)
+    rests = st.tuples(st.just("residual"), rows, st.sampled_from(list(SHORTCUTS)), st.sampled_from(list(JOINS)))
+    return st.tuples(st.just("row"), rows) | rests
+
+
+recipes = st.lists(st.recursive(leaves, containers, max_leaves=8), min_size=1, max_size=4)
+
+
+def build(recipe: Any) -> nn.Module:
+    kind, *rest = recipe
+    if kind in LEAVES:
+        return LEAVES[kind]()
+    layers = map(build, rest[0])
+    if kind == "row":
+        return nn.Sequential(*layers)
+    join = {name: it() if isinstance(it, type) else it for name, it in JOINS[rest[2]].items()}
+    return Residual(*layers, shortcut=SHORTCUTS[rest[1]](), **join)
+
+
+def model_of(recipe: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*map(build, recipe)).double()
+
+
+def batch() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_trains_alike(pipe: nn.Module, model: nn.Module, plain: nn.Module) -> None:
+    """``model`` has the parameters of ``pipe``, and ``plain`` is a copy of it."""
+    outputs = [each(batch()) for each in (pipe, plain)]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    for output in outputs:
+        if output.requires_grad:
+            output.square().sum().backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+@given(recipes, st.data(), st.sampled_from(["always", "never"]), st.booleans())
+def test_a_flat_model_trains_as_the_nested_one(recipe: Any, data: st.DataObject, mode: str, inline: bool) -> None:
+    model = model_of(recipe)
+    plain, flat = copy.deepcopy(model), flatten_nested(model)
+    if not len(flat):
+        return
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(flat) - 1)), max_size=3)) - {len(flat)})
+    balance = sizes(cuts, len(flat))
+    pipe = GPipe(flat, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=mode)
+    with gpipe.inline() if inline else nullcontext():
+        assert_trains_alike(pipe, model, plain)
+    pipe.close()
+
+
+@given(recipes)
+def test_state_dicts_have_the_names_of_the_nested_model(recipe: Any) -> None:
+    model = model_of(recipe)
+    flat = flatten_nested(model)
+    each = [flat, GPipe(flat, [len(flat)], devices=["cpu"])] if len(flat) else [flat]
+    for k, one in enumerate(each):
+        assert list(one.state_dict()) == list(model.state_dict())
+        fresh = {name: tensor + k + 1 for name, tensor in model.state_dict().items()}
+        one.load_state_dict(fresh)
+        torch.testing.assert_close(dict(model.state_dict()), fresh)
+
+
+def sizes(cuts: Any, layers: int) -> list[int]:
+    ends = [0, *cuts, layers]
+    return [b - a for a, b in pairwise(ends)]
+
+
+def balances(layers: int) -> Iterator[list[int]]:
+    for count in range(layers):
+        for cuts in combinations(range(1, layers), count):
+            yield sizes(cuts, layers)
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
+def test_with_every_balance(schedule: str) -> None:
+    linear = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
+    torch.manual_seed(0)
+    model = nn.Sequential(Residual(linear(), Residual(linear()), shortcut=linear())).double()
+    plain = copy.deepcopy(model)
+    plain(batch()).square().mean().backward()
+    layers = len(flatten_nested(model))
+    for balance in balances(layers):
+        model.zero_grad()
+        pipe = GPipe(flatten_nested(model), balance, devices=["cpu"] * len(balance), chunks=3)
+        with gpipe.inline() if len(balance) % 2 else nullcontext():
+            pipe.step(batch(), loss_fn=lambda output, _: output.square().mean(), schedule=schedule)
+        torch.testing.assert_close(gradients(model), gradients(plain))
+        pipe.close()
+    assert layers == 6
+
+
+def test_layers_in_a_row_written_by_hand() -> None:
+    block = lambda: residual(nn.Linear(WIDTH, WIDTH), nn.Tanh(), shortcut=nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    torch.manual_seed(0)
+    model = nn.Sequential(*block(), *block()).double()
+    plain = copy.deepcopy(model)
+    assert_trains_alike(GPipe(model, [3, 2, 3], devices=["cpu"] * 3, chunks=2), model, plain)
+
+
+def test_blocks_that_are_copies_are_kept_apart() -> None:
+    """As where a model is built of ``copy.deepcopy`` of one block."""
+    torch.manual_seed(0)
+    block = Residual(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    model = nn.Sequential(block, copy.deepcopy(block)).double()
+    plain = copy.deepcopy(model)
+    pipe = GPipe(flatten_nested(model), [2, 4, 2], devices=["cpu"] * 3, chunks=2)
+    assert_trains_alike(pipe, model, plain)
+
+
+def test_a_u_net() -> None:
+    """Blocks inside blocks, each concatenated with what is beside it."""
+
+    def concatenated(y: Tensor, x: Tensor) -> Tensor:
+        return torch.cat([y, x], dim=1)
+
+    def level(inner: nn.Module | None, channels: int) -> nn.Module:
+        down, up = (
+            nn.Conv2d(channels, channels * 2, 2, stride=2),
+            nn.ConvTranspose2d(channels * 2, channels, 2, stride=2),
+        )
+        middle = [] if inner is None else [inner]
+        block = Residual(down, nn.Tanh(), *middle, up, join=concatenated)
+        return nn.Sequential(OrderedDict(block=block, fuse=nn.Conv2d(channels * 2, channels, 1)))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), level(level(level(None, 8), 4), 2), nn.Conv2d(2, 1, 1)).double()
+    plain, flat = copy.deepcopy(model), flatten_nested(model)
+    x = torch.randn(4, 1, 8, 8, dtype=torch.float64)
+    pipe = GPipe(flat, [4, 8, len(flat) - 12], devices=["cpu"] * 3, chunks=2)
+    outputs = [each(x) for each in (pipe, plain)]
+    torch.testing.assert_close(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+
+
+def test_layers_keep_their_mode() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Dropout(), nn.Tanh()), Residual(nn.Tanh()))
+    model[0][0].eval()
+    flat = flatten_nested(model)
+    assert [layer.training for layer in flat] == [False, True, True, True, True]
+    assert not flatten_nested(model.eval()).training
+    assert not any(module.training for module in flatten_nested(model).modules())
+
+
+def test_what_does_more_than_its_layers_stays_one_layer() -> None:
+    hooked = nn.Sequential(nn.Tanh(), nn.Tanh())
+    hooked.register_forward_hook(lambda module, args, output: output * 2)
+    model = nn.Sequential(Own(nn.Tanh(), nn.Tanh()), nn.Sequential(hooked, nn.Tanh()))
+    flat = flatten_nested(model)
+    assert [name for name, _ in flat.named_children()] == ["0", "1_0", "1_1"]
+    torch.testing.assert_close(flat(batch()), model(batch()))
+
+
+def test_titles_that_would_be_the_same() -> None:
+    parts = OrderedDict(a=nn.Sequential(OrderedDict(b=nn.Linear(2, 2))), a_b=nn.Linear(2, 2))
+    flat = flatten_nested(nn.Sequential(parts))
+    assert [name for name, _ in flat.named_children()] == ["a_b_", "a_b"]
+    assert list(flat.state_dict()) == ["a.b.weight", "a.b.bias", "a_b.weight", "a_b.bias"]
+
+
+def test_a_layer_without_state_may_stand_in_several_places() -> None:
+    relu = nn.ReLU()
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), relu) for _ in range(2)]
+    model = nn.Sequential(*layers).double()
+    plain = copy.deepcopy(model)
+    assert_trains_alike(GPipe(flatten_nested(model), [2, 2], devices=["cpu"] * 2, chunks=2), model, plain)
+
+
+@pytest.mark.parametrize(
+    "make", [flatten_nested, lambda model: GPipe(flatten_nested(model), [3, 2], devices=["cpu"] * 2)]
+)
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_compute_the_same(make: Any, again: Any) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Residual(nn.Linear(WIDTH, WIDTH), nn.Tanh())).double()
+    flat = make(model)
+    torch.testing.assert_close(again(flat)(batch()), model(batch()))
+    assert len(again(model)(batch())) == ROWS
+
+
+def test_twice_is_as_once() -> None:
+    model = nn.Sequential(nn.Sequential(Residual(nn.Linear(WIDTH, WIDTH)), nn.Tanh()))
+    once = flatten_nested(model)
+    assert list(flatten_nested(once)) == list(once)
+    assert list(flatten_nested(once).state_dict()) == list(model.state_dict())
+
+
+def test_deferred_batch_norm() -> None:
+    torch.manual_seed(0)
+    block = Residual(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), shortcut=nn.BatchNorm1d(WIDTH))
+    model = nn.Sequential(nn.Sequential(block, nn.Tanh())).double()
+    plain = copy.deepcopy(model)
+    pipe = GPipe(flatten_nested(model), [2, 3], devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True)
+    pipe(batch())
+    plain(batch())
+    torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"shortcut": torch.relu}, TypeError, "shortcut must be a module or None; got builtin_function_or_method"),
+        ({"join": 1}, TypeError, "join must be a function of two tensors, or a module; got int"),
+    ],
+)
+@pytest.mark.parametrize("make", [Residual, residual])
+def test_wrong_arguments_are_refused(make: Any, arguments: Any, error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        make(nn.Tanh(), **arguments)
+
+
+@pytest.mark.parametrize("name", ["shortcut", "join"])
+def test_reserved_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no layer of a Residual may be called '{name}'; give it as {name}="):
+        Residual(OrderedDict({name: nn.Tanh()}))
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), Own(nn.Tanh()), nn.ModuleList()])
+def test_what_is_no_row_of_layers_is_refused(model: nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"nn\.Sequential"):
+        flatten_nested(model)
