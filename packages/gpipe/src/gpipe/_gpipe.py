@@ -37,8 +37,9 @@ from .module._devices import (
 )
 from .module._graphs import expect_no_graphs
 from .module._hooks import pre_hooked, refuse_hooks
+from .module._init import means_of
 from .module._layers import Held, expect_replacement, refuse
-from .module._partition import BalanceError, expect_sequential, recommend_auto_balance, split_module, verify_module
+from .module._partition import BalanceError, divide, expect_sequential, recommend_auto_balance, verify_module
 from .module._rows import expect_same_rows
 from .module._signature import class_for
 from .module._transforms import not_compiled, refuse_transforms
@@ -75,6 +76,11 @@ class GPipe(nn.Module):
             an argument says the same for one call.
         out_spec: how the outputs of micro-batches are put together: the same, and for what is one value for each
             micro-batch, such as a loss, :class:`microbatch.Mean` (by rows) or :class:`microbatch.Sum`.
+        init: for a model that was built under ``torch.device("meta")``: what gives it data, layer by layer and on each
+            partition's own device. ``"reset"``, which is the modules' own ``reset_parameters()``; a function of a
+            module, called as by ``nn.Module.apply``; a state dict under the model's names, also one that makes its
+            values when asked; or the path of a file of ``torch.save``, a ``.safetensors`` file, a folder of Hugging
+            Face or one of ``torch.distributed.checkpoint``. What has data already keeps it, and moves.
 
     Attributes:
         balance: layers of each partition, a list of int.
@@ -88,7 +94,8 @@ class GPipe(nn.Module):
             another type.
         BalanceError: a ValueError; ``balance`` is missing or does not fit.
         ValueError: ``chunks`` or ``checkpoint`` is not what it may be, a layer occurs twice, partitions share
-            parameters, or a device is missing or cannot hold its partition.
+            parameters, or a device is missing or cannot hold its partition; ``init`` does not fit the model, or
+            leaves something without a value.
         IndexError: there are fewer devices than partitions.
 
     On any error ``module`` is as it was: no layer has moved.
@@ -124,8 +131,10 @@ class GPipe(nn.Module):
         deferred_batch_norm: bool = False,
         in_spec: Any = None,
         out_spec: Any = None,
+        init: Any = None,
     ) -> None:
         super().__init__()
+        means = means_of(init)
         self.in_spec = in_spec
         self.out_spec = out_spec
         self.chunks = chunks
@@ -138,7 +147,7 @@ class GPipe(nn.Module):
         places: Sequence[Device] = checked_devices(devices, len(sizes))
         verify_skippables(module)
         with untouched_on_failure(module):
-            partitions, self.__dict__["_balance"], self.__dict__["_devices"] = split_module(module, sizes, places)
+            partitions, self.__dict__["_balance"], self.__dict__["_devices"] = divide(module, sizes, places, means)
             if self._deferred:
                 DeferredBatchNorm.convert_deferred_batch_norm(partitions, self.chunks)
         self.training = module.training

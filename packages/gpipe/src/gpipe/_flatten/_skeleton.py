@@ -51,7 +51,14 @@ def twin_of(module: nn.Module) -> nn.Module:
 
 def _unknown(tensor: Tensor) -> Tensor:
     value = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full_like(tensor, value, requires_grad=False)
+    found = torch.full_like(tensor, value, requires_grad=False)
+    found.stands_in = True  # type: ignore[attr-defined]  # and goes along with copies
+    return found
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands in a segment for one that belongs elsewhere. It has no values, and gets none."""
+    return hasattr(tensor, "stands_in")
 
 
 def named_units(

@@ -185,7 +185,7 @@ class Likeness:
         return answer
 
 
-class _StandIn(nn.Module):
+class StandIn(nn.Module):
     """Answers for another module, like which it looks."""
 
     def __init__(self, real: nn.Module, reel: Reel) -> None:
@@ -202,7 +202,7 @@ class _StandIn(nn.Module):
         return getattr(self.__dict__["_likeness"], name)
 
 
-class BlockStandIn(_StandIn):
+class BlockStandIn(StandIn):
     """Takes down what a block is called with."""
 
     def __init__(self, real: nn.Module, reel: Reel, number: int, call: BlockCall) -> None:
@@ -214,7 +214,7 @@ class BlockStandIn(_StandIn):
         return self._reel.tape.block(self._number, self._call, args, kwargs)  # type: ignore[union-attr]
 
 
-class ModuleStandIn(_StandIn):
+class ModuleStandIn(StandIn):
     """Returns what has the shape of what a module returned."""
 
     def __init__(self, real: nn.Module, reel: Reel, name: str, calls: list[ModuleCall]) -> None:

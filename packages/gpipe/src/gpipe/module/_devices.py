@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._swap import leaf_of, swap_data
+
 
 def move(block: nn.Module, device: torch.device) -> None:
     """Move all parameters and buffers below ``block``. To torch, the CPU has no number."""
@@ -28,7 +30,10 @@ def expect_movable(block: nn.Module, device: torch.device, partition: int) -> No
 
 
 _DATA_LOST = "what is on 'meta' has no data; give a device that can hold it, such as 'cpu'"
-_NO_DATA = "there is no data to move; call model.to_empty(device='cpu') and initialise it first"
+_NO_DATA = (
+    "there is no data to move; say GPipe(..., init=...): 'reset' for the layers' own reset_parameters(), a function of "
+    "a module, a state dict, or the path of a checkpoint; or call to_empty(device='cpu') and initialise it first"
+)
 
 
 @contextmanager
@@ -44,6 +49,7 @@ def untouched_on_failure(root: nn.Module) -> Iterator[None]:
 
 
 def _undo(module: nn.Module) -> Iterator[Callable[[], None]]:
+    yield _refill(vars(module))
     for own in (module._modules, module._parameters, module._buffers):
         yield _refill(own)
     for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -70,7 +76,10 @@ def _put_back(tensor: Tensor) -> Callable[[], None]:
     def put_back() -> None:
         if tensor.device == data.device:
             return
-        tensor.data = data
+        if data.is_meta:
+            swap_data(tensor, leaf_of(data, tensor.requires_grad))
+        else:
+            tensor.data = data
         if gradient is not None and held is not None:
             gradient.data = held
             tensor.grad = gradient

@@ -15,6 +15,7 @@ from ._arguments import Device, checked_sizes, parsed_device
 from ._container import expect_plain
 from ._devices import expect_movable, move, untouched_on_failure
 from ._graphs import expect_no_graphs
+from ._init import Means, expect_materializable, materialize
 from ._layers import refuse_more
 
 
@@ -135,6 +136,13 @@ def split_module(
 
     On any error no layer has moved.
     """
+    return divide(module, balance, devices, None)
+
+
+def divide(
+    module: nn.Sequential, balance: Iterable[int], devices: Sequence[Device], means: Means | None
+) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
+    """As :func:`split_module`; given ``means``, layers on ``meta`` get their data on their devices."""
     expect_sequential(module)
     balance = checked_balance(balance, len(module))
     verify_module(module, balance)
@@ -147,7 +155,10 @@ def split_module(
     partitions = nn.ModuleList(
         _partition(block, module.training) for block in _blocks(list(module._modules.items()), balance)
     )
-    _move(module, partitions, places)
+    if means is None:
+        _move(module, partitions, places)
+    else:
+        _materialize(module, partitions, places, means)
     return partitions, balance, places
 
 
@@ -166,6 +177,17 @@ def _move(module: nn.Module, partitions: nn.ModuleList, places: Sequence[torch.d
     with untouched_on_failure(module):
         for partition, place in zip(partitions, places, strict=True):
             move(partition, place)
+
+
+def _materialize(
+    module: nn.Sequential, partitions: nn.ModuleList, places: Sequence[torch.device], means: Means
+) -> None:
+    """Give each partition its data on its place, after a look at all of them."""
+    expect_materializable(dict(module.named_children()), places, means)
+    for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
+        expect_no_graphs(partition, place, j)
+    with untouched_on_failure(module):
+        materialize(partitions, places, means)
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:

@@ -1,0 +1,89 @@
+"""The layers of a pipe as parts of the model that they make up: its modules under its own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..._flatten._names import Part
+from ..._flatten._skeleton import is_placeholder
+from ..._flatten._standins import StandIn
+
+Layers = Mapping[str, nn.Module]
+
+
+class Owned(NamedTuple):
+    """A module of a layer.
+
+    Attributes:
+        path: its name in the model.
+        owner: the nearest model around it that initialises any of its modules, by ``_init_weights(module)``, as those
+            of Hugging Face do.
+    """
+
+    path: str
+    module: nn.Module
+    owner: Any
+
+    def named(self, name: str) -> str:
+        """The model's name of a tensor of this module."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers of the module itself."""
+        for own in (self.module._parameters, self.module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and not is_placeholder(tensor):
+                    yield name, tensor
+
+    def computed(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers that no state dict has."""
+        return ((name, t) for name, t in self.tensors() if name in self.module._non_persistent_buffers_set)
+
+
+def modules_of(layers: Layers) -> Iterator[Owned]:
+    """The modules of all layers, those inside of a module before it, as ``nn.Module.apply`` goes."""
+    for name in layers:
+        yield from modules_of_layer(layers, name)
+
+
+def modules_of_layer(layers: Layers, name: str) -> Iterator[Owned]:
+    """The same of one layer."""
+    layer = layers[name]
+    if isinstance(layer, Part):
+        return _walk(layer.path, layer.net, _owner_around(layers, layer.path))
+    return _walk(name, layer, None)
+
+
+def _walk(path: str, module: nn.Module, owner: Any) -> Iterator[Owned]:
+    if isinstance(module, StandIn):
+        return
+    owner = module if _initialises(module) else owner
+    for name, child in module.named_children():
+        yield from _walk(f"{path}.{name}" if path else name, child, owner)
+    yield Owned(path, module, owner)
+
+
+def _initialises(module: nn.Module) -> bool:
+    return callable(getattr(type(module), "_init_weights", None))
+
+
+def _owner_around(layers: Layers, path: str) -> Any:
+    """Of a block, which does not know the model around it: what the first segment has above it."""
+    first = next(iter(layers.values()))
+    module: nn.Module | None = first.net if isinstance(first, Part) else None
+    owner = None
+    for name in path.split("."):
+        if module is None or isinstance(module, StandIn):
+            break
+        owner = module if _initialises(module) else owner
+        module = module._modules.get(name)
+    return owner
+
+
+def names_of(layers: Layers, name: str) -> dict[str, Any]:
+    """What a state dict of the model has of one layer: tensors, themselves, and extra state, as it is."""
+    found: dict[str, Any] = layers[name].state_dict(prefix=f"{name}.", keep_vars=True)
+    return found
