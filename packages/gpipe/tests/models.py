@@ -308,7 +308,8 @@ class Recipe:
     stages: int
     rows: tuple[int, ...]
     chunks: int
-    checkpoint: str
+    checkpoint: str | tuple[str, ...]
+    """Of all stages, or of each."""
     dtype: torch.dtype
     training: bool
     input_needs_grad: bool
@@ -341,6 +342,10 @@ class Recipe:
         cuts = sorted((torch.randperm(layers - 1, generator=generator)[: stages - 1] + 1).tolist())
         return [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
 
+    def modes(self, stages: int) -> str | list[str]:
+        """How a pipe of so many stages is to checkpoint."""
+        return self.checkpoint if isinstance(self.checkpoint, str) else list(self.checkpoint[:stages])
+
     def batches(self) -> list[Tensor]:
         """A mini-batch for each entry of ``rows``, none of them a leaf, so that the first layer may work in place."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -372,6 +377,9 @@ def _in_order(recipe: Recipe, layers: Sequence[Sequence[nn.Module]]) -> list[nn.
     return order
 
 
+MODES = st.sampled_from(["never", "except_last", "always"])
+
+
 def recipes(parts: Sequence[str] = tuple(PARTS)) -> st.SearchStrategy[Recipe]:
     """Models out of ``parts``, small enough to shrink well."""
     kinds = st.sampled_from(["tensor", "tensor", "tuple", "dict"])
@@ -392,7 +400,7 @@ def _recipes(layers: list[tuple[str, str]]) -> st.SearchStrategy[Recipe]:
         stages=st.integers(1, 4),
         rows=st.lists(st.integers(1, 9), min_size=2, max_size=2).map(tuple),
         chunks=st.integers(1, 6),
-        checkpoint=st.sampled_from(["never", "except_last", "always"]),
+        checkpoint=MODES | st.tuples(MODES, MODES, MODES, MODES),
         dtype=st.sampled_from([torch.float64, torch.float64, torch.float32]),
         training=st.sampled_from([True, True, True, False]),
         input_needs_grad=st.booleans(),

@@ -66,7 +66,11 @@ def test_layers_that_overwrite_what_is_needed_give_the_right_gradient_or_an_erro
 @given(recipes())
 def test_modes_agree_about_random_numbers(recipe: Recipe):
     """Not only nearly: checkpointing repeats the same kernels, and threads change no order of sums."""
-    ways = [*((mode, True) for mode in MODES), ("never", False), (recipe.checkpoint, False)]
+    ways = [
+        *((mode, True) for mode in MODES),
+        ("never", False),
+        (recipe.modes(len(recipe.balance(len(recipe.model())))), False),
+    ]
     recipe = replace(recipe, training=True, checkpoint="always")
     results = [lived(recipe, mode, inline) for mode, inline in ways]
     for result in results[1:]:
@@ -107,14 +111,14 @@ MODES = ("never", "except_last", "always")
 class piped:  # noqa: N801
     """A pipe of a copy of ``model``, closed in the end."""
 
-    def __init__(self, recipe: Recipe, model: nn.Sequential, checkpoint: str | None = None) -> None:
+    def __init__(self, recipe: Recipe, model: nn.Sequential, checkpoint: str | list[str] | None = None) -> None:
         balance = recipe.balance(len(model))
         self.pipe = GPipe(
             copy.deepcopy(model),
             balance,
             devices=["cpu"] * len(balance),
             chunks=recipe.chunks,
-            checkpoint=checkpoint or recipe.checkpoint,
+            checkpoint=checkpoint or recipe.modes(len(balance)),
             deferred_batch_norm=recipe.deferred,
         )
 
@@ -195,7 +199,7 @@ def step(model: nn.Module) -> None:
                 parameter.sub_(parameter.grad, alpha=0.1)
 
 
-def lived(recipe: Recipe, checkpoint: str, inline: bool) -> list[dict[str, Any]]:
+def lived(recipe: Recipe, checkpoint: str | list[str], inline: bool) -> list[dict[str, Any]]:
     """What two steps of training leave behind."""
     results = []
     with piped(recipe, recipe.model(), checkpoint) as pipe, gpipe.inline() if inline else nullcontext():

@@ -124,7 +124,7 @@ def pipe_of(recipe: Recipe, way: Way, model: nn.Sequential, checkpoint: str | No
         balance,
         devices=way.devices(len(balance)),
         chunks=recipe.chunks,
-        checkpoint=checkpoint or recipe.checkpoint,
+        checkpoint=checkpoint or recipe.modes(len(balance)),
         deferred_batch_norm=recipe.deferred,
     )
 

@@ -24,8 +24,15 @@ from .engine._loss import LossFunction, LossStage
 from .engine._pipeline import Pipeline
 from .engine._stage import stages_of
 from .engine._workers import Workers
-from .module._arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
-from .module._arguments import Device, checked_checkpoint, checked_chunks, checked_devices, checked_flag, checked_sizes
+from .module._arguments import (
+    Device,
+    checked_checkpoint,
+    checked_chunks,
+    checked_devices,
+    checked_flag,
+    checked_modes,
+    checked_sizes,
+)
 from .module._devices import (
     device_map,
     expect_movable,
@@ -43,7 +50,7 @@ from .module._partition import BalanceError, divide, expect_sequential, recommen
 from .module._rows import expect_same_rows
 from .module._signature import class_for
 from .module._transforms import not_compiled, refuse_transforms
-from .schedule import Choice, Schedule
+from .schedule import Choice, Schedule, checkpoint_stops
 from .skip import inspect_skip_layout, verify_skippables
 from .timeline._chooser import Chooser, Size
 from .transport._copy import CopyStreams
@@ -68,7 +75,8 @@ class GPipe(nn.Module):
             each partition where there are none.
         chunks: how many micro-batches to cut a mini-batch into. As with ``torch.chunk``, a small one gives fewer.
         checkpoint: which micro-batches keep only their inputs between forward and backward and compute the rest again:
-            ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. Evaluation checkpoints nothing.
+            ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none; or a list with one of these for each
+            partition. Evaluation checkpoints nothing.
         deferred_batch_norm: let batch norm update its running statistics once a mini-batch, to those of the whole of it
             (:class:`DeferredBatchNorm`).
         in_spec: how the input is cut, where its rows are not on dimension 0: :class:`microbatch.Split`,
@@ -86,7 +94,7 @@ class GPipe(nn.Module):
         balance: layers of each partition, a list of int.
         devices: the device of each partition, a list of ``torch.device``.
         chunks: int.
-        checkpoint: str.
+        checkpoint: str, or a list of str with one for each partition, as it was given.
         partitions: an ``nn.ModuleList`` of ``nn.Sequential``: the same layers under the same names, by partition.
 
     Raises:
@@ -111,7 +119,7 @@ class GPipe(nn.Module):
     _balance: list[int]
     _devices: list[torch.device]
     _chunks: int
-    _checkpoint: str
+    _checkpoint: str | list[str]
     _partitions: nn.ModuleList
     _deferred: bool
     _pipeline: Pipeline
@@ -127,7 +135,7 @@ class GPipe(nn.Module):
         sample: Any = None,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: str | Iterable[str] = "except_last",
         deferred_batch_norm: bool = False,
         in_spec: Any = None,
         out_spec: Any = None,
@@ -138,7 +146,7 @@ class GPipe(nn.Module):
         self.in_spec = in_spec
         self.out_spec = out_spec
         self.chunks = chunks
-        self.checkpoint = checkpoint
+        checkpoint = checked_checkpoint(checkpoint)
         self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
         module = _sequential(module, sample)
         if balance is None:
@@ -146,6 +154,7 @@ class GPipe(nn.Module):
         sizes = checked_sizes(balance, len(module))
         places: Sequence[Device] = checked_devices(devices, len(sizes))
         verify_skippables(module)
+        self.__dict__["_checkpoint"] = checked_modes(checkpoint, len(sizes))
         with untouched_on_failure(module):
             partitions, self.__dict__["_balance"], self.__dict__["_devices"] = divide(module, sizes, places, means)
             if self._deferred:
@@ -179,13 +188,15 @@ class GPipe(nn.Module):
         self.__dict__["_chunks"] = checked_chunks(chunks)
 
     @property
-    def checkpoint(self) -> str:
-        """Which micro-batches are checkpointed; may be set, for the runs that begin afterwards."""
-        return self._checkpoint
+    def checkpoint(self) -> str | list[str]:
+        """Which micro-batches are checkpointed: a mode, or a list with one for each partition. May be set, for the runs
+        that begin afterwards.
+        """
+        return self._checkpoint if isinstance(self._checkpoint, str) else list(self._checkpoint)
 
     @checkpoint.setter
-    def checkpoint(self, mode: str) -> None:
-        self.__dict__["_checkpoint"] = checked_checkpoint(mode)
+    def checkpoint(self, mode: str | Iterable[str]) -> None:
+        self.__dict__["_checkpoint"] = checked_modes(checked_checkpoint(mode), len(self._balance))
 
     @property
     def last_schedule(self) -> Choice | None:
@@ -218,7 +229,7 @@ class GPipe(nn.Module):
         if not self._devices:
             return inputs
         batches, versions = self._scatter(inputs, spec)
-        outputs = self._pipeline.forward(batches, self._checkpoint_stop(len(batches)), versions)
+        outputs = self._pipeline.forward(batches, self._checkpoint_stops(len(batches)), versions)
         return gathered(outputs, [batch.rows for batch in batches], self.out_spec)
 
     @overload
@@ -436,11 +447,11 @@ class GPipe(nn.Module):
         return reattach(value, views, spec), versions
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
-        stop = self._checkpoint_stop(len(batches))
+        stops = self._checkpoint_stops(len(batches))
         # One thread at a time learns what cells take, too.
         with self._workers.section.entered(accumulates=True):
-            plan = self._chooser.plan(schedule, batches, Size(len(batches), self._pipeline.placement, stop))
-            self._pipeline.train(batches, stop, loss, plan.schedule, plan.recorder)
+            plan = self._chooser.plan(schedule, batches, Size(len(batches), self._pipeline.placement, stops))
+            self._pipeline.train(batches, stops, loss, plan.schedule, plan.recorder)
             self._chooser.learn(plan)
 
     def _prepare(self) -> None:
@@ -492,11 +503,10 @@ class GPipe(nn.Module):
     def _whole(self) -> nn.Sequential:
         return nn.Sequential(OrderedDict(self.named_children()))
 
-    def _checkpoint_stop(self, microbatches: int) -> int:
-        """The first micro-batch that is not checkpointed."""
-        if not self.training:
-            return 0
-        return {"always": microbatches, "except_last": microbatches - 1, "never": 0}[self._checkpoint]
+    def _checkpoint_stops(self, microbatches: int) -> tuple[int, ...]:
+        """For each partition, the first micro-batch that is not checkpointed."""
+        stages = len(self._balance)
+        return checkpoint_stops(self._checkpoint if self.training else "never", microbatches, stages)
 
 
 def _sequential(module: nn.Module, sample: Any) -> nn.Sequential:

@@ -14,6 +14,7 @@ from .engine import _pipeline
 from .engine._stage import stages_of
 from .engine._workers import Workers
 from .module._arguments import numbered
+from .schedule._modes import Stops, stop_of_each
 from .skip import SkipLayout, inspect_skip_layout
 from .transport._copy import CopyStreams
 from .values._aliases import unpacked
@@ -32,7 +33,8 @@ class Pipeline:
         copy_streams: ``copy_streams[j][0]`` is the stream on which everything comes to and goes from the device of
             partition j; if not given, new ones, one for each direction.
         skip_layout: which skips go from where to where; found out if not given.
-        checkpoint_stop: micro-batches below it are checkpointed: recomputed when their backward comes.
+        checkpoint_stop: micro-batches below it are checkpointed: recomputed when their backward comes. A number, or
+            one for each partition.
 
     Raises:
         ValueError: there are not as many devices, or copy streams, as partitions.
@@ -50,11 +52,11 @@ class Pipeline:
         devices: Sequence[torch.device] | None = None,
         copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
         skip_layout: SkipLayout | None = None,
-        checkpoint_stop: int = 0,
+        checkpoint_stop: Stops = 0,
     ) -> None:
         _refuse_other_lengths(len(partitions), devices=devices, copy_streams=copy_streams)
         self.batches = batches
-        self._checkpoint_stop = checkpoint_stop
+        self._checkpoint_stops = stop_of_each(checkpoint_stop, len(partitions))
         places = (
             [torch.device("cpu")] * len(partitions) if devices is None else [numbered(device) for device in devices]
         )
@@ -73,7 +75,7 @@ class Pipeline:
             Whatever a layer raises, with a note that says where; of several failures, the earliest in the schedule.
             Then ``batches`` are as before.
         """
-        outputs = self._pipeline.forward(list(self.batches), self._checkpoint_stop, Versions())
+        outputs = self._pipeline.forward(list(self.batches), self._checkpoint_stops, Versions())
         self.batches[:] = [Batch(unpacked(guarded(batch).value)) for batch in outputs]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from blockpartition import Infeasible, Mode, Stage, partition, place
 from profiler import profile, profile_seconds, profile_sizes
 
-from ..module._arguments import checked_checkpoint
+from ..module._arguments import checked_mode
 from ..schedule import in_flight, named
 
 Device = torch.device | int | str
@@ -126,7 +126,7 @@ def balance_by_size(
     if schedule is None:
         return _balance(profile_sizes(module, input, chunks, param_scale, device), partitions, cuts)
     held = _held(schedule, chunks, partitions)
-    mode = _MODES[checked_checkpoint(checkpoint)]
+    mode = _MODES[checked_mode(checkpoint)]
     found = profile(module, input, chunks=chunks, device=device, loss_fn=loss_fn, target=target, timeout=1e-3)
     boundary = [0, *(layer.output_bytes for layer in found.layers[:-1])]  # the caller has the input anyhow
     memory = [round(param_scale * layer.parameter_bytes) for layer in found]

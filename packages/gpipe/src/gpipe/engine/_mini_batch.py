@@ -23,7 +23,7 @@ class MiniBatch:
     Args:
         stages: that it goes through.
         placement: the worker of each stage.
-        checkpoint_stop: micro-batches below it are checkpointed, if a backward will come.
+        checkpoint_stops: of each stage; micro-batches below it are checkpointed, if a backward will come.
         loss: where micro-batches turn around, if they do so inside the run.
 
     Attributes:
@@ -40,13 +40,13 @@ class MiniBatch:
         stages: Sequence[Stage],
         placement: tuple[int, ...],
         microbatches: int,
-        checkpoint_stop: int,
+        checkpoint_stops: tuple[int, ...],
         loss: LossStage | None,
     ) -> None:
         self.placement = placement
         self.microbatches = microbatches
         self.keeps = torch.is_grad_enabled()
-        self.checkpoint_stop = checkpoint_stop if self.keeps else 0
+        self.checkpoint_stops = checkpoint_stops if self.keeps else (0,) * len(stages)
         self.context = callers_context()
         self.rng = RunRNG()
         self.loss = loss

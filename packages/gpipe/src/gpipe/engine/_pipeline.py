@@ -62,7 +62,7 @@ class Pipeline:
         """The worker of each stage, in a run that begins here and now."""
         return (0,) * len(self.stages) if settings().inline else self.workers.placement
 
-    def forward(self, batches: Sequence[Batch], checkpoint_stop: int, versions: Versions) -> list[Batch]:
+    def forward(self, batches: Sequence[Batch], checkpoint_stops: tuple[int, ...], versions: Versions) -> list[Batch]:
         """Put each micro-batch through all stages; the outputs, in the caller's graph.
 
         What a layer raises reaches the caller as it is, with a note that says where; of several failures, the earliest
@@ -70,12 +70,13 @@ class Pipeline:
 
         Args:
             batches: the micro-batches, on the first device.
-            checkpoint_stop: micro-batches below it are checkpointed: recomputed when their backward comes.
+            checkpoint_stops: of each stage; micro-batches below it are checkpointed: recomputed when their backward
+                comes.
             versions: how in-place changes of the micro-batches and of what they were cut from reach each other.
         """
         entering = _entering(batches)
         with self.workers.section.entered():
-            run = Run(self, len(batches), checkpoint_stop)
+            run = Run(self, len(batches), checkpoint_stops)
             outputs = run.forward(entering)
             versions.sync()
         # Several are copied when they are put together.
@@ -87,7 +88,7 @@ class Pipeline:
     def train(
         self,
         batches: Sequence[Batch],
-        checkpoint_stop: int,
+        checkpoint_stops: tuple[int, ...],
         loss: LossStage,
         schedule: Schedule | Choice,
         observer: Observer | None = None,
@@ -102,7 +103,7 @@ class Pipeline:
             observer: wants to know of this run, unless somebody does who wants to know of every run.
         """
         with self.workers.section.entered(accumulates=True):
-            run = Run(self, len(batches), checkpoint_stop, loss, observer)
+            run = Run(self, len(batches), checkpoint_stops, loss, observer)
             walk = walk_of(schedule, run.mini_batch)
             refuse_data_parallel(run.mini_batch.kept_nodes)
             before = _Gradients([p for stage in self.stages for p in stage.module.parameters()])

@@ -42,7 +42,7 @@ class Run:
     Args:
         pipeline: whose stages and workers these are.
         microbatches: how many there are.
-        checkpoint_stop: micro-batches below it are checkpointed.
+        checkpoint_stops: of each stage; micro-batches below it are checkpointed.
         loss: where micro-batches turn around, if they do so inside the run.
         observer: wants to know of this run, unless somebody does who wants to know of every run.
     """
@@ -51,13 +51,13 @@ class Run:
         self,
         pipeline: Pipeline,
         microbatches: int,
-        checkpoint_stop: int,
+        checkpoint_stops: tuple[int, ...],
         loss: LossStage | None = None,
         observer: Observer | None = None,
     ) -> None:
         stages, chosen = pipeline.stages, settings()
         observer = chosen.observer or observer
-        self.mini_batch = MiniBatch(stages, pipeline.placement, microbatches, checkpoint_stop, loss)
+        self.mini_batch = MiniBatch(stages, pipeline.placement, microbatches, checkpoint_stops, loss)
         self._loss_draws = pipeline.loss_draws
         if loss is not None:
             loss.begin(self.mini_batch.rng, stages[-1].numbers.stop, pipeline.loss_draws)

@@ -50,6 +50,7 @@ class StageRunner:
         self._arrival = arrival
         self._departure = departure
         self._grown = mini_batch.accumulated_outside(stage)
+        self._checkpoint_stop = mini_batch.checkpoint_stops[stage.index]
         self._begun = False
         self._recompute_context = RecomputeContext(stage, mini_batch.context, mini_batch.rng)
         self._cells: dict[int, Cell] = {}
@@ -133,7 +134,7 @@ class StageRunner:
 
     def _cell(self, i: int) -> Cell:
         stage = self.stage
-        checkpointed = i < self._mini_batch.checkpoint_stop
+        checkpointed = i < self._checkpoint_stop
         random: CellRNG | None = None
         drawing = stage.draws.drawing
         unsure = checkpointed and stage.on_accelerator  # of its draws nothing is seen unless they are followed

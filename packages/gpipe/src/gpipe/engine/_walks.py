@@ -16,7 +16,7 @@ class Size(Protocol):
 
     Attributes:
         microbatches: how many there are.
-        checkpoint_stop: micro-batches below it are checkpointed.
+        checkpoint_stops: of each stage; micro-batches below it are checkpointed.
         placement: the worker of each stage.
     """
 
@@ -24,7 +24,7 @@ class Size(Protocol):
     def microbatches(self) -> int: ...
 
     @property
-    def checkpoint_stop(self) -> int: ...
+    def checkpoint_stops(self) -> tuple[int, ...]: ...
 
     @property
     def placement(self) -> tuple[int, ...]: ...
@@ -32,7 +32,7 @@ class Size(Protocol):
 
 def forwards_and_backwards(size: Size) -> tuple[Walk, Walk]:
     """What the workers do before the caller gets the outputs, and after it gave the gradients."""
-    return _halves(size.microbatches, size.checkpoint_stop, size.placement)
+    return _halves(size.microbatches, size.checkpoint_stops, size.placement)
 
 
 def walk_of(schedule: Schedule | Choice, size: Size) -> Walk:
@@ -40,28 +40,28 @@ def walk_of(schedule: Schedule | Choice, size: Size) -> Walk:
 
     Raises ValueError if it does not fit.
     """
-    key = size.microbatches, size.checkpoint_stop, size.placement
+    key = size.microbatches, size.checkpoint_stops, size.placement
     if isinstance(schedule, Choice):
         return _named(schedule.name, schedule.split, *key)
     return _own(schedule, *key)
 
 
 @lru_cache(maxsize=16)
-def _own(schedule: Schedule, microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]) -> Walk:
+def _own(schedule: Schedule, microbatches: int, stops: tuple[int, ...], placement: tuple[int, ...]) -> Walk:
     validate(schedule, microbatches, placement)
-    return schedule.recomputing(checkpoint_stop).on(placement)
+    return schedule.recomputing(stops).on(placement)
 
 
 @lru_cache(maxsize=64)
-def _halves(microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]) -> tuple[Walk, Walk]:
+def _halves(microbatches: int, stops: tuple[int, ...], placement: tuple[int, ...]) -> tuple[Walk, Walk]:
     """What the workers do before the caller gets the outputs, and after it gave the gradients."""
-    forwards, backwards = halves(fill_drain(microbatches, len(placement), checkpoint_stop))
+    forwards, backwards = halves(fill_drain(microbatches, len(placement), stops))
     return forwards.on(placement), backwards.on(placement)
 
 
 @lru_cache(maxsize=64)
 def _named(
-    name: str, split: tuple[int, ...], microbatches: int, checkpoint_stop: int, placement: tuple[int, ...]
+    name: str, split: tuple[int, ...], microbatches: int, stops: tuple[int, ...], placement: tuple[int, ...]
 ) -> Walk:
     if name == "interleaved" and 1 < len(placement) == len(set(placement)):
         _log.warning(  # once for each number of stages and micro-batches: what this returns is kept
@@ -70,4 +70,4 @@ def _named(
             "devices=[0, 1, 0, 1], or on the CPU devices=['cpu:0', 'cpu:1'] * 2",
             len(placement),
         )
-    return named(name, microbatches, placement, checkpoint_stop, split).on(placement)
+    return named(name, microbatches, placement, stops, split).on(placement)

@@ -12,10 +12,9 @@ import torch
 from streams import current_stream, has_streams, new_stream, record_event, wait_event
 
 from .._meant import did_you_mean
+from ..schedule import CHECKPOINT_MODES
 
 Device = torch.device | int | str
-
-CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 def checked_chunks(chunks: Any) -> int:
@@ -33,14 +32,29 @@ def checked_chunks(chunks: Any) -> int:
     return number
 
 
-def checked_checkpoint(mode: Any) -> str:
+def checked_checkpoint(checkpoint: Any) -> str | list[str]:
+    """``checkpoint`` as one of :data:`CHECKPOINT_MODES`, or a list of these."""
+    if isinstance(checkpoint, (list, tuple)):
+        return [checked_mode(mode, f"checkpoint[{j}]") for j, mode in enumerate(checkpoint)]
+    return checked_mode(checkpoint, "checkpoint")
+
+
+def checked_mode(mode: Any, name: str = "checkpoint") -> str:
     """``mode`` as a str, one of :data:`CHECKPOINT_MODES`."""
-    name = str(mode)
-    if name not in CHECKPOINT_MODES:
+    text = str(mode)
+    if text not in CHECKPOINT_MODES:
+        raise ValueError(f"{name} is not one of {', '.join(map(repr, CHECKPOINT_MODES))}: {text!r}{_meant(mode, text)}")
+    return text
+
+
+def checked_modes(checkpoint: str | list[str], partitions: int) -> str | list[str]:
+    """``checkpoint``, if it is one mode, or as many as ``partitions``."""
+    if not isinstance(checkpoint, str) and len(checkpoint) != partitions:
         raise ValueError(
-            f"checkpoint is not one of {', '.join(map(repr, CHECKPOINT_MODES))}: {name!r}{_meant(mode, name)}"
+            f"checkpoint must be one mode, or a list of one for each of the {partitions} partitions; got "
+            f"{len(checkpoint)}: {checkpoint!r}"
         )
-    return name
+    return checkpoint
 
 
 def _meant(mode: Any, name: str) -> str:

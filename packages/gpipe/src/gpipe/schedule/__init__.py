@@ -29,6 +29,9 @@ from ._choice import choose as choose
 from ._choice import worth_splitting as worth_splitting
 from ._merge import merge as merge
 from ._merge import start_ticks as start_ticks
+from ._modes import CHECKPOINT_MODES as CHECKPOINT_MODES
+from ._modes import Stops as Stops
+from ._modes import checkpoint_stops as checkpoint_stops
 from ._named import SCHEDULES as SCHEDULES
 from ._named import named as named
 from ._replay import Span as Span
@@ -38,6 +41,7 @@ from ._validate import in_flight as in_flight
 from ._validate import validate as validate
 
 __all__ = [
+    "CHECKPOINT_MODES",
     "SCHEDULES",
     "SPLIT_SECONDS",
     "TIE",
@@ -49,7 +53,9 @@ __all__ = [
     "Seconds",
     "Span",
     "Step",
+    "Stops",
     "Walk",
+    "checkpoint_stops",
     "choose",
     "clock_cycles",
     "fill_drain",

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 
 from ._actions import Action, Kind, Program, Step
+from ._modes import Stops, stop_of_each
+from ._orders import Order, drained, one_by_one, split_one_by_one
 from ._schedule import Schedule
+
+Making = Callable[[int], Order]
+"""Makes the order of the stage of a number."""
 
 
 def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
@@ -22,11 +27,11 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
         yield [(tick - j, j) for j in range(first, min(tick + 1, stages))]
 
 
-def fill_drain(microbatches: int, stages: int, checkpoint_stop: int = 0) -> Schedule:
+def fill_drain(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Schedule:
     """All forwards, then all backwards in reverse; holds every micro-batch at once (GPipe, arXiv 1811.06965).
 
-    Micro-batches below ``checkpoint_stop`` are checkpointed. Their graph is rebuilt just before their backward, in
-    the time a stage would otherwise wait for the gradient::
+    Micro-batches below ``checkpoint_stop``, a number or one for each stage, are checkpointed. Their graph is rebuilt
+    just before their backward, in the time a stage would otherwise wait for the gradient::
 
         F0 F1 F2 .  .  .  R2 B2 R1 B1 R0 B0
         .  F0 F1 F2 R2 B2 R1 B1 R0 B0 .  .
@@ -34,12 +39,15 @@ def fill_drain(microbatches: int, stages: int, checkpoint_stop: int = 0) -> Sche
     >>> print(fill_drain(2, 1, checkpoint_stop=1))
     F0 F1 B1 R0 B0
     """
-    forwards = [Action(Kind.FORWARD, i) for i in range(microbatches)]
-    backwards = [action for i in reversed(range(microbatches)) for action in _backward(i, checkpoint_stop)]
-    return Schedule([(*forwards, *backwards)] * stages)
+    return _schedule(drain_orders(microbatches, stages, checkpoint_stop), stages)
 
 
-def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: int = 0) -> Schedule:
+def drain_orders(microbatches: int, stages: int, checkpoint_stop: Stops) -> Making:
+    stops = stop_of_each(checkpoint_stop, stages)
+    return lambda j: drained(microbatches, stops[j])
+
+
+def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Schedule:
     """Backwards as soon as they can be: as fast as fill-drain, with stage j holding n − j micro-batches at most.
 
     Source: PipeDream-Flush (Narayanan et al., arXiv 2006.09503)::
@@ -47,19 +55,15 @@ def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: in
         F0 F1 F2 .  B0 F3 B1 .  B2 .  B3
         .  F0 F1 B0 F2 B1 F3 B2 .  B3 .
     """
-    return Schedule(_one_by_one(microbatches, stages - j, checkpoint_stop) for j in range(stages))
+    return _schedule(one_by_one_orders(microbatches, stages, checkpoint_stop), stages)
 
 
-def _one_by_one(microbatches: int, in_flight: int, checkpoint_stop: int) -> Iterator[Action]:
-    ahead = min(in_flight, microbatches)
-    yield from (Action(Kind.FORWARD, i) for i in range(ahead))
-    for i in range(microbatches):
-        yield from _backward(i, checkpoint_stop)
-        if i + ahead < microbatches:
-            yield Action(Kind.FORWARD, i + ahead)
+def one_by_one_orders(microbatches: int, stages: int, checkpoint_stop: Stops) -> Making:
+    stops = stop_of_each(checkpoint_stop, stages)
+    return lambda j: one_by_one(microbatches, stages - j, stops[j])
 
 
-def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: int = 0) -> Schedule:
+def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0) -> Schedule:
     """1F1B with several stages a worker, stage j on worker j mod k: a bubble as many times smaller.
 
     A group of k micro-batches goes through the first stage of every worker, then through the second ones, and so on.
@@ -75,16 +79,17 @@ def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: i
             f"interleaving deals the same number of stages to every worker: {stages} stages do not go evenly on "
             f"{workers} workers; choose a balance with a multiple of {workers} partitions"
         )
-    walk = tuple(tuple(_interleaved(microbatches, stages, workers, r, checkpoint_stop)) for r in range(workers))
+    stops = stop_of_each(checkpoint_stop, stages)
+    walk = tuple(tuple(_interleaved(microbatches, workers, r, stops)) for r in range(workers))
     programs = [[s.action for s in walk[j % workers] if s.stage == j] for j in range(stages)]
     return Schedule(programs, walk)
 
 
-def _interleaved(microbatches: int, stages: int, workers: int, r: int, checkpoint_stop: int) -> Iterator[Step]:
+def _interleaved(microbatches: int, workers: int, r: int, stops: Sequence[int]) -> Iterator[Step]:
     # Groups are whole, and steps of micro-batches that do not exist are left out: what remains is still in an order
     # that some run of the whole takes.
     groups = [range(first, first + workers) for first in range(0, microbatches, workers)]
-    own = range(r, stages, workers)
+    own = range(r, len(stops), workers)
     forwards = [(j, i) for group in groups for j in own for i in group]
     backwards = [(j, i) for group in groups for j in reversed(own) for i in group]
     ahead = min(len(forwards), 2 * (workers - r - 1) + (len(own) - 1) * workers)
@@ -93,11 +98,13 @@ def _interleaved(microbatches: int, stages: int, workers: int, r: int, checkpoin
     for j, i in backwards:
         yield from (Step(k, Action(Kind.FORWARD, h)) for k, h in islice(rest, 1) if h < microbatches)
         if i < microbatches:
-            yield from (Step(j, action) for action in _backward(i, checkpoint_stop))
+            if i < stops[j]:
+                yield Step(j, Action(Kind.RECOMPUTE, i))
+            yield Step(j, Action(Kind.BACKWARD, i))
 
 
 def zero_bubble(
-    microbatches: int, stages: int, checkpoint_stop: int = 0, split: Collection[int] | None = None
+    microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None
 ) -> Schedule:
     """1F1B with the backward split: the gradient of the input goes on at once, those of the weights fill the bubble.
 
@@ -111,30 +118,24 @@ def zero_bubble(
         F0 F1 .  I0 W0 F2 I1 W1 I2 W2
         .  F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
-    return Schedule(
-        _one_by_one(microbatches, stages - j, checkpoint_stop)
-        if split is not None and j not in split
-        else _split_one_by_one(microbatches, stages, j, checkpoint_stop)
-        for j in range(stages)
-    )
+    return _schedule(split_orders(microbatches, stages, checkpoint_stop, split), stages)
 
 
-def _split_one_by_one(microbatches: int, stages: int, j: int, checkpoint_stop: int) -> Iterator[Action]:
-    ahead = min(stages - j, microbatches)
-    yield from (Action(Kind.FORWARD, i) for i in range(ahead))
-    for i in range(microbatches):
-        yield from _backward(i, checkpoint_stop, Kind.BACKWARD_INPUT)
-        if i >= j:
-            yield Action(Kind.BACKWARD_WEIGHT, i - j)
-        if i + ahead < microbatches:
-            yield Action(Kind.FORWARD, i + ahead)
-    yield from (Action(Kind.BACKWARD_WEIGHT, i) for i in range(max(0, microbatches - j), microbatches))
+def split_orders(
+    microbatches: int, stages: int, checkpoint_stop: Stops, split: Collection[int] | None = None
+) -> Making:
+    stops = stop_of_each(checkpoint_stop, stages)
+
+    def order(j: int) -> Order:
+        if split is not None and j not in split:
+            return one_by_one(microbatches, stages - j, stops[j])
+        return split_one_by_one(microbatches, stages - j, j, stops[j])
+
+    return order
 
 
-def _backward(i: int, checkpoint_stop: int, kind: Kind = Kind.BACKWARD) -> Iterator[Action]:
-    if i < checkpoint_stop:
-        yield Action(Kind.RECOMPUTE, i)
-    yield Action(kind, i)
+def _schedule(order: Making, stages: int) -> Schedule:
+    return Schedule(map(Action._make, order(j)) for j in range(stages))
 
 
 def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:

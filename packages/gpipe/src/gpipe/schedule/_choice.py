@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ._actions import Kind, Step
+from ._modes import Stops
 from ._named import named
 from ._replay import replay
 
@@ -56,7 +57,7 @@ def worth_splitting(seconds: Seconds, stages: Collection[int]) -> tuple[int, ...
 
 
 def choose(
-    microbatches: int, placement: Sequence[int], checkpoint_stop: int, seconds: Seconds, may_split: Collection[int]
+    microbatches: int, placement: Sequence[int], checkpoint_stop: Stops, seconds: Seconds, may_split: Collection[int]
 ) -> Choice:
     """The fastest of 1F1B, zero bubble and fill-drain; of those that tie, the one that holds the least.
 
@@ -65,7 +66,7 @@ def choose(
 
     Args:
         placement: the worker of each stage.
-        checkpoint_stop: micro-batches below it are checkpointed.
+        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
         seconds: what was measured. 1F1B is the choice unless the forward and backward of every stage are there.
         may_split: the stages whose backward can be split with any use.
 
@@ -83,7 +84,7 @@ def choose(
 
 
 def _makespan(
-    name: str, microbatches: int, placement: Sequence[int], stop: int, split: Collection[int], seconds: Seconds
+    name: str, microbatches: int, placement: Sequence[int], stop: Stops, split: Collection[int], seconds: Seconds
 ) -> float:
     walk = named(name, microbatches, placement, stop, split).on(placement)
     spans = replay(walk, lambda step: _seconds(seconds, step))

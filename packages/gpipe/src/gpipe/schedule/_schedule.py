@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ._actions import Action, Kind, Program, Step, Walk
 from ._merge import deal, merge
+from ._modes import Stops, stop_of_each
 
 
 class Schedule(tuple[Program, ...]):
@@ -77,17 +78,18 @@ class Schedule(tuple[Program, ...]):
             return merge(self, placement)
         return self.walk if _places(self.walk) == dict(enumerate(placement)) else deal(self.walk, placement)
 
-    def recomputing(self, checkpoint_stop: int) -> Schedule:
+    def recomputing(self, checkpoint_stop: Stops) -> Schedule:
         """The same with a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
 
-        Where there is one already, it stays where it is.
+        That is a number, or one for each stage. Where there is one already, it stays where it is.
 
         >>> print(Schedule.parse("F0 F1 B0 B1").recomputing(1))
         F0 F1 R0 B0 B1
         """
+        stops = stop_of_each(checkpoint_stop, len(self))
         walk = self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
         present = {step for own in walk for step in own}
-        steps = [[each for step in own for each in _recomputing(step, present, checkpoint_stop)] for own in walk]
+        steps = [[each for step in own for each in _recomputing(step, present, stops[step.stage])] for own in walk]
         programs = [[s.action for own in steps for s in own if s.stage == j] for j in range(len(self))]
         return Schedule(programs, None if self.walk is None else tuple(map(tuple, steps)))
 
@@ -112,10 +114,10 @@ def _read(word: str, worker: int, line: int) -> Step:
     return Step(worker if stage is None else int(stage), Action(kind, int(microbatch)))
 
 
-def _recomputing(step: Step, present: set[Step], checkpoint_stop: int) -> Iterator[Step]:
+def _recomputing(step: Step, present: set[Step], stop: int) -> Iterator[Step]:
     stage, (kind, i) = step
     needed = Step(stage, Action(Kind.RECOMPUTE, i))
-    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and i < checkpoint_stop and needed not in present:
+    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and i < stop and needed not in present:
         yield needed
     yield step
 

@@ -30,12 +30,12 @@ class Size(NamedTuple):
     Attributes:
         microbatches: how many there are.
         placement: the worker of each stage.
-        checkpoint_stop: micro-batches below it are checkpointed.
+        checkpoint_stops: of each stage; micro-batches below it are checkpointed.
     """
 
     microbatches: int
     placement: tuple[int, ...]
-    checkpoint_stop: int
+    checkpoint_stops: tuple[int, ...]
 
 
 class Situation(NamedTuple):

@@ -9,19 +9,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from profiler import LayerProfile, Profile
 
-from ..schedule import Kind, Program, Schedule, Step, replay
+from ..schedule import Kind, Program, Schedule, Step, checkpoint_stops, named, replay
+from ..schedule._makespan import Lane
+from ..schedule._makespan import makespan as replayed
+from ..schedule._named import lanes
 from ._events import Event
+from ._hops import Transfer, hop_seconds
 from ._timeline import Timeline
 
-__all__ = ["StageCost", "simulate", "stage_costs"]
-
-Transfer = float | Callable[[int], float]
+__all__ = ["StageCost", "makespan", "simulate", "stage_costs"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,11 @@ class StageCost:
 
 
 def simulate(
-    schedule: Sequence[Program],
+    schedule: Sequence[Program] | str,
     costs: Sequence[StageCost],
     *,
+    microbatches: int | None = None,
+    checkpoint: str | Sequence[str] | None = None,
     placement: Sequence[int] | None = None,
     transfer: Transfer = 0.0,
 ) -> Timeline:
@@ -90,23 +94,35 @@ def simulate(
     with these costs and this order can be faster, and a run with any lower cost takes no longer.
 
     Args:
-        schedule: the program of each stage.
+        schedule: the program of each stage, or the name of a schedule.
         costs: of each stage.
+        microbatches: how many there are, for a schedule by its name.
+        checkpoint: as of :class:`gpipe.GPipe`, a mode or one for each stage: micro-batches that it names and that the
+            schedule does not recompute are recomputed just before their backwards. By default as ``schedule`` says.
         placement: the worker of each stage; by default the schedule's own, or else a worker for each stage.
-        transfer: the seconds from worker to worker, or a function that gives them for a number of bytes. Links carry
+        transfer: the seconds from worker to worker; or a function that gives them for a number of bytes, such as a
+            :class:`gpipe.simulate.Link`; or a list of either, one for each link from a stage to the next. Links carry
             any number of things at once, and keep no worker from working.
 
-    Raises ValueError if the numbers of stages differ, or the workers would wait for each other for ever.
+    Returns:
+        The timeline.
+
+    Raises:
+        ValueError: the numbers of stages differ, the workers would wait for each other for ever, or ``microbatches``
+            is missing, or given for a schedule that has its own.
+
+    >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=["always", "never"]).makespan)
+    17.0
     """
-    schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
-    place = _placement(schedule) if placement is None else list(placement)
-    _expect_one_each(schedule, costs, place)
+    given = placement
+    schedule = _schedule(schedule, len(costs), microbatches, checkpoint, placement)
+    place = _placement(schedule) if given is None else list(given)
+    _expect_one_each(schedule, costs=costs, placement=place)
     boundary = [_crossing(costs, place, j) for j in range(len(costs))]
-    seconds = transfer if callable(transfer) else lambda size: transfer
+    hops = hop_seconds(transfer, boundary)
 
     def arrives_after(source: Step, target: Step) -> float:
-        crossed = max(source.stage, target.stage)
-        return seconds(costs[crossed].boundary_bytes) if boundary[crossed] is not None else 0.0
+        return hops[max(source.stage, target.stage)]
 
     spans = replay(schedule.on(place), lambda step: costs[step.stage].seconds(step.action.kind), arrives_after)
     held = _held(schedule, costs)
@@ -130,13 +146,83 @@ def simulate(
     )
 
 
+def makespan(
+    schedule: Sequence[Program] | str,
+    costs: Sequence[StageCost],
+    *,
+    microbatches: int | None = None,
+    checkpoint: str | Sequence[str] | None = None,
+    placement: Sequence[int] | None = None,
+    transfer: Transfer = 0.0,
+) -> float:
+    """The seconds of :func:`simulate`, without a timeline: half a microsecond an action.
+
+    A thousand stages and four thousand micro-batches take seconds; of a schedule by its name no action is kept.
+
+    Args:
+        schedule, costs, microbatches, checkpoint, placement, transfer: as of :func:`simulate`. Every stage does the
+            forward of all micro-batches, and the backward of all or none.
+
+    Returns:
+        When the last action ends.
+
+    Raises:
+        ValueError: as :func:`simulate`.
+
+    >>> makespan("1f1b", [StageCost(1, 2)] * 4, microbatches=8)
+    33.0
+    """
+    if isinstance(schedule, str) and microbatches is not None:
+        place = list(range(len(costs))) if placement is None else list(placement)
+        _expect_one_each(costs, placement=place)
+        stops = checkpoint_stops(checkpoint or "never", microbatches, len(costs))
+        steps: Sequence[Lane] = lanes(schedule, microbatches, place, stops)
+    else:
+        whole = _schedule(schedule, len(costs), microbatches, checkpoint, placement)
+        place = _placement(whole) if placement is None else list(placement)
+        _expect_one_each(whole, costs=costs, placement=place)
+        steps, microbatches = [_with_kinds(lane) for lane in whole.on(place)], _microbatches(whole)
+    hops = hop_seconds(transfer, [_crossing(costs, place, j) for j in range(len(costs))])
+    return replayed(steps, microbatches, [{kind: cost.seconds(kind) for kind in Kind} for cost in costs], hops)
+
+
+def _with_kinds(lane: Sequence[Step]) -> Lane:
+    """The steps with members in the place of the names of kinds, which will do in a schedule."""
+    return ((stage, (Kind(kind), i)) for stage, (kind, i) in lane)
+
+
+def _schedule(
+    schedule: Sequence[Program] | str,
+    stages: int,
+    microbatches: int | None,
+    checkpoint: str | Sequence[str] | None,
+    placement: Sequence[int] | None,
+) -> Schedule:
+    if isinstance(schedule, str):
+        if microbatches is None:
+            raise ValueError(f"microbatches: expected a number for the schedule {schedule!r}, got None")
+        if placement is not None:
+            _expect_one_each([()] * stages, placement=placement)
+        schedule = named(schedule, microbatches, range(stages) if placement is None else placement)
+    elif microbatches is not None:
+        raise ValueError("microbatches: goes with the name of a schedule; programs have their own number")
+    schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
+    if checkpoint is None:
+        return schedule
+    return schedule.recomputing(checkpoint_stops(checkpoint, _microbatches(schedule), len(schedule)))
+
+
+def _microbatches(schedule: Schedule) -> int:
+    return 1 + max((action.microbatch for program in schedule for action in program), default=-1)
+
+
 def _placement(schedule: Schedule) -> list[int]:
     own = {step.stage: worker for worker, steps in enumerate(schedule.walk or ()) for step in steps}
     return [own.get(j, j) for j in range(len(schedule))]
 
 
-def _expect_one_each(schedule: Schedule, costs: Sequence[StageCost], placement: Sequence[int]) -> None:
-    for name, given in (("costs", costs), ("placement", placement)):
+def _expect_one_each(schedule: Sequence[object], **arguments: Sequence[object]) -> None:
+    for name, given in arguments.items():
         if len(given) != len(schedule):
             raise ValueError(
                 f"{name}: expected one for each of the schedule's {len(schedule)} stages, got {len(given)}"

@@ -1,0 +1,55 @@
+"""Which micro-batches are checkpointed, on each stage: those below its stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Stops = int | Sequence[int]
+"""The first micro-batch that is not checkpointed: of all stages, or of each."""
+
+_STOP: dict[str, Callable[[int], int]] = {
+    "always": lambda microbatches: microbatches,
+    "except_last": lambda microbatches: max(0, microbatches - 1),
+    "never": lambda microbatches: 0,
+}
+CHECKPOINT_MODES = tuple(_STOP)
+
+
+def checkpoint_stops(checkpoint: str | Sequence[str], microbatches: int, stages: int) -> tuple[int, ...]:
+    """The stop of each stage under a mode for all stages, or under one for each.
+
+    Args:
+        checkpoint: ``"always"``, ``"except_last"`` or ``"never"``, or a list of these, one for each stage.
+        microbatches: how many there are.
+        stages: how many there are.
+
+    Returns:
+        For each stage the first micro-batch that it does not checkpoint.
+
+    Raises:
+        ValueError: another mode, or a list of another length.
+
+    >>> checkpoint_stops(["always", "except_last", "never"], 4, 3)
+    (4, 3, 0)
+    """
+    modes = [checkpoint] * stages if isinstance(checkpoint, str) else list(checkpoint)
+    if len(modes) != stages:
+        raise ValueError(f"checkpoint: expected a mode for each of {stages} stages, got {len(modes)}: {modes}")
+    for mode in modes:
+        if mode not in _STOP:
+            raise ValueError(f"checkpoint: expected one of {', '.join(map(repr, _STOP))}, got {mode!r}")
+    return tuple(_STOP[mode](microbatches) for mode in modes)
+
+
+def stop_of_each(checkpoint_stop: Stops, stages: int) -> tuple[int, ...]:
+    """``checkpoint_stop`` for each stage.
+
+    Raises ValueError if it is a list of another length.
+    """
+    if isinstance(checkpoint_stop, int):
+        return (checkpoint_stop,) * stages
+    if len(checkpoint_stop) != stages:
+        raise ValueError(
+            f"checkpoint_stop: expected a number, or one for each of {stages} stages, got {len(checkpoint_stop)}"
+        )
+    return tuple(checkpoint_stop)
