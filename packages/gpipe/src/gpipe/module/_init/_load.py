@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..._flatten._names import Flattened
 from ._model import Layers, Owned, modules_of, modules_of_layer, names_of
 from ._own import can_reset, reset
-from ._sources import Source
+from ._sources import Group, Source, group_with
 
 
 class Loaded:
@@ -23,6 +24,7 @@ class Loaded:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self._group: Group
 
     def expect(self, layers: Layers) -> None:
         """Raise ValueError, naming all, if names or shapes are other ones than those of the model."""
@@ -30,18 +32,16 @@ class Loaded:
         computed = {
             each.named(key): tensor for each in modules_of(layers) for key, tensor in each.computed() if tensor.is_meta
         }
-        self._source = self._source.inside(expected)
-        found = self._source.shapes()
+        self._group = group = group_with(self._source, expected)
+        found = group.shapes()
         problems = [
             *_listed("missing", _missing(expected, found)),
-            *_listed("unexpected", [k for k in found if k not in expected and k not in computed]),
+            *_listed("unexpected", _unexpected(layers, [k for k in found if k not in expected and k not in computed])),
             *_listed("of another shape", _misshapen({**expected, **computed}, found)),
             *_listed("not saved in a state dict, but computed by the constructor", self._lost(layers, found)),
         ]
         if problems:
-            raise ValueError(
-                f"init: {self._source.where} does not fit the model; " + "; ".join(problems) + _advice(problems)
-            )
+            raise ValueError(f"init: {group.where} does not fit the model; " + "; ".join(problems) + _advice(problems))
 
     def _lost(self, layers: Layers, found: Mapping[str, Any]) -> Iterator[str]:
         """Buffers on meta whose values nobody has."""
@@ -54,8 +54,8 @@ class Loaded:
         names = names_of(layers, name)
         for owned in modules_of_layer(layers, name):
             self._compute(owned, fresh)
-        state = OrderedDict(self._source.read([key for key in names if key in self._source.shapes()]))
-        state._metadata = self._source.metadata  # type: ignore[attr-defined]  # versions of modules
+        state = OrderedDict(self._group.read([key for key in names if key in self._group.shapes()]))
+        state._metadata = self._group.metadata  # type: ignore[attr-defined]  # versions of modules
         # A tied tensor may be saved under one of its names: under the others it is itself.
         for key in names.keys() - state.keys():
             state[key] = names[key].detach()
@@ -63,7 +63,7 @@ class Loaded:
 
     def _compute(self, owned: Owned, fresh: Mapping[int, Tensor]) -> None:
         buffers = {owned.named(key): buffer for key, buffer in owned.computed() if id(buffer) in fresh}
-        given = self._source.read([key for key in buffers if key in self._source.shapes()])
+        given = self._group.read([key for key in buffers if key in self._group.shapes()])
         targets = {id(buffer): buffer for key, buffer in buffers.items() if key not in given}
         if targets:
             reset(owned, targets)
@@ -74,6 +74,13 @@ class Loaded:
 def _missing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     there = {id(tensor) for key, tensor in expected.items() if key in found}
     return [key for key, tensor in expected.items() if key not in found and id(tensor) not in there]
+
+
+def _unexpected(layers: Layers, names: Iterable[str]) -> list[str]:
+    """But for those that models of Hugging Face say may be left out."""
+    owners = {id(each.owner): each.owner for each in modules_of(layers) if each.owner is not None}
+    patterns = [p for o in owners.values() for p in getattr(o, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
 def _misshapen(expected: Mapping[str, Any], found: Mapping[str, torch.Size | None]) -> Iterator[str]:

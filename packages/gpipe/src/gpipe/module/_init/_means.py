@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ._files import source_at
 from ._load import Loaded
 from ._model import Layers
 from ._own import Applied, Reset
@@ -31,6 +33,8 @@ def means_of(init: Any) -> Means | None:
         return Reset()
     if isinstance(init, Mapping):
         return Loaded(Entries(init))
+    if isinstance(init, (str, os.PathLike)):
+        return Loaded(source_at(init))
     if callable(init):
         return Applied(init)
     raise TypeError(

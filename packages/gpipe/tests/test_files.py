@@ -1,0 +1,186 @@
+"""State dicts in files and folders are read as they are in memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from gpipe import GPipe
+from gpipe.module._init._files import source_at
+from gpipe.module._init._sources import group_with
+
+Save = Callable[[dict[str, Tensor], Path], Path]
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2))
+
+
+def torch_file(state: dict[str, Tensor], folder: Path) -> Path:
+    torch.save(state, folder / "model.pt")
+    return folder / "model.pt"
+
+
+def training_file(state: dict[str, Tensor], folder: Path) -> Path:
+    optimizer = torch.optim.Adam(model().parameters())
+    torch.save({"net": state, "optimizer": optimizer.state_dict(), "epoch": 3}, folder / "training.bin")
+    return folder / "training.bin"
+
+
+def dcp_folder(state: dict[str, Any], folder: Path) -> Path:
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def training_dcp_folder(state: dict[str, Tensor], folder: Path) -> Path:
+    return dcp_folder(
+        {"net": state, "epoch": torch.tensor(3), "more": {"deep": {"0.weight.mean": torch.ones(2)}}}, folder
+    )
+
+
+def safetensors_file(state: dict[str, Tensor], folder: Path) -> Path:
+    pytest.importorskip("safetensors.torch").save_file(state, folder / "any.safetensors")
+    return folder / "any.safetensors"
+
+
+def whole_folder(state: dict[str, Tensor], folder: Path) -> Path:
+    safetensors_file(state, folder).rename(folder / "model.safetensors")
+    return folder
+
+
+def indexed_folder(state: dict[str, Tensor], folder: Path) -> Path:
+    """As ``save_pretrained()`` of Hugging Face writes it: several files, and an index of them."""
+    save = pytest.importorskip("safetensors.torch").save_file
+    names = list(state)
+    parts = {f"model-{k}-of-3.safetensors": names[k::3] for k in range(3)}
+    for file, part in parts.items():
+        save({name: state[name] for name in part}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def index_file(state: dict[str, Tensor], folder: Path) -> Path:
+    return indexed_folder(state, folder) / "model.safetensors.index.json"
+
+
+KINDS: list[Save] = [
+    torch_file,
+    training_file,
+    dcp_folder,
+    training_dcp_folder,
+    safetensors_file,
+    whole_folder,
+    indexed_folder,
+    index_file,
+]
+each_kind = pytest.mark.parametrize("save", KINDS, ids=lambda save: save.__name__)
+
+
+def on_meta() -> nn.Sequential:
+    with torch.device("meta"):
+        return model()
+
+
+def piped(init: Any) -> GPipe:
+    return GPipe(on_meta(), [1, 3], devices=["cpu", "cpu"], chunks=2, init=init)
+
+
+@each_kind
+@pytest.mark.parametrize("text", [False, True])
+def test_the_model_is_what_was_saved(save: Save, text: bool, tmp_path: Path) -> None:
+    plain = model()
+    nn.init.uniform_(plain[1].running_mean)
+    path = save(plain.state_dict(), tmp_path)
+    pipe = piped(str(path) if text else path)
+    torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+    pipe.step(torch.rand(4, 4), torch.rand(4, 2), loss_fn=nn.functional.mse_loss)
+
+
+@each_kind
+def test_what_does_not_fit_is_named(save: Save, tmp_path: Path) -> None:
+    state = dict(model().state_dict())
+    del state["0.bias"], state["3.weight"]
+    state |= {"0.weight": torch.ones(2), "4.bias": torch.ones(2)}
+    path = save(state, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"missing: '0\.bias', '3\.weight'; unexpected: '4\.bias'; .*: 0\.weight, \(2,\)"
+    ) as error:
+        piped(path)
+    assert str(tmp_path) in str(error.value)
+
+
+@each_kind
+def test_only_what_is_asked_for_is_read(save: Save, tmp_path: Path) -> None:
+    state = model().state_dict()
+    group = group_with(source_at(save(state, tmp_path)), state)
+    assert dict(group.shapes()) == {name: tensor.shape for name, tensor in state.items()}
+    found = group.read(["3.bias", "0.weight"])
+    torch.testing.assert_close(found, {name: state[name] for name in ("3.bias", "0.weight")})
+
+
+def test_nested_state_dicts_need_no_file() -> None:
+    plain = model()
+    torch.testing.assert_close(
+        dict(piped({"a": {"b": plain.state_dict()}, "epoch": 1}).state_dict()), dict(plain.state_dict())
+    )
+    with pytest.raises(ValueError, match=r"names of the model in 'ema' and in 'model'; give the state dict itself"):
+        piped({"ema": plain.state_dict(), "model": plain.state_dict()})
+
+
+class Versioned(nn.Linear):
+    """Has extra state, and a version that says how to read it."""
+
+    _version = 2
+    factor = 3
+
+    def get_extra_state(self) -> Any:
+        return {"factor": self.factor}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.factor = state["factor"]
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        assert metadata["version"] == 2
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_versions_and_extra_state(nested: bool, tmp_path: Path) -> None:
+    plain = nn.Sequential(Versioned(2, 2), nn.ReLU())
+    plain[0].factor = 5
+    state = plain.state_dict()
+    path = torch_file({"net": state} if nested else state, tmp_path)
+    with torch.device("meta"):
+        meta = nn.Sequential(Versioned(2, 2), nn.ReLU())
+    assert GPipe(meta, [1, 1], devices=["cpu", "cpu"], init=path)[0].factor == 5
+
+
+def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"init='rest': there is no such file or folder \(init='reset' is"):
+        piped("rest")
+    with pytest.raises(ValueError, match=r"has no checkpoint: expected model\.safetensors\.index\.json or"):
+        piped(tmp_path)
+    torch.save(torch.ones(3), tmp_path / "tensor.pt")
+    with pytest.raises(TypeError, match=r"tensor\.pt': expected a state dict in it, got Tensor"):
+        piped(tmp_path / "tensor.pt")
+    (tmp_path / "text.pt").write_text("hello")
+    with pytest.raises(Exception, match=r".") as error:
+        piped(tmp_path / "text.pt")
+    assert "expected what torch.save" in error.value.__notes__[-1]
+
+
+def test_safetensors_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match="is read by the package 'safetensors', which is not installed"):
+        piped(tmp_path)
