@@ -1,4 +1,7 @@
-"""The pages of the documentation as programs: what they show is run as it is printed."""
+"""The pages of the documentation as programs: what they show is run, and its types are checked, as it is printed.
+
+python -m tests.pages FOLDER    # write the pages for newcomers there, as modules for type checkers
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 import contextlib
 import io
 import re
+import sys
 from itertools import takewhile
 from pathlib import Path
 
@@ -52,3 +56,17 @@ def promises(block: str) -> list[str]:
     below = [takewhile(lambda line: line.startswith("#"), lines[node.end_lineno :]) for node in prints]
     comments = ["\n".join(line.removeprefix("# ") for line in found) for found in below]
     return [comment for comment in comments if not comment.startswith("such as")]
+
+
+def write(folder: Path) -> None:
+    """Write README, front page and tutorial as modules, with every line where it stands on its page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "start").glob("*.md"))):
+        program: list[str] = []
+        for block in blocks(page):
+            program += block.splitlines()[len(program) :]
+        (folder / f"{page.stem.replace('-', '_').lower()}.py").write_text("\n".join(program) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
