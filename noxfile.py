@@ -127,12 +127,15 @@ def typing(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """A source archive and a wheel of each package under dist/, fit for an index."""
+    """A source archive, a wheel and a list of dependencies (SBOM) of each package under dist/, fit for an index."""
     install(session, *group("build"))
     dist = empty_folder(ROOT / "dist")
     for name in PACKAGES:
         session.run("uv", "build", "--build-constraints", "constraints.txt", "--out-dir", dist, f"packages/{name}")
-    session.run("twine", "check", "--strict", *(str(file) for file in sorted(dist.glob("gpipe_*"))))
+    archives = sorted(dist.glob("gpipe_*"))
+    session.run("twine", "check", "--strict", *map(str, archives))
+    for name, wheel in zip(sorted(PACKAGES, key=distribution), sorted(dist.glob("*.whl")), strict=True):
+        list_dependencies(session, name, dist / f"{wheel.stem.removesuffix('-py3-none-any')}.cdx.json")
 
 
 @nox.session
@@ -237,6 +240,19 @@ def build_wheel(session: nox.Session, package: str, folder: Path) -> Path:
     session.run("uv", "build", "--wheel", "--build-constraints", "constraints.txt", "--out-dir", folder, source)
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def distribution(package: str) -> str:
+    return str(nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]["name"])
+
+
+def list_dependencies(session: nox.Session, package: str, file: Path) -> None:
+    """Write what a package declares that it needs, in CycloneDX's format."""
+    settings = ROOT / "packages" / package / "pyproject.toml"
+    needs = Path(session.create_tmp()) / "needs.txt"
+    needs.write_text("\n".join(nox.project.load_toml(settings)["project"].get("dependencies", [])))
+    flags = ("--mc-type", "library", "--output-reproducible", "--pyproject", str(settings), "-o", str(file))
+    session.run("cyclonedx-py", "requirements", str(needs), *flags)
 
 
 def empty_folder(folder: Path) -> Path:
