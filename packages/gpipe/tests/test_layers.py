@@ -215,7 +215,6 @@ REFUSED: dict[str, Callable[[GPipe], Any]] = {
     "the last one in _modules": lambda pipe: pipe._modules.popitem(),
     "all of them": lambda pipe: pipe._modules.clear(),
     "the same layer twice": lambda pipe: setattr(pipe, "1", pipe[2]),
-    "a shared parameter": lambda pipe: setattr(pipe, "0", nn.Sequential(pipe[2])),
     "a layer without data": lambda pipe: setattr(pipe, "1", nn.Linear(3, 3, device="meta")),
     "partition, a layer more": lambda pipe: pipe.partitions[1].append(layer()),
     "partition, several more": lambda pipe: pipe.partitions[1].extend(linears()),

@@ -122,10 +122,11 @@ class TestBadModule:
         module = layers(3)
         module[2].weight = module[0].weight
         with pytest.raises(ValueError, match="duplicate parameters in distinct partitions") as caught:
-            GPipe(module, [2, 1], devices=["cpu"] * 2)
+            split_module(module, [2, 1], ["cpu"] * 2)
         assert "'2.weight' is '0.weight'" in str(caught.value)
         with pytest.raises(ValueError, match=r"'2\.weight' is '0\.weight'"):
             verify_module(module, [2, 1])
+        assert GPipe(module, [2, 1], devices=["cpu"] * 2)[2].weight is module[0].weight
 
     @given(st.lists(st.integers(1, 2), min_size=2, max_size=4), st.data())
     def test_a_parameter_in_any_two_partitions(self, balance: list[int], data: st.DataObject) -> None:
@@ -137,7 +138,7 @@ class TestBadModule:
             verify_module(module, balance)
             return
         with pytest.raises(ValueError, match=rf"'{other}\.weight' is '{one}\.weight'"):
-            GPipe(module, balance, devices=["cpu"] * len(balance))
+            split_module(module, balance, ["cpu"] * len(balance))
 
     def test_a_parameter_deep_inside_two_partitions(self) -> None:
         module = nn.Sequential(layers(1), nn.Sequential(layers(1)))

@@ -35,18 +35,15 @@ from .module._arguments import (
 )
 from .module._devices import (
     device_map,
-    expect_movable,
     expect_same_device,
-    move,
     moving_denied,
     replicating_denied,
     untouched_on_failure,
 )
-from .module._graphs import expect_no_graphs
 from .module._hooks import pre_hooked, refuse_hooks
 from .module._init import means_of
 from .module._layers import Held, expect_replacement, refuse
-from .module._partition import BalanceError, divide, expect_sequential, recommend_auto_balance, verify_module
+from .module._partition import BalanceError, divide, expect_sequential, recommend_auto_balance
 from .module._rows import expect_same_rows
 from .module._signature import class_for
 from .module._transforms import not_compiled, refuse_transforms
@@ -67,7 +64,8 @@ class GPipe(nn.Module):
 
     Args:
         module: the model, an ``nn.Sequential``, or with a ``sample`` any that :func:`flatten` makes one of. Its layers
-            are moved to the devices, not copied.
+            are moved to the devices, not copied. What several partitions share goes to the first of them; the others
+            compute with copies, and gradients are added once a run.
         balance: how many layers each partition gets; :mod:`gpipe.balance` finds it. With a ``sample`` it need not be
             given: then the layers are measured for a second, for as many partitions as there are ``devices``.
         sample: what the model is called with, of the rows of a micro-batch; see :func:`flatten`.
@@ -102,8 +100,8 @@ class GPipe(nn.Module):
             another type.
         BalanceError: a ValueError; ``balance`` is missing or does not fit.
         ValueError: ``chunks`` or ``checkpoint`` is not what it may be, a layer occurs twice, partitions share
-            parameters, or a device is missing or cannot hold its partition; ``init`` does not fit the model, or
-            leaves something without a value.
+            what they cannot copy, or a device is missing or cannot hold its partition; ``init`` does not fit the model,
+            or leaves something without a value.
         IndexError: there are fewer devices than partitions.
 
     On any error ``module`` is as it was: no layer has moved.
@@ -485,15 +483,12 @@ class GPipe(nn.Module):
         layer = expect_replacement(name, layer)
         if layer is self._modules[name]:
             return
-        j, partition = next((j, part) for j, part in enumerate(self._partitions) if name in part._modules)
+        partition = next(partition for partition in self._partitions if name in partition._modules)
         layers: dict[str, Any] = {**self._modules, name: layer}
         whole = nn.Sequential(OrderedDict(layers))
-        verify_module(whole, self._balance)
         verify_skippables(whole)
-        expect_movable(layer, self._devices[j], j)
-        expect_no_graphs(layer, self._devices[j], j)
-        with untouched_on_failure(layer):
-            move(layer, self._devices[j])
+        with untouched_on_failure(whole):
+            divide(whole, self._balance, self._devices, None)
             if self._deferred:
                 layer = DeferredBatchNorm.convert_deferred_batch_norm(layer, self._chunks)
         for module in (self, partition):

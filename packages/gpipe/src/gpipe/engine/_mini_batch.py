@@ -54,7 +54,7 @@ class MiniBatch:
         self.accumulated = [] if loss is None else [loss.grown]
         self.kept_nodes: list[Tensor] = []
         if self.keeps:
-            self.kept_nodes = kept(p for stage in stages for p in stage.module.parameters())
+            self.kept_nodes = kept(dict.fromkeys(p for stage in stages for p in stage.module.parameters()))
 
     @property
     def scales(self) -> bool:

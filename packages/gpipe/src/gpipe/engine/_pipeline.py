@@ -106,7 +106,8 @@ class Pipeline:
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             walk = walk_of(schedule, run.mini_batch)
             refuse_data_parallel(run.mini_batch.kept_nodes)
-            before = _Gradients([p for stage in self.stages for p in stage.module.parameters()])
+            parameters = dict.fromkeys(p for stage in self.stages for p in stage.module.parameters())
+            before = _Gradients(list(parameters))
             mixed = 0
             try:
                 entering = _entering(batches)

@@ -28,6 +28,7 @@ from ._settings import Observer, settings
 from ._stage import Stage
 from ._stage_runner import ACTIONS, StageRunner
 from ._sweep import FREE_THREADED
+from ._tied import Tied
 from ._walks import forwards_and_backwards
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Run:
         self._channels = pipeline.channels(
             self._streams, Link if self._observer is None else self._observer.link, self._failures.forestall_current
         )
+        self._tied = Tied(stages)
         self._runners = [self._runner(stage, loss if stage is stages[-1] else None) for stage in stages]
 
     def __del__(self) -> None:
@@ -81,7 +83,7 @@ class Run:
     def _runner(self, stage: Stage, loss: LossStage | None) -> StageRunner:
         channels, j = self._channels, stage.index
         departure = channels.departure(j) if loss is None else loss
-        return StageRunner(self.mini_batch, stage, channels.arrival(j), departure)
+        return StageRunner(self.mini_batch, stage, channels.arrival(j), departure, self._tied.leaves(j))
 
     def forward(self, batches: Sequence[Batch]) -> list[Batch]:
         """The outputs of all micro-batches, as leaves; those that a backward can start from require grad."""
@@ -132,7 +134,7 @@ class Run:
         loss = self.mini_batch.loss
         scale: Scale = 1.0 if loss is None else loss.scale
         grown = [pair for each in self.mini_batch.accumulated for pair in each.take(scale)]
-        return summed([*self.mini_batch.deferred.give_back(scale), *grown])
+        return summed(self._tied.joined([*self.mini_batch.deferred.give_back(scale), *grown]))
 
     @property
     def mixed(self) -> int:
@@ -143,8 +145,9 @@ class Run:
         """Let every worker walk its steps; raise the earliest failure if there is any."""
         self._failures.begin(walk)
         try:
-            self._run_all(walk, context)
-            self._failures.raise_earliest()
+            with self._tied.applied():
+                self._run_all(walk, context)
+                self._failures.raise_earliest()
         except BaseException:
             self.mini_batch.deferred.give_back()
             raise

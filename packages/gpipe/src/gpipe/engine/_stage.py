@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,7 @@ class Stage:
         may_change_input: whether the layers work in place on what they get; true until the first forward of a run has
             shown.
         given: parameters and buffers whose memory the first forward of the run gave away, with their tie.
+        module_copies: of modules that an earlier stage has too.
     """
 
     def __init__(self, index: int, module: nn.Module, device: torch.device, layout: SkipLayout, first: int) -> None:
@@ -67,6 +69,7 @@ class Stage:
         self._stashes = [route.key for route in layout.routes if route.source == index]
         self._skips = any(True for _ in skippables(module))
         self.given: list[tuple[Tensor, int]] = []
+        self.module_copies: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._seen_outputs = False
         self.may_change_input = True
         self._changes_input = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from streams import add_note
 
@@ -35,13 +36,19 @@ class StageRunner:
         mini_batch: what it works on, together with the other stages.
         arrival: the port to the stage before.
         departure: the port to the stage after, or the loss.
+        tied: leaves that other stages have too, whose gradients must not be mixed with those of others.
 
     Attributes:
         mixed: how many micro-batches may have added to gradients that were there before the run.
     """
 
     def __init__(
-        self, mini_batch: MiniBatch, stage: Stage, arrival: Port | Ports, departure: Port | Ports | LossStage
+        self,
+        mini_batch: MiniBatch,
+        stage: Stage,
+        arrival: Port | Ports,
+        departure: Port | Ports | LossStage,
+        tied: Sequence[Tensor] = (),
     ) -> None:
         stage.begin()
         self.stage = stage
@@ -49,6 +56,7 @@ class StageRunner:
         self._mini_batch = mini_batch
         self._arrival = arrival
         self._departure = departure
+        self._tied = tied
         self._grown = mini_batch.accumulated_outside(stage)
         self._checkpoint_stop = mini_batch.checkpoint_stops[stage.index]
         self._begun = False
@@ -119,6 +127,7 @@ class StageRunner:
         every = self._mini_batch.scales
         if not self._begun:
             self._begun = True
+            self._mini_batch.deferred.hold(self._tied, every=True)
             self._mini_batch.deferred.hold(self.stage.module.parameters(), every=every)
         if every or self._grown is not None:  # layers may also use tensors that are no parameters of theirs
             graph = self._cells[i].below()

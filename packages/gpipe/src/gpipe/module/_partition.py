@@ -13,10 +13,11 @@ from .._current import current
 from .._flatten._names import Flattened
 from ._arguments import Device, checked_sizes, parsed_device
 from ._container import expect_plain
-from ._devices import expect_movable, move, untouched_on_failure
+from ._devices import expect_movable, untouched_on_failure
 from ._graphs import expect_no_graphs
 from ._init import Means, expect_materializable, materialize
 from ._layers import refuse_more
+from ._tied import expect_shareable, move_all
 
 
 class Partition(nn.Sequential):
@@ -136,16 +137,23 @@ def split_module(
 
     On any error no layer has moved.
     """
+    expect_sequential(module)
+    balance = checked_balance(balance, len(module))
+    verify_module(module, balance)
     return divide(module, balance, devices, None)
 
 
 def divide(
     module: nn.Sequential, balance: Iterable[int], devices: Sequence[Device], means: Means | None
 ) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
-    """As :func:`split_module`; given ``means``, layers on ``meta`` get their data on their devices."""
+    """As :func:`split_module`, but partitions may share parameters: those are where the first is that has them.
+
+    Args:
+        means: if given, layers on ``meta`` get their data on their devices.
+    """
     expect_sequential(module)
     balance = checked_balance(balance, len(module))
-    verify_module(module, balance)
+    _refuse_duplicate_layers(list(module._modules.items()))
     if len(balance) > len(devices):
         raise IndexError(
             f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {len(balance)}); a device "
@@ -155,6 +163,7 @@ def divide(
     partitions = nn.ModuleList(
         _partition(block, module.training) for block in _blocks(list(module._modules.items()), balance)
     )
+    expect_shareable(list(partitions), places)
     if means is None:
         _move(module, partitions, places)
     else:
@@ -175,8 +184,7 @@ def _move(module: nn.Module, partitions: nn.ModuleList, places: Sequence[torch.d
         expect_movable(partition, place, j)
         expect_no_graphs(partition, place, j)
     with untouched_on_failure(module):
-        for partition, place in zip(partitions, places, strict=True):
-            move(partition, place)
+        move_all(list(partitions), places)
 
 
 def _materialize(
@@ -188,6 +196,7 @@ def _materialize(
         expect_no_graphs(partition, place, j)
     with untouched_on_failure(module):
         materialize(partitions, places, means)
+        move_all(list(partitions), places)  # what they share is where it was needed last
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:

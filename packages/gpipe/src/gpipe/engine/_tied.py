@@ -1,0 +1,244 @@
+"""Parameters and buffers that several stages have: all stages but the first compute with copies of their own.
+
+Two workers must not add to one ``.grad``, in an order that depends on their timing; and a stage needs its tensors on
+its own device. So during a run only the first stage that has such a tensor computes with the tensor itself, the
+**owner**. Every other one finds a copy in its modules: a leaf in the same memory, or on another device in memory that
+is filled when the run begins. When the run ends the gradients of the copies are added to that of the owner, in the
+order of the stages.
+
+A module that several stages have is one object, which cannot hold a copy for each; so it is copied as well, shallowly.
+
+Source: the tied layers of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ._stage import Stage
+
+Grown = tuple[Tensor, Tensor]
+"""A leaf and its gradient."""
+
+
+def modules_below(root: nn.Module) -> dict[nn.Module, None]:
+    """``root`` and all modules in it. ``root.modules()`` takes much longer, because it makes up names."""
+    found, stack = {root: None}, [root]
+    while stack:
+        for child in stack.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                stack.append(child)
+    return found
+
+
+def shared_tensors(parts: Sequence[Iterable[nn.Module]]) -> dict[int, int]:
+    """The parameters and buffers that modules of several ``parts`` have, by identity: the first part of each."""
+    first: dict[int, int] = {}
+    shared: dict[int, int] = {}
+    for j, modules in enumerate(parts):
+        for module in modules:
+            for tensor in chain(module._parameters.values(), module._buffers.values()):
+                if tensor is not None and first.setdefault(id(tensor), j) != j:
+                    shared[id(tensor)] = first[id(tensor)]
+    return shared
+
+
+class Tied:
+    """The tensors that several of ``stages`` have, for one run, which begins here.
+
+    Layers may have been changed since the last run, so each finds out anew what is shared.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self._copies: list[_Copies] = []
+        self._owners: dict[Tensor, tuple[int, Tensor]] = {}
+        self._versions: list[tuple[Tensor, int]] = []
+        self._looked = False
+        parts = [modules_below(stage.module) for stage in stages] if len(stages) > 1 else []
+        shared = shared_tensors(parts)
+        if shared:
+            self._copy(parts, shared)
+
+    def _copy(self, parts: Sequence[Mapping[nn.Module, None]], shared: Mapping[int, int]) -> None:
+        earlier: set[nn.Module] = set()
+        for stage, modules in zip(self._stages, parts, strict=True):
+            copies = _Copies(stage, shared, frozenset(earlier))
+            for module in modules.keys() - earlier:
+                copies.take(module, module)
+            earlier.update(modules)
+            self._copies.append(copies)
+            self._owners.update({copy: (stage.index, tensor) for tensor, copy in copies.tensors.items()})
+            tensors = chain(copies.tensors, copies.tensors.values())
+            self._versions += [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the modules of each stage hold its copies. No other run of the stages must be under way.
+
+        Raises:
+            RuntimeError: the first time, in which all forwards are, if one of them has changed what stages share.
+        """
+        swaps = [swap for copies in self._copies for swap in copies.swaps]
+        before = [entries.get(name) for entries, name, _ in swaps]
+        for entries, name, copy in swaps:
+            dict.__setitem__(entries, name, copy)
+        try:
+            yield
+            self._expect_unchanged(None)
+        except RuntimeError as error:
+            self._expect_unchanged(error)  # which may be why
+            raise
+        finally:
+            self._looked = True
+            for (entries, name, copy), own in zip(swaps, before, strict=True):
+                if entries.get(name) is copy:  # a layer may have put something else there
+                    dict.__setitem__(entries, name, own)
+
+    def leaves(self, j: int) -> list[Tensor]:
+        """The leaves of stage ``j``, owners and copies, whose gradients are parts of a sum."""
+        tensors = self._copies[j].tensors.values() if self._copies else ()
+        return [tensor for tensor in tensors if tensor.requires_grad]
+
+    def joined(self, grown: Sequence[Grown]) -> Sequence[Grown]:
+        """``grown`` with owners in the place of their copies, on their devices, in the order of the stages."""
+        if not self._copies:
+            return grown
+        found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in grown]
+        found.sort(key=lambda each: each[0])
+        return [(owner, gradient.to(owner.device)) for _, owner, gradient in found]
+
+    def _expect_unchanged(self, cause: RuntimeError | None) -> None:
+        changes = () if self._looked else chain(self._changed_in_place(), self._changed_in_copies())
+        for change in changes:
+            raise RuntimeError(
+                f"a layer changed {change}, which partitions share; they work side by side, so that they may only read "
+                "it: put the layers that share it into one partition, or give each a copy of its own"
+            ) from cause
+
+    def _changed_in_place(self) -> Iterator[str]:
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                yield f"{self._name(self._owners[tensor][1])} in place"
+
+    def _changed_in_copies(self) -> Iterator[str]:
+        for copies in self._copies:
+            for module, name in copies.changed():
+                yield f"{name!r} of {self._name(module)}"
+
+    def _name(self, wanted: Tensor | nn.Module) -> str:
+        """As the first and the last stage that have it call it."""
+        found = [
+            f"{name!r} of partition {stage.index}"
+            for stage, copies in zip(self._stages, self._copies, strict=True)
+            for name, value in _named(stage.module)
+            if value is wanted or value is copies.tensors.get(wanted) or value is copies.modules.get(wanted)
+        ]
+        return " and ".join(dict.fromkeys([found[0], found[-1]]))
+
+
+def _named(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from root.named_parameters(remove_duplicate=False)
+    yield from root.named_buffers(remove_duplicate=False)
+    yield from root.named_modules(remove_duplicate=False)
+
+
+class _Swap(NamedTuple):
+    """What stands under a name of a module during a run."""
+
+    entries: dict[str, Any]
+    name: str
+    copy: Any
+
+
+class _Copies:
+    """What a stage computes with.
+
+    Attributes:
+        tensors: for each shared tensor the one of this stage: a copy, or itself.
+        modules: for each shared module that an earlier stage has too, a copy.
+        swaps: what has to stand elsewhere for the stage to find them.
+    """
+
+    def __init__(self, stage: Stage, shared: Mapping[int, int], earlier: frozenset[nn.Module]) -> None:
+        self._stage = stage
+        self._shared = shared
+        self._earlier = earlier
+        self.tensors: dict[Any, Tensor] = {}
+        self.modules: dict[Any, nn.Module] = {}
+        self.swaps: list[_Swap] = []
+        self._then: list[tuple[nn.Module, dict[str, Any]]] = []
+
+    def take(self, module: nn.Module, copy: nn.Module) -> None:
+        """Let ``copy``, which may be the ``module`` itself, hold what the stage has of what ``module`` holds."""
+        for kind in ("_parameters", "_buffers"):
+            self._swap(vars(module)[kind], vars(copy)[kind], self._tensor)
+        self._swap(module._modules, copy._modules, self._module)
+
+    def _swap(self, entries: Mapping[str, Any], own: dict[str, Any], of: Callable[[Any], Any]) -> None:
+        for name, value in entries.items():
+            copy = None if value is None else of(value)
+            if own[name] is not copy:
+                self.swaps.append(_Swap(own, name, copy))
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        first = self._shared.get(id(tensor))
+        if first is None:
+            return tensor
+        if tensor not in self.tensors:
+            self.tensors[tensor] = tensor if first == self._stage.index else copy_of(tensor, self._stage.device)
+        return self.tensors[tensor]
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        if module not in self._earlier or not any(m._parameters or m._buffers for m in modules_below(module)):
+            return module
+        if module not in self.modules:
+            self.modules[module] = self._stage.module_copies.setdefault(module, object.__new__(type(module)))
+            empty_like(module, self.modules[module])
+            self.take(module, self.modules[module])
+            self._then.append((module, dict(vars(self.modules[module]))))
+        return self.modules[module]
+
+    def changed(self) -> Iterator[tuple[nn.Module, str]]:
+        """The shared modules in which the stage has put something else in the place of what was there, and where."""
+        for module, then in self._then:
+            now = vars(self.modules[module])
+            yield from ((module, name) for name in {**now, **then} if now.get(name) is not then.get(name))
+        own = {
+            id(entries): module for module, then in self._then for entries in (then["_parameters"], then["_buffers"])
+        }
+        yield from (
+            (own[id(entries)], name)
+            for entries, name, copy in self.swaps
+            if id(entries) in own and entries.get(name) is not copy
+        )
+
+
+def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """A leaf like ``tensor`` on ``device``, in the same memory if it is there; itself if nobody trains it."""
+    there = (tensor.detach() if tensor.requires_grad else tensor).to(device)
+    if there is tensor or not isinstance(tensor, nn.Parameter):
+        return there
+    return nn.Parameter(there, tensor.requires_grad)
+
+
+def empty_like(module: nn.Module, copy: nn.Module) -> None:
+    """Make ``copy`` all that ``module`` is, except that it holds no parameters, buffers and children.
+
+    It is the same object in all runs, and so are the dicts that hold them: a recomputation looks there for what its
+    forward has seen, perhaps after other runs.
+    """
+    own = vars(copy)
+    held = {kind: own.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")}
+    own.clear()
+    own.update(vars(module), **held, _compiled_call_impl=None)  # which is bound to the module that is copied
+    for kind, entries in held.items():
+        entries.clear()
+        entries.update(dict.fromkeys(vars(module)[kind]))

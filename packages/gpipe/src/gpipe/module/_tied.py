@@ -1,0 +1,98 @@
+"""Partitions that share parameters: where these are, and what cannot be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..engine._tied import modules_below, shared_tensors
+from ..values._memory import clusters
+from ._devices import move
+from ._layers import Held
+
+
+def move_all(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
+    """Move each partition to its place; what several share, to that of the first which has it."""
+    holders = _holders(partitions)
+    for partition, place in reversed(list(zip(partitions, places, strict=True))):
+        move(partition, place)
+    for (entries, name), *others in holders.values():
+        for other, own_name in others:  # a move to a device of another kind may have made a new parameter
+            other[own_name] = entries[name]
+
+
+def _holders(partitions: Sequence[nn.Module]) -> dict[Tensor, list[tuple[dict[str, Any], str]]]:
+    """Where the parameters that several ``partitions`` share stand, in order."""
+    parts = [modules_below(partition) for partition in partitions]
+    shared = shared_tensors(parts)
+    holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+    for module in (module for modules in parts for module in modules):
+        for name, parameter in module._parameters.items():
+            if id(parameter) in shared:
+                holders.setdefault(parameter, []).append((module._parameters, name))  # type: ignore[arg-type]
+    return holders
+
+
+def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
+    """Raise ValueError, naming it, if ``partitions`` share what each cannot have a copy of."""
+    _expect_initialised(partitions)
+    _expect_copyable(partitions)
+    _expect_whole(partitions, places)
+
+
+def _expect_initialised(partitions: Sequence[nn.Module]) -> None:
+    shared = shared_tensors([modules_below(partition) for partition in partitions])
+    for j, partition in enumerate(partitions):
+        for name, tensor in _state(partition):
+            if id(tensor) in shared and is_lazy(tensor):
+                raise ValueError(
+                    f"{name!r} of partition {j} is shared with another partition and has no shape yet; call the model "
+                    "once, with a sample, before you make a pipe of it"
+                )
+
+
+def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
+    """Modules in several partitions are copied shallowly, which what is bound to the module itself would not see."""
+    earlier: dict[nn.Module, str] = {}
+    for j, partition in enumerate(partitions):
+        for name, module in partition.named_modules():
+            if module in earlier and "forward" in vars(module):
+                raise ValueError(f"{name!r} of partition {j} is {earlier[module]} too, {_HAS_FORWARD}")
+            if module in earlier and isinstance(module._modules, Held):
+                raise ValueError(f"{name!r} of partition {j} is {earlier[module]} too, {_IS_A_PIPE}")
+        earlier |= {module: f"{name!r} of partition {j}" for name, module in partition.named_modules()}
+
+
+_HAS_FORWARD = (
+    "and its forward was set on the instance, as torch.compile does, so that it knows one set of parameters only; put "
+    "both into one partition, or compile the layers around it"
+)
+_IS_A_PIPE = "and it is a pipe or a partition of one, which has its own places; put both into one partition"
+
+
+def _expect_whole(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
+    """Tensors that share memory without being one would not on several devices, and then be trained apart."""
+    devices = ["cpu" if place.type == "cpu" else str(place) for place in places]
+    if len(set(devices)) < 2:
+        return
+    at: dict[Tensor, tuple[int, str]] = {}
+    for j, partition in enumerate(partitions):
+        for name, tensor in _state(partition):
+            at.setdefault(tensor, (j, name))
+    for cluster in clusters([tensor for tensor in at if not is_lazy(tensor)]):
+        if any(tensor.requires_grad for tensor in cluster) and len({devices[at[tensor][0]] for tensor in cluster}) > 1:
+            found = [at[tensor] for tensor in cluster]
+            names = " and ".join(f"{name!r} of partition {j} on {devices[j]!r}" for j, name in found)
+            raise ValueError(
+                f"{names} share memory without being one parameter, which they would not on several devices; assign "
+                "the parameter itself (head.weight = embedding.weight), or put them on one device"
+            )
+
+
+def _state(partition: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from partition.named_parameters()
+    yield from partition.named_buffers()
