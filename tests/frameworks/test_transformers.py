@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import Arguments, GPipe, flatten
+from gpipe import Arguments, GPipe, flatten, inline
 
 from .families import FAMILIES, ROWS, Family
 
@@ -122,6 +123,35 @@ def test_a_loss_of_the_models_own() -> None:
     expected = plain(**inputs)["loss"]
     torch.testing.assert_close(loss, expected.detach())
     expected.backward()
+    assert_alike(gradients(model), gradients(plain), family)
+
+
+def labels(name: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Padding does not count; nor does more or less of each row."""
+    if "Classification" in FAMILIES[name].model:
+        return {"labels": torch.arange(len(next(iter(inputs.values())))) % 5}
+    found = inputs.get("decoder_input_ids", inputs["input_ids"]).clone()
+    for k, row in enumerate(found):
+        row[2 + k % 9 :] = -100
+    return {"labels": found}
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "EncoderModel" not in family.model])
+@pytest.mark.parametrize("threads", [True, False], ids=["threads", "inline"])
+def test_the_whole_output_with_other_rows_than_in_the_sample(name: str, threads: bool) -> None:
+    family = FAMILIES[name]
+    model = family.make()
+    plain = copy.deepcopy(model)
+    few, many = (inputs | labels(name, inputs) for inputs in (family.inputs(3), family.inputs(7)))
+    layers = flatten(model, few)
+    pipe = GPipe(layers, balance(name, layers), devices=["cpu"] * len(balance(name, layers)), chunks=4)
+    with nullcontext() if threads else inline():
+        found, expected = pipe(**many), plain(**many)
+        found["loss"].backward()
+    expected["loss"].backward()
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=family.tolerance, atol=family.tolerance)
+    torch.testing.assert_close(found["logits"], expected["logits"], rtol=family.tolerance, atol=family.tolerance)
     assert_alike(gradients(model), gradients(plain), family)
 
 

@@ -17,7 +17,10 @@ from streams import add_note
 
 from ._batchnorm import DeferredBatchNorm
 from ._flatten import flatten
+from ._flatten._ending import Ending, without_loss_only
+from ._flatten._inputs import Inputs
 from ._flatten._names import divide_names, model_of
+from ._flatten._segment import Segment
 from .balance import balance_by_time
 from .engine._autograd import reattach
 from .engine._loss import LossFunction, LossStage
@@ -217,11 +220,27 @@ class GPipe(nn.Module):
                 the first device (moved there if they are not). The output is on the last. ``Replicate(...)`` around
                 one, or ``in_spec``, hands it whole to every micro-batch.
 
+        A flattened model that computes a loss returns what it returned before it was flattened. Its loss is that of the
+        whole mini-batch, also where padding does not count, and on the device of the inputs.
+
         Raises:
             TypeError, ValueError: ``input`` cannot be cut into micro-batches, or the output not be put together.
         """
         refuse_transforms()
         inputs = args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+        ending = self._ending()
+        if ending is None:
+            return self._output(inputs)
+        with ending.wanted():
+            found = self._output(without_loss_only(inputs))
+        return ending(Inputs.of(unwrap(inputs)[0]), found)
+
+    def _ending(self) -> Ending | None:
+        """How a model that computes its own loss makes its whole output."""
+        last = next(reversed(self._modules.values()), None)
+        return last.ending if isinstance(last, Segment) and self.out_spec is None else None
+
+    def _output(self, inputs: Any) -> Any:
         inputs, spec = unwrap(inputs, self.in_spec)
         check(inputs, spec)
         if not self._devices:
@@ -366,10 +385,19 @@ class GPipe(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            model = model_of(next(iter(vars(self).get("_modules", {}).values()), None))
+            model = self._flattened()
             if model is None or name not in _ASKED_OF_MODELS:
                 raise
             return getattr(model, name)
+
+    def _flattened(self) -> nn.Module | None:
+        """The first segment of a flattened model, which looks like the model."""
+        return model_of(next(iter(vars(self).get("_modules", {}).values()), None))
+
+    def _get_name(self) -> str:
+        # By the name of a model Hugging Face's Trainer knows whether it shifts labels.
+        model = self._flattened()
+        return type(self if model is None else model).__name__
 
     def train(self, mode: bool = True) -> GPipe:
         super().train(mode)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..skip import Namespace
 from ._calls import Calls, watch
+from ._ending import ending_of
 from ._inputs import Inputs
 from ._names import Flattened
 from ._script import Script
@@ -20,7 +21,7 @@ from ._segment import Block, Pick, Segment
 from ._skeleton import named_units, skeleton, twin_of
 from ._standins import BlockStandIn, ModuleStandIn, Observe, Reel
 from ._trunk import Trunk, find_trunks
-from ._verify import expect_equal
+from ._verify import add_ending, expect_equal
 
 _log = logging.getLogger("gpipe")
 
@@ -82,6 +83,9 @@ def flatten(
     layers = _built(model, inputs, trunks, calls, picked)
     with _evaluating(model, layers):
         expect_equal(model, layers, inputs, picked)
+        if pick is None:
+            own = [model.get_submodule(name) for trunk in trunks for name in trunk]
+            add_ending(model, layers, inputs, ending_of(model, inputs, own))
     return layers
 
 
@@ -138,10 +142,13 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
         own = _segments(unit, calls) or ({last} if has_state else {segment})
         if segment not in own:
             replaced[unit] = ModuleStandIn(unit, reel, name, calls.modules.get(unit, []))
-        elif len(own) > 1 and not any(True for _ in unit.parameters()):
-            replaced[unit] = copy.deepcopy(unit)  # segments may be on different devices, and so its buffers
-        elif unit in calls.modules and max(own) < last:
-            replaced[unit] = _observed(unit, reel, name)
+        else:
+            shared = len(own) > 1 and not any(True for _ in unit.parameters())
+            mine = copy.deepcopy(unit) if shared else unit  # segments may be on different devices, and so its buffers
+            if unit in calls.modules and max(own) < last:
+                mine = _observed(mine, reel, name)
+            if mine is not unit:
+                replaced[unit] = mine
     return skeleton(model, replaced, lambda tensor: segment in calls.tensors.get(id(tensor), {last}))
 
 

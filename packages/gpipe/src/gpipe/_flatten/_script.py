@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,6 +24,10 @@ class Constant(NamedTuple):
     kind: type
     text: str
     value: Any
+
+
+Structure = tuple[Tree, tuple[Any, ...]]
+"""A value without its tensors: what puts leaves together, and the leaves, each a :class:`Value` or a constant."""
 
 
 class BlockRecipe(NamedTuple):
@@ -125,3 +129,15 @@ def constant(leaf: Any, called: str) -> Constant:
             "stage; expected tensors and constants, in tuples, lists and dicts; leave a cache out by use_cache=False"
         )
     return Constant(type(leaf), repr(leaf), leaf)
+
+
+def structure_of(leaves: Sequence[Any], tree: Tree, called: str) -> Structure:
+    """The structure of a value that ``called`` is given; TypeError if a leaf is neither a tensor nor a constant."""
+    return tree, tuple([Value("") if isinstance(leaf, Tensor) else constant(leaf, called) for leaf in leaves])
+
+
+def restored(structure: Structure, tensors: Iterable[Tensor | None]) -> Any:
+    """A value of this structure."""
+    tree, leaves = structure
+    given = iter(tensors)
+    return tree.value([next(given) if isinstance(leaf, Value) else leaf.value for leaf in leaves])

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from ..skip import Namespace, Skippable, pop, skippable, stash
 from ._calls import BlockCall
+from ._ending import Ending
 from ._inputs import Inputs
 from ._names import Part
-from ._script import Script, Value, constant, output_name, recipe_of
+from ._script import Script, Value, output_name, recipe_of, restored, structure_of
 from ._standins import Reel, Stop, Tape
-from ._tree import Tree, flattened
+from ._tree import flattened
 
 Pick = Callable[[Any], Any]
 
@@ -35,7 +36,12 @@ class Segment(Part):
         inputs: how many tensors the model is called with; they skip from segment to segment.
         number: of this segment.
         pick: what the last segment makes of what the model returns; None in others.
+
+    Attributes:
+        ending: how the whole output is made where this is the last segment of a model that computes a loss.
     """
+
+    ending: Ending | None = None
 
     def __init__(
         self,
@@ -73,13 +79,17 @@ class Segment(Part):
             tensors = []
             for name in self._came:
                 tensors.append((yield pop(name)))
-            inputs = _restored(self._script[carried["inputs"]], tensors)
+            inputs = Inputs(*restored(self._script[carried["inputs"]], tensors))
         else:
             inputs = _read(args, kwargs)
             tensors = self._expect_few(inputs.tensors())
         for name, tensor in zip(self._goes, tensors, strict=False):
             yield stash(name, tensor)
         tape = self._tape(carried, tensors)
+        if self.ending is not None and self.ending.is_wanted:
+            with self.ending.recording(self.net) as returned:
+                self._run(tape, inputs)
+            return returned
         found = self._run(tape, inputs)
         if self._pick is not None:
             return self._pick(found)
@@ -87,7 +97,9 @@ class Segment(Part):
         return {
             "values": values,
             "recipe": self._script.number(recipe),
-            "inputs": carried["inputs"] if self._number else self._script.number(_structure(inputs)),
+            "inputs": carried["inputs"]
+            if self._number
+            else self._script.number(structure_of(*inputs.leaves(), "the model")),
             "shapes": {name: tuple(calls) for name, calls in tape.shapes.items()},
         }
 
@@ -167,14 +179,3 @@ def _skip(k: int, segment: int) -> str:
 def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """A single mapping stands for named arguments, as batches of a data loader do."""
     return Inputs.of(args[0]) if len(args) == 1 and not kwargs else Inputs(args, kwargs)
-
-
-def _structure(inputs: Inputs) -> tuple[Tree, tuple[Any, ...]]:
-    leaves, tree = inputs.leaves()
-    return tree, tuple([Value("") if isinstance(leaf, Tensor) else constant(leaf, "the model") for leaf in leaves])
-
-
-def _restored(structure: tuple[Tree, tuple[Any, ...]], tensors: Sequence[Tensor | None]) -> Inputs:
-    tree, leaves = structure
-    given = iter(tensors)
-    return Inputs(*tree.value([next(given) if isinstance(leaf, Value) else leaf.value for leaf in leaves]))

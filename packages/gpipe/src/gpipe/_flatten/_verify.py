@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from ._ending import Ending
 from ._inputs import Inputs
 from ._segment import Pick
 
@@ -17,15 +18,13 @@ def expect_equal(model: nn.Module, layers: nn.Sequential, inputs: Inputs, pick: 
     with torch.no_grad():
         expected = pick(inputs.call(model))
         try:
-            value: Any = layers[0](*inputs.args, **inputs.kwargs)
-            for layer in list(layers)[1:]:
-                value = layer(value)
+            value = in_a_row(layers, inputs)
         except Exception as error:
             raise ValueError(
                 f"{type(model).__name__} cannot be divided: with stand-ins for its blocks its forward fails "
                 f"({type(error).__name__}: {error}); {_REASON}"
             ) from error
-    wrong = _difference(_pytree.tree_leaves(expected), _pytree.tree_leaves(value))
+    wrong = difference(_pytree.tree_leaves(expected), _pytree.tree_leaves(value))
     if wrong:
         raise ValueError(f"{type(model).__name__} cannot be divided: its layers in a row give {wrong}; {_REASON}")
 
@@ -36,7 +35,16 @@ _REASON = (
 )
 
 
-def _difference(expected: list[Any], found: list[Any]) -> str | None:
+def in_a_row(layers: nn.Sequential, inputs: Inputs) -> Any:
+    """What the layers make of ``inputs``."""
+    value = layers[0](*inputs.args, **inputs.kwargs)
+    for layer in list(layers)[1:]:
+        value = layer(value)
+    return value
+
+
+def difference(expected: list[Any], found: list[Any]) -> str | None:
+    """In which way ``found`` is not what was ``expected``; None if it is."""
     if len(expected) != len(found):
         return f"{len(found)} values instead of {len(expected)}"
     for a, b in zip(expected, found, strict=True):
@@ -47,3 +55,26 @@ def _difference(expected: list[Any], found: list[Any]) -> str | None:
         if not torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True):
             return f"values that are off by up to {float((a - b).abs().max()):g}"
     return None
+
+
+def add_ending(model: nn.Module, layers: nn.Sequential, inputs: Inputs, ending: Ending | None) -> None:
+    """Give the last layer the ``ending``, if that tells the loss as the model does; and which other fields it tells."""
+    if ending is None:
+        return
+    last = layers[-1]
+    last.__dict__["ending"] = ending
+    with torch.no_grad():
+        expected = inputs.call(model)
+        ending.fields = frozenset(expected)
+        try:
+            with ending.wanted():
+                found = ending(inputs, in_a_row(layers, inputs))
+        except Exception:  # it needs more than what modules around the loss return
+            found = {}
+    ending.fields = frozenset(name for name, value in found.items() if _is_same(value, expected[name]))
+    if "loss" not in ending.fields:
+        del last.__dict__["ending"]
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return difference(_pytree.tree_leaves(a), _pytree.tree_leaves(b)) is None

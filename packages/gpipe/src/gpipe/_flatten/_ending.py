@@ -1,0 +1,203 @@
+"""The whole output of a model that computes its own loss, from what its parts returned for each micro-batch.
+
+A loss is a mean over what counts in the whole mini-batch, such as all tokens that are no padding, and the losses of
+micro-batches do not tell it. So a pipe puts together, by rows, what the modules around the loss returned, and runs the
+model's own ``forward`` once more with these values in place of the modules. What is left of it is the loss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import Arguments, map_tensors
+
+from ._inputs import Inputs
+from ._script import Structure, restored, structure_of
+from ._skeleton import skeleton
+from ._standins import Reel, StandIn
+from ._tree import flattened
+
+Returned = dict[str, list[list[Tensor]]]
+"""The tensors that modules returned, by name and call."""
+
+LOSS_ONLY = frozenset({"num_items_in_batch"})
+"""What Hugging Face's ``Trainer`` gives models to divide their loss by."""
+
+_wanted: ContextVar[Ending | None] = ContextVar("gpipe.ending", default=None)
+_one_at_a_time = threading.RLock()
+
+
+class Ending:
+    """The end of a model's forward, without any of its modules. Copies share it.
+
+    Args:
+        model: computes a loss.
+        calls: what the modules around the loss returned, by name.
+
+    Attributes:
+        fields: of the output that can be told.
+    """
+
+    def __init__(self, model: nn.Module, calls: Mapping[str, Sequence[Any]]) -> None:
+        self._calls = {name: [_structure(value) for value in values] for name, values in calls.items()}
+        self._reel = _Playback()
+        replaced: dict[nn.Module, nn.Module] = {
+            model.get_submodule(name): _Replay(model.get_submodule(name), self._reel, name) for name in calls
+        }
+        self._net = skeleton(model, replaced, lambda tensor: False)
+        self.fields = frozenset({"loss"})
+
+    def __deepcopy__(self, memo: object) -> Ending:
+        return self
+
+    @contextmanager
+    def wanted(self) -> Iterator[None]:
+        """Inside, the last layer returns what this ending needs, in place of what the model returns."""
+        token = _wanted.set(self)
+        try:
+            yield
+        finally:
+            _wanted.reset(token)
+
+    @property
+    def is_wanted(self) -> bool:
+        return _wanted.get() is self
+
+    @contextmanager
+    def recording(self, net: nn.Module) -> Iterator[Returned]:
+        """Inside, the dict is filled with what modules of ``net`` return."""
+        found: Returned = {}
+        with ExitStack() as scope:
+            for name in self._calls:
+                hook = partial(self._record, name, found.setdefault(name, []))
+                scope.callback(net.get_submodule(name).register_forward_hook(hook).remove)
+            yield found
+
+    def _record(self, name: str, calls: list[list[Tensor]], module: object, args: object, value: Any) -> None:
+        number, known = len(calls), self._calls[name]
+        if number == len(known) or _structure(value) != known[number]:
+            raise RuntimeError(
+                f"{name!r} was called more often than with the sample, or returned another structure; flatten the "
+                "model with a sample that it treats alike"
+            )
+        calls.append(_tensors(value))
+
+    def __call__(self, inputs: Inputs, found: Returned) -> Any:
+        """What the model returns for ``inputs`` where its modules return what was ``found``, for all rows.
+
+        The loss is on the device of the inputs, where trainers add losses up.
+        """
+        device = next(tensor.device for calls in found.values() for call in calls for tensor in call)
+        args, kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(inputs))
+        values = {
+            name: [restored(*each) for each in zip(self._calls[name], calls, strict=False)]
+            for name, calls in found.items()
+        }
+        with _one_at_a_time:
+            self._reel.play(values, device)
+            output = self._net(*args, **kwargs)
+        fields = {name: value for name, value in output.items() if name in self.fields}
+        if "loss" in fields:
+            fields["loss"] = fields["loss"].to(inputs.tensors()[0].device)
+        return type(output)(**fields)
+
+
+class _Playback(Reel):
+    """Where stand-ins find what modules returned."""
+
+    def __init__(self) -> None:
+        self.play({}, torch.device("cpu"))
+
+    def play(self, values: dict[str, list[Any]], device: torch.device) -> None:
+        """From now on these are returned, one for each call."""
+        self._values = {name: iter(calls) for name, calls in values.items()}
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def next(self, name: str) -> Any:
+        return next(self._values[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_values": {}, "_device": torch.device("cpu")}
+
+
+class _Replay(StandIn):
+    """Returns what a module returned."""
+
+    _reel: _Playback
+
+    def __init__(self, real: nn.Module, reel: _Playback, name: str) -> None:
+        super().__init__(real, reel)
+        self._name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._reel.next(self._name)
+
+
+def without_loss_only(inputs: Any) -> Any:
+    """``inputs`` for the layers, without arguments that only the loss takes."""
+    if isinstance(inputs, Arguments):
+        return Arguments(inputs.args, without_loss_only(inputs.kwargs))
+    if isinstance(inputs, Mapping) and not LOSS_ONLY.isdisjoint(inputs):
+        return {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
+    return inputs
+
+
+def ending_of(model: nn.Module, inputs: Inputs, blocks: Collection[nn.Module]) -> Ending | None:
+    """How ``model`` computes its loss, seen in a run; None if it computes none, or does it among its ``blocks``."""
+    returned: dict[nn.Module, list[Any]] = {}
+    with ExitStack() as scope, torch.no_grad():
+        for module in model.modules():
+            scope.callback(module.register_forward_hook(partial(_note, returned)).remove)
+        output = inputs.call(model)
+    rows = next((tensor.shape[0] for tensor in inputs.tensors() if tensor.dim()), None)
+    if not isinstance(output, dict) or not _is_loss(output.get("loss")) or rows is None:
+        return None
+    names = list(_around(model, returned, blocks, rows))
+    if any(model.get_submodule(name) in blocks for name in names):
+        return None
+    return Ending(model, {name: returned.get(model.get_submodule(name), []) for name in names})
+
+
+def _note(returned: dict[nn.Module, list[Any]], module: nn.Module, args: object, output: Any) -> None:
+    returned.setdefault(module, []).append(output)
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.dim()
+
+
+def _around(
+    module: nn.Module, returned: Mapping[nn.Module, list[Any]], blocks: Collection[nn.Module], rows: int, path: str = ""
+) -> Iterator[str]:
+    """The largest modules that return values for rows alone, and those that are not called; the rest is the loss."""
+    for name, child in module.named_children():
+        called = returned.get(child, [])
+        by_rows = called and all(_has_rows(value, rows) for value in called)
+        if by_rows or child in blocks or not (called or any(True for _ in child.children())):
+            yield path + name
+        else:
+            yield from _around(child, returned, blocks, rows, f"{path}{name}.")
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return all(tensor.dim() and tensor.shape[0] == rows for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in flattened(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _structure(value: Any) -> Structure:
+    return structure_of(*flattened(value), "the loss")

@@ -1,0 +1,181 @@
+"""``transformers.Trainer(model=pipe)`` trains, evaluates, saves and resumes a pipe as it does the plain model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe import GPipe, flatten
+from microbatch import Mean, Split
+
+from .families import FAMILIES
+
+pytest.importorskip("accelerate", reason="Trainer needs accelerate; see nox -s frameworks")
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+]
+ROWS, LENGTH = 24, 12
+
+
+def data(name: str, rows: int = ROWS) -> list[dict[str, Any]]:
+    """Rows with a column that no model takes; labels of causal models leave out ever more of a row."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for k in range(rows):
+        tokens = torch.randint(3, 128, (LENGTH,), generator=generator)
+        labels: Any = tokens.clone()
+        labels[2 + k % 9 :] = -100
+        found.append({"input_ids": tokens, "labels": k % 5 if name == "BERT" else labels, "source": "somewhere"})
+    return found
+
+
+def sample(name: str) -> dict[str, Tensor]:
+    rows = data(name, 2)
+    return {
+        "input_ids": torch.stack([row["input_ids"] for row in rows]),
+        "labels": torch.tensor([0, 1]) if name == "BERT" else torch.stack([row["labels"] for row in rows]),
+    }
+
+
+def pipe_of(name: str, model: nn.Module, balance: list[int], **options: Any) -> GPipe:
+    return GPipe(flatten(model, sample(name)), balance, devices=["cpu"] * len(balance), chunks=4, **options)
+
+
+def trainer(name: str, model: nn.Module, folder: Path, **options: Any) -> Trainer:
+    settings = {
+        "per_device_train_batch_size": 6,
+        "per_device_eval_batch_size": 6,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    arguments = TrainingArguments(output_dir=str(folder), **(settings | options))
+    return Trainer(model=model, args=arguments, train_dataset=data(name), eval_dataset=data(name, 9))
+
+
+def logged(found: Trainer, key: str) -> list[float]:
+    return [line[key] for line in found.state.log_history if key in line]
+
+
+@pytest.mark.parametrize("name", ["Llama", "BERT", "GPT-2"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, {"label_smoothing_factor": 0.1}],
+    ids=["plain", "accumulation", "smoothing"],
+)
+def test_losses_are_those_of_the_plain_model(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = FAMILIES[name].make().float()
+    plain = copy.deepcopy(model)
+    pipe = pipe_of(name, model, [2, 2, 2], checkpoint="except_last")
+    found, expected = (
+        trainer(name, pipe, tmp_path / "pipe", **options),
+        trainer(name, plain, tmp_path / "plain", **options),
+    )
+    for each in (found, expected):
+        each.train()
+    for key in ("loss", "eval_loss", "grad_norm"):
+        assert len(logged(found, key)) > 1
+        assert logged(found, key) == pytest.approx(logged(expected, key), rel=1e-3), key
+    assert found.model is pipe
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(pipe.state_dict()[key], value, rtol=1e-2, atol=1e-3)
+
+
+def test_metrics_and_predictions(tmp_path: Path) -> None:
+    model = FAMILIES["BERT"].make().float().eval()
+    plain = copy.deepcopy(model)
+    pipe = pipe_of("BERT", model, [3, 3])
+    predicted = [trainer("BERT", each, tmp_path).predict(data("BERT", 9)) for each in (pipe, plain)]
+    torch.testing.assert_close(*(torch.from_numpy(each.predictions) for each in predicted))
+    assert (predicted[0].label_ids == predicted[1].label_ids).all()
+
+
+@pytest.mark.parametrize("balance", [[1, 5], [2, 2, 2]])
+def test_it_resumes_from_a_checkpoint_with_another_balance(balance: list[int], tmp_path: Path) -> None:
+    finished = pipe_of("Llama", FAMILIES["Llama"].make().float(), [3, 3])
+    trainer("Llama", finished, tmp_path).train()
+    fresh = pipe_of("Llama", FAMILIES["Llama"].make().float(), balance)
+    trainer("Llama", fresh, tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    torch.testing.assert_close(fresh.state_dict(), finished.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_it_saves_loads_into_the_plain_model(tmp_path: Path) -> None:
+    model = FAMILIES["Llama"].make().float()
+    pipe = pipe_of("Llama", model, [3, 3])
+    trainer("Llama", pipe, tmp_path).save_model(str(tmp_path / "saved"))
+    plain = FAMILIES["Llama"].make().float()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.zero_()
+    plain.load_state_dict(load_file(tmp_path / "saved" / "model.safetensors"))
+    torch.testing.assert_close(plain.state_dict(), model.state_dict())
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    model = FAMILIES["Llama"].make().float()
+    plain = copy.deepcopy(model)
+    found, expected = (
+        trainer("Llama", each, tmp_path, bf16=True, save_strategy="no")
+        for each in (pipe_of("Llama", model, [3, 3], checkpoint="always"), plain)
+    )
+    for each in (found, expected):
+        each.train()
+    assert logged(found, "loss") == pytest.approx(logged(expected, "loss"), rel=2e-2)
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, 8)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.embed(input_ids).mean(1), labels
+
+
+class Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 5)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        logits = self.linear(value[0])
+        return {"loss": nn.functional.cross_entropy(logits, value[1]), "logits": logits}
+
+
+def test_layers_of_one_s_own(tmp_path: Path) -> None:
+    """The last one returns the loss of a micro-batch; the spec says that it is a mean over rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Tokens(), Classes())
+    plain = copy.deepcopy(model)
+    pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=4, out_spec={"loss": Mean(), "logits": Split(0)})
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = plain
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            return self.layers[1](self.layers[0](input_ids, labels))
+
+    found, expected = (trainer("BERT", each, tmp_path, save_strategy="no") for each in (pipe, Plain()))
+    for each in (found, expected):
+        each.train()
+    for key in ("loss", "eval_loss"):
+        assert logged(found, key) == pytest.approx(logged(expected, key), rel=1e-3)
+        assert all(map(math.isfinite, logged(found, key)))
