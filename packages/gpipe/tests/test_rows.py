@@ -84,8 +84,7 @@ class Flagged(nn.Module):
         return -x if flag else x
 
 
-def test_an_argument_that_is_no_tensor_is_told_what_works() -> None:
+def test_an_argument_that_is_no_tensor_goes_to_each_micro_batch() -> None:
     pipe = piped(nn.Sequential(Flagged(), *linears()), [2, 2], chunks=2)
-    with pytest.raises(TypeError, match=r"\['flag'\] is of type bool.*Replicate\(\) around it"):
-        pipe(rows(), flag=True)
-    torch.testing.assert_close(pipe(rows(), flag=Replicate(True)), linears()(-rows()))
+    for flag in (True, Replicate(True)):
+        torch.testing.assert_close(pipe(rows(), flag=flag), linears()(-rows()))

@@ -54,6 +54,14 @@ def test_what_is_not_wrapped_is_returned_as_it_is() -> None:
     assert unwrap(x)[0] is x
 
 
+def test_what_has_no_tensor_may_be_replicated_under_any_rule() -> None:
+    parts = scatter((x, Replicate("text"), Replicate([1, 2])), 2, Split(1))
+    assert [(part.value[0].shape, *part.value[1:]) for part in parts] == [
+        ((3, 2), "text", [1, 2]),
+        ((3, 2), "text", [1, 2]),
+    ]
+
+
 def test_said_twice() -> None:
     assert scatter((Split(x, dim=1),), 2, (Split(1),))[0][0].shape == (3, 2)
     for wrapped, spec in [(Split(x, dim=1), Split(0)), (Replicate(x), Split(0)), (Split(x), Replicate())]:

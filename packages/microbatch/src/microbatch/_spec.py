@@ -119,11 +119,16 @@ def _told(leaf: Any, rule: Rule, place: Place) -> list[Rule]:
     if not wraps(leaf):
         return [rule]
     own = Split(leaf.dim) if isinstance(leaf, Split) else Replicate()
-    if rule not in (None, own):
+    if rule not in (None, own) and not _is_uncuttable(leaf.value):
         raise ValueError(f"{place} is given as {own!r}, but the spec says {rule!r}; say it in one place")
     if isinstance(own, Split):
         _refuse_packed(leaf.value, str(place))
     return [own] * len(leaves_of(leaf.value))
+
+
+def _is_uncuttable(value: Any) -> bool:
+    """Whether there is no tensor in ``value``, so that ``Replicate()`` around it is all that can be said."""
+    return not any(isinstance(leaf, Tensor) or wraps(leaf) for leaf in leaves_of(value))
 
 
 def _settle(leaf: Any, rule: Rule, place: Place) -> Rule:

@@ -13,7 +13,7 @@ from ..checkpoint._random import RunRNG
 from ._accumulate import AccumulatedGradients
 from ._deferred_gradients import DeferredGradients
 from ._kept_nodes import kept
-from ._loss import LossStage
+from ._losses import Losses
 from ._stage import Stage
 
 
@@ -24,7 +24,7 @@ class MiniBatch:
         stages: that it goes through.
         placement: the worker of each stage.
         checkpoint_stops: of each stage; micro-batches below it are checkpointed, if a backward will come.
-        loss: where micro-batches turn around, if they do so inside the run.
+        loss: where micro-batches end, or turn around, if they do so inside the run.
 
     Attributes:
         keeps: whether a backward will come; if not, no cell is kept.
@@ -41,7 +41,7 @@ class MiniBatch:
         placement: tuple[int, ...],
         microbatches: int,
         checkpoint_stops: tuple[int, ...],
-        loss: LossStage | None,
+        loss: Losses | None,
     ) -> None:
         self.placement = placement
         self.microbatches = microbatches

@@ -27,6 +27,7 @@ from ._data_parallel import refuse_data_parallel
 from ._draws import Draws
 from ._exclusive import Section
 from ._loss import LossStage
+from ._losses import Losses
 from ._run import Run
 from ._scale import Scale, scaled
 from ._settings import Observer, settings
@@ -121,6 +122,11 @@ class Pipeline:
                 before.restore(error, max(mixed, run.mixed), len(batches))
                 loss.restore()
                 raise
+
+    def evaluate(self, batches: Sequence[Batch], losses: Losses) -> None:
+        """Put each micro-batch through all stages and into ``losses``, without gradients."""
+        with self.workers.section.entered(), torch.no_grad():
+            Run(self, len(batches), (0,) * len(self.stages), losses).evaluate(_entering(batches))
 
     def channels(
         self, streams: Sequence[AbstractStream], link: type[Link[Any]], is_cancelled: Callable[[], bool]

@@ -21,7 +21,7 @@ from ._capture import expect_no_capture
 from ._deferred_gradients import summed
 from ._exclusive import involved, serving
 from ._failures import Failures
-from ._loss import LossStage
+from ._losses import Losses
 from ._mini_batch import MiniBatch, callers_context
 from ._scale import Scale
 from ._settings import Observer, settings
@@ -44,7 +44,7 @@ class Run:
         pipeline: whose stages and workers these are.
         microbatches: how many there are.
         checkpoint_stops: of each stage; micro-batches below it are checkpointed.
-        loss: where micro-batches turn around, if they do so inside the run.
+        loss: where micro-batches end, or turn around, if they do so inside the run.
         observer: wants to know of this run, unless somebody does who wants to know of every run.
     """
 
@@ -53,7 +53,7 @@ class Run:
         pipeline: Pipeline,
         microbatches: int,
         checkpoint_stops: tuple[int, ...],
-        loss: LossStage | None = None,
+        loss: Losses | None = None,
         observer: Observer | None = None,
     ) -> None:
         stages, chosen = pipeline.stages, settings()
@@ -80,18 +80,22 @@ class Run:
             self.__dict__.clear()  # now, so that the workers find it
             workers.sweep()
 
-    def _runner(self, stage: Stage, loss: LossStage | None) -> StageRunner:
+    def _runner(self, stage: Stage, loss: Losses | None) -> StageRunner:
         channels, j = self._channels, stage.index
         departure = channels.departure(j) if loss is None else loss
         return StageRunner(self.mini_batch, stage, channels.arrival(j), departure, self._tied.leaves(j))
 
     def forward(self, batches: Sequence[Batch]) -> list[Batch]:
         """The outputs of all micro-batches, as leaves; those that a backward can start from require grad."""
+        self.evaluate(batches)
+        return [self._channels.exit.values.get(i) for i in range(self.mini_batch.microbatches)]
+
+    def evaluate(self, batches: Sequence[Batch]) -> None:
+        """Forwards alone; what comes out is at the exit, or in the losses."""
         for i, batch in enumerate(batches):
             self._channels.entrance.values.put(i, batch)
         self._walk(forwards_and_backwards(self.mini_batch)[0], self.mini_batch.context)
         self._look_for_draws()
-        return [self._channels.exit.values.get(i) for i in range(self.mini_batch.microbatches)]
 
     def backward(
         self, gradients: Sequence[list[Tensor | None]]

@@ -18,7 +18,7 @@ from ..values._describe import shapes
 from ..values._sharing import owned
 from ._cell import Cell, CheckpointedCell, RecomputeContext
 from ._graph_leaves import Below
-from ._loss import LossStage
+from ._losses import Losses
 from ._mini_batch import MiniBatch
 from ._stage import Stage
 
@@ -47,7 +47,7 @@ class StageRunner:
         mini_batch: MiniBatch,
         stage: Stage,
         arrival: Port | Ports,
-        departure: Port | Ports | LossStage,
+        departure: Port | Ports | Losses,
         tied: Sequence[Tensor] = (),
     ) -> None:
         stage.begin()

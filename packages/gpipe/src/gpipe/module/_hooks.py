@@ -9,8 +9,8 @@ from torch import nn
 from ..values._leaves import Arguments
 
 
-def refuse_hooks(pipe: nn.Module) -> None:
-    """RuntimeError naming hooks of ``pipe`` that :meth:`GPipe.step` cannot call."""
+def refuse_hooks(pipe: nn.Module, method: str) -> None:
+    """RuntimeError naming hooks of ``pipe`` that its ``method``, which computes losses inside, cannot call."""
     kinds = {
         "forward": pipe._forward_hooks,
         "full backward": pipe._backward_hooks,
@@ -19,8 +19,8 @@ def refuse_hooks(pipe: nn.Module) -> None:
     found = [kind for kind, hooks in kinds.items() if hooks]
     if found:
         raise RuntimeError(
-            f"step() cannot call the {' and '.join(found)} hooks of this pipe: micro-batches turn around singly, so "
-            "that the whole output is never there before the backward begins; register them on a layer, such as "
+            f"{method}() cannot call the {' and '.join(found)} hooks of this pipe: micro-batches get their loss "
+            "singly, so that the whole output is never there; register them on a layer, such as "
             "pipe[-1], which calls them for each micro-batch, or use pipe(input) and backward()"
         )
 

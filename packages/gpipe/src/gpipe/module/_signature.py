@@ -30,7 +30,7 @@ def class_for(kind: type[Module], forward: Callable[..., Any], first: nn.Module 
         first: None if there is no layer.
     """
     kind = vars(kind).get("_plain_class", kind)
-    signature = None if first is None else _signature(first)
+    signature = None if first is None else signature_of(first)
     if signature is None or kind.forward is not forward:
         return kind
     try:
@@ -66,10 +66,18 @@ def _with_signature(function: Callable[..., Any], signature: inspect.Signature) 
     return twin
 
 
-def _signature(layer: nn.Module) -> inspect.Signature | None:
-    """How ``layer`` is called; None if it does not say."""
-    layer = model_of(layer) or layer
-    own = type(layer)._commands.__get__(layer) if isinstance(layer, Skippable) else layer.forward
+def signature_of(layer: nn.Module, *, eval_str: bool = False) -> inspect.Signature | None:
+    """How ``layer`` is called; None if it does not say.
+
+    Args:
+        eval_str: whether annotations that are text are evaluated, where that is possible.
+    """
+    compiled: nn.Module = getattr(layer, "_orig_mod", layer)
+    inner = model_of(layer) or compiled
+    own = type(inner)._commands.__get__(inner) if isinstance(inner, Skippable) else inner.forward
+    if eval_str:
+        with suppress(Exception):  # annotations may name what is imported for types alone
+            return inspect.signature(own, eval_str=True)
     with suppress(TypeError, ValueError):
         return inspect.signature(own)
     return None

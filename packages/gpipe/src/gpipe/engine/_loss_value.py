@@ -1,0 +1,104 @@
+"""What a loss function returns, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+LossFunction = Callable[..., Any]
+"""From an output, and a target if there is one, to what :func:`loss_value` takes."""
+
+_FORMS = "expected a scalar loss, or (sum, count), either with a dict of metrics behind it, as in (loss, metrics)"
+
+
+class LossValue(NamedTuple):
+    """The loss of a micro-batch.
+
+    Attributes:
+        total: the scalar that gradients begin at.
+        count: what it has to be divided by, together with that of all others; None if it is a mean by itself.
+        metrics: what else the loss function has found out; None if it does not say.
+    """
+
+    total: Tensor
+    count: Any
+    metrics: Mapping[Any, Any] | None
+
+
+def loss_value(found: object) -> LossValue:
+    """What ``found``, which a loss function returned, says.
+
+    Raises:
+        TypeError, ValueError: it says nothing that gradients could begin at, or that losses could be divided by.
+    """
+    if not isinstance(found, tuple):
+        return LossValue(_checked(found), None, None)
+    has_metrics = len(found) > 1 and isinstance(found[-1], Mapping)
+    numbers, metrics = (found[:-1], found[-1]) if has_metrics else (found, None)
+    if len(numbers) == 1 and has_metrics:
+        return LossValue(_checked(numbers[0]), None, metrics)
+    if len(numbers) != 2:
+        raise ValueError(f"loss_fn returned a tuple of {len(found)}; {_FORMS}")
+    _expect_number(numbers[1])
+    return LossValue(_checked(numbers[0]), numbers[1], metrics)
+
+
+def own_loss(output: Any) -> Any:
+    """The loss that a model has computed by itself: ``output``, or what it has as ``loss``."""
+    if isinstance(output, Tensor):
+        found: Any = output
+    else:
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor) and not found.dim():
+        return found
+    raise TypeError(
+        "without a loss_fn the output must be the loss: a scalar tensor, or with one as output.loss; got "
+        f"{_described(output)}; give loss_fn=..., or what the model computes its loss from, such as labels"
+    )
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    kind = f"a {type(output).__name__}"
+    return f"{kind} with {', '.join(map(repr, output))}" if isinstance(output, Mapping) else kind
+
+
+def expect_trains(loss: Tensor) -> None:
+    """ValueError if no gradient can begin at ``loss``."""
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss_fn returned a loss that does not require grad: it does not depend on the output, or no parameter "
+            "requires grad; use pipe.evaluate(...) or pipe(input) to compute without training"
+        )
+
+
+def _expect_number(count: object) -> None:
+    """ValueError or TypeError unless ``count`` is one real number that nothing is trained through."""
+    if not isinstance(count, Tensor | Real) or (isinstance(count, Tensor) and count.is_complex()):
+        kind = count.dtype if isinstance(count, Tensor) else type(count).__name__
+        raise TypeError(f"loss_fn returned a count of {kind}; expected a real number, or a tensor of one")
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise ValueError(f"loss_fn returned a count of shape {tuple(count.shape)}; expected one number: take its sum")
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise ValueError(
+            "loss_fn returned a count that requires grad, but gradients flow through the sum only, since the count of "
+            "the whole is not known when they do; return (sum, count.detach()) if it is to be a constant, else use "
+            "pipe(input) and backward()"
+        )
+
+
+def _checked(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn returned {type(loss).__name__}; expected a scalar tensor, or (sum, count)")
+    if loss.dim():
+        raise ValueError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}; expected a scalar: take its mean, or return "
+            "(loss.sum(), loss.numel())"
+        )
+    if loss.is_complex():
+        raise TypeError(f"loss_fn returned {loss.dtype}; expected a real scalar: take its .real or .abs()")
+    return loss

@@ -1,0 +1,171 @@
+"""What the first layer is called with, of what ``step`` and ``evaluate`` are: keywords, a mapping, or one value."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from inspect import Parameter, Signature
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .._flatten._names import model_of
+from ..values._leaves import Arguments
+from ._signature import signature_of
+
+NOTHING = Parameter.empty
+"""Stands for an argument that was not given, since None may be."""
+
+_ANYTHING = Signature([Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)])
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+class Call(NamedTuple):
+    """A call of a method of a pipe that takes a mini-batch and a target.
+
+    Attributes:
+        method: its name.
+        options: the names of its own keywords.
+        input: the first positional argument, or :data:`NOTHING`.
+        target: the second, or None.
+        arguments: keywords that are not its own.
+    """
+
+    method: str
+    options: Sequence[str]
+    input: Any
+    target: Any
+    arguments: dict[str, Any]
+
+
+def called_with(layer: nn.Module, call: Call) -> tuple[Any, Any]:
+    """The mini-batch as ``layer``, the first one, takes it, and the target.
+
+    Raises:
+        TypeError: names an argument that is missing, unknown, given twice, or both the method's and the layer's.
+    """
+    given, target, arguments = call.input, call.target, call.arguments
+    if not arguments and given is not NOTHING and not isinstance(given, Mapping):
+        return given, target
+    signature = signature_of(layer, eval_str=True) or _ANYTHING
+    if arguments:
+        call = _own_taken(signature, call)
+        given, target, arguments = call.input, call.target, call.arguments
+        _expect_no_clash(layer, signature, call)
+    if given is NOTHING and not arguments:
+        raise TypeError(
+            f"{call.method}() needs a mini-batch: {call.method}(x, ...), or {call.method}(**batch) if the first layer "
+            "takes keywords"
+        )
+    if not arguments and not (isinstance(given, Mapping) and _are_keywords(signature, given)):
+        return given, target
+    inputs = _joined(signature, call)
+    _expect_taken(layer, signature, inputs, call)
+    return inputs, target
+
+
+def _own_taken(signature: Signature, call: Call) -> Call:
+    """``call`` with ``input=`` and ``target=`` where they belong if they are no arguments of the layer."""
+    arguments, names = dict(call.arguments), _names(signature)
+    first = next(iter(signature.parameters), None)
+    if "input" in arguments and call.input is NOTHING and ("input" not in names or first == "input"):
+        call = call._replace(input=arguments.pop("input"))
+    positionally = call.input is not NOTHING and set(arguments) == {"target"}
+    if "target" in arguments and call.target is None and ("target" not in names or positionally):
+        call = call._replace(target=arguments.pop("target"))
+    return call._replace(arguments=arguments)
+
+
+def _expect_no_clash(layer: nn.Module, signature: Signature, call: Call) -> None:
+    own = {*call.options, "target"} if "target" in call.arguments else {*call.options}
+    clashing = sorted(own & _names(signature)) if call.arguments else []
+    if clashing:
+        raise TypeError(
+            f"{', '.join(map(repr, clashing))} can be meant for {call.method}(), and for the first layer, "
+            f"{_name(layer)}, which takes an argument of that name; give the layer's as one mapping, "
+            f"{call.method}({{...}}, target, ...), or as {call.method}(Arguments(args, kwargs), target, ...)"
+        )
+
+
+def _names(signature: Signature) -> set[str]:
+    return {name for name, parameter in signature.parameters.items() if parameter.kind in _BY_NAME}
+
+
+def _are_keywords(signature: Signature, mapping: Mapping[Any, Any]) -> bool:
+    """Whether ``mapping`` is meant as keywords: some keys are names of arguments, or nothing else is possible."""
+    if not all(isinstance(key, str) for key in mapping):
+        return False
+    parameters = list(signature.parameters.values())
+    if parameters and parameters[0].kind in _POSITIONAL:
+        if _is_mapping(parameters[0].annotation):
+            return False
+        if len(parameters) == 1:
+            return set(mapping) == _names(signature)
+    return _binds(signature, **mapping) or not _names(signature).isdisjoint(mapping) or not _binds(signature, mapping)
+
+
+def _is_mapping(annotation: Any) -> bool:
+    kind = typing.get_origin(annotation) or annotation
+    return typing.is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, Mapping))
+
+
+def _binds(signature: Signature, /, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _joined(signature: Signature, call: Call) -> Arguments:
+    """The positional argument and the keywords as one value."""
+    given = call.input
+    if given is NOTHING:
+        return Arguments((), call.arguments)
+    if isinstance(given, Mapping) and _are_keywords(signature, given):
+        given = Arguments((), dict(given))
+    args, kwargs = given if isinstance(given, Arguments) else ((given,), {})
+    twice = sorted(kwargs.keys() & call.arguments.keys())
+    if twice:
+        raise TypeError(f"{call.method}() got {', '.join(map(repr, twice))} as a keyword and in its input; say it once")
+    return Arguments(tuple(args), {**kwargs, **call.arguments})
+
+
+def _expect_taken(layer: nn.Module, signature: Signature, inputs: Arguments, call: Call) -> None:
+    problem = _misspelt(signature, inputs, call)
+    try:
+        signature.bind(*inputs.args, **inputs.kwargs)
+    except TypeError as error:
+        problem = problem or str(error)
+    if problem:
+        raise TypeError(
+            f"the first layer is {_name(layer)}.forward{_bare(signature)}; {call.method}() was given "
+            f"{_described(inputs)} for it: {problem}; leave out what it does not take, or hand a mapping over "
+            "whole by Arguments((mapping,), {})"
+        )
+
+
+def _misspelt(signature: Signature, inputs: Arguments, call: Call) -> str:
+    """What is wrong if a keyword is nearly one of the method's own: a layer may take any, and ignore it."""
+    for name in inputs.kwargs.keys() - _names(signature):
+        for meant in get_close_matches(name, call.options, 1, cutoff=0.85):
+            return f"{name!r} is no keyword of {call.method}(); did you mean {meant!r}?"
+    return ""
+
+
+def _bare(signature: Signature) -> Signature:
+    """Without annotations, which may be long."""
+    parameters = [each.replace(annotation=Parameter.empty) for each in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=Signature.empty)
+
+
+def _described(inputs: Arguments) -> str:
+    positional = f"{len(inputs.args)} positional" if inputs.args else ""
+    named = f"keywords {', '.join(inputs.kwargs)}" if inputs.kwargs else ""
+    return " and ".join(filter(None, (positional, named))) or "nothing"
+
+
+def _name(layer: nn.Module) -> str:
+    return type(model_of(layer) or layer).__name__

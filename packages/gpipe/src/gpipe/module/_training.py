@@ -1,0 +1,126 @@
+"""What ``step`` and ``evaluate`` have in common: targets, losses, and what is returned."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import Batch, map_tensors
+from streams import add_note
+
+from ..engine._loss import LossStage
+from ..engine._loss_value import LossFunction, own_loss
+from ..engine._losses import Losses
+from ..values._gather import gathered
+from ._cut import checked, cut
+from ._rows import expect_same_rows
+
+Kind = TypeVar("Kind", bound=Losses)
+
+
+class LossOptions(NamedTuple):
+    """The keywords that ``step`` and ``evaluate`` have in common."""
+
+    loss_fn: LossFunction | None
+    reduction: str
+    normalizer: float | Tensor | None
+    return_outputs: bool
+
+
+def expect_grad_mode() -> None:
+    """RuntimeError where nothing could be trained."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "step() trains, but grad mode is off; leave torch.no_grad(), or call pipe.evaluate(...) for the loss or "
+            "the pipe for its output"
+        )
+
+
+def losses_of(
+    kind: type[Kind], options: LossOptions, target: Any, batches: Sequence[Batch], chunks: int, device: torch.device
+) -> Kind:
+    """What computes the losses of ``batches``, on ``device``."""
+    loss_fn = own_loss if options.loss_fn is None else options.loss_fn
+    arguments = _arguments(options.loss_fn, target, batches, chunks, device)
+    weights = _weights(batches, options.reduction, options.normalizer)
+    rows = [batch.rows for batch in batches]
+    return kind(loss_fn, arguments, weights, rows, keep_outputs=options.return_outputs)
+
+
+def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, options: LossOptions) -> Any:
+    """The loss; with metrics if there are any, and with outputs if they are wanted."""
+    found: list[Any] = [losses.loss]
+    if losses.metrics is not None:
+        found.append(losses.metrics)
+    if options.return_outputs:
+        found.append(_outputs(losses, batches, out_spec))
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _outputs(losses: Losses, batches: Sequence[Batch], out_spec: Any) -> Any:
+    try:
+        return gathered([losses.outputs[i] for i in range(len(batches))], [batch.rows for batch in batches], out_spec)
+    except (TypeError, ValueError) as error:
+        if isinstance(losses, LossStage):
+            add_note(error, "the step itself is complete: its gradients are in .grad")
+        raise
+
+
+def _arguments(
+    loss_fn: LossFunction | None, target: Any, batches: Sequence[Batch], chunks: int, device: torch.device
+) -> list[tuple[Any, ...]]:
+    """What the loss function is called with after the output, for each of the ``batches``."""
+    if loss_fn is None and target is not None:
+        raise TypeError("a target is given, but no loss_fn that takes it; give loss_fn=..., or leave the target out")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of the output and the target; got {loss_fn!r}")
+    alone = loss_fn is None or _takes_one(loss_fn)
+    if target is None:
+        return [() if alone else (None,)] * len(batches)
+    if alone:
+        raise TypeError("a target is given, but loss_fn takes the output alone; let it take both, or leave it out")
+    return [(each,) for each in _targets(target, device, batches, chunks)]
+
+
+def _takes_one(loss_fn: LossFunction) -> bool:
+    """Whether ``loss_fn`` takes an output and nothing else."""
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # builtin functions need not say
+        return False
+    return not _binds(signature, None, None) and _binds(signature, None)
+
+
+def _binds(signature: inspect.Signature, *arguments: None) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _weights(batches: Sequence[Batch], reduction: str, normalizer: float | Tensor | None) -> list[float]:
+    """What the loss of each micro-batch counts in the loss of the whole."""
+    if normalizer is not None and float(normalizer) == 0:
+        raise ValueError("normalizer must not be 0: it is what the sum of all losses is divided by")
+    if reduction == "sum":
+        return [1.0 if normalizer is None else 1.0 / float(normalizer)] * len(batches)
+    if reduction != "mean":
+        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
+    if normalizer is not None:
+        raise ValueError("normalizer goes with reduction='sum'; a mean divides by the rows already")
+    rows = [batch.rows[0] for batch in batches]
+    return [row / max(1, sum(rows)) for row in rows]
+
+
+def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: int) -> list[Any]:
+    """The target of each micro-batch of ``inputs``, on ``device``."""
+    value = checked(target, None, "target")
+    detached = value._replace(bare=map_tensors(Tensor.detach, value.bare))
+    targets, _ = cut(detached, device, chunks)
+    expect_same_rows(targets, inputs)
+    return [batch.value for batch in targets]
