@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from streams import current_stream, record_stream
+
 from ._stage import Stage
 
 Grown = tuple[Tensor, Tensor]
@@ -113,7 +115,7 @@ class Tied:
             return grown
         found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in grown]
         found.sort(key=lambda each: each[0])
-        return [(owner, gradient.to(owner.device)) for _, owner, gradient in found]
+        return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found]
 
     def _expect_unchanged(self, cause: RuntimeError | None) -> None:
         changes = () if self._looked else chain(self._changed_in_place(), self._changed_in_copies())
@@ -148,6 +150,13 @@ def _named(root: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from root.named_parameters(remove_duplicate=False)
     yield from root.named_buffers(remove_duplicate=False)
     yield from root.named_modules(remove_duplicate=False)
+
+
+def _arrived(gradient: Tensor, device: torch.device) -> Tensor:
+    """``gradient`` on ``device``, read on the current streams, which may be others than those it was made on."""
+    for part in (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,):
+        record_stream(part, current_stream(part.device))
+    return gradient.to(device)
 
 
 class _Swap(NamedTuple):

@@ -20,20 +20,18 @@ def move_all(partitions: Sequence[nn.Module], places: Sequence[torch.device]) ->
     holders = _holders(partitions)
     for partition, place in reversed(list(zip(partitions, places, strict=True))):
         move(partition, place)
-    for (entries, name), *others in holders.values():
-        for other, own_name in others:  # a move to a device of another kind may have made a new parameter
-            other[own_name] = entries[name]
+    for (first, name), *others in holders.values():
+        for entries, other in others:  # to a device of another kind torch may move a parameter by making a new one
+            entries[other] = first[name]
 
 
 def _holders(partitions: Sequence[nn.Module]) -> dict[Tensor, list[tuple[dict[str, Any], str]]]:
-    """Where the parameters that several ``partitions`` share stand, in order."""
-    parts = [modules_below(partition) for partition in partitions]
-    shared = shared_tensors(parts)
+    """Where each parameter stands, in the order of the ``partitions``."""
     holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
-    for module in (module for modules in parts for module in modules):
+    for module in (module for partition in partitions for module in partition.modules()):
         for name, parameter in module._parameters.items():
-            if id(parameter) in shared:
-                holders.setdefault(parameter, []).append((module._parameters, name))  # type: ignore[arg-type]
+            if parameter is not None:
+                holders.setdefault(parameter, []).append((module._parameters, name))
     return holders
 
 

@@ -1,0 +1,121 @@
+"""Parameters that stages on several devices share: no races, and as in the plain model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe import GPipe
+
+from .models import HOWS, MODES, WIDTH, assert_trains_like, linear, piped, rows, running, some_of, trained
+from .placements import PLACEMENTS, STREAMS, devices
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Transposed(nn.Module):
+    """Uses the weight of another layer the other way round."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Scaled(nn.Module):
+    """Has a parameter, and a buffer that nobody changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.register_buffer("scale", torch.arange(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * self.scale
+
+
+def model() -> nn.Sequential:
+    """Six layers with ties between the first and the last three: of weights, a bias and a module."""
+    torch.manual_seed(0)
+    first, second, shared = linear(), linear(), Scaled()
+    second.bias = first.bias
+    layers = [first, nn.Sequential(shared), second, nn.Sequential(shared, Transposed(second)), linear()]
+    return nn.Sequential(*layers, Transposed(first))
+
+
+CASES = [
+    (placement, how, streams)
+    for placement in PLACEMENTS
+    for how in HOWS
+    for streams in STREAMS
+    if how == "call" or streams != "foreign"
+    if not (how == "interleaved" and placement == "two devices")
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "inline"), some_of(CASES, MODES, [False, True], every=7), ids=lambda value: str(value)
+)
+def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool):
+    placement, how, streams = case
+    pipe = piped(model(), placement, mode)
+    assert_trains_like(model(), pipe, how, streams, inline=inline)
+    assert list(pipe.state_dict()) == list(model().state_dict())
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model().named_parameters()]
+
+
+def assert_tied(pipe: GPipe) -> None:
+    assert pipe[5].weight is pipe[0].weight
+    assert pipe[0].bias is pipe[2].bias
+    assert pipe[1][0] is pipe[3][0]
+    assert pipe[5].weight.device == pipe[1][0].scale.device == pipe.devices[0]
+
+
+@pytest.mark.parametrize("placement", ["three devices", "CPU first", "CPU last"])
+def test_the_tie_stays(placement: str):
+    pipe = piped(model(), placement)
+    trained(pipe, rows().to(pipe.devices[0]), "1f1b")
+    assert_tied(pipe)
+    assert_tied(pipe.float().double())
+
+
+@pytest.mark.parametrize("placement", ["three devices", "CPU between"])
+@pytest.mark.parametrize("inline", [False, True])
+def test_optimizers_see_one_parameter(placement: str, inline: bool):
+    pipe, plain = piped(model(), placement), model()
+    with running(inline):
+        for module in (pipe, plain):
+            seen: list[Tensor] = []
+            module[0].weight.register_hook(lambda gradient, seen=seen: seen.append(gradient))
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+            for _ in range(3):
+                optimizer.zero_grad()
+                module(rows().to(next(module.parameters()).device)).square().sum().backward()
+                optimizer.step()
+            assert len(seen) == 3
+    torch.testing.assert_close([p.cpu() for p in pipe.parameters()], list(plain.parameters()))
+
+
+def test_a_state_is_loaded_and_a_layer_replaced():
+    pipe, plain = piped(model(), "three devices"), model()
+    layer = linear()
+    for module in (pipe, plain):
+        module.load_state_dict({name: tensor + 0.1 for name, tensor in model().state_dict().items()})
+        module[4] = nn.Sequential(copy.deepcopy(layer), Transposed(module[2]))
+    assert_trains_like(plain, pipe, "1f1b", "own")
+    assert_tied(pipe)
+    assert pipe[2].weight is pipe[4][1].weight
+    assert pipe[2].weight.device == pipe.devices[1]
+
+
+def test_views_on_several_devices_are_refused_and_nothing_has_moved():
+    layers = nn.Sequential(linear(), linear())
+    layers[1].weight = nn.Parameter(layers[0].weight.data)
+    with pytest.raises(ValueError, match=r"'0\.weight' of partition 0 on 'simulated:0' and '1\.weight' of partition 1"):
+        GPipe(layers, [1, 1], devices=devices("three devices")[:2])
+    assert {parameter.device.type for parameter in layers.parameters()} == {"cpu"}
