@@ -335,7 +335,7 @@ def _cached(model: Model, x: Tensor) -> Tensor:
     return model.head(hidden)
 
 
-@pytest.mark.parametrize(
+each_refusal = pytest.mark.parametrize(
     ("told", "error", "named"),
     [
         (_between, ValueError, r"an operation \(mul\) uses what a block returns"),
@@ -346,6 +346,9 @@ def _cached(model: Model, x: Tensor) -> Tensor:
         (_twice, ValueError, "once each and in order"),
     ],
 )
+
+
+@each_refusal
 def test_what_cannot_be_divided_is_refused(told: Callable[..., Any], error: type[Exception], named: str):
     with pytest.raises(error, match=named):
         flatten(Told(told), torch.randn(2, 2))

@@ -20,7 +20,7 @@ from ._flatten._ending import Ending, without_loss_only
 from ._flatten._inputs import Inputs
 from ._flatten._names import divide_names, model_of
 from ._flatten._segment import Segment
-from .balance import balance_by_time
+from .balance import balance_by_parameters, balance_by_time
 from .engine._loss import LossStage
 from .engine._loss_value import LossFunction
 from .engine._losses import Losses
@@ -72,7 +72,8 @@ class GPipe(nn.Module):
             are moved to the devices, not copied. What several partitions share goes to the first of them; the others
             compute with copies, and gradients are added once a run.
         balance: how many layers each partition gets; :mod:`gpipe.balance` finds it. With a ``sample`` it need not be
-            given: then the layers are measured for a second, for as many partitions as there are ``devices``.
+            given: then the layers are measured for a second, for as many partitions as there are ``devices``; those of
+            a model on ``meta`` are balanced by their parameters.
         sample: what the model is called with, of the rows of a micro-batch; see :func:`flatten`.
         devices: one for each partition; may repeat, and more are dropped. By default all CUDA devices, or the CPU for
             each partition where there are none.
@@ -603,8 +604,10 @@ def _sequential(module: nn.Module, sample: Any) -> nn.Sequential:
 def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:
     if sample is None:
         raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
-    partitions = len(checked_devices(devices, 1 if devices is None else len(module)))
-    return balance_by_time(max(1, min(partitions, len(module))), module, sample)
+    partitions = max(1, min(len(checked_devices(devices, 1 if devices is None else len(module))), len(module)))
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return balance_by_parameters(partitions, module)
+    return balance_by_time(partitions, module, sample)
 
 
 _FIXED = ("balance", "devices", "partitions")

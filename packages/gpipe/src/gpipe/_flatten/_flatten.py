@@ -18,6 +18,7 @@ from ._inputs import Inputs
 from ._names import Flattened
 from ._script import Script
 from ._segment import Block, Pick, Segment
+from ._shapes import has_data, shapes_only, with_values
 from ._skeleton import named_units, skeleton, twin_of
 from ._standins import BlockStandIn, ModuleStandIn, Observe, Reel
 from ._trunk import Trunk, find_trunks
@@ -43,7 +44,8 @@ def flatten(
             of a list must be done by the layers.
         sample: what it is called with: a mapping for named arguments, a tuple for positional ones,
             :class:`microbatch.Arguments` for both, or one tensor. A few rows are enough. What the pipe is called with
-            later may have other rows and lengths.
+            later may have other rows and lengths. If the model has no data, because it was built on ``meta``, only
+            shapes are computed, and compared; the sample may be there too.
         blocks: the names of the lists of layers; found by default.
         pick: what the last layer makes of what the model returns: the name of a field, or a function. By default the
             field ``loss`` if the model was given what it computes it from, else ``logits``, else ``last_hidden_state``,
@@ -72,7 +74,9 @@ def flatten(
     """
     inputs, picked = Inputs.of(sample), _picker(pick)
     _turn_off_cache(model)
-    with _evaluating(model):
+    if not has_data(model):
+        inputs = with_values(inputs)
+    with _evaluating(model), shapes_only(model):
         trunks = find_trunks(model, inputs, blocks)
         calls = watch(model, inputs, trunks)
         if calls.between:
@@ -81,11 +85,11 @@ def flatten(
                 "call it, or name other lists by blocks="
             )
     layers = _built(model, inputs, trunks, calls, picked)
-    with _evaluating(model, layers):
-        expect_equal(model, layers, inputs, picked)
+    with _evaluating(model, layers), shapes_only(model) as shapes:
+        expect_equal(model, layers, inputs, picked, shapes)
         if pick is None:
             own = [model.get_submodule(name) for trunk in trunks for name in trunk]
-            add_ending(model, layers, inputs, ending_of(model, inputs, own))
+            add_ending(model, layers, inputs, ending_of(model, inputs, own), shapes)
     return layers
 
 

@@ -51,13 +51,17 @@ def twin_of(module: nn.Module) -> nn.Module:
 
 def _unknown(tensor: Tensor) -> Tensor:
     value = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
-    found = torch.full_like(tensor, value, requires_grad=False)
-    found.stands_in = True  # type: ignore[attr-defined]  # and goes along with copies
-    return found
+    return placeholder(torch.full_like(tensor, value, requires_grad=False))
+
+
+def placeholder(tensor: Tensor) -> Tensor:
+    """``tensor``, which stands in a segment for one that belongs elsewhere, and has no values that count."""
+    tensor.stands_in = True  # type: ignore[attr-defined]  # copies of it have this too
+    return tensor
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands in a segment for one that belongs elsewhere. It has no values, and gets none."""
+    """Whether it is what :func:`placeholder` returned."""
     return hasattr(tensor, "stands_in")
 
 

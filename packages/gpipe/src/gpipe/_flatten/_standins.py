@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ._calls import BlockCall, ModuleCall, Shape, shape_of
+from ._skeleton import placeholder
 from ._tree import Tree, flattened
 
 
@@ -116,7 +117,7 @@ class Tape:
 def unknown(shape: Shape, device: torch.device) -> Tensor:
     """A tensor that nobody should use: whoever does gets no number. It takes no memory."""
     value = math.nan if shape.dtype.is_floating_point or shape.dtype.is_complex else 0
-    return torch.full((), value, dtype=shape.dtype, device=device).expand(shape.shape)
+    return placeholder(torch.full((), value, dtype=shape.dtype, device=device).expand(shape.shape))
 
 
 class Untouched(Tensor):
@@ -155,8 +156,15 @@ class Reel:
     tape: Tape | None = None
 
     @property
-    def device(self) -> torch.device:
-        return torch.device("cpu") if self.tape is None else self.tape.device
+    def device(self) -> torch.device | None:
+        """Where stand-ins make tensors; None outside of a forward."""
+        return None if self.tape is None else self.tape.device
+
+    def unknown(self, shape: Shape) -> Tensor:
+        """What stands for a parameter or buffer. Outside of a forward it may be written to, as initialisations do."""
+        if self.device is None:
+            return torch.empty(shape.shape, dtype=shape.dtype, device="meta")
+        return unknown(shape, self.device)
 
 
 class Likeness:
@@ -178,7 +186,7 @@ class Likeness:
             raise AttributeError(name)
         if name in self._answers:
             answer = self._answers[name]
-            return unknown(answer, self._reel.device) if isinstance(answer, Shape) else answer
+            return self._reel.unknown(answer) if isinstance(answer, Shape) else answer
         answer = getattr(self._kind, name, property())
         if callable(answer) or isinstance(answer, property):  # which would need the module
             raise AttributeError(f"what stands for a {self._kind.__name__} has no {name}")

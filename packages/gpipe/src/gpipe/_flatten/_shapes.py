@@ -1,0 +1,93 @@
+"""Run a model that has no data: shapes, and what depends on what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from streams import DispatchMode, add_note
+
+from ._inputs import Inputs
+from ._skeleton import is_placeholder
+
+
+def has_data(model: nn.Module) -> bool:
+    """Whether no parameter of ``model`` is on ``meta``."""
+    return not any(parameter.is_meta for parameter in model.parameters())
+
+
+class Shapes(DispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, an operation with a tensor on ``meta`` gives one on ``meta``, and any other is computed.
+
+    So the values of masks and positions, which a forward may look at, are there, though the parameters have none.
+    It follows what stand-ins return through all operations: nothing that a model returns may be made of it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unknown: dict[int, torch.UntypedStorage] = {}  # held, or their addresses would be given out again
+
+    def is_unknown(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` was computed from what a stand-in returned."""
+        return is_placeholder(tensor) or tensor.untyped_storage()._cdata in self._unknown
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = _tensors((args, kwargs))
+        if any(tensor.is_meta for tensor in tensors):
+            args, kwargs = _pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
+        elif kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        result = func(*args, **kwargs)
+        if any(map(self.is_unknown, tensors)) and not _looks_at_shapes(func):
+            for tensor in _tensors(result):
+                storage = tensor.untyped_storage()
+                self._unknown[storage._cdata] = storage
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    # A tensor of a single number goes with any device.
+    return tensor.to("meta") if tensor.dim() else tensor
+
+
+def _looks_at_shapes(func: Any) -> bool:
+    name = getattr(getattr(func, "_overloadpacket", func), "__name__", "")
+    return name.startswith("new_") or name.endswith("_like")
+
+
+@contextmanager
+def shapes_only(model: nn.Module) -> Iterator[Shapes | None]:
+    """Inside, ``model`` computes shapes, if it has no data."""
+    if has_data(model):
+        yield None
+        return
+    try:
+        with Shapes() as mode:
+            yield mode
+    except (RuntimeError, NotImplementedError) as error:
+        add_note(
+            error, f"{type(model).__name__} was run on 'meta', as it has no data: it looks at values, or at a device"
+        )
+        raise
+
+
+def with_values(inputs: Inputs) -> Inputs:
+    """``inputs`` with ones in the place of tensors that have no values."""
+    leaves, tree = inputs.leaves()
+    return Inputs(*tree.value([_ones(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf for leaf in leaves]))
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    return torch.ones_like(tensor, device="cpu")

@@ -1,0 +1,170 @@
+"""Models that have no data are flattened by their shapes, and refused where their values would be refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import Arguments, GPipe, flatten
+
+from .test_flatten import ROWS, Model, Told, assert_equal, batch, each_refusal, gradients, models
+
+
+def pair(**options: Any) -> tuple[nn.Module, nn.Module]:
+    """A model without data, and one with."""
+    with torch.device("meta"):
+        model = Model(**options).double()
+    torch.manual_seed(1)
+    return model, Model(**options).double()
+
+
+def on_meta(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to("meta") for name, tensor in inputs.items()}
+
+
+@given(models(), st.data())
+def test_it_trains_as_the_model_does(problem: tuple[dict[str, Any], dict[str, Any]], data: st.DataObject) -> None:
+    options, kinds = problem
+    model, plain = pair(**options)
+    place = data.draw(st.sampled_from([dict, on_meta]))
+    layers = flatten(model, place(batch(2, **kinds)))
+    cut = data.draw(st.integers(1, len(layers) - 1))
+    pipe = GPipe(layers, [cut, len(layers) - cut], devices=["cpu"] * 2, chunks=3, init=plain.state_dict())
+    assert_equal(dict(pipe.state_dict()), dict(plain.state_dict()))
+    inputs = batch(**kinds)
+    with gpipe.inline() if data.draw(st.booleans()) else nullcontext():
+        output, expected = pipe(**inputs), plain(**inputs)["logits"]
+        torch.testing.assert_close(output, expected)
+        output.square().mean().backward()
+    expected.square().mean().backward()
+    assert_equal(gradients(model), gradients(plain))
+    torch.testing.assert_close(model(**inputs)["logits"], plain(**inputs)["logits"])
+    pipe.close()
+
+
+@each_refusal
+def test_what_is_refused_with_data_is_refused_without(told: Any, error: type[Exception], named: str) -> None:
+    with torch.device("meta"):
+        model = Told(told)
+    with pytest.raises(error, match=named):
+        flatten(model, torch.randn(2, 2))
+
+
+def test_in_one_line_and_with_copies() -> None:
+    model, plain = pair(others=2, token=True)
+    pipe = GPipe(model, devices=["cpu"] * 3, chunks=2, sample=batch(2), init=plain.state_dict())
+    assert len(pipe.balance) == 3
+    for each in (pipe, copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        torch.testing.assert_close(each(**batch()), plain(**batch())["logits"])
+        assert_equal(dict(each.state_dict()), dict(plain.state_dict()))
+    assert all(buffer.isnan().all() for name, buffer in pipe.named_buffers() if name == "end.net.token")
+
+
+def test_buffers_with_data_may_meet_parameters_without() -> None:
+    model, plain = pair()
+    for block in model.body.blocks:
+        block.shift = torch.ones_like(block.shift, device="cpu")
+    pipe = GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2, init=plain.state_dict())
+    torch.testing.assert_close(pipe(**batch()), plain(**batch())["logits"])
+
+
+class Looks(nn.Module):
+    """Looks at the values of its mask, as models do that leave out a mask of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model().double()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        positions = torch.arange(len(x), device=x.device)
+        assert int(positions.max()) == len(x) - 1
+        return self.model(x, None if mask is None or bool((mask == 1).all()) else mask)
+
+
+def test_a_forward_may_look_at_the_values_of_its_inputs() -> None:
+    with torch.device("meta"):
+        model = Looks()
+    plain = Looks()
+    pipe = GPipe(model, [2, 3], devices=["cpu"] * 2, sample=batch(2), init=plain.state_dict())
+    for inputs in (batch(), {**batch(), "mask": torch.ones(ROWS).double()}):
+        torch.testing.assert_close(pipe(**inputs), plain(**inputs)["logits"])
+
+
+def test_a_forward_that_looks_at_parameters_is_told_why_it_fails() -> None:
+    def looks(model: Model, x: Tensor) -> Tensor:
+        return x * float(model.factor)
+
+    with torch.device("meta"):
+        model = Told(looks)
+    with pytest.raises(RuntimeError) as error:
+        flatten(model, torch.randn(ROWS, 2))
+    assert "was run on 'meta', as it has no data" in error.value.__notes__[-1]
+
+
+class Owner(Model):
+    """Initialises its modules as models of Hugging Face do, also those that are in other layers."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Owner):
+            nn.init.constant_(module.embed.weight, 2.0)
+            nn.init.constant_(module.middle.weight, 3.0)
+            nn.init.constant_(module.factor, 5.0)
+        for name, buffer in module.named_buffers(recurse=False):
+            nn.init.constant_(buffer, 7.0 if name == "shift" else 8.0)
+
+
+def test_reset_asks_the_model_around_a_module() -> None:
+    with torch.device("meta"):
+        model = Owner(others=2).double()
+        model.body.blocks[1].register_buffer("computed", torch.ones(2), persistent=False)
+    pipe = GPipe(model, [4, 4], devices=["cpu"] * 2, sample=batch(2), init="reset")
+    assert model.embed.weight.unique().tolist() == [2.0]
+    assert model.middle.weight.unique().tolist() == [3.0]
+    assert model.factor.item() == 5.0
+    assert model.body.blocks[1].shift.unique().tolist() == [7.0]
+    assert model.body.blocks[1].computed.unique().tolist() == [8.0]
+    assert pipe(**batch()).isfinite().all()
+
+
+@pytest.mark.parametrize("init", ["function", "state dict"])
+def test_computed_buffers_of_flattened_models(init: str) -> None:
+    with torch.device("meta"):
+        model = Owner().double()
+        model.body.blocks[1].register_buffer("computed", torch.ones(2), persistent=False)
+
+    def uniform(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.uniform_(tensor)
+
+    pipe = GPipe(
+        model,
+        [2, 3],
+        devices=["cpu"] * 2,
+        sample=batch(2),
+        init=uniform if init == "function" else Model().state_dict(),
+    )
+    assert pipe(**batch()).isfinite().all()
+    if init == "state dict":
+        assert model.body.blocks[1].computed.unique().tolist() == [8.0]
+        assert model.body.blocks[1].shift.unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zero_bubble"])
+def test_under_every_schedule(schedule: str) -> None:
+    model, plain = pair(others=2)
+    options: dict[str, Any] = {"chunks": 3, "checkpoint": "always", "init": plain.state_dict()}
+    pipe = GPipe(flatten(model, batch(1)), [2, 3, 3], devices=["cpu"] * 3, **options)
+    target = torch.randn(ROWS, 3, dtype=torch.float64)
+    pipe.step(Arguments((), batch()), target, loss_fn=nn.functional.mse_loss, schedule=schedule)
+    nn.functional.mse_loss(plain(**batch())["logits"], target).backward()
+    assert_equal(gradients(model), gradients(plain))
+    pipe.close()

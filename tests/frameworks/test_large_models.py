@@ -1,0 +1,102 @@
+"""Models of Hugging Face's transformers that are built without data: what ``GPipe(init=...)`` makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe import Arguments, GPipe
+
+from .families import FAMILIES, ROWS, Family, transformers
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*torch_dtype:UserWarning"),
+]
+# Torch knows what its grouped products give on meta in bfloat16 only.
+HALF = ("Mixtral",)
+ONE_STAGE = ("T5",)
+
+
+def make(family: Family, **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, family.config)(**{**family.settings, **settings})
+    return getattr(transformers, family.model)(config)
+
+
+def pair(name: str, **settings: Any) -> tuple[nn.Module, nn.Module]:
+    """A model without data, and one with."""
+    family = FAMILIES[name]
+    dtype = torch.bfloat16 if name in HALF else family.dtype
+    with torch.device("meta"):
+        model = make(family, **settings).to(dtype)
+    return model.eval(), make(family, **settings).to(dtype).eval()
+
+
+def piped(model: nn.Module, name: str, init: Any, **options: Any) -> GPipe:
+    partitions = 1 if name in ONE_STAGE else 3
+    return GPipe(model, devices=["cpu"] * partitions, chunks=3, sample=FAMILIES[name].inputs(2), init=init, **options)
+
+
+def result(output: Any) -> Tensor:
+    return output["logits"] if "logits" in output else output["last_hidden_state"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_state_dict_makes_the_plain_model(name: str) -> None:
+    family = FAMILIES[name]
+    model, plain = pair(name)
+    pipe = piped(model, name, plain.state_dict())
+    assert set(pipe.state_dict()) == set(plain.state_dict())
+    for key, value in {**plain.state_dict(), **dict(plain.named_buffers())}.items():
+        torch.testing.assert_close({**model.state_dict(), **dict(model.named_buffers())}[key], value, msg=key)
+    with torch.no_grad():
+        expected = result(plain(**family.inputs(ROWS)))
+        for found in (pipe(Arguments((), family.inputs(ROWS))), result(model(**family.inputs(ROWS)))):
+            tolerance = 0.1 if name in HALF else max(family.tolerance, 1e-9)
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_reset_initialises_as_the_model_does(name: str) -> None:
+    """The numbers are others, but what is constant, and how far the rest is spread, is the same."""
+    model, plain = pair(name)
+    pipe = piped(model, name, "reset")
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for key, expected in {**dict(plain.named_parameters()), **dict(plain.named_buffers())}.items():
+        assert found[key].isfinite().all(), key
+        if expected.numel() > 1 and expected.float().std() > 0 and isinstance(expected, nn.Parameter):
+            assert 0.5 < found[key].float().std() / expected.float().std() < 2, key
+        else:
+            torch.testing.assert_close(found[key], expected, msg=key)
+    assert pipe(Arguments((), FAMILIES[name].inputs(ROWS))).isfinite().all()
+
+
+@pytest.mark.parametrize("shard", ["5KB", "1GB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_llama_from_a_folder(shard: str, tied: bool, tmp_path: Path) -> None:
+    model, plain = pair("Llama", tie_word_embeddings=tied)
+    plain.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "5KB")
+    inputs = FAMILIES["Llama"].inputs(ROWS)
+    pipe = GPipe(model, [6] if tied else [2, 4], devices=["cpu", "cpu"], sample=inputs, init=tmp_path, chunks=2)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    pipe.train().step(Arguments((), inputs), loss_fn=lambda logits, _: logits.square().mean())
+    result(plain.train()(**inputs)).square().mean().backward()
+    for (key, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, msg=key)
+    model.save_pretrained(tmp_path / "again")
+    again = type(plain).from_pretrained(tmp_path / "again", dtype=torch.float64)
+    torch.testing.assert_close(dict(again.state_dict()), dict(plain.state_dict()))
+
+
+def test_buffers_that_nobody_can_compute_are_named() -> None:
+    model, plain = pair("Llama")
+    model.model.layers[1].register_buffer("own", torch.ones(2, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match=r"has not written to 'model\.layers\.1\.own'"):
+        piped(model, "Llama", plain.state_dict())
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
