@@ -78,7 +78,9 @@ def shapes_only(model: nn.Module) -> Iterator[Shapes | None]:
             yield mode
     except (RuntimeError, NotImplementedError) as error:
         add_note(
-            error, f"{type(model).__name__} was run on 'meta', as it has no data: it looks at values, or at a device"
+            error,
+            f"{type(model).__name__} was run on 'meta', as it has no data; what cannot run there may look at values, or "
+            "know some dtypes only: flatten it in another dtype, or with data",
         )
         raise
 
