@@ -79,8 +79,8 @@ def shapes_only(model: nn.Module) -> Iterator[Shapes | None]:
     except (RuntimeError, NotImplementedError) as error:
         add_note(
             error,
-            f"{type(model).__name__} was run on 'meta', as it has no data; what cannot run there may look at values, or "
-            "know some dtypes only: flatten it in another dtype, or with data",
+            f"{type(model).__name__} was run on 'meta', as it has no data; what cannot run there looks at values, or "
+            "knows some dtypes only: flatten it in another dtype, or with data",
         )
         raise
 
