@@ -130,9 +130,9 @@ FAULTS: list[tuple[Fault, Case, str]] = [
     (
         Fault(
             "workers compute on the default streams",
-            "streams._task",
-            "with use_stream(self.stream):\n            return self._compute()",
-            "return self._compute()",
+            "gpipe.engine._workers",
+            "with use_stream(self.stream), serving(sections):",
+            "with serving(sections):",
         ),
         TWO,
         r"not ordered after",

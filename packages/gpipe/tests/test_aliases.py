@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
-from gpipe.values._leaves import SharedBatch
+from gpipe.values._leaves import Activation
 from gpipe.values._sharing import KEPT, SEEN, guarded, joined, parted, released, ties_of
 
 from .layers import DOUBLE, Call, assert_same, linears, piped, rows
@@ -535,9 +535,9 @@ def test_an_output_that_was_a_skip_too_may_be_changed(chunks: int, mode: str):
 
 def test_tensors_that_a_copy_has_parted_must_not_be_changed():
     """On another device they share no memory any more, so that a change of one would not be seen through the other."""
-    left, right = (parted(SharedBatch(rows(grad=True) * 1, [SEEN | KEPT])) for _ in range(2))
+    left, right = (parted(Activation(rows(grad=True) * 1, ties=[SEEN | KEPT])) for _ in range(2))
     for value in guarded(released(joined([left, right]))).value:
         with pytest.raises(RuntimeError, match="modified inplace"):
             value.mul_(2)
-    alone = guarded(released(joined([left, parted(SharedBatch(rows(grad=True) * 1, [KEPT]))])))
+    alone = guarded(released(joined([left, parted(Activation(rows(grad=True) * 1, ties=[KEPT]))])))
     assert not any(ties_of(alone))

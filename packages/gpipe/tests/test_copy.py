@@ -16,7 +16,7 @@ from gpipe.transport import _copy
 from gpipe.transport._channels import Channels
 from gpipe.transport._copy import Copy, CopyStreams, Place, can_pin, carrier
 from gpipe.transport._link import Channel
-from microbatch import Batch
+from gpipe.values._leaves import Activation
 from streams import CPUStream
 
 pytestmark = pytest.mark.timeout(60)
@@ -54,7 +54,7 @@ def test_the_reader_comes_after_the_copy_and_the_copy_after_the_source(places, s
                 if queued and end[1] is not CPUStream:
                     end[1].work()
             link = between.values if kind == "value" else between.gradients
-            link.put(i, Batch(torch.ones(1)) if kind == "value" else [torch.ones(1), None])
+            link.put(i, Activation(torch.ones(1)) if kind == "value" else [torch.ones(1), None])
             copies = [stream for stream in (out, into) if stream is not CPUStream]
             assert all(stream.comes_after(source[1]) for stream in copies if stream is out)
             for stream in copies:
@@ -78,10 +78,10 @@ def test_what_comes_does_not_wait_for_what_goes():
         middle, (values_in, values_out, gradients_in, gradients_out) = ends[1][1], ends[1][2]
         assert len({values_in, values_out, gradients_in, gradients_out, middle}) == 5
         middle.work()
-        second.values.put(0, Batch(torch.ones(1)))
+        second.values.put(0, Activation(torch.ones(1)))
         values_out.work()
         first.gradients.put(0, [torch.ones(1)])
-        first.values.put(1, Batch(torch.ones(1)))
+        first.values.put(1, Activation(torch.ones(1)))
         second.gradients.put(0, [torch.ones(1)])
         assert not values_in.comes_after(values_out)
         assert not values_in.comes_after(middle)

@@ -24,7 +24,7 @@ from gpipe.engine._settings import settings as run_settings
 from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
 from gpipe.skip import Namespace
 from gpipe.timeline._record import Clock, Look, Recorder, WatchedLink
-from microbatch import Batch
+from gpipe.values._leaves import Activation
 
 from .layers import Call, Pop, Stash, assert_same, linears, piped, rows
 
@@ -130,10 +130,10 @@ def test_bytes_that_cross_between_devices(monkeypatch: pytest.MonkeyPatch, carri
     look = Look(lambda: 0.0)
     monkeypatch.setattr(current, "observed", look)
     link = WatchedLink("values", carrier)
-    link.put(0, Batch((torch.zeros(3, dtype=torch.float64), None)))
+    link.put(0, Activation((torch.zeros(3, dtype=torch.float64), None)))
     link.put(1, [None, torch.zeros(2)])
     assert link.get(1)[0] is None
-    assert link.get(0)[0].shape == (3,)
+    assert link.get(0).tensors[0].shape == (3,)
     assert look.bytes_moved == moved
 
 

@@ -87,7 +87,7 @@ class DeferredBatchNorm(_BatchNorm):
         if current.microbatch is None:
             self._see_alone(input)
         elif current.statistics is not None:
-            current.statistics.see(self, current.microbatch, input)
+            see(current.statistics, self, current.microbatch, input)
 
     def _see_alone(self, input: Tensor) -> None:  # noqa: A002
         if self._forwards % self.chunks == 0:
@@ -114,9 +114,11 @@ class Moments:
 
     Attributes:
         mean: of shape (C,), at least in single precision.
+        microbatches: those that these inputs belong to, where they are of one run.
     """
 
     def __init__(self) -> None:
+        self.microbatches: set[int] = set()
         self._count = 0
         self.mean = torch.zeros(())
         self._deviation = torch.zeros(())
@@ -141,28 +143,28 @@ class Moments:
         self._count = total
 
 
-class MiniBatchStatistics:
-    """What the deferred batch norms of a stage see of one mini-batch, until its last forward is done.
+MiniBatchStatistics = dict["DeferredBatchNorm", list[Moments]]
+"""What the deferred batch norms of a stage see of one mini-batch, until its last forward is done.
 
-    They belong to the run and not to the layers: those of a run that failed half-way are gone with it.
-    """
+They belong to the run and not to the layers: those of a run that failed half-way are gone with it. A layer that a
+forward calls k times has k moments, and makes k updates, as in the plain model.
+"""
 
-    def __init__(self) -> None:
-        # A layer that a forward calls k times has k moments, and makes k updates, as in the plain model.
-        self._seen: dict[DeferredBatchNorm, list[Moments]] = {}
-        self._calls: dict[tuple[DeferredBatchNorm, int], int] = {}
 
-    def see(self, layer: DeferredBatchNorm, microbatch: int, input: Tensor) -> None:  # noqa: A002
-        """``layer`` normalises ``input`` of shape (N, C, ...)."""
-        call = self._calls[layer, microbatch] = self._calls.get((layer, microbatch), -1) + 1
-        moments = self._seen.setdefault(layer, [])
-        if call == len(moments):
-            moments.append(Moments())
-        moments[call].add(input)
+def see(statistics: MiniBatchStatistics, layer: DeferredBatchNorm, microbatch: int, input: Tensor) -> None:  # noqa: A002
+    """``layer`` normalises ``input`` of shape (N, C, ...)."""
+    calls = statistics.setdefault(layer, [])
+    moments = next((each for each in calls if microbatch not in each.microbatches), None)
+    if moments is None:
+        moments = Moments()
+        calls.append(moments)
+    moments.microbatches.add(microbatch)
+    moments.add(input)
 
-    def commit(self) -> None:
-        """All micro-batches have been seen: update the running statistics of every layer that was called."""
-        with torch.no_grad():
-            for layer, moments in self._seen.items():
-                for each in moments:
-                    layer.update(each)
+
+def commit(statistics: MiniBatchStatistics) -> None:
+    """All micro-batches have been seen: update the running statistics of every layer that was called."""
+    with torch.no_grad():
+        for layer, calls in statistics.items():
+            for moments in calls:
+                layer.update(moments)

@@ -1,6 +1,7 @@
 """What was changed in place, on both sides of a cut."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -36,6 +37,9 @@ class Versions:
             tie.sync()
 
 
+_version = attrgetter("_version")
+
+
 class _Tie:
     __slots__ = ("_chunks", "_seen", "_source")
 
@@ -47,14 +51,14 @@ class _Tie:
     def sync(self) -> None:
         source, chunks = self._seen
         source_moved = self._source._version != source
-        chunks_moved = tuple([chunk._version for chunk in self._chunks]) != chunks
+        chunks_moved = tuple(map(_version, self._chunks)) != chunks
         if source_moved:
             increment_version(self._chunks)
         if chunks_moved:
             self._chunks = [chunk.detach() for chunk in self._chunks]  # a change may have given them a graph
             increment_version(self._source)
         if source_moved or chunks_moved:
-            self._seen = self._source._version, tuple([chunk._version for chunk in self._chunks])
+            self._seen = self._source._version, tuple(map(_version, self._chunks))
 
 
 def counter(tensor: Tensor) -> Tensor:

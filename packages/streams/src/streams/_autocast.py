@@ -22,10 +22,15 @@ class Autocast(NamedTuple):
 
 def read() -> Autocast:
     """The state of this thread."""
-    nested = _is_nested()
+    # There is no way to ask for the depth, only to change it and see.
+    nested = torch.autocast_increment_nesting() > 1
+    torch.autocast_decrement_nesting()
+    # The quick question alone will not do: it forgets some device types (mps, maia).
+    some = nested or torch._C._is_any_autocast_enabled()
+    enabled = tuple(map(torch.is_autocast_enabled, DEVICE_TYPES)) if some else _NONE_ENABLED
     # Dtypes count even where nothing is enabled: a later `torch.autocast(type)` without a dtype takes them.
     dtypes = tuple(map(torch.get_autocast_dtype, DEVICE_TYPES))
-    return Autocast(_read_enabled(nested), dtypes, torch.is_autocast_cache_enabled(), nested)
+    return Autocast(enabled, dtypes, torch.is_autocast_cache_enabled(), nested)
 
 
 def enter(state: Autocast) -> Callable[[], None] | None:
@@ -44,20 +49,6 @@ def enter(state: Autocast) -> Callable[[], None] | None:
         _write(state, found)
 
     return undo
-
-
-def _is_nested() -> bool:
-    # There is no way to ask for the depth, only to change it and see.
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth > 1
-
-
-def _read_enabled(nested: bool) -> tuple[bool, ...]:
-    # The quick question alone will not do: it forgets some device types (mps, maia).
-    if not nested and not torch._C._is_any_autocast_enabled():
-        return _NONE_ENABLED
-    return tuple(map(torch.is_autocast_enabled, DEVICE_TYPES))
 
 
 def _write(found: Autocast, wanted: Autocast) -> None:

@@ -104,9 +104,12 @@ class _Applied(AbstractContextManager[None]):
         # No mode, neither of these nor of those, shall see the changes in between.
         self._keep(_modes.enter(()))
         # Inference mode before the others: its end restores the grad mode, the switches and the autocast flags too.
-        self._keep(_enter_inference_mode(context.inference_mode))
-        self._keep(_enter_grad_mode(context.grad_mode))
-        self._keep(_flags.enter(context.flags))
+        if torch.is_inference_mode_enabled() != context.inference_mode:
+            self._keep(_enter_inference_mode(context.inference_mode))
+        # Grad mode and switches even if there is nothing to change: what happens inside may change them for good.
+        self._undo.append(partial(torch._C._set_grad_enabled, torch.is_grad_enabled()))
+        torch._C._set_grad_enabled(context.grad_mode)
+        self._undo.append(_flags.enter(context.flags))
         self._keep(_autocast.enter(context.autocast))
         self._keep(_hooks.enter(context.saved_tensors_hooks))
         self._keep(_variables.enter(context.variables))
@@ -121,16 +124,7 @@ class _Applied(AbstractContextManager[None]):
             self._undo.pop()()
 
 
-def _enter_grad_mode(mode: bool) -> Callable[[], None]:
-    way_back = partial(torch._C._set_grad_enabled, torch.is_grad_enabled())
-    torch._C._set_grad_enabled(mode)
-    # Even if there was nothing to change: what happens inside may change it for good.
-    return way_back
-
-
-def _enter_inference_mode(mode: bool) -> Callable[[], None] | None:
-    if torch.is_inference_mode_enabled() == mode:
-        return None
+def _enter_inference_mode(mode: bool) -> Callable[[], None]:
     guard = torch._C._InferenceMode(mode)
     guard.__enter__()  # type: ignore[no-untyped-call]
     return partial(guard.__exit__, None, None, None)

@@ -31,12 +31,7 @@ def enter(flags: Flags) -> Callable[[], None]:
     if found != flags:
         _write(flags)
     # Even if there was nothing to change: what happens inside may change them for good.
-    return partial(_restore, found)
-
-
-def _restore(flags: Flags) -> None:
-    if read() != flags:
-        _write(flags)
+    return partial(_write, found)
 
 
 def _write(flags: Flags) -> None:

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from microbatch import Batch
 
 _SOME = 64
 
@@ -60,13 +59,13 @@ class Sample:
 
     __slots__ = ("_extent", "_kinds", "_values", "whole")
 
-    def __init__(self, outputs: Batch, extent: Extent) -> None:
+    def __init__(self, outputs: Sequence[Tensor], extent: Extent) -> None:
         self._extent = extent
         self.whole = extent is Extent.ALL
         self._kinds = [_kind(tensor) for tensor in outputs]
         self._values = [_picked(tensor, extent) for tensor in outputs]
 
-    def expect(self, outputs: Batch) -> None:
+    def expect(self, outputs: Sequence[Tensor]) -> None:
         """Raise RuntimeError if ``outputs``, those of the recomputation, are others."""
         kinds = [_kind(tensor) for tensor in outputs]
         if kinds != self._kinds:

@@ -28,7 +28,7 @@ from streams import DispatchMode
 
 from .._current import current, setting
 from ._device_generator import DeviceGenerator
-from ._served import PROCESS, Served, are_one, can_serve, in_checkpoint, is_process, lent, not_lent
+from ._served import PROCESS, Served, are_one, borrowing, can_serve, in_checkpoint, is_process, lent
 
 
 class RunRNG:
@@ -39,7 +39,7 @@ class RunRNG:
         # A pipe inside a layer of another one draws from that layer's numbers, which the recomputation repeats.
         self._around = current.rng if current.rng is not None and current.rng.follows else None
         self._seed: int | None = None
-        with not_lent():
+        with borrowing:
             self._state = PROCESS.get_state()
 
     @property
@@ -48,14 +48,14 @@ class RunRNG:
         with self._lock:
             if self._seed is None:
                 source = PROCESS if self._around is None else self._around.draw()
-                with setting(rng_paused=True), not_lent():
+                with setting(rng_paused=True), borrowing:
                     self._seed = int(torch.randint(2**32, (), device="cpu", generator=source))
                     self._state = PROCESS.get_state()
             return self._seed
 
     def moved(self) -> bool:
         """Whether somebody has drawn from the process's generator past the cells."""
-        with self._lock, not_lent():
+        with self._lock, borrowing:
             return not torch.equal(self._state, PROCESS.get_state())
 
 
@@ -279,7 +279,7 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _process_seed() -> int:
-    with not_lent():
+    with borrowing:
         return PROCESS.initial_seed()
 
 

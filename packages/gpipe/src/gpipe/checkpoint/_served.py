@@ -28,13 +28,14 @@ PROCESS: Final = torch.default_generator
 """The generator of the process."""
 
 _READING = frozenset(["get_state", "initial_seed", "clone_state", "graphsafe_get_state"])
-_borrowing = fork_lock()
+borrowing = fork_lock()
+"""Held while the process's generator has a state that is not its own; hold it to read the generator's own."""
 
 
 @contextmanager
 def lent(generator: torch.Generator, *, changes: bool = True) -> Iterator[None]:
     """Inside, the process's generator has the state of ``generator``, which afterwards has its, if it ``changes``."""
-    with _borrowing:
+    with borrowing:
         before = PROCESS.get_state()
         PROCESS.set_state(generator.get_state())
         try:
@@ -43,13 +44,6 @@ def lent(generator: torch.Generator, *, changes: bool = True) -> Iterator[None]:
             if changes:
                 generator.set_state(PROCESS.get_state())
             PROCESS.set_state(before)
-
-
-@contextmanager
-def not_lent() -> Iterator[None]:
-    """Inside, the process's generator has its own state: what another thread lent would be taken for a change of it."""
-    with _borrowing:
-        yield
 
 
 def can_serve() -> bool:
@@ -71,11 +65,11 @@ class Served:
     def __enter__(self) -> None:
         self._before = sys.getprofile()
         self._others = None if isinstance(getattr(self._before, "__self__", None), Served) else self._before
-        with _borrowing:  # Python counts the threads that have one, without a lock where it has no global one (3.13)
+        with borrowing:  # Python counts the threads that have one, without a lock where it has no global one (3.13)
             sys.setprofile(self._watch)
 
     def __exit__(self, *_: object) -> None:
-        with _borrowing:
+        with borrowing:
             sys.setprofile(self._before)
 
     def _watch(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -104,7 +98,7 @@ def is_process(generator: torch.Generator) -> bool:
     """Whether ``generator`` is the process's. See :func:`are_one`."""
     if generator.device.type != "cpu":
         return False
-    with not_lent():
+    with borrowing:
         return generator.initial_seed() == PROCESS.initial_seed() and are_one(generator, PROCESS)
 
 

@@ -24,6 +24,8 @@ from microbatch import Batch, Split, flatten, map_tensors, rules
 
 def reattach(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch]:
     """``views``, which :func:`microbatch.scatter_views` made of ``value``, as results of it in the caller's graph."""
+    if isinstance(value, Tensor) and spec is None:
+        return _reattached(value, views) if value.requires_grad else list(views)
     wholes = list(Batch(value))
     if not any(whole.requires_grad for whole in wholes):
         return list(views)
@@ -33,6 +35,12 @@ def reattach(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch
             columns[id(whole)] = _dealt(dim, whole, column)
     rows = [columns[id(whole)] for whole in wholes]
     return [_with(batch, row) for batch, row in zip(views, zip(*rows, strict=True), strict=True)]
+
+
+def _reattached(whole: Tensor, views: Sequence[Batch]) -> list[Batch]:
+    """The same where the mini-batch is one tensor, cut along its rows."""
+    parts = _dealt(0, whole, [view.value for view in views])
+    return [Batch(part, view.rows) for part, view in zip(parts, views, strict=True)]
 
 
 def _dealt(dim: int | None, whole: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -61,7 +69,7 @@ class Scatter(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.dim = dim
         ctx.views = [(view.shape, view.dtype, view.device) for view in views]
-        return tuple([view.detach() for view in views])
+        return tuple(map(Tensor.detach, views))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -92,7 +100,7 @@ def attach(backward: Backward, inputs: Sequence[Tensor], outputs: Sequence[Tenso
     anchor = torch.empty(0, device="cpu", requires_grad=True)
     token = PipelineBackward.apply(backward, seeds, anchor, *inputs)  # type: ignore[no-untyped-call]
     # Detached: as leaves that require grad they would be held by the nodes that accumulate their gradients.
-    return list(Attach.apply(seeds, token, *[output.detach() for output in outputs]))  # type: ignore[no-untyped-call]
+    return list(Attach.apply(seeds, token, *map(Tensor.detach, outputs)))  # type: ignore[no-untyped-call]
 
 
 class Attach(torch.autograd.Function):
@@ -102,7 +110,7 @@ class Attach(torch.autograd.Function):
     def forward(ctx: Any, seeds: list[Tensor | None], token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.seeds = seeds
         ctx.set_materialize_grads(False)
-        return tuple([output.detach() for output in outputs])
+        return tuple(map(Tensor.detach, outputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from microbatch import Batch
 from streams import Context
 
 from .._current import setting
 from ..checkpoint._compare import Extent, Sample, checks_all
 from ..checkpoint._random import CellRNG, RunRNG
 from ..checkpoint._state import Snapshot, StateGuard, Training
-from ..values._leaves import clone_leaves, detach_leaves, like_accumulated, versions
+from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated, versions
 from ..values._sharing import KEPT, flag_aliases
 from . import _autograd_calls as _engine
 from ._accumulate import AccumulatedGradients
@@ -43,18 +43,21 @@ class Cell:
         self._stage = stage
         self._random = random
 
-    def forward(self, inputs: Batch) -> Batch:
+    def forward(self, inputs: Activation) -> Activation:
         """Run the layers; the outputs, cut off."""
         self.inputs = inputs
-        self._outputs = self._compute(inputs)
-        return flag_aliases(detach_leaves(self._outputs), inputs, self._stage.given)
+        stage, random = self._stage, self._random
+        with _NOTHING if random is None else stage.draws.learning(random):
+            outputs = stage.compute(inputs)
+        self._outputs = outputs.tensors
+        return flag_aliases(detach_leaves(outputs), inputs, stage.given)
 
     def recompute(self) -> None:
         """Make :meth:`backward` possible; here it is already."""
 
     def below(self) -> Below:
         """What lies below the outputs; the leaves are what :meth:`backward` accumulates the gradients of."""
-        return below(self._outputs, self.inputs)
+        return below(self._outputs, self.inputs.tensors)
 
     def backward(
         self, gradients: Sequence[Tensor | None], grown: AccumulatedGradients | None = None
@@ -64,13 +67,13 @@ class Cell:
         There is one for each tensor, in order; None where nothing flows. Those of the parameters go to ``grown``, if
         it is there, else to ``.grad``.
         """
-        flowing = self._flowing(gradients)
-        if flowing:
-            outputs, seeds = zip(*flowing, strict=True)
-            if grown is not None:
-                return self._backwards(grown.backward, outputs, seeds, below(outputs, self.inputs), list(self.inputs))
+        outputs, seeds = self._flowing(gradients)
+        inputs = self.inputs.tensors
+        if outputs and grown is not None:
+            return self._backwards(grown.backward, outputs, seeds, below(outputs, inputs), inputs)
+        if outputs:
             self._backwards(_engine.accumulate, outputs, seeds)
-        return [leaf.grad for leaf in self.inputs]
+        return list(map(_gradient, inputs))
 
     def backward_input(
         self, gradients: Sequence[Tensor | None], grown: AccumulatedGradients | None = None
@@ -79,12 +82,12 @@ class Cell:
 
         Where the graph cannot be taken apart this is the whole backward.
         """
-        leaves = [leaf for leaf in self.inputs if leaf.requires_grad]
-        flowing = self._flowing(gradients)
-        if not leaves or not flowing:
+        inputs = self.inputs.tensors
+        leaves = [leaf for leaf in inputs if leaf.requires_grad]
+        outputs, seeds = self._flowing(gradients)
+        if not leaves or not outputs:
             self._left = [partial(self.backward, gradients)]
-            return [None] * len(self.inputs)
-        outputs, seeds = zip(*flowing, strict=True)
+            return [None] * len(inputs)
         parts = self._backwards(backward_inputs, outputs, seeds, leaves) if self._stage.may_split else None
         if parts is None:
             self._stage.say_whole()
@@ -92,7 +95,7 @@ class Cell:
             return self.backward(gradients, grown)
         found, weights = map(like_accumulated, parts[0], leaves), parts[1]
         self._left = [each.backward for each in weights]
-        return [next(found) if leaf.requires_grad else None for leaf in self.inputs]
+        return [next(found) if leaf.requires_grad else None for leaf in inputs]
 
     def backward_weight(self, grown: AccumulatedGradients | None = None) -> None:
         """Accumulate the gradients of the parameters."""
@@ -100,13 +103,14 @@ class Cell:
         for each in left:
             self._backwards(each, grown)
 
-    def _flowing(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """The outputs from which a gradient flows, with it."""
-        return [
-            (output, gradient)
-            for output, gradient in zip(self._outputs, gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
+    def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs from which a gradient flows, and the gradients."""
+        outputs, seeds = [], []
+        for output, gradient in zip(self._outputs, gradients, strict=True):
+            if gradient is not None and output.requires_grad:
+                outputs.append(output)
+                seeds.append(gradient)
+        return outputs, seeds
 
     def _backwards(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Let autograd do some of the backward, with the random numbers of the cell if that needs any."""
@@ -119,12 +123,8 @@ class Cell:
             _explain(error)
             raise
 
-    def _compute(self, inputs: Batch) -> Batch:
-        random, stage = self._random, self._stage
-        if random is None:
-            return stage.compute(inputs)
-        with stage.draws.learning(random):
-            return stage.compute(inputs)
+
+_gradient = attrgetter("grad")
 
 
 def _explain(error: RuntimeError) -> None:
@@ -196,14 +196,14 @@ class RecomputeContext:
             self._stage.draws.forget()
         return drew
 
-    def sample(self, outputs: Batch) -> Sample:
+    def sample(self, outputs: Sequence[Tensor]) -> Sample:
         """What the recomputation of ``outputs`` is to be compared with."""
         whole = self._compares_all or not (self._compares or self._training in self._stage.compared)
         self._compares = True
         on_cpu = self._stage.device.type == "cpu"
         return Sample(outputs, Extent.ALL if whole else Extent.SOME if on_cpu else Extent.SHAPES)
 
-    def expect(self, sample: Sample, outputs: Batch) -> None:
+    def expect(self, sample: Sample, outputs: Sequence[Tensor]) -> None:
         """Raise RuntimeError if a recomputation gave other ``outputs``."""
         assert self._training is not None
         try:
@@ -228,28 +228,28 @@ class CheckpointedCell(Cell):
         self._recompute_context = context
         self._remembered = None
 
-    def forward(self, inputs: Batch) -> Batch:
+    def forward(self, inputs: Activation) -> Activation:
         self.inputs = inputs
-        spare = clone_leaves(inputs) if self._stage.may_change_input else None
+        stage, random = self._stage, self._random
+        spare = clone_leaves(inputs) if stage.may_change_input else None
         before = versions(inputs)
         remembered = self._recompute_context.remember()
         # Leaves of its own, because layers may leave hooks and flags on what they get, and will do so again.
         leaves = detach_leaves(inputs)
-        with setting(checkpointing=True):
-            outputs = self._compute(leaves)
+        with setting(checkpointing=True), _NOTHING if random is None else stage.draws.learning(random):
+            outputs = stage.compute(leaves)
         gone = spare is None and versions(inputs) != before
-        if not self._recompute_context.settle(remembered) or self._recompute_context.drew_past(self._random) or gone:
-            self.inputs, self._outputs = leaves, outputs
-            return flag_aliases(detach_leaves(outputs), inputs, self._stage.given)
+        if not self._recompute_context.settle(remembered) or self._recompute_context.drew_past(random) or gone:
+            self.inputs, self._outputs = leaves, outputs.tensors
+            return flag_aliases(detach_leaves(outputs), inputs, stage.given)
         if versions(inputs) != before:
             assert spare is not None
             self.inputs = spare
         self._remembered = remembered
         self._versions = versions(self.inputs)
-        self._sample = self._recompute_context.sample(outputs)
-        return flag_aliases(
-            detach_leaves(outputs), inputs, [*((tensor, KEPT) for tensor in self.inputs), *self._stage.given]
-        )
+        self._sample = self._recompute_context.sample(outputs.tensors)
+        kept = [(tensor, KEPT) for tensor in self.inputs.tensors]
+        return flag_aliases(detach_leaves(outputs), inputs, [*kept, *stage.given])
 
     def recompute(self) -> None:
         """Run the layers again as they ran in the forward, for their graph."""
@@ -264,7 +264,7 @@ class CheckpointedCell(Cell):
                 self._stage.state.restored(self._remembered, still=self._sample.whole),
                 repeated,
             ):
-                self._outputs = self._stage.compute(self.inputs)
+                self._outputs = self._stage.compute(self.inputs).tensors
             self._recompute_context.expect(self._sample, self._outputs)
 
     def _expect_inputs(self) -> None:

@@ -30,11 +30,14 @@ class DeferredGradients:
         """Hold those of ``leaves`` with hooks, or every one. Nobody must be adding to them just now."""
         with self._lock:
             for leaf in leaves:
-                if id(leaf) not in self._held and (every or any(_hooks(leaf))):
+                hooked = leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
+                if (every or hooked) and id(leaf) not in self._held:
                     self._held[id(leaf)] = _Held(leaf)
 
     def give_back(self, scale: Scale = 1.0) -> list[tuple[Tensor, Tensor]]:
         """Let ``.grad`` and the hooks be as before; the leaves with ``scale`` times what has grown meanwhile."""
+        if not self._held:
+            return []
         held, self._held = self._held, {}
         grown = [(each.leaf, each.give_back()) for each in held.values()]
         return [(leaf, scale_in_place(g, scale)) for leaf, g in grown if g is not None]

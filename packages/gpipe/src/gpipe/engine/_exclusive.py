@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
-from .._current import current, setting
+from .._current import current
 
 
 class Section:
@@ -42,22 +42,24 @@ class Section:
             yield
         finally:
             current.holds = current.holds[:-1]
-            self._leave()
+            with _turns:
+                del _inside[self]
+                _turns.notify_all()
 
     def _take(self, accumulates: bool) -> None:
         with _turns:
-            self._expect_an_end()
-            _waiting[threading.get_ident()] = involved(), self
-            try:
-                _turns.wait_for(lambda: self not in _inside)
-            finally:
-                del _waiting[threading.get_ident()]
+            if self._forked or current.serves:
+                self._expect_an_end()
+            if self in _inside:
+                self._wait()
             _inside[self] = accumulates
 
-    def _leave(self) -> None:
-        with _turns:
-            del _inside[self]
-            _turns.notify_all()
+    def _wait(self) -> None:
+        _waiting[threading.get_ident()] = involved(), self
+        try:
+            _turns.wait_for(lambda: self not in _inside)
+        finally:
+            del _waiting[threading.get_ident()]
 
     def _expect_an_end(self) -> None:
         if self._forked:
@@ -89,9 +91,15 @@ def involved() -> Sections:
     return current.serves + current.holds
 
 
-def serving(sections: Sections) -> AbstractContextManager[None]:
+@contextmanager
+def serving(sections: Sections) -> Iterator[None]:
     """Inside, this thread works for runs in ``sections``, which wait for it."""
-    return setting(serves=sections, holds=())
+    before = current.serves, current.holds
+    current.serves, current.holds = sections, ()
+    try:
+        yield
+    finally:
+        current.serves, current.holds = before
 
 
 def _needed_by(section: Section) -> set[Section]:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch
-
+from ..values._leaves import Activation
 from . import _autograd_calls as _engine
 from ._graph_leaves import below
 from ._loss_value import expect_trains
@@ -23,13 +22,13 @@ class LossStage(Losses):
         super().__init__(*arguments, **options)
         self._filled: dict[Tensor, bool] = {}
 
-    def _compute(self, i: int, batch: Batch) -> None:
-        value = self._value(i, batch)
+    def _compute(self, i: int, outputs: Activation) -> None:
+        value = self._value(i, outputs)
         expect_trains(value.total)
-        weight = self._take(i, batch, value)
-        self._gradients[i] = self._backward(value.total, torch.full_like(value.total, weight), list(batch))
+        weight = self._take(i, outputs, value)
+        self._gradients[i] = self._backward(value.total, torch.full_like(value.total, weight), outputs.tensors)
 
-    def _backward(self, loss: Tensor, seed: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+    def _backward(self, loss: Tensor, seed: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of ``leaves``; those of all else that the loss was computed from are kept for the end.
 
         Such as the parameters of a loss that is a module, or those of the pipe, to which other workers are just adding.

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microbatch import Batch
-
 from ..checkpoint._random import CellRNG, RunRNG
 from ..values._aliases import unpacked
-from ..values._leaves import as_nonleaf, map_batch
+from ..values._leaves import Activation, as_nonleaf
 from ..values._sharing import guarded, released
 from ._accumulate import AccumulatedGradients
 from ._deferred_gradients import DeferredGradients
@@ -61,7 +59,7 @@ class Losses:
         self._rows = rows
         self.held = DeferredGradients()
         self.grown = AccumulatedGradients()
-        self.outputs: dict[int, Batch] = {}
+        self.outputs: dict[int, Activation] = {}
 
     def begin(self, rng: RunRNG, number: int, draws: Draws) -> None:
         """A run begins.
@@ -74,14 +72,14 @@ class Losses:
         self._rng, self._number, self._draws = rng, number, draws
         draws.begin(_kind(self._loss_fn))
 
-    def put_values(self, i: int, batch: Batch) -> None:
+    def put_values(self, i: int, activation: Activation) -> None:
         """Compute the loss of a micro-batch."""
         drawing = self._draws.drawing
         if drawing:
             with self._draws.learning(CellRNG(self._rng, i, self._number, _CPU, drawing)):
-                self._compute(i, released(batch))
+                self._compute(i, released(activation))
         else:
-            self._compute(i, released(batch))
+            self._compute(i, released(activation))
         if len(self._losses) == len(self._arguments):
             self._draws.saw_all()
 
@@ -89,13 +87,13 @@ class Losses:
         """The gradients of the outputs of a micro-batch, in training."""
         return self._gradients.pop(i)
 
-    def _compute(self, i: int, batch: Batch) -> None:
-        self._take(i, batch, self._value(i, batch))
+    def _compute(self, i: int, outputs: Activation) -> None:
+        self._take(i, outputs, self._value(i, outputs))
 
-    def _value(self, i: int, batch: Batch) -> LossValue:
-        return loss_value(self._loss_fn(unpacked(guarded(as_nonleaf(batch)).value), *self._arguments[i]))
+    def _value(self, i: int, outputs: Activation) -> LossValue:
+        return loss_value(self._loss_fn(unpacked(guarded(as_nonleaf(outputs)).value), *self._arguments[i]))
 
-    def _take(self, i: int, batch: Batch, value: LossValue) -> float:
+    def _take(self, i: int, outputs: Activation, value: LossValue) -> float:
         """Remember what is known of a micro-batch; what its loss counts in the whole."""
         self._expect_alike(value)
         if value.metrics is not None:
@@ -106,7 +104,7 @@ class Losses:
         weight = self._weights[i] if value.count is None else 1.0
         self._losses[i] = value.total.detach() * weight
         if self._keep_outputs:
-            self.outputs[i] = map_batch(batch, Tensor.detach)
+            self.outputs[i] = outputs.with_tensors(map(Tensor.detach, outputs.tensors))
         return weight
 
     @property

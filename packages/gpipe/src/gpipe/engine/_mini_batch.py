@@ -54,7 +54,12 @@ class MiniBatch:
         self.accumulated = [] if loss is None else [loss.grown]
         self.kept_nodes: list[Tensor] = []
         if self.keeps:
-            self.kept_nodes = kept(dict.fromkeys(p for stage in stages for p in stage.module.parameters()))
+            self.kept_nodes = kept(dict.fromkeys([p for stage in stages for p in stage.module.parameters()]))
+
+    @property
+    def size(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """What a walk depends on: how many micro-batches, how many are checkpointed, and the worker of each stage."""
+        return self.microbatches, self.checkpoint_stops, self.placement
 
     @property
     def scales(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, compress, islice
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
 from ..transport._channels import Channels
 from ..transport._copy import CopyStreams
-from ..transport._link import Channel, Link
+from ..transport._link import Channel, Link, stall_seconds
 from ..values._aliases import Aliased, packed
-from ..values._leaves import detach_leaves, map_batch
+from ..values._leaves import Activation, detach_leaves
 from ..values._sharing import KEPT, SEEN, among, flag_aliases, overlap, released, ties_of, with_ties
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
@@ -46,6 +47,8 @@ class Pipeline:
         workers: the threads to run on.
 
     Attributes:
+        devices: of the stages.
+        on_accelerator: whether the work of any stage is queued on streams.
         loss_draws: whether losses draw random numbers.
     """
 
@@ -53,6 +56,8 @@ class Pipeline:
         self, stages: Sequence[Stage], layout: SkipLayout, copy_streams: Sequence[CopyStreams], workers: Workers
     ) -> None:
         self.stages = stages
+        self.devices = [stage.device for stage in stages]
+        self.on_accelerator = any(stage.on_accelerator for stage in stages)
         self.workers = workers
         self.loss_draws = Draws(frozenset([OUTSIDE]))
         self._layout = layout
@@ -63,7 +68,9 @@ class Pipeline:
         """The worker of each stage, in a run that begins here and now."""
         return (0,) * len(self.stages) if settings().inline else self.workers.placement
 
-    def forward(self, batches: Sequence[Batch], checkpoint_stops: tuple[int, ...], versions: Versions) -> list[Batch]:
+    def forward(
+        self, batches: Sequence[Batch], checkpoint_stops: tuple[int, ...], versions: Versions
+    ) -> list[Activation]:
         """Put each micro-batch through all stages; the outputs, in the caller's graph.
 
         What a layer raises reaches the caller as it is, with a note that says where; of several failures, the earliest
@@ -81,7 +88,7 @@ class Pipeline:
             outputs = run.forward(entering)
             versions.sync()
         # Several are copied when they are put together.
-        outputs = [released(batch) if len(outputs) == 1 else among(batch) for batch in outputs]
+        outputs = [(released if len(outputs) == 1 else among)(each) if each.ties else each for each in outputs]
         if torch.is_grad_enabled():
             outputs = _attached(run, self.workers.section, versions, batches, entering, outputs)
         return outputs
@@ -105,7 +112,7 @@ class Pipeline:
         """
         with self.workers.section.entered(accumulates=True):
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
-            walk = walk_of(schedule, run.mini_batch)
+            walk = walk_of(schedule, *run.mini_batch.size)
             refuse_data_parallel(run.mini_batch.kept_nodes)
             parameters = dict.fromkeys(p for stage in self.stages for p in stage.module.parameters())
             before = _Gradients(list(parameters))
@@ -132,9 +139,9 @@ class Pipeline:
         self, streams: Sequence[AbstractStream], link: type[Link[Any]], is_cancelled: Callable[[], bool]
     ) -> Channels:
         """All channels of a run whose stages compute on ``streams``; ``is_cancelled`` as for :class:`Link`."""
-        devices = [stage.device for stage in self.stages]
-        places = list(zip(devices, streams, self._copy_streams, strict=True))
-        return Channels(places, self._layout, partial(Channel, link=link, is_cancelled=is_cancelled))
+        places = list(zip(self.devices, streams, self._copy_streams, strict=True))
+        channel = partial(Channel, link=link, stall_timeout=stall_seconds(), is_cancelled=is_cancelled)
+        return Channels(places, self._layout, channel)
 
 
 class _Gradients:
@@ -160,11 +167,18 @@ class _Gradients:
             )
 
 
-def _entering(batches: Sequence[Batch]) -> list[Batch]:
+def _entering(batches: Sequence[Batch]) -> list[Activation]:
     """The micro-batches as the first stage takes them, whose memory is the caller's."""
-    entering = [detach_leaves(Batch(_packed(batch))) for batch in batches]
     tie = KEPT | SEEN if overlap(batches) else KEPT
-    return [with_ties(batch, [tie | own for own in ties_of(flag_aliases(batch, batch))]) for batch in entering]
+    return [_entered(batch, tie) for batch in batches]
+
+
+def _entered(batch: Batch, tie: int) -> Activation:
+    value = batch.value
+    if isinstance(value, Tensor):
+        return Activation(value.detach().requires_grad_(value.requires_grad), ties=(tie,))
+    leaves = detach_leaves(Activation(_packed(batch)))
+    return with_ties(leaves, [tie | own for own in ties_of(flag_aliases(leaves, leaves))])
 
 
 def _packed(batch: Batch) -> Any:
@@ -174,11 +188,11 @@ def _packed(batch: Batch) -> Any:
     return value if whole else batch.value
 
 
-def _spread(entering: Sequence[Batch], gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
+def _spread(entering: Sequence[Activation], gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
     """The gradients of all tensors of the caller, given those of what they were packed in."""
     return [
-        batch.value.spread(each) if isinstance(batch.value, Aliased) else each
-        for batch, each in zip(entering, gradients, strict=True)
+        each.value.spread(own) if isinstance(each.value, Aliased) else own
+        for each, own in zip(entering, gradients, strict=True)
     ]
 
 
@@ -200,22 +214,23 @@ def _attached(
     section: Section,
     versions: Versions,
     inputs: Sequence[Batch],
-    entering: Sequence[Batch],
-    outputs: Sequence[Batch],
-) -> list[Batch]:
+    entering: Sequence[Activation],
+    outputs: Sequence[Activation],
+) -> list[Activation]:
     """The outputs as autograd's results of the inputs."""
-    flags = [[tensor.requires_grad for tensor in batch] for batch in outputs]
+    tensors = [tensor for output in outputs for tensor in output.tensors]
+    flags = [tensor.requires_grad for tensor in tensors]
 
     def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
         versions.sync()
         flowing = iter(seeds)
-        gradients = [[next(flowing) if flag else None for flag in each] for each in flags]
+        gradients = iter([next(flowing) if flag else None for flag in flags])
         with section.entered(accumulates=True):
-            found, own = run.backward(gradients)
-        return [*(gradient for each in _spread(entering, found) for gradient in each), *own]
+            found, own = run.backward([list(islice(gradients, count)) for count in counts])
+        return [*chain.from_iterable(_spread(entering, found)), *own]
 
-    ends = [tensor for batch in outputs for tensor in batch if tensor.requires_grad]
-    attached = iter(
-        attach(backward, [*(tensor for batch in inputs for tensor in batch), *run.mini_batch.kept_nodes], ends)
-    )
-    return [map_batch(batch, lambda tensor: next(attached) if tensor.requires_grad else tensor) for batch in outputs]
+    counts = [len(output.tensors) for output in outputs]
+    sources = [*chain.from_iterable(inputs), *run.mini_batch.kept_nodes]
+    attached = iter(attach(backward, sources, list(compress(tensors, flags))))
+    results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])
+    return [output.with_tensors(islice(results, len(output.tensors))) for output in outputs]

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from microbatch import Batch
-from streams import AbstractStream, Context, current_stream, is_accelerator, use_stream, wait_stream
+from streams import AbstractStream, Context, CPUStream, current_stream, use_stream, wait_stream
 
 from .._current import current
 from ..schedule import Action, Step, Walk
-from ..transport._link import Link
+from ..transport._link import Channel, Link
+from ..transport._ports import Ports
 from ..values._describe import Cancelled
+from ..values._leaves import Activation
 from ._autograd_calls import accumulate_whole
 from ._capture import expect_no_capture
 from ._deferred_gradients import summed
@@ -25,7 +26,6 @@ from ._losses import Losses
 from ._mini_batch import MiniBatch, callers_context
 from ._scale import Scale
 from ._settings import Observer, settings
-from ._stage import Stage
 from ._stage_runner import ACTIONS, StageRunner
 from ._sweep import FREE_THREADED
 from ._tied import Tied
@@ -63,16 +63,22 @@ class Run:
         if loss is not None:
             loss.begin(self.mini_batch.rng, stages[-1].numbers.stop, pipeline.loss_draws)
         self._workers = None if chosen.inline else pipeline.workers
-        self._devices = [stage.device for stage in stages]
-        expect_no_capture(self._devices)
-        self._streams = [current_stream(device) for device in self._devices]
+        self._devices = pipeline.devices
+        self._on_accelerator = pipeline.on_accelerator
+        if self._on_accelerator:
+            expect_no_capture(self._devices)
+        self._streams = self._current_streams()
         self._observer = None if observer is None else observer.begin(pipeline.workers.placement)
         self._failures = Failures()
         self._channels = pipeline.channels(
             self._streams, Link if self._observer is None else self._observer.link, self._failures.forestall_current
         )
         self._tied = Tied(stages)
-        self._runners = [self._runner(stage, loss if stage is stages[-1] else None) for stage in stages]
+        departures: list[Channel | Ports | Losses] = [*self._channels.departures]
+        if loss is not None:
+            departures[-1] = loss
+        ends = zip(stages, self._channels.arrivals, departures, self._tied.leaves, strict=True)
+        self._runners = [StageRunner(self.mini_batch, *each) for each in ends]
 
     def __del__(self) -> None:
         workers = self.__dict__.get("_workers")
@@ -80,21 +86,22 @@ class Run:
             self.__dict__.clear()  # now, so that the workers find it
             workers.sweep()
 
-    def _runner(self, stage: Stage, loss: Losses | None) -> StageRunner:
-        channels, j = self._channels, stage.index
-        departure = channels.departure(j) if loss is None else loss
-        return StageRunner(self.mini_batch, stage, channels.arrival(j), departure, self._tied.leaves(j))
+    def _current_streams(self) -> list[AbstractStream]:
+        """Those of this thread, on the device of each stage."""
+        if self._on_accelerator:
+            return [current_stream(device) for device in self._devices]
+        return [CPUStream] * len(self._devices)
 
-    def forward(self, batches: Sequence[Batch]) -> list[Batch]:
+    def forward(self, inputs: Sequence[Activation]) -> list[Activation]:
         """The outputs of all micro-batches, as leaves; those that a backward can start from require grad."""
-        self.evaluate(batches)
-        return [self._channels.exit.values.get(i) for i in range(self.mini_batch.microbatches)]
+        self.evaluate(inputs)
+        return [self._channels.exit.get_values(i) for i in range(self.mini_batch.microbatches)]
 
-    def evaluate(self, batches: Sequence[Batch]) -> None:
+    def evaluate(self, inputs: Sequence[Activation]) -> None:
         """Forwards alone; what comes out is at the exit, or in the losses."""
-        for i, batch in enumerate(batches):
-            self._channels.entrance.values.put(i, batch)
-        self._walk(forwards_and_backwards(self.mini_batch)[0], self.mini_batch.context)
+        for i, each in enumerate(inputs):
+            self._channels.entrance.put_values(i, each)
+        self._walk(forwards_and_backwards(*self.mini_batch.size)[0], self.mini_batch.context)
         self._look_for_draws()
 
     def backward(
@@ -105,33 +112,33 @@ class Run:
         Returns:
             The gradients of the inputs, by micro-batch and tensor; and those of the parameters that are kept.
         """
-        now = [current_stream(device) for device in self._devices]
+        now = self._current_streams()
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
-            self._channels.exit.gradients.put(i, each)
+            self._channels.exit.put_gradients(i, each)
         try:
-            self._walk(forwards_and_backwards(self.mini_batch)[1], callers_context())
+            self._walk(forwards_and_backwards(*self.mini_batch.size)[1], callers_context())
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
         own = [whole.pop(parameter, None) for parameter in self.mini_batch.kept_nodes]
         accumulate_whole(list(whole), list(whole.values()))
-        return [self._channels.entrance.gradients.get(i) for i in range(self.mini_batch.microbatches)], own
+        return [self._channels.entrance.get_gradients(i) for i in range(self.mini_batch.microbatches)], own
 
-    def train(self, batches: Sequence[Batch], walk: Walk) -> list[list[Tensor | None]]:
+    def train(self, inputs: Sequence[Activation], walk: Walk) -> list[list[Tensor | None]]:
         """Forwards and backwards as ``walk`` says; the gradients of the inputs, by micro-batch and tensor.
 
         Those of leaves that were kept out of ``.grad`` are :meth:`whole` then.
         """
-        for i, batch in enumerate(batches):
-            self._channels.entrance.values.put(i, batch)
+        for i, each in enumerate(inputs):
+            self._channels.entrance.put_values(i, each)
         for j in {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}:
             self._runners[j].stage.expect_split()
         try:
             self._walk(walk, self.mini_batch.context)
         finally:  # a refused recomputation promises that the next run knows who draws
             self._look_for_draws()
-        return [self._channels.entrance.gradients.get(i) for i in range(self.mini_batch.microbatches)]
+        return [self._channels.entrance.get_gradients(i) for i in range(self.mini_batch.microbatches)]
 
     def whole(self) -> tuple[list[Tensor], list[Tensor]]:
         """The leaves that were kept out of ``.grad``, and their gradients, scaled; everything else is given back."""
@@ -151,7 +158,8 @@ class Run:
         try:
             with self._tied.applied():
                 self._run_all(walk, context)
-                self._failures.raise_earliest()
+                if self._failures.earliest is not None:
+                    self._failures.raise_earliest()
         except BaseException:
             self.mini_batch.deferred.give_back()
             raise
@@ -194,15 +202,12 @@ class Run:
 
     def _unusual_way(self) -> Callable[[StageRunner, Action], None] | None:
         """How to do an action if somebody wants to know of it, or the thread is not on the stage's stream."""
-        do = self._watched_way()
-        if self._workers is None and any(map(is_accelerator, self._streams)):
+        do = _labelled if torch.autograd.profiler._is_profiler_enabled else None
+        if self._observer is not None:
+            do = self._observer.do
+        if self._workers is None and self._on_accelerator:
             return partial(self._do_on_stream, do or StageRunner.do)
         return do
-
-    def _watched_way(self) -> Callable[[StageRunner, Action], None] | None:
-        if self._observer is not None:
-            return self._observer.do
-        return _labelled if torch.autograd.profiler._is_profiler_enabled else None
 
     def _do_on_stream(self, do: Callable[[StageRunner, Action], None], runner: StageRunner, action: Action) -> None:
         # Workers are on the stream of their stages all the time. A backward may come on another one than the forward,
@@ -228,4 +233,5 @@ def _labelled(runner: StageRunner, action: Action) -> None:
 
 def _all_wait(sources: Sequence[AbstractStream], targets: Sequence[AbstractStream]) -> None:
     for source, target in zip(sources, targets, strict=True):
-        wait_stream(source, target)
+        if source is not target:  # as on the CPU
+            wait_stream(source, target)

@@ -43,10 +43,8 @@ class Settings(NamedTuple):
 
 _settings: ContextVar[Settings] = ContextVar("gpipe.settings", default=Settings())  # noqa: B039 — it cannot change
 
-
-def settings() -> Settings:
-    """What holds for a run that begins here and now."""
-    return _settings.get()
+settings = _settings.get
+"""What holds for a run that begins here and now."""
 
 
 @contextmanager

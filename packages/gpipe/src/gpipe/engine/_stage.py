@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, Function
 from streams import has_streams
 
 from ..checkpoint._device_generator import module_of
@@ -23,8 +22,8 @@ from ..skip._layout import skippables
 from ..skip._store import Key, routed
 from ..values._aliases import packed, unpacked
 from ..values._constants import expect_plain
-from ..values._leaves import Arguments, SharedBatch, as_nonleaf, versions
-from ..values._sharing import expect_unseen, given_state, ties_of
+from ..values._leaves import Activation, Arguments, as_nonleaf, versions
+from ..values._sharing import expect_unseen, given_state
 from ._draws import Draws
 from ._tensor_hooks import TensorHooks
 
@@ -67,7 +66,7 @@ class Stage:
         self.rewinds = module_of(device) is not None
         self._pops = [route.key for route in layout.routes if route.target == index]
         self._stashes = [route.key for route in layout.routes if route.source == index]
-        self._skips = any(True for _ in skippables(module))
+        self._is_direct = not any(True for _ in skippables(module))
         self.given: list[tuple[Tensor, int]] = []
         self.module_copies: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._seen_outputs = False
@@ -80,30 +79,39 @@ class Stage:
         self._hooks: dict[bool, bool | None] = {}
         self.compared: set[Training] = set()
 
-    def compute(self, inputs: Batch) -> Batch:
+    def compute(self, inputs: Activation) -> Activation:
         """What the layers make of ``inputs``; they may work in place on them, although these are leaves."""
-        call = self._with_skips if self._skips else self._layers
-        if not self.may_change_input:
-            return self._unchanging(call, inputs)
-        before = versions(inputs)
-        outputs = Batch(self._look_for_hooks(call, as_nonleaf(inputs).value))
-        after = versions(inputs)
-        expect_unseen(inputs, before, after)
-        self._learn(inputs, outputs, after != before)
-        return outputs
-
-    def _unchanging(self, call: Function, inputs: Batch) -> Batch:
-        """What the layers make of ``inputs``, if these are not to be changed: the first micro-batch was not."""
-        before = versions(inputs) if isinstance(inputs, SharedBatch) else ()  # else they are nobody else's
+        if self.may_change_input:
+            return self._compute_first(inputs)
+        before = versions(inputs) if inputs.ties else []  # else they are nobody else's
+        value = inputs.value
         try:
-            outputs = Batch(call(inputs.value))
+            if self._is_direct and isinstance(value, Tensor):  # as in most stages, which are spared two frames
+                output = self.module(value)
+                output = output if isinstance(output, Tensor) else self._packed(output)
+            else:
+                output = self._call(value)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise self._late_change() from error
             raise
-        if before and any(tie and a != b for tie, a, b in zip(ties_of(inputs), before, versions(inputs), strict=True)):
+        if before and self._changed(inputs, before):
             raise self._late_change()
+        return Activation(output)
+
+    def _compute_first(self, inputs: Activation) -> Activation:
+        """The same, for the first micro-batch of a run, or if the layers are known to work in place."""
+        before = versions(inputs)
+        outputs = Activation(self._look_for_hooks(as_nonleaf(inputs).value))
+        after = versions(inputs)
+        if after != before:
+            expect_unseen(inputs, before, after)
+        self._learn(inputs, outputs, after != before)
         return outputs
+
+    def _changed(self, inputs: Activation, before: Sequence[int]) -> bool:
+        after = versions(inputs)
+        return after != before and any(t and a != b for t, a, b in zip(inputs.ties, before, after, strict=True))
 
     def _late_change(self) -> RuntimeError:
         self._changes_late = True
@@ -113,26 +121,28 @@ class Stage:
             "clone"
         )
 
-    def _learn(self, inputs: Batch, outputs: Batch, changed: bool) -> None:
+    def _learn(self, inputs: Activation, outputs: Activation, changed: bool) -> None:
         if not self._seen_outputs:
-            self.given = given_state(self.module, outputs)
+            self.given = given_state(self.module, outputs.tensors)
             self._seen_outputs = True
         # Inference tensors do not count their changes.
-        if changed or not any(tensor.is_inference() for tensor in inputs):
+        if changed or not any(map(Tensor.is_inference, inputs.tensors)):
             self._changes_input = self.may_change_input = self._changes_input or changed
 
-    def _look_for_hooks(self, call: Function, value: Any) -> Any:
-        """``call(value)``; see whether layers put hooks on tensors, if :meth:`expect_split` asked for it."""
+    def _look_for_hooks(self, value: Any) -> Any:
+        """What :meth:`_call` gives; see whether layers put hooks on tensors, if :meth:`expect_split` asked for it."""
         training = self.module.training
         if self._hooks.get(training, False) is not None:
-            return call(value)
+            return self._call(value)
         with TensorHooks() as hooks:  # which takes time, and matters only to a split backward
-            output = call(value)
+            output = self._call(value)
         self._hooks[training] = hooks.seen
         return output
 
-    def _with_skips(self, value: Any) -> Any:
-        """Hand skips from other stages to the layers, and those for other stages on, beside the main value."""
+    def _call(self, value: Any) -> Any:
+        """What the layers make of ``value``, with skips from other stages and for other stages beside it."""
+        if self._is_direct:
+            return self._layers(value)
         store: dict[Key, Any] = {}  # of this cell: what a failure leaves there goes with it
         if self._pops:
             value, *skips = unpacked(value)
@@ -142,9 +152,13 @@ class Stage:
         return (output, *[store.pop(key) for key in self._stashes]) if self._stashes else output
 
     def _layers(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            value = unpacked(value)
-        output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
+        value = unpacked(value)
+        return self._packed(
+            self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
+        )
+
+    def _packed(self, output: Any) -> Any:
+        """``output`` as it goes to the next stage."""
         if isinstance(output, Tensor):
             return output
         expect_plain(output, self.index)

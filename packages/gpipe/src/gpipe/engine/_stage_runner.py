@@ -9,11 +9,12 @@ from torch import Tensor
 
 from streams import add_note
 
-from .._batchnorm import MiniBatchStatistics
+from .._batchnorm import MiniBatchStatistics, commit
 from .._current import current
 from ..checkpoint._random import CellRNG
 from ..schedule import Action, Kind
-from ..transport._ports import Port, Ports
+from ..transport._link import Channel
+from ..transport._ports import Ports
 from ..values._describe import shapes
 from ..values._sharing import owned
 from ._cell import Cell, CheckpointedCell, RecomputeContext
@@ -30,12 +31,12 @@ _HIDES = (
 
 
 class StageRunner:
-    """The cells of one stage in one run, and the ports to the stages before and after.
+    """The cells of one stage in one run, and the channels to the stages before and after.
 
     Args:
         mini_batch: what it works on, together with the other stages.
-        arrival: the port to the stage before.
-        departure: the port to the stage after, or the loss.
+        arrival: the channel from the stage before.
+        departure: the channel to the stage after, or the loss.
         tied: leaves that other stages have too, whose gradients must not be mixed with those of others.
 
     Attributes:
@@ -46,8 +47,8 @@ class StageRunner:
         self,
         mini_batch: MiniBatch,
         stage: Stage,
-        arrival: Port | Ports,
-        departure: Port | Ports | Losses,
+        arrival: Channel | Ports,
+        departure: Channel | Ports | Losses,
         tied: Sequence[Tensor] = (),
     ) -> None:
         stage.begin()
@@ -60,12 +61,13 @@ class StageRunner:
         self._grown = mini_batch.accumulated_outside(stage)
         self._checkpoint_stop = mini_batch.checkpoint_stops[stage.index]
         self._begun = False
+        self._adds_directly = False
         self._recompute_context = RecomputeContext(stage, mini_batch.context, mini_batch.rng)
         self._cells: dict[int, Cell] = {}
         self._forwards = 0
         # A run inside a layer that is being recomputed repeats one whose statistics have been counted.
         repeats = current.microbatch is not None and current.statistics is None
-        self._statistics = None if repeats else MiniBatchStatistics()
+        self._statistics: MiniBatchStatistics | None = None if repeats else {}
 
     def do(self, action: Action) -> None:
         """Do one action of the stage's program."""
@@ -88,8 +90,8 @@ class StageRunner:
 
     def _finish_forwards(self) -> None:
         self.stage.draws.saw_all(self.stage.with_generators)
-        if self._statistics is not None:
-            self._statistics.commit()
+        if self._statistics:
+            commit(self._statistics)
 
     def recompute(self, i: int) -> None:
         self.stage.expect_current()
@@ -97,7 +99,10 @@ class StageRunner:
 
     def backward(self, i: int) -> None:
         seeds = self._departure.get_gradients(i)
-        self._hold(i)
+        if self._adds_directly:
+            self.mixed += 1
+        else:
+            self._hold(i)
         gradients = self._cells[i].backward(seeds, self._grown)
         del self._cells[i]
         self._arrival.put_gradients(i, gradients)
@@ -133,7 +138,8 @@ class StageRunner:
             graph = self._cells[i].below()
             self._mini_batch.deferred.hold(graph.leaves, every=every)
             self._expect_shown(graph)
-        self.mixed += not every and self._grown is None
+        self._adds_directly = not every and self._grown is None
+        self.mixed += self._adds_directly
 
     def _expect_shown(self, graph: Below) -> None:
         if self._grown is not None and graph.hides:

@@ -104,10 +104,12 @@ class Tied:
                 if entries.get(name) is copy:  # a layer may have put something else there
                     dict.__setitem__(entries, name, own)
 
-    def leaves(self, j: int) -> list[Tensor]:
-        """The leaves of stage ``j``, owners and copies, whose gradients are parts of a sum."""
-        tensors = self._copies[j].tensors.values() if self._copies else ()
-        return [tensor for tensor in tensors if tensor.requires_grad]
+    @property
+    def leaves(self) -> list[list[Tensor]]:
+        """Of each stage the leaves, owners and copies, whose gradients are parts of a sum."""
+        if not self._copies:
+            return [[] for _ in self._stages]
+        return [[tensor for tensor in copies.tensors.values() if tensor.requires_grad] for copies in self._copies]
 
     def joined(self, grown: Sequence[Grown]) -> Sequence[Grown]:
         """``grown`` with owners in the place of their copies, on their devices, in the order of the stages."""

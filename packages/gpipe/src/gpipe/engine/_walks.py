@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from typing import Protocol
 
 from ..schedule import Choice, Schedule, Walk, fill_drain, halves, named, validate
 
 _log = logging.getLogger("gpipe")
 
 
-class Size(Protocol):
-    """What a walk depends on beside its schedule.
+def walk_of(
+    schedule: Schedule | Choice, microbatches: int, checkpoint_stops: tuple[int, ...], placement: tuple[int, ...]
+) -> Walk:
+    """What each worker does under ``schedule``.
 
-    Attributes:
+    Args:
+        schedule: one of the caller's own, or which of those with a name.
         microbatches: how many there are.
         checkpoint_stops: of each stage; micro-batches below it are checkpointed.
         placement: the worker of each stage.
+
+    Raises:
+        ValueError: the schedule does not fit.
     """
-
-    @property
-    def microbatches(self) -> int: ...
-
-    @property
-    def checkpoint_stops(self) -> tuple[int, ...]: ...
-
-    @property
-    def placement(self) -> tuple[int, ...]: ...
-
-
-def forwards_and_backwards(size: Size) -> tuple[Walk, Walk]:
-    """What the workers do before the caller gets the outputs, and after it gave the gradients."""
-    return _halves(size.microbatches, size.checkpoint_stops, size.placement)
-
-
-def walk_of(schedule: Schedule | Choice, size: Size) -> Walk:
-    """What each worker does under ``schedule``.
-
-    Raises ValueError if it does not fit.
-    """
-    key = size.microbatches, size.checkpoint_stops, size.placement
     if isinstance(schedule, Choice):
-        return _named(schedule.name, schedule.split, *key)
-    return _own(schedule, *key)
+        return _named(schedule.name, schedule.split, microbatches, checkpoint_stops, placement)
+    return _own(schedule, microbatches, checkpoint_stops, placement)
 
 
 @lru_cache(maxsize=16)
@@ -53,9 +36,11 @@ def _own(schedule: Schedule, microbatches: int, stops: tuple[int, ...], placemen
 
 
 @lru_cache(maxsize=64)
-def _halves(microbatches: int, stops: tuple[int, ...], placement: tuple[int, ...]) -> tuple[Walk, Walk]:
+def forwards_and_backwards(
+    microbatches: int, checkpoint_stops: tuple[int, ...], placement: tuple[int, ...]
+) -> tuple[Walk, Walk]:
     """What the workers do before the caller gets the outputs, and after it gave the gradients."""
-    forwards, backwards = halves(fill_drain(microbatches, len(placement), stops))
+    forwards, backwards = halves(fill_drain(microbatches, len(placement), checkpoint_stops))
     return forwards.on(placement), backwards.on(placement)
 
 

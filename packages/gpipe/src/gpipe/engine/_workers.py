@@ -21,6 +21,7 @@ from streams import (
     limit_threads,
     pause_helpers,
     spawn_workers,
+    use_stream,
 )
 
 from .._forks import fork_lock
@@ -110,7 +111,7 @@ class Workers:
             pause_helpers()  # else they spin on the cores that the workers are about to use
         sections = involved()
         for queue, (stream, compute) in zip(in_queues, works, strict=True):
-            queue.put(Task(stream, compute=_Once(compute, stop, sections)))
+            queue.put(_Work(stream, compute, stop, sections))
         return [_result(queue.get()) for queue in out_queues]
 
     def sweep(self) -> None:
@@ -163,22 +164,26 @@ class Workers:
         self._divided = available
 
 
-class _Once:
+class _Work(Task[Result]):
     """A work as a worker does it. It holds nothing of the run any more when the worker answers.
 
     The worker may still have its task in hand while the caller goes on, and drops what the run has made.
     """
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_sections", "_stop")
 
-    def __init__(self, compute: Callable[[], Any], stop: Callable[[], None], sections: Sections) -> None:
-        self._parts: tuple[Any, ...] = compute, stop, sections
+    def __init__(
+        self, stream: AbstractStream, compute: Callable[[], Result], stop: Callable[[], None], sections: Sections
+    ) -> None:
+        super().__init__(stream, compute=compute)
+        self._stop = stop
+        self._sections = sections
 
-    def __call__(self) -> Any:
-        compute, stop, sections = self._parts
-        self._parts = ()
+    def compute(self) -> Result:
+        compute, stop, sections = self._compute, self._stop, self._sections
+        del self._compute, self._stop, self._sections
         try:
-            with serving(sections):
+            with use_stream(self.stream), serving(sections):
                 return compute()
         except BaseException:
             stop()  # the others might wait for this one

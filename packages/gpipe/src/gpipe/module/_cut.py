@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from microbatch import Batch, Split, Versions, check, is_flat, scatter_views, unwrap
+from microbatch import Batch, Split, Versions, check, is_flat, map_tensors, scatter_views, unwrap
 
 from ..engine._autograd import reattach
-from ..values._leaves import Arguments, map_batch
+from ..values._leaves import Arguments
 from ._whole import expect_no_rows, replicated
 
 
@@ -48,7 +48,7 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
 
 def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch], Versions]:
     """The micro-batches of ``value`` on ``device``, and how changes in place reach them and what they were cut from."""
-    there = map_batch(Batch(value.bare), lambda tensor: tensor.to(device)).value
+    there = map_tensors(lambda tensor: tensor.to(device), value.bare)
     views, versions = scatter_views(there, chunks, value.spec)
     if not is_flat(value.given):
         expect_no_rows(value.given, views, value.root)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch
 from profiler import AllocationTracker
 from streams import AbstractStream, current_stream, has_streams, new_stream, record_event
 
@@ -20,6 +19,7 @@ from ..engine._settings import with_settings
 from ..engine._stage_runner import StageRunner
 from ..schedule import Action
 from ..transport._link import Link, Payload
+from ..values._leaves import Activation
 from ._events import Event
 from ._timeline import Timeline
 
@@ -105,13 +105,14 @@ class Look:
         self.waits: list[tuple[Instant, Instant]] = []
         self.bytes_moved = 0
 
-    def got(self, payload: Batch | list[Tensor | None], moved: bool) -> None:
+    def got(self, payload: Activation | list[Tensor | None], moved: bool) -> None:
         """Something has arrived: what went before was waiting."""
         before, self.start = self.start, self._now()
         # Of a device: from when it was through with what came before, until the copy had arrived.
         self.waits.append((before, self.start))
         if moved:
-            self.bytes_moved += sum(tensor.nbytes for tensor in payload if tensor is not None)
+            tensors = payload.tensors if isinstance(payload, Activation) else payload
+            self.bytes_moved += sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class WatchedLink(Link[Payload]):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..skip import SkipLayout
 from ._copy import StagePlace, carriers
 from ._link import Channel
-from ._ports import Port, Ports
+from ._ports import Ports
 
 
 class Channels:
@@ -18,34 +18,31 @@ class Channels:
 
     Attributes:
         entrance, exit: the channels whose other end is the owner of the run.
+        arrivals: where values come into each stage.
+        departures: where they leave it.
     """
 
     def __init__(self, places: Sequence[StagePlace], layout: SkipLayout, channel: Callable[..., Channel]) -> None:
         def between(a: int, b: int, what: str) -> Channel:
             name = f"{what}between partitions {a} and {b}"
-            return channel(name, *carriers(places[a], places[b]))
+            on_cpu = places[a][0].type == places[b][0].type == "cpu"  # where nothing is copied
+            return channel(name) if on_cpu else channel(name, *carriers(places[a], places[b]))
 
         self.entrance = channel("at the input")
         self.exit = channel("at the output")
-        self._main = [self.entrance, *(between(j, j + 1, "") for j in range(len(places) - 1)), self.exit]
-        self._routes = layout.routes
+        self._main = [self.entrance, *[between(j, j + 1, "") for j in range(len(places) - 1)], self.exit]
         self._skips = [between(route.source, route.target, f"of skip {route.key[1]!r} ") for route in layout.routes]
-
-    def arrival(self, j: int) -> Port | Ports:
-        """Where values come into stage ``j``."""
-        skips = zip(self._routes, self._skips, strict=True)
-        return _port(self._main[j], [channel for route, channel in skips if route.target == j])
-
-    def departure(self, j: int) -> Port | Ports:
-        """Where values leave stage ``j``."""
-        skips = zip(self._routes, self._skips, strict=True)
-        return _port(self._main[j + 1], [channel for route, channel in skips if route.source == j])
+        self.arrivals: list[Channel | Ports] = [*self._main[:-1]]
+        self.departures: list[Channel | Ports] = [*self._main[1:]]
+        routed = list(zip(layout.routes, self._skips, strict=True))
+        for j in {route.target for route in layout.routes}:
+            popped = [channel for route, channel in routed if route.target == j]
+            self.arrivals[j] = Ports([self._main[j], *popped])
+        for j in {route.source for route in layout.routes}:
+            stashed = [channel for route, channel in routed if route.source == j]
+            self.departures[j] = Ports([self._main[j + 1], *stashed])
 
     def cancel(self) -> None:
-        """Let nobody wait anywhere for what will not come."""
+        """Cancel what anybody waits for, and will wait for."""
         for channel in (*self._main, *self._skips):
             channel.cancel()
-
-
-def _port(main: Channel, skips: Sequence[Channel]) -> Port | Ports:
-    return Ports([main, *skips]) if skips else Port(main)

@@ -15,13 +15,13 @@ that asks for it, until all that the copy waits for is done.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from microbatch import Batch
 from streams import (
     AbstractEvent,
     AbstractStream,
@@ -34,10 +34,10 @@ from streams import (
     wait_stream,
 )
 
-from ..values._leaves import map_batch
+from ..values._leaves import Activation
 from ..values._sharing import parted
 
-Payload = Batch | list[Tensor | None]
+Payload = Activation | list[Tensor | None]
 Parcel = tuple[Payload, AbstractEvent]
 
 
@@ -98,7 +98,7 @@ class Copy:
             copies = _each(payload, self._copy)
         _each(payload, lambda tensor: _recorded(tensor, source.copy))
         last = target.copy if is_accelerator(target.copy) else source.copy
-        return (parted(copies) if isinstance(copies, Batch) else copies), record_event(last)
+        return (parted(copies) if isinstance(copies, Activation) else copies), record_event(last)
 
     def receive(self, parcel: Parcel) -> Payload:
         """Let the target's computation wait for the copy; called there."""
@@ -136,10 +136,10 @@ def _pinned_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
-def _each(payload: Payload, function: object) -> Payload:
-    if isinstance(payload, Batch):
-        return map_batch(payload, function)  # type: ignore[arg-type]
-    return [None if tensor is None else function(tensor) for tensor in payload]  # type: ignore[operator]
+def _each(payload: Payload, function: Callable[[Tensor], Tensor]) -> Payload:
+    if isinstance(payload, Activation):
+        return payload.with_tensors(map(function, payload.tensors))
+    return [None if tensor is None else function(tensor) for tensor in payload]
 
 
 def _recorded(tensor: Tensor, stream: AbstractStream) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a value crosses from one stage to another, and its gradient back."""
+"""How an activation crosses from one stage to another, and its gradients back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from microbatch import Batch
-
 from ..values._describe import Cancelled
+from ..values._leaves import Activation
 
 Payload = TypeVar("Payload")
 
@@ -92,9 +91,16 @@ class Link(Generic[Payload]):
 
 
 class Channel:
-    """Everything between two neighbours in the walk of a micro-batch: its values go one way, their gradients back."""
+    """Everything between two neighbours in the walk of a micro-batch: its values go one way, their gradients back.
 
-    __slots__ = ("gradients", "values")
+    Attributes:
+        get_values: wait for the activation of a micro-batch, which the stage before has sent.
+        put_values: send one to the stage after.
+        get_gradients: wait for the gradients of what was sent, one for each tensor.
+        put_gradients: send back those of what was got.
+    """
+
+    __slots__ = ("get_gradients", "get_values", "gradients", "put_gradients", "put_values", "values")
 
     def __init__(
         self,
@@ -103,16 +109,19 @@ class Channel:
         back: Carrier | None = None,
         *,
         link: type[Link[Any]] | None = None,
+        stall_timeout: float | None = None,
         is_cancelled: Callable[[], bool] = lambda: True,
     ) -> None:
-        stall_timeout = stall_seconds()
-        self.values: Link[Batch] = (link or Link)(f"values {name}", forth, stall_timeout, is_cancelled)
-        self.gradients: Link[list[Tensor | None]] = (link or Link)(
-            f"gradients {name}", back, stall_timeout, is_cancelled
-        )
+        kind: type[Link[Any]] = link or Link
+        self.values: Link[Activation] = kind(f"values {name}", forth, stall_timeout, is_cancelled)
+        self.gradients: Link[list[Tensor | None]] = kind(f"gradients {name}", back, stall_timeout, is_cancelled)
+        self.get_values = self.values.get
+        self.put_values = self.values.put
+        self.get_gradients = self.gradients.get
+        self.put_gradients = self.gradients.put
 
     def cancel(self) -> None:
-        """Let nobody wait at either end for what will not come."""
+        """Cancel what anybody waits for at either end."""
         self.values.cancel()
         self.gradients.cancel()
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from microbatch import Batch, gather, map_tensors
 
 from ._aliases import Aliased, View, unpacked
+from ._leaves import Activation
 from ._sharing import SEEN, guarded, ties_of, unchangeable
 
 
-def gathered(batches: Sequence[Batch], rows: Sequence[tuple[int, ...]], spec: Any = None) -> Any:
+def gathered(outputs: Sequence[Activation], rows: Sequence[tuple[int, ...]], spec: Any = None) -> Any:
     """The output, of the outputs of the last stage for each micro-batch.
 
     Tensors that share memory in a micro-batch are views of what its sources make together, where each row of a view
@@ -22,24 +23,22 @@ def gathered(batches: Sequence[Batch], rows: Sequence[tuple[int, ...]], spec: An
     those that require grad, since the plain model would change others as well.
 
     Args:
+        outputs: one for each micro-batch.
         rows: how many rows went into each micro-batch.
         spec: how leaves are put together, as :func:`microbatch.gather` takes it.
     """
-    if len(batches) == 1:
-        batches = [guarded(batches[0])]
-    plain = [Batch(unpacked(batch.value), each) for batch, each in zip(batches, rows, strict=True)]
-    whole = gather(plain, spec)
-    if len(batches) == 1 or not any(map(_is_shared, batches)):
+    if len(outputs) == 1:
+        outputs = [guarded(outputs[0])]
+    values = [output.value for output in outputs]
+    shared = [output for output in outputs if output.ties or type(output.value) is Aliased]
+    plain = map(unpacked, values) if shared else values
+    whole = gather(map(Batch, plain, rows), spec)
+    if len(outputs) == 1 or not shared:
         return whole
-    values = [batch.value for batch in batches]
     if spec is None and all(isinstance(value, Aliased) for value in values) and _by_rows(values):
         return _together(values)
-    shared = iter(_shared(batches[0]))
-    return map_tensors(lambda tensor: unchangeable(tensor) if next(shared) else tensor, whole)
-
-
-def _is_shared(batch: Batch) -> bool:
-    return isinstance(batch.value, Aliased) or any(ties_of(batch))
+    flags = iter(_shared(outputs[0]))
+    return map_tensors(lambda tensor: unchangeable(tensor) if next(flags) else tensor, whole)
 
 
 def _together(values: Sequence[Aliased]) -> Any:
@@ -111,10 +110,10 @@ def _lies_in_rows(view: View, value: Aliased) -> bool:
     return view.shape[0] * row == _length(view, value) and last < row
 
 
-def _shared(batch: Batch) -> list[bool]:
-    """For each tensor in the value that ``batch`` stands for, whether it shares memory with another one."""
-    seen = [bool(tie & SEEN) for tie in ties_of(batch)]
-    if not isinstance(batch.value, Aliased):
+def _shared(output: Activation) -> list[bool]:
+    """For each tensor in the value that ``output`` stands for, whether it shares memory with another one."""
+    seen = [bool(tie & SEEN) for tie in ties_of(output)]
+    if not isinstance(output.value, Aliased):
         return seen
-    used = batch.value.used
+    used = output.value.used
     return [seen[source] or used.count(source) > 1 for source in used]

@@ -1,8 +1,8 @@
-"""What travels between stages: tensors cut off from the graph they come from."""
+"""What a stage hands to the next: an activation, whose tensors are cut off from the graph they come from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,29 +11,50 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from microbatch import Arguments as Arguments
-from microbatch import Batch, map_tensors
+from microbatch import flatten, is_flat, unflatten
 
 from ._memory import clone, cloned_together, storage_id
 
 
-class SharedBatch(Batch):
-    """A batch with tensors whose memory is also somebody else's; see :mod:`gpipe.values._sharing`.
+class Activation:
+    """What one stage hands to the next for a micro-batch, with the tensors in it, which every cell needs several times.
 
-    Attributes:
-        ties: for each tensor, who else has to do with its memory: a sum of flags.
+    Args:
+        value: what layers take and give: a tensor, a tuple of tensors, or a tree of them.
+        tensors: those in ``value``, in tree order; looked up if they are not given.
+        ties: for each tensor, who else has to do with its memory: a sum of flags (:mod:`gpipe.values._sharing`). Empty
+            if nobody has.
     """
 
-    __slots__ = ("ties",)
+    __slots__ = ("tensors", "ties", "value")
 
-    def __init__(self, value: Any, ties: Sequence[int]) -> None:
-        super().__init__(value)
+    def __init__(self, value: Any, tensors: tuple[Tensor, ...] | None = None, ties: Sequence[int] = ()) -> None:
+        if tensors is None:
+            tensors = (value,) if isinstance(value, Tensor) else tensors_of(value)
+        self.value = value
+        self.tensors = tensors
         self.ties = ties
 
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Activation:
+        """The same structure, and ties, with other tensors."""
+        fresh = tuple(tensors)
+        if isinstance(self.value, Tensor):
+            return Activation(fresh[0], fresh, self.ties)
+        value = fresh if self.value is self.tensors else _rebuilt(self.value, fresh)
+        return Activation(value, fresh, self.ties)
 
-def map_batch(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    """The same structure with ``function`` applied to every tensor."""
-    value = function(batch.value) if isinstance(batch.value, Tensor) else map_tensors(function, batch.value)
-    return SharedBatch(value, batch.ties) if isinstance(batch, SharedBatch) else Batch(value)
+
+def tensors_of(value: Any) -> tuple[Tensor, ...]:
+    """The tensors in ``value``, in tree order; ``value`` itself if it is a plain tuple of tensors."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return value if is_flat(value) else tuple([leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)])
+
+
+def _rebuilt(value: Any, tensors: Iterable[Tensor]) -> Any:
+    leaves, tree = flatten(value)
+    fresh = iter(tensors)
+    return unflatten([next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
 
 
 def own_memory(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -55,32 +76,28 @@ def like_accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
     return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
-def detach_leaves(batch: Batch) -> Batch:
+def detach_leaves(activation: Activation) -> Activation:
     """The same tensors as leaves of a graph that begins here; those that require grad still do."""
-    return map_batch(batch, _leaf)
+    value = activation.value
+    if isinstance(value, Tensor):
+        return Activation(value.detach().requires_grad_(value.requires_grad), ties=activation.ties)
+    return activation.with_tensors([t.detach().requires_grad_(t.requires_grad) for t in activation.tensors])
 
 
-def clone_leaves(batch: Batch) -> Batch:
+def clone_leaves(activation: Activation) -> Activation:
     """Like :func:`detach_leaves`, in memory of their own."""
-    if not isinstance(batch, SharedBatch):
-        return map_batch(batch, clone)
-    clones = iter(cloned_together(list(batch)))
-    return map_batch(batch, lambda _: next(clones))
+    tensors = activation.tensors
+    return activation.with_tensors(cloned_together(tensors) if activation.ties else map(clone, tensors))
 
 
-def as_nonleaf(batch: Batch) -> Batch:
+def as_nonleaf(activation: Activation) -> Activation:
     """The same tensors for layers that work in place on them: torch lets nobody change a leaf that requires grad."""
-    return map_batch(batch, _enter)
+    return activation.with_tensors(map(_enter, activation.tensors))
 
 
-def versions(batch: Batch) -> list[int]:
+def versions(activation: Activation) -> list[int]:
     """How often each tensor has been changed in place, as far as torch counts."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in batch]
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    leaf = tensor.detach()
-    return leaf.requires_grad_() if tensor.requires_grad else leaf
+    return [0 if tensor.is_inference() else tensor._version for tensor in activation.tensors]
 
 
 def _enter(tensor: Tensor) -> Tensor:

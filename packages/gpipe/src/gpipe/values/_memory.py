@@ -52,9 +52,10 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-def has_own_storages(tensors: Sequence[Tensor]) -> bool:
-    """Whether no two have the same storage; the quick answer to whether any share memory."""
-    return len({storage_id(tensor) for tensor in tensors}) == len(tensors)
+def has_own_storages(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
+    """Whether no two have the same storage, nor one of the ``others``: the quick answer to whether any share memory."""
+    own = set(map(storage_id, tensors))
+    return len(own) == len(tensors) and own.isdisjoint(map(storage_id, others))
 
 
 def clusters(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -76,6 +77,8 @@ def clusters(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def cloned_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Leaves like ``tensors`` in memory of their own, of which they share what ``tensors`` do."""
+    if len(tensors) == 1:
+        return [clone(tensors[0])]
     clones: dict[int, Tensor] = {}
     for cluster in clusters(tensors):
         alone = len({id(tensor) for tensor in cluster}) == 1

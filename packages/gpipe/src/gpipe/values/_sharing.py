@@ -20,29 +20,29 @@ from torch import Tensor, nn
 from microbatch import Batch
 
 from ._aliases import Aliased, packed
-from ._leaves import SharedBatch, map_batch
+from ._leaves import Activation
 from ._memory import Region, cloned_together, has_own_storages, region, storage_id
 
 OWN, KEPT, SEEN, PARTED = 0, 1, 2, 4
 
 
-def ties_of(batch: Batch) -> Sequence[int]:
+def ties_of(activation: Activation) -> Sequence[int]:
     """The ties of each tensor."""
-    return batch.ties if isinstance(batch, SharedBatch) else [OWN] * len(batch)
+    return activation.ties or [OWN] * len(activation.tensors)
 
 
-def with_ties(batch: Batch, ties: Sequence[int]) -> Batch:
-    """``batch`` with these ties in place of others."""
-    return SharedBatch(batch.value, ties) if any(ties) else Batch(batch.value)
+def with_ties(activation: Activation, ties: Sequence[int]) -> Activation:
+    """``activation`` with these ties in place of others."""
+    return Activation(activation.value, activation.tensors, ties if any(ties) else ())
 
 
-def flag_aliases(outputs: Batch, inputs: Batch, others: Sequence[tuple[Tensor, int]] = ()) -> Batch:
+def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple[Tensor, int]] = ()) -> Activation:
     """``outputs`` with the ties of their memory: those of ``inputs`` in it, of the ``others``, and to each other."""
-    if isinstance(outputs.value, Tensor) and not others and type(inputs) is Batch:
+    tensors = outputs.tensors
+    if not inputs.ties and not others and len(tensors) < 2:
         return outputs
-    tensors = list(outputs)
-    sources = [*zip(inputs, ties_of(inputs), strict=True), *others]
-    if has_own_storages(tensors) and {storage_id(s) for s, _ in sources}.isdisjoint(map(storage_id, tensors)):
+    sources = [*zip(inputs.tensors, inputs.ties, strict=False), *others]  # of inputs without ties none
+    if has_own_storages(tensors, [source for source, _ in sources]):
         return outputs
     return with_ties(outputs, [_tie(k, tensors, sources) for k in range(len(tensors))])
 
@@ -59,7 +59,7 @@ def _tie(k: int, tensors: Sequence[Tensor], sources: Sequence[tuple[Tensor, int]
 
 def overlap(batches: Sequence[Batch]) -> bool:
     """Whether there is memory of one batch in another, as of ``x[1:]`` and ``x[:-1]`` in several micro-batches."""
-    if len(batches) < 2 or has_own_storages(list(batches[0])):
+    if len(batches) < 2 or isinstance(batches[0].value, Tensor) or has_own_storages(batches[0].tensors):
         return False
     found = False
     furthest, owner = Region(0, 0, 0), 0
@@ -70,26 +70,27 @@ def overlap(batches: Sequence[Batch]) -> bool:
     return found
 
 
-def owned(batch: Batch) -> Batch:
-    """``batch`` with clones of what somebody else keeps.
+def owned(activation: Activation) -> Activation:
+    """``activation`` with clones of what somebody else keeps.
 
     Not of what somebody else may see: a clone would hide that the two belong together.
     """
-    if not isinstance(batch, SharedBatch) or KEPT not in batch.ties:
-        return batch
-    own = _cloned(batch, [tie == KEPT for tie in batch.ties])
-    return with_ties(own, [OWN if tie == KEPT else tie for tie in batch.ties])
+    if KEPT not in activation.ties:
+        return activation
+    own = _cloned(activation, [tie == KEPT for tie in activation.ties])
+    return with_ties(own, [OWN if tie == KEPT else tie for tie in activation.ties])
 
 
-def _cloned(batch: Batch, which: Sequence[bool]) -> Batch:
-    """``batch`` with clones of those tensors."""
-    chosen, flags = iter(cloned_together([*compress(batch, which)])), iter(which)
-    return map_batch(batch, lambda tensor: next(chosen) if next(flags) else tensor)
+def _cloned(activation: Activation, which: Sequence[bool]) -> Activation:
+    """``activation`` with clones of those tensors."""
+    clones = iter(cloned_together([*compress(activation.tensors, which)]))
+    chosen = zip(activation.tensors, which, strict=True)
+    return activation.with_tensors([next(clones) if flag else tensor for tensor, flag in chosen])
 
 
-def expect_unseen(batch: Batch, before: Sequence[int], after: Sequence[int]) -> None:
+def expect_unseen(activation: Activation, before: Sequence[int], after: Sequence[int]) -> None:
     """Raise RuntimeError if a tensor whose change others would see is at another version than before."""
-    if any(tie & SEEN and a != b for tie, a, b in zip(ties_of(batch), before, after, strict=True)):
+    if any(tie & SEEN and a != b for tie, a, b in zip(activation.ties, before, after, strict=False)):
         raise RuntimeError(
             "the layers of this partition changed a tensor in place that shares its memory with another one from "
             "an earlier partition, whose gradient would be wrong; let them work on a clone, or put both into one "
@@ -97,14 +98,14 @@ def expect_unseen(batch: Batch, before: Sequence[int], after: Sequence[int]) -> 
         )
 
 
-def joined(parts: Sequence[Batch]) -> Batch:
-    """One batch of a tuple of the values of all ``parts``, packed where these share memory."""
+def joined(parts: Sequence[Activation]) -> Activation:
+    """The activation of a tuple of the values of all ``parts``, packed where these share memory."""
     whole = tuple([part.value for part in parts])
-    if not any(isinstance(part, SharedBatch) for part in parts):
-        return Batch(whole)
+    if not any(part.ties for part in parts):
+        return Activation(whole)
     ties = [tie for part in parts for tie in ties_of(part)]
     value = packed(whole) if any(tie & SEEN for tie in ties) else whole
-    return SharedBatch(value, _of_sources(value, ties) if isinstance(value, Aliased) else ties)
+    return Activation(value, ties=_of_sources(value, ties) if isinstance(value, Aliased) else ties)
 
 
 def _of_sources(value: Aliased, ties: Sequence[int]) -> list[int]:
@@ -115,51 +116,54 @@ def _of_sources(value: Aliased, ties: Sequence[int]) -> list[int]:
     return found
 
 
-def divided(batch: Batch) -> list[Batch]:
-    """A batch for each value in the tuple that ``batch`` is."""
-    parts = [Batch(value) for value in batch.value]
-    if not isinstance(batch, SharedBatch):
+def divided(activation: Activation) -> list[Activation]:
+    """An activation of each value in the tuple that ``activation`` is of."""
+    parts = [Activation(value) for value in activation.value]
+    if not activation.ties:
         return parts
-    ties = iter(batch.ties)
-    return [with_ties(part, [next(ties) for _ in part]) for part in parts]
+    ties = iter(activation.ties)
+    return [with_ties(part, [next(ties) for _ in part.tensors]) for part in parts]
 
 
-def parted(batch: Batch) -> Batch:
-    """``batch`` after it was copied to another device: its memory is its own, but others still expect its changes."""
-    if not isinstance(batch, SharedBatch):
-        return batch
-    return with_ties(batch, [tie & ~KEPT | PARTED if tie & SEEN else OWN for tie in batch.ties])
+def parted(activation: Activation) -> Activation:
+    """``activation`` after a copy to another device: its memory is its own, but others still expect its changes."""
+    if not activation.ties:
+        return activation
+    return with_ties(activation, [tie & ~KEPT | PARTED if tie & SEEN else OWN for tie in activation.ties])
 
 
-def among(batch: Batch) -> Batch:
-    """``batch`` with the ties among its own tensors only: nobody else is left who could see a change."""
-    if not isinstance(batch, SharedBatch):
-        return batch
-    return with_ties(batch, [SEEN if twin else OWN for twin in _twins(batch)])
+def among(activation: Activation) -> Activation:
+    """``activation`` with the ties among its own tensors only: nobody else is left who could see a change."""
+    if not activation.ties:
+        return activation
+    return with_ties(activation, [SEEN if twin else OWN for twin in _twins(activation)])
 
 
-def released(batch: Batch) -> Batch:
+def released(activation: Activation) -> Activation:
     """What comes out of the last stage, in memory that nobody else has to do with, and with the ties in it."""
-    if not isinstance(batch, SharedBatch):
-        return batch
-    which = [bool(tie & KEPT or (tie and not twin)) for tie, twin in zip(batch.ties, _twins(batch), strict=True)]
-    return with_ties(_cloned(batch, which), ties_of(among(batch)))
+    if not activation.ties:
+        return activation
+    pairs = zip(activation.ties, _twins(activation), strict=True)
+    which = [bool(tie & KEPT or (tie and not twin)) for tie, twin in pairs]
+    return with_ties(_cloned(activation, which), among(activation).ties)
 
 
-def _twins(batch: SharedBatch) -> list[bool]:
+def _twins(activation: Activation) -> list[bool]:
     """For each tensor, whether it shares memory with another one here, or may have done so on another device."""
-    regions = [region(tensor) for tensor in batch]
-    apart = sum(bool(tie & PARTED) for tie in batch.ties) > 1
+    regions = [region(tensor) for tensor in activation.tensors]
+    apart = sum(bool(tie & PARTED) for tie in activation.ties) > 1
     return [
         any(own.overlaps(other) for m, other in enumerate(regions) if m != k) or bool(apart and tie & PARTED)
-        for k, (own, tie) in enumerate(zip(regions, batch.ties, strict=True))
+        for k, (own, tie) in enumerate(zip(regions, activation.ties, strict=True))
     ]
 
 
-def guarded(batch: Batch) -> Batch:
-    """``batch`` for one who may work in place on it: torch refuses that where others would see the change."""
-    ties = iter(ties_of(batch))
-    return map_batch(batch, lambda tensor: unchangeable(tensor) if next(ties) & SEEN else tensor)
+def guarded(activation: Activation) -> Activation:
+    """``activation`` for one who may work in place on it: torch refuses that where others would see the change."""
+    if not activation.ties:
+        return activation
+    pairs = zip(activation.tensors, activation.ties, strict=True)
+    return activation.with_tensors([unchangeable(tensor) if tie & SEEN else tensor for tensor, tie in pairs])
 
 
 def unchangeable(tensor: Tensor) -> Tensor:
@@ -168,7 +172,7 @@ def unchangeable(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0).unbind(0)[0] if tensor.requires_grad else tensor
 
 
-def given_state(module: nn.Module, outputs: Batch) -> list[tuple[Tensor, int]]:
+def given_state(module: nn.Module, outputs: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     """The parameters and buffers of ``module`` whose memory is in the ``outputs``, with their tie."""
     given = {storage_id(tensor) for tensor in outputs if not _is_computed(tensor)}
     if not given:
