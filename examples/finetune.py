@@ -1,0 +1,201 @@
+"""Train a language model of Hugging Face's in a pipeline, save it, and go on with another number of stages.
+
+python examples/finetune.py
+python examples/finetune.py --devices cuda:0 cuda:1 --then cuda:0 cuda:1 cuda:2 cuda:3
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from gpipe import Arguments, GPipe
+from microbatch import Mean
+
+console = Console()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    torch.manual_seed(0)
+    text = "\n".join(topics.values())  # what help("for") and the like print: 465 kB of English
+    tokenizer = tokenizer_for(text, options.vocabulary)
+    train, test = blocks(tokenizer, text, options.length)
+    model = language_model(options)
+
+    run = Run.of(model, options.devices, options)
+    before = run.loss(test)
+    run.fit(train, options.steps // 2)
+    saved = run.loss(test)
+    with tempfile.TemporaryDirectory() as folder:
+        run.save(Path(folder))
+        run.pipe.close()
+        run = Run.load(Path(folder), options.then or [*options.devices, options.devices[-1]], options)
+    loaded = run.loss(test)
+    run.fit(train, options.steps)
+
+    console.print(f"Loss on text never seen in training: {before:.3f} at first, [bold]{run.loss(test):.3f}[/] now.")
+    console.print(f"When it was saved: {saved:.3f}. Loaded, in another number of stages: {loaded:.3f}.\n")
+    console.print(f"[dim]{options.prompt}[/]{continued(run.model, tokenizer, options.prompt)}", highlight=False)
+    run.pipe.close()
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"], help="one per stage (default: cpu cpu)")
+    parser.add_argument("--then", nargs="+", help="those of the second half (default: one stage more)")
+    parser.add_argument("--steps", type=int, default=200, help="of the optimizer; half of them before it is saved")
+    parser.add_argument("--chunks", type=int, default=4, help="micro-batches a mini-batch is cut into")
+    parser.add_argument("--batch", type=int, default=16, help="blocks of text in a mini-batch")
+    parser.add_argument("--length", type=int, default=64, help="tokens in a block")
+    parser.add_argument("--vocabulary", type=int, default=1024, help="tokens there are")
+    parser.add_argument("--width", type=int, default=128, help="of the hidden state")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--prompt", default="The statement")
+    return parser.parse_args(argv)
+
+
+def tokenizer_for(text: str, size: int) -> Tokenizer:
+    """Byte-pair encoding, learned from the text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        text.splitlines(keepends=True),
+        trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False),
+    )
+    return tokenizer
+
+
+def blocks(tokenizer: Tokenizer, text: str, length: int) -> tuple[Tensor, Tensor]:
+    """The text as token numbers of shape (blocks, length): to train with, and a tenth to test with."""
+    tokens = torch.tensor(tokenizer.encode(text).ids)
+    rows = tokens[: len(tokens) // length * length].view(-1, length)
+    test = max(1, len(rows) // 10)
+    return rows[:-test], rows[-test:]
+
+
+def language_model(options: argparse.Namespace) -> GPT2LMHeadModel:
+    """A small GPT-2 that knows nothing yet; ``AutoModelForCausalLM.from_pretrained(...)`` goes here just as well."""
+    config = GPT2Config(
+        vocab_size=options.vocabulary,
+        n_positions=max(options.length, 64),
+        n_embd=options.width,
+        n_layer=options.layers,
+        n_head=options.width // 32,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,  # stages share no parameters
+    )
+    return GPT2LMHeadModel(config)
+
+
+@dataclass
+class Run:
+    """What a training run consists of, and can be saved and loaded."""
+
+    model: nn.Module
+    pipe: GPipe
+    optimizer: torch.optim.Optimizer
+    schedule: OneCycleLR
+    options: argparse.Namespace
+    step: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, devices: Sequence[str], options: argparse.Namespace) -> Run:
+        """A pipeline of the model, balanced by a measurement of its layers."""
+        rows = max(1, options.batch // options.chunks)
+        sample = batch_of(torch.zeros(rows, options.length, dtype=torch.int64))
+        pipe = GPipe(model.train(), devices=devices, chunks=options.chunks, sample=sample, out_spec=Mean())
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3, weight_decay=0.1)
+        schedule = OneCycleLR(optimizer, max_lr=3e-3, total_steps=options.steps)
+        console.print(f"{len(pipe)} layers on {', '.join(devices)}: {' + '.join(map(str, pipe.balance))}")
+        return cls(model, pipe, optimizer, schedule, options)
+
+    def fit(self, rows: Tensor, until: int) -> None:
+        """Train up to the step ``until``."""
+        with progress() as bar:
+            task = bar.add_task("training", total=self.options.steps, completed=self.step, loss=float("nan"))
+            while self.step < until:
+                loss = self.train_on(mini_batch(rows, self.options.batch, self.step))
+                self.step += 1
+                bar.update(task, advance=1, loss=loss)
+
+    def train_on(self, rows: Tensor) -> float:
+        self.optimizer.zero_grad()
+        with self.mixed_precision():
+            loss = self.pipe.step(Arguments((), batch_of(rows)), loss_fn=lambda loss, _: loss, schedule="1f1b")
+        nn.utils.clip_grad_norm_(self.pipe.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.item()
+
+    @torch.no_grad()
+    def loss(self, rows: Tensor) -> float:
+        """The mean loss of a token."""
+        self.pipe.eval()
+        with self.mixed_precision():
+            loss = self.pipe(**batch_of(rows)).item()
+        self.pipe.train()
+        return loss
+
+    def mixed_precision(self) -> torch.autocast:
+        return torch.autocast(self.pipe.devices[0].type, dtype=torch.bfloat16)
+
+    def save(self, folder: Path) -> None:
+        """The model as its own library does it, since the pipeline trains that very object; and the rest."""
+        self.model.save_pretrained(folder)
+        rest = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(), "step": self.step}
+        torch.save(rest, folder / "training.pt")
+
+    @classmethod
+    def load(cls, folder: Path, devices: Sequence[str], options: argparse.Namespace) -> Run:
+        """What was saved; neither names nor order of parameters depend on the stages."""
+        run = cls.of(AutoModelForCausalLM.from_pretrained(folder), devices, options)
+        rest = torch.load(folder / "training.pt", map_location="cpu")
+        run.optimizer.load_state_dict(rest["optimizer"])
+        run.schedule.load_state_dict(rest["schedule"])
+        run.step = rest["step"]
+        return run
+
+
+def batch_of(rows: Tensor) -> dict[str, Tensor]:
+    """What the model is called with. It computes its loss from the labels, shifted by one token."""
+    return {"input_ids": rows, "labels": rows}
+
+
+def mini_batch(rows: Tensor, size: int, step: int) -> Tensor:
+    """The same for a step, whether or not the run was loaded in between."""
+    chosen = torch.randint(len(rows), (size,), generator=torch.Generator().manual_seed(step))
+    return rows[chosen]
+
+
+def progress() -> Progress:
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
+@torch.no_grad()
+def continued(model: nn.Module, tokenizer: Tokenizer, prompt: str, tokens: int = 40) -> str:
+    """What the model itself, without a pipeline, writes after the prompt."""
+    model.eval().cpu()
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(found[0, ids.shape[1] :].tolist())
+
+
+if __name__ == "__main__":
+    main()
