@@ -42,6 +42,14 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def examples(session: nox.Session) -> None:
+    """Every program under examples/, one after the other; arguments are names of some, such as finetune."""
+    install_all(session, "demo", "frameworks")
+    for program in session.posargs or sorted(path.stem for path in (ROOT / "examples").glob("*.py")):
+        session.run("python", f"examples/{program}.py")
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Every test that needs no GPU and little time; arguments go to pytest."""
     install_all(session, "all-tests")
@@ -156,7 +164,7 @@ def long(session: nox.Session) -> None:
 @nox.session
 def frameworks(session: nox.Session) -> None:
     """A pipeline in other people's trainers: transformers, accelerate, Lightning, peft; arguments go to pytest."""
-    install_all(session, "frameworks")
+    install_all(session, "frameworks", "demo")
     session.run("pytest", "tests/frameworks", *session.posargs)
 
 

@@ -20,17 +20,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
 
 from gpipe import Arguments, GPipe
-from microbatch import Mean
 
 console = Console()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.manual_seed(0)
-    text = "\n".join(topics.values())  # what help("for") and the like print: 465 kB of English
+    text = " ".join(" ".join(topics.values()).split())  # what help("for") and the like print: 420 kB of English
     tokenizer = tokenizer_for(text, options.vocabulary)
     train, test = blocks(tokenizer, text, options.length)
     model = language_model(options)
@@ -46,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = run.loss(test)
     run.fit(train, options.steps)
 
-    console.print(f"Loss on text never seen in training: {before:.3f} at first, [bold]{run.loss(test):.3f}[/] now.")
-    console.print(f"When it was saved: {saved:.3f}. Loaded, in another number of stages: {loaded:.3f}.\n")
-    console.print(f"[dim]{options.prompt}[/]{continued(run.model, tokenizer, options.prompt)}", highlight=False)
+    now = run.loss(test)
+    console.print(f"Loss on text that is not trained on:\n  at first: {before:.3f}\n  when saved: {saved:.3f}")
+    console.print(f"  when loaded, in another number of stages: {loaded:.3f}\n  now: [bold]{now:.3f}[/]\n")
+    written = continued(run.model, tokenizer, options.prompt)
+    console.print(f"{options.prompt!r} goes on with {written!r}", highlight=False, soft_wrap=True)
     run.pipe.close()
 
 
@@ -56,7 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"], help="one per stage (default: cpu cpu)")
     parser.add_argument("--then", nargs="+", help="those of the second half (default: one stage more)")
-    parser.add_argument("--steps", type=int, default=200, help="of the optimizer; half of them before it is saved")
+    parser.add_argument("--steps", type=int, default=100, help="of the optimizer; half of them before it is saved")
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches a mini-batch is cut into")
     parser.add_argument("--batch", type=int, default=16, help="blocks of text in a mini-batch")
     parser.add_argument("--length", type=int, default=64, help="tokens in a block")
@@ -81,10 +85,10 @@ def tokenizer_for(text: str, size: int) -> Tokenizer:
 
 
 def blocks(tokenizer: Tokenizer, text: str, length: int) -> tuple[Tensor, Tensor]:
-    """The text as token numbers of shape (blocks, length): to train with, and a tenth to test with."""
+    """The text as token numbers of shape (blocks, length): to train with, and at most 64 blocks to test with."""
     tokens = torch.tensor(tokenizer.encode(text).ids)
     rows = tokens[: len(tokens) // length * length].view(-1, length)
-    test = max(1, len(rows) // 10)
+    test = min(64, max(1, len(rows) // 10))
     return rows[:-test], rows[-test:]
 
 
@@ -98,9 +102,9 @@ def language_model(options: argparse.Namespace) -> GPT2LMHeadModel:
         n_head=options.width // 32,
         bos_token_id=0,
         eos_token_id=0,
-        tie_word_embeddings=False,  # stages share no parameters
+        use_cache=False,
     )
-    return GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(config)  # its head is tied to its embedding, on whatever stages both are
 
 
 @dataclass
@@ -119,7 +123,7 @@ class Run:
         """A pipeline of the model, balanced by a measurement of its layers."""
         rows = max(1, options.batch // options.chunks)
         sample = batch_of(torch.zeros(rows, options.length, dtype=torch.int64))
-        pipe = GPipe(model.train(), devices=devices, chunks=options.chunks, sample=sample, out_spec=Mean())
+        pipe = GPipe(model.train(), devices=devices, chunks=options.chunks, sample=sample)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3, weight_decay=0.1)
         schedule = OneCycleLR(optimizer, max_lr=3e-3, total_steps=options.steps)
         console.print(f"{len(pipe)} layers on {', '.join(devices)}: {' + '.join(map(str, pipe.balance))}")
@@ -148,9 +152,9 @@ class Run:
         """The mean loss of a token."""
         self.pipe.eval()
         with self.mixed_precision():
-            loss = self.pipe(**batch_of(rows)).item()
+            output = self.pipe(**batch_of(rows))
         self.pipe.train()
-        return loss
+        return output.loss.item()
 
     def mixed_precision(self) -> torch.autocast:
         return torch.autocast(self.pipe.devices[0].type, dtype=torch.bfloat16)
@@ -159,16 +163,17 @@ class Run:
         """The model as its own library does it, since the pipeline trains that very object; and the rest."""
         self.model.save_pretrained(folder)
         rest = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(), "step": self.step}
-        torch.save(rest, folder / "training.pt")
+        torch.save({**rest, "generator": torch.get_rng_state()}, folder / "training.pt")
 
     @classmethod
     def load(cls, folder: Path, devices: Sequence[str], options: argparse.Namespace) -> Run:
-        """What was saved; neither names nor order of parameters depend on the stages."""
+        """What was saved. Names and order of parameters do not depend on the stages; on CPUs, nor does dropout."""
         run = cls.of(AutoModelForCausalLM.from_pretrained(folder), devices, options)
         rest = torch.load(folder / "training.pt", map_location="cpu")
         run.optimizer.load_state_dict(rest["optimizer"])
         run.schedule.load_state_dict(rest["schedule"])
         run.step = rest["step"]
+        torch.set_rng_state(rest["generator"])
         return run
 
 
@@ -193,7 +198,7 @@ def continued(model: nn.Module, tokenizer: Tokenizer, prompt: str, tokens: int =
     """What the model itself, without a pipeline, writes after the prompt."""
     model.eval().cpu()
     ids = torch.tensor([tokenizer.encode(prompt).ids])
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=True, top_k=20)
     return tokenizer.decode(found[0, ids.shape[1] :].tolist())
 
 

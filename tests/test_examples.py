@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from .examples import example, number
+
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed, reason=f"the examples need {needed}")
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def example(name: str) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-def number(pattern: str, told: str) -> float:
-    found = re.search(pattern, told)
-    assert found is not None, pattern
-    return float(found[1])
-
 
 digits = example("digits")
 

@@ -1,0 +1,50 @@
+"""The examples that need transformers run, in sizes that take seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..examples import example, number
+
+for needed in ("rich", "transformers", "tokenizers"):
+    pytest.importorskip(needed, reason=f"the example needs {needed}")
+
+finetune = example("finetune")
+TINY = ["--batch", "6", "--chunks", "3", "--length", "16", "--width", "32", "--layers", "2", "--vocabulary", "300"]
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+def test_the_loss_falls_and_survives_another_number_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    finetune.main([*TINY, "--steps", "24"])
+    told = capsys.readouterr().out
+    assert number(r"now: ([\d.]+)", told) < number(r"at first: ([\d.]+)", told) - 0.2
+    saved, loaded = number(r"when saved: ([\d.]+)", told), number(r"when loaded[^:]*: ([\d.]+)", told)
+    assert saved == pytest.approx(loaded, abs=2e-3)
+
+
+def test_a_run_that_is_loaded_into_other_stages_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Dropout included: what a layer draws depends on its place in the model and not on its stage."""
+    options = finetune.parse([*TINY, "--steps", "4"])
+    rows = torch.randint(300, (20, options.length), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    run = finetune.Run.of(finetune.language_model(options), ["cpu"] * 2, options)
+    run.fit(rows, 2)
+    run.save(tmp_path)
+    run.fit(rows, 4)
+    again = finetune.Run.load(tmp_path, ["cpu"] * 3, options)
+    again.fit(rows, 4)
+    torch.testing.assert_close(dict(again.model.state_dict()), dict(run.model.state_dict()), rtol=1e-2, atol=1e-3)
+    run.pipe.close()
+    again.pipe.close()
+
+
+def test_no_token_is_in_both_halves() -> None:
+    tokenizer = finetune.tokenizer_for("one two three " * 50, 300)
+    train, test = finetune.blocks(tokenizer, "one two three " * 50, 4)
+    whole = torch.tensor(tokenizer.encode("one two three " * 50).ids)
+    assert torch.equal(torch.cat([train, test]).flatten(), whole[: len(train) * 4 + len(test) * 4])
+    assert len(test) == max(1, (len(train) + len(test)) // 10)
