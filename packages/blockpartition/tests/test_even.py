@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpartition import _even, _scan, partition, verify
+from blockpartition import _even, _fill, partition, verify
 from blockpartition._even import bends, doubled_heights, near_string, taut_string
 
 from . import instances, oracle
@@ -58,6 +58,10 @@ def test_a_heavy_layer_does_not_bend_the_other_blocks():
     assert partition([1, 1, 1, 1, 100, 1, 1, 1, 1], 5, even="exact").loads == (2, 2, 100, 2, 2)
 
 
+def numbered(heights):
+    return dict(enumerate(heights))
+
+
 @st.composite
 def gate_lists(draw):
     """Rising gates such as the search makes: closed at both ends."""
@@ -72,7 +76,7 @@ def gate_lists(draw):
 def test_the_string_is_taut(gates):
     """It passes the gates, and no single point of it could move without making its two steps less even."""
     low, high = zip(*gates, strict=True)
-    heights = list(map(Fraction, *taut_string(bends(list(low), list(high)))))
+    heights = list(map(Fraction, *taut_string(bends(numbered(low), numbered(high)))))
     assert len(heights) == len(gates)
     assert all(low <= height <= high for height, (low, high) in zip(heights, gates, strict=True))
     for i, (low, high) in enumerate(gates[1:-1], 1):
@@ -82,20 +86,20 @@ def test_the_string_is_taut(gates):
 @given(gate_lists())
 def test_the_string_is_the_one_found_by_looking_along_all_gates(gates):
     low, high = map(list, zip(*gates, strict=True))
-    assert list(map(Fraction, *taut_string(bends(low, high)))) == oracle.taut_string(low, high)
+    assert list(map(Fraction, *taut_string(bends(numbered(low), numbered(high))))) == oracle.taut_string(low, high)
 
 
 @given(gate_lists())
 def test_doubled_heights_are_those_of_the_string_rounded_up(gates):
-    turns = bends(*map(list, zip(*gates, strict=True)))
+    turns = bends(*map(numbered, zip(*gates, strict=True)))
     assert doubled_heights(turns) == [ceil(2 * height) for height in map(Fraction, *taut_string(turns))]
 
 
 @given(gate_lists(), st.integers(1, 4))
 def test_a_string_through_some_gates_is_the_string_through_those_alone(gates, every):
     low, high = map(list, zip(*gates, strict=True))
-    turns = bends(low, high, every)
     chosen = [*range(0, len(gates) - 1, every), len(gates) - 1]
+    turns = bends(*({i: heights[i] for i in chosen} for heights in (low, high)))
     assert all(at in chosen and low[at] <= height <= high[at] for at, height in turns)
     heights = list(map(Fraction, *taut_string(turns)))
     assert len(heights) == len(gates)
@@ -119,7 +123,7 @@ def test_short_and_long_blocks_are_filled_alike(problem):
     found = []
     for short in (0, 10**9):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(_scan, "_SHORT", short)
+            patched.setattr(_fill, "_SHORT", short)
             found.append(partition(costs, k))
     assert found[0] == found[1]
 
@@ -127,12 +131,15 @@ def test_short_and_long_blocks_are_filled_alike(problem):
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 60), st.integers(1, 4), st.data())
 def test_a_cut_is_the_nearest_to_its_target_and_of_two_the_earlier(costs, target, parts, data):
     prefix = list(accumulate(costs, initial=0))
-    first, last = sorted(data.draw(st.tuples(*[st.integers(1, len(costs))] * 2)))
-    distances = {end: abs(parts * prefix[end] - target) for end in range(first, last + 1)}
-    goals = [0, -(-2 * target // parts)]
-    found = near_string(prefix, prefix[-1] + target, [0, first], [0, last], goals)[1]
+    low, high = sorted(prefix[end] for end in data.draw(st.tuples(*[st.integers(1, len(costs))] * 2)))
+    distances = {
+        end: abs(parts * height - target) for end, height in enumerate(prefix) if end and low <= height <= high
+    }
+    beyond = 2 * high + 1
+    goals = [0, -(-2 * target // parts), 2 * beyond]
+    found = near_string([*prefix, beyond], high, [0, low, beyond], goals)[1]
     assert distances[found] == min(distances.values())
-    if prefix[found] != prefix[last]:  # behind the target, layers of zero are left to the next block
+    if prefix[found] != high:  # behind the target, layers of zero are left to the next block
         assert found == min(distances, key=distances.__getitem__)
 
 

@@ -77,4 +77,4 @@ def test_the_string_takes_few_steps_a_gate():
         ([0] * (n - 1) + [10**9], [0, *range(1, n - 1), 10**9]),
         ([*range(n - 1), 10**9], [0, *(10**9 for _ in range(n - 1))]),
     ]:
-        assert steps(bends, low, high) < 80 * n
+        assert steps(bends, dict(enumerate(low)), dict(enumerate(high))) < 80 * n

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ._arguments import choice, integer
 from ._counted import counted
 from ._fields import integers, same
+from ._fill import window
 from ._grid import Grid, Number, ratio, read, shown
 from ._model import read_model
 from ._partition import Partition, Placement, check_sizes
@@ -19,17 +20,19 @@ from ._placement_certificate import check_placement
 from ._stages import Stage
 
 
-def witness(prefix: list[int], latest: list[int], bottleneck: int) -> tuple[int, ...]:
+def witness(prefix: list[int], blocks: int, bottleneck: int) -> tuple[int, ...]:
     """Ends g₁ … g_k of greedy blocks that stay strictly below the bottleneck.
 
     Whoever keeps every load below the bottleneck ends the j-th block at g_j at the latest. So g_k < n is a proof that
     nobody covers all n layers that way.
-
-    latest: the ends of blocks that are filled up to the bottleneck, behind which no end can be.
     """
-    ends, end = [], 0
-    for last in latest:
-        end = max(end, bisect_left(prefix, prefix[end] + bottleneck, end, last + 1) - 1)
+    ends, end, near, size = [], 0, window(prefix, blocks), len(prefix)
+    for _ in range(blocks):
+        limit, stop = prefix[end] + bottleneck, min(end + near, size)
+        beyond = bisect_left(prefix, limit, end, stop)
+        if beyond == stop:
+            beyond = bisect_left(prefix, limit, stop)
+        end = max(end, beyond - 1)
         ends.append(end)
     return tuple(ends)
 

@@ -4,77 +4,70 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from itertools import accumulate, pairwise
+from collections.abc import Iterable
+from itertools import accumulate, count, islice, pairwise, repeat
+from operator import floordiv
+from typing import TypeAlias
 
-from ._scan import are_short, ends_by_scan
+from ._fill import fill_back, window
+
+Gates: TypeAlias = dict[int, int]
+"""Heights by the numbers of ends."""
 
 _MOST_GATES = 2**13  # that the string passes: to find where it bends takes longer than all the rest
 
 
-def gates(prefix: list[int], bottleneck: int, latest: list[int]) -> tuple[list[int], list[int]]:
-    """For each end of a block the first and the last position it has in any optimal partition into non-empty blocks.
-
-    latest: the ends of blocks that are filled up to the bottleneck from the left.
-    """
-    n, blocks = len(prefix) - 1, len(latest)
-    last = [0, *map(min, latest, range(n - blocks + 1, n + 1))]
-    first = list(map(max, _from_the_right(prefix, bottleneck, blocks), range(blocks + 1)))
-    return first, last
-
-
-def _from_the_right(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
-    """The starts of blocks filled up to the bottleneck from the right, in order, and the end of the last one."""
-    n, total = len(prefix) - 1, prefix[-1]
-    if are_short(prefix, blocks):
-        mirrored = ends_by_scan(list(map(total.__sub__, reversed(prefix))), bottleneck, blocks)
-        return [*map(n.__sub__, reversed(mirrored)), n]
-    start, starts, window = n, [n], 4 * n // blocks
-    for _ in range(blocks):
-        limit, close = prefix[start] - bottleneck, max(0, start - window)
-        start = bisect_left(prefix, limit, close, start)
-        if start == close:
-            start = bisect_left(prefix, limit, 0, close)
-        starts.append(start)
-    return starts[::-1]
-
-
-def near_even(prefix: list[int], bottleneck: int, latest: list[int]) -> list[int]:
+def near_even(prefix: list[int], bottleneck: int, highest: list[int]) -> list[int]:
     """Ends of blocks close to the taut string through the gates, in O(k log n).
 
     Without gates the string is straight and the targets are the quantiles of the total. Of very many gates it passes
     every so-many-th only: a cut is some part of a layer away from it anyway.
+
+    highest: of the ends of blocks that are filled up to the bottleneck from the left.
     """
-    # Lists of ints only: a thousand tuples would wake the garbage collector, which looks at every prefix sum.
-    firsts, lasts = gates(prefix, bottleneck, latest)
-    low, high = ([prefix[end] for end in ends] for ends in (firsts, lasts))
-    goals = doubled_heights(bends(low, high, 1 + len(latest) // _MOST_GATES))
-    return near_string(prefix, bottleneck, firsts, lasts, goals)
+    blocks = len(highest)
+    lowest = fill_back(prefix, bottleneck, blocks)
+    low, high = gates(prefix, lowest, highest, range(0, blocks, 1 + blocks // _MOST_GATES))
+    return near_string(prefix, bottleneck, lowest, doubled_heights(bends(low, high)))
 
 
-def near_string(prefix: list[int], bottleneck: int, firsts: list[int], lasts: list[int], goals: list[int]) -> list[int]:
-    """Ends within their gates, each the nearest to its height that the end before it allows.
+def gates(prefix: list[int], lowest: list[int], highest: list[int], ends: Iterable[int]) -> tuple[Gates, Gates]:
+    """The least and the greatest height of these ends, and the last, in an optimal partition into non-empty blocks."""
+    blocks, total = len(highest), prefix[-1]
+    more = len(prefix) - 1 - blocks
+    low = {j: max(lowest[j], prefix[j]) for j in ends}
+    high = {j: min(highest[j - 1], prefix[more + j]) if j else 0 for j in ends}
+    return low | {blocks: total}, high | {blocks: total}
 
+
+def near_string(prefix: list[int], bottleneck: int, lowest: list[int], goals: list[int]) -> list[int]:
+    """Ends of non-empty blocks up to the bottleneck, each the nearest to its height that the end before it allows.
+
+    lowest: the least heights from which the rest can be done.
     goals: the heights of the string, doubled.
     """
-    ends, end, start, window = [0], 0, 0, 4 * len(prefix) // len(firsts)
-    for first, last, twice in zip(firsts[1:], lasts[1:], goals[1:], strict=True):
-        limit = start + bottleneck
-        if first <= end:
-            first = end + 1  # never empty: from any end inside its gate one block reaches the next gate
+    n, blocks = len(prefix) - 1, len(goals) - 1
+    ends, end, start, near, last = [0], 0, 0, window(prefix, blocks), n - blocks
+    for low, twice in zip(lowest[1:-1], goals[1:-1], strict=True):
+        limit, first = start + bottleneck, end + 1
+        last += 1
         if twice > 2 * limit:
             twice = 2 * limit
+        goal = (twice + 1) // 2
+        if goal < low:
+            goal = low
         # Most ends are close, where the processor has the sums in its cache; a gate may be wide.
-        stop = first + window
-        end = bisect_left(prefix, (twice + 1) // 2, first, stop if stop < last else last)
+        stop = first + near
+        end = bisect_left(prefix, goal, first, stop if stop < last else last)
         if end == stop < last:
-            end = bisect_left(prefix, (twice + 1) // 2, first, last)
-        start = prefix[end]
-        if end > first and (start > limit or twice <= start + prefix[end - 1]):
-            end, start = end - 1, prefix[end - 1]
+            end = bisect_left(prefix, goal, end, last)
+        start, before = prefix[end], prefix[end - 1]
+        if end > first and before >= low and (start > limit or twice <= start + before):
+            end, start = end - 1, before
             if prefix[end - 1] == start:  # of the ends behind layers of zero the first
                 end = bisect_left(prefix, start, first, end)
         ends.append(end)
-    return ends
+    return [*ends, n]
 
 
 def taut_string(turns: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -94,26 +87,26 @@ def doubled_heights(turns: list[tuple[int, int]]) -> list[int]:
     for (at, start), (turn, goal) in pairwise(turns):
         length, rise = turn - at, 2 * (goal - start)
         origin = (2 * start + 1) * length - 1
-        heights += [(origin + rise * i) // length for i in range(1, length + 1)]
+        heights += map(floordiv, islice(count(origin + rise, rise), length), repeat(length))
     return heights
 
 
-def bends(low: list[int], high: list[int], every: int = 1) -> list[tuple[int, int]]:
-    """Where, and how high, the shortest path through the gates low … high at 0, 1, 2, … begins, bends and ends; O(k).
+def bends(low: Gates, high: Gates) -> list[tuple[int, int]]:
+    """Where, and how high, the shortest path through the gates low … high begins, bends and ends; O(gates).
 
-    Of all paths it has the most even steps: the least sum of any convex function of them. It passes every so-many-th
-    gate, and the last one.
+    Of all paths it has the most even steps: the least sum of any convex function of them. The gates are in order; the
+    first has the number 0.
 
     From the last bend that is certain, the next gates can be seen in a funnel: above it the ceilings, of which a chain
     with rising slopes is in the way, below it the floors, a chain with falling slopes. A new ceiling below the first
     floor of the chain closes the funnel: the string bends at that floor, and the same the other way round. Each gate
     enters and leaves each chain once (Lee and Preparata 1984).
     """
-    at, start, goal = 0, low[0], len(low) - 1
+    at, start = 0, low[0]
     found = [(at, start)]
     ceilings: deque[int] = deque()
     floors: deque[int] = deque()
-    for i in [*range(every, goal, every), goal]:
+    for i in islice(low, 1, None):
         _extend(ceilings, high, i, at, start, 1)
         while floors and len(ceilings) == 1 and _turn(at, start, floors[0], low[floors[0]], i, high[i]) < 0:
             at = floors.popleft()
@@ -124,10 +117,11 @@ def bends(low: list[int], high: list[int], every: int = 1) -> list[tuple[int, in
             at = ceilings.popleft()
             start = high[at]
             found.append((at, start))
+    goal = next(reversed(low))
     return found if at == goal else [*found, (goal, low[goal])]
 
 
-def _extend(chain: deque[int], heights: list[int], i: int, at: int, start: int, side: int) -> None:
+def _extend(chain: deque[int], heights: Gates, i: int, at: int, start: int, side: int) -> None:
     """Add a gate to the chain that begins at (at, start), without those that it puts out of sight."""
     while chain:
         before = chain[-2] if len(chain) > 1 else at

@@ -14,6 +14,7 @@ from ._exact import least_bottleneck
 from ._grid import Grid, listed, read
 from ._partition import Partition
 from ._squares import most_even
+from ._uncollected import uncollected
 
 T = TypeVar("T")
 
@@ -40,15 +41,16 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     [[1, 2, 3, 4], [5, 6]]
     """
     items = listed(sequence, "sequence")
-    # The sums are gone when the lists are made: each run of the garbage collector would look at them.
-    return [items[start:end] for start, end in pairwise(_ends(items, partitions))]
+    ends = _ends(items, partitions)
+    with uncollected():
+        return [items[start:end] for start, end in pairwise(ends)]
 
 
 def _ends(items: list[Any], partitions: int) -> list[int]:
     grid = read(items, "sequence")
     blocks = block_count(partitions, "partitions", len(items))
     prefix = prefix_sums(grid.units)
-    return near_even(prefix, *least_bottleneck(prefix, blocks, max(grid.units)))
+    return near_even(prefix, *least_bottleneck(grid.units, prefix, blocks))
 
 
 def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile", "exact"] = "quantile") -> Partition:
@@ -77,12 +79,11 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     grid = read(costs)
     blocks = block_count(partitions, "partitions", len(grid.units))
     prefix = prefix_sums(grid.units)
-    bottleneck, latest = least_bottleneck(prefix, blocks, max(grid.units))
-    ends = choose(prefix, bottleneck, latest)
-    return _describe(grid, prefix, ends, bottleneck, latest)
+    bottleneck, highest = least_bottleneck(grid.units, prefix, blocks)
+    return _describe(grid, prefix, choose(prefix, bottleneck, highest), bottleneck)
 
 
-def _describe(grid: Grid, prefix: list[int], ends: list[int], bottleneck: int, latest: list[int]) -> Partition:
+def _describe(grid: Grid, prefix: list[int], ends: list[int], bottleneck: int) -> Partition:
     blocks, total = len(ends) - 1, prefix[-1]
     bound = max(Fraction(total, blocks), Fraction(max(grid.units)))
     return Partition(
@@ -91,5 +92,5 @@ def _describe(grid: Grid, prefix: list[int], ends: list[int], bottleneck: int, l
         bottleneck=grid.value(bottleneck),
         lower_bound=grid.value(bound.numerator, bound.denominator),
         imbalance=bottleneck * blocks / total if total else 1.0,
-        witness=witness(prefix, latest, bottleneck),
+        witness=witness(prefix, blocks, bottleneck),
     )

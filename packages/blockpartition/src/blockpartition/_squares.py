@@ -7,20 +7,25 @@ from itertools import pairwise
 from math import isqrt
 
 from ._even import bends, doubled_heights, gates, near_string, taut_string
+from ._fill import fill_back
 
 _NEAR = 4  # positions to either side of a good end that the first search tries
 
 
-def most_even(prefix: list[int], bottleneck: int, latest: list[int]) -> list[int]:
+def most_even(prefix: list[int], bottleneck: int, highest: list[int]) -> list[int]:
     """Ends of the optimal partition with the least sum of squared loads, earliest ends among equals.
 
     Two searches: one close to the string, for a partition that is good, and one among all ends that a better partition
     could have. With w ends a gate left, O(k w log w).
     """
-    firsts, lasts = gates(prefix, bottleneck, latest)
-    turns = bends([prefix[first] for first in firsts], [prefix[last] for last in lasts])
+    blocks, n = len(highest), len(prefix) - 1
+    lowest = fill_back(prefix, bottleneck, blocks)
+    low, high = gates(prefix, lowest, highest, range(blocks))
+    firsts = [max(bisect_left(prefix, height), j) for j, height in low.items()]
+    lasts = [min(bisect_right(prefix, height) - 1, n - blocks + j) for j, height in high.items()]
+    turns = bends(low, high)
     heights, parts = taut_string(turns)
-    near = near_string(prefix, bottleneck, firsts, lasts, doubled_heights(turns))
+    near = near_string(prefix, bottleneck, lowest, doubled_heights(turns))
     lows = [max(first, end - _NEAR) for first, end in zip(firsts, near, strict=True)]
     highs = [min(last, end + _NEAR) for last, end in zip(lasts, near, strict=True)]
     good = _least_squares(prefix, bottleneck, lows, highs)

@@ -1,0 +1,96 @@
+"""Blocks filled up to a bound, from either side: what the search does again and again, and where its time goes.
+
+What is found are heights, the sums of all costs before an end: positions would take twice as long, and only the last
+step needs them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+_SHORT = 8  # layers; a bisection takes about as long as a look at so many
+
+
+def fill(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+    """Heights of the ends of blocks filled up to the bound from the left; no layer may exceed it.
+
+    Returns:
+        As many heights as blocks, the total where nothing is left; and a sum above the bound: with any bound below it
+        these blocks would be the same.
+    """
+    heights, over = _scan(prefix, bound) if _are_short(prefix, blocks) else _bisect(prefix, bound, blocks)
+    heights += [prefix[-1]] * (blocks - len(heights))
+    return heights[:blocks], bound + over
+
+
+def fill_back(prefix: list[int], bound: int, blocks: int) -> list[int]:
+    """Heights, in order, of the starts of blocks filled up to the bound from the right, and of their end."""
+    heights = _scan_back(prefix, bound) if _are_short(prefix, blocks) else _bisect_back(prefix, bound, blocks)
+    heights += [0] * (blocks + 1 - len(heights))
+    return heights[blocks::-1]
+
+
+def window(prefix: list[int], blocks: int) -> int:
+    """Layers behind an end among which the next is looked for first: there the processor has the sums in its cache."""
+    return 4 * len(prefix) // blocks
+
+
+def _are_short(prefix: list[int], blocks: int) -> bool:
+    return len(prefix) <= _SHORT * blocks
+
+
+def _scan(prefix: list[int], bound: int) -> tuple[list[int], int]:
+    """By a look at each layer."""
+    heights: list[int] = []
+    limit, before, over = bound, 0, prefix[-1] + 1
+    for height in prefix:
+        if height > limit:
+            heights.append(before)
+            if height - limit < over:
+                over = height - limit
+            limit = before + bound
+        before = height
+    return heights, over
+
+
+def _scan_back(prefix: list[int], bound: int) -> list[int]:
+    before = prefix[-1]
+    heights, limit = [before], before - bound
+    for height in reversed(prefix):
+        if height < limit:
+            heights.append(before)
+            limit = before - bound
+        before = height
+    return heights
+
+
+def _bisect(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+    """By a bisection for each block."""
+    heights: list[int] = []
+    end, limit, over, near, size = 0, bound, prefix[-1] + 1, window(prefix, blocks), len(prefix)
+    for _ in range(blocks):
+        stop = end + near
+        if stop > size:
+            stop = size
+        end = bisect_right(prefix, limit, end, stop)
+        if end == stop:
+            end = bisect_right(prefix, limit, end)
+            if end == size:
+                break
+        if prefix[end] - limit < over:
+            over = prefix[end] - limit
+        end -= 1
+        heights.append(prefix[end])
+        limit = prefix[end] + bound
+    return heights, over
+
+
+def _bisect_back(prefix: list[int], bound: int, blocks: int) -> list[int]:
+    start, heights, near = len(prefix) - 1, [prefix[-1]], window(prefix, blocks)
+    for _ in range(blocks):
+        limit, stop = prefix[start] - bound, max(0, start - near)
+        start = bisect_left(prefix, limit, stop, start)
+        if start == stop:
+            start = bisect_left(prefix, limit, 0, stop)
+        heights.append(prefix[start])
+    return heights
