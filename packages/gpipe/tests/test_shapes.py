@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import Arguments, GPipe, flatten
+from gpipe.simulate import simulate, stage_costs
+from profiler import profile
 
 from .test_flatten import ROWS, Model, Told, assert_equal, batch, each_refusal, gradients, models
 
@@ -168,3 +170,15 @@ def test_under_every_schedule(schedule: str) -> None:
     nn.functional.mse_loss(plain(**batch())["logits"], target).backward()
     assert_equal(gradients(model), gradients(plain))
     pipe.close()
+
+
+def test_a_profile_of_a_model_without_data_tells_the_bytes_of_stages() -> None:
+    model, plain = pair(others=2)
+    found, expected = (
+        profile(flatten(model, batch(2)), batch(2)),
+        profile(flatten(plain, batch(2)), batch(2), device="cpu"),
+    )
+    assert found.costs("saved_bytes") == expected.costs("saved_bytes")
+    blind, timed = (simulate("1f1b", stage_costs(each, [3, 2, 3]), microbatches=6) for each in (found, expected))
+    assert blind.peak_bytes == timed.peak_bytes
+    assert (blind.unit, timed.unit) == ("ticks", "s")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -340,9 +342,32 @@ class TestProfiles:
         with pytest.raises(ValueError, match="balance: expected positive numbers that sum up to 3 layers"):
             stage_costs(profile_of(3), balance)
 
-    def test_a_profile_in_which_nothing_ran(self) -> None:
-        with pytest.raises(ValueError, match="this profile has no seconds"):
-            stage_costs(profile_of(2, "meta", seconds=False), [1, 1])
+    @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.sampled_from(["1f1b", "fill_drain"]))
+    def test_a_profile_without_seconds_tells_bytes(self, balance: list[int], schedule: str) -> None:
+        """Each stage keeps what it would keep at any speed, and times are ticks."""
+        timed, blind = (stage_costs(profile_of(sum(balance), seconds=seconds), balance) for seconds in (True, False))
+        assert [(cost.forward, cost.backward, cost.timed) for cost in blind] == [(1, 2, False)] * len(balance)
+        expected, found = (simulate(schedule, costs, microbatches=5) for costs in (timed, blind))
+        assert found.peak_bytes == expected.peak_bytes
+        assert (expected.unit, found.unit) == ("s", "ticks")
+        assert found.makespan == 3 * (5 + len(balance) - 1)
+
+    def test_ticks_are_not_taken_for_seconds(self, tmp_path: Path) -> None:
+        blind = stage_costs(profile_of(2, "meta", seconds=False), [1, 1])
+        timeline = simulate("1f1b", blind, microbatches=2)
+        assert "in 9 ticks, bubble" in str(timeline)
+        assert " s" not in str(timeline).splitlines()[-1]
+        timeline.save(tmp_path / "a.svg")
+        picture = (tmp_path / "a.svg").read_text()
+        assert "duration: 2 ticks" in picture
+        assert ">9 ticks<" in picture
+        timeline.save(tmp_path / "a.json")
+        assert Timeline.load(tmp_path / "a.json").unit == "ticks"
+        assert pickle.loads(pickle.dumps(timeline)).unit == "ticks"
+        with pytest.raises(ValueError, match="beside: timelines in s and in ticks have no common scale"):
+            timeline.save(tmp_path / "b.svg", beside={"timed": simulate("1f1b", [StageCost(1, 2)], microbatches=1)})
+        with pytest.raises(ValueError, match="costs: expected seconds for all stages or for none"):
+            simulate("1f1b", [blind[0], StageCost(1, 2)], microbatches=2)
 
     def test_no_chunks(self) -> None:
         with pytest.raises(ValueError, match="chunks: expected a positive number of micro-batches, got 0"):

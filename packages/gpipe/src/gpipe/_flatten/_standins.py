@@ -64,7 +64,8 @@ class Tape:
                 raise Stop
         outputs = [self._like(leaf, leaves) for leaf in call.outputs]
         if j >= self._first:
-            outputs = [leaf.as_subclass(Untouched) if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+            # Fake tensors, by which profiles are made without a device, cannot be of another class.
+            outputs = [leaf.as_subclass(Untouched) if type(leaf) is Tensor else leaf for leaf in outputs]
             self._keep.append(outputs)  # or their identities might be given out again
             self.fakes.update({id(leaf): (j, m) for m, leaf in enumerate(outputs) if isinstance(leaf, Tensor)})
         return call.result.value(outputs)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from ._events import Event, Events
+from ._events import SECONDS, Event, Events
 
 _MICROSECOND = 1e-6
 Entry = dict[str, Any]
@@ -28,7 +28,11 @@ def trace(timeline: Events, title: str = "") -> str:
         *(entry for pid, device in enumerate(devices) for entry in _memory(timeline, device, pid)),
     ]
     workers = {str(stage): worker for stage, worker in timeline.workers.items()}
-    content = {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"workers": workers}}
+    content = {
+        "traceEvents": entries,
+        "displayTimeUnit": "ms",
+        "otherData": {"workers": workers, "unit": timeline.unit},
+    }
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -37,10 +41,11 @@ def read(text: str) -> Events:
     try:
         content = json.loads(text)
         workers = {int(stage): worker for stage, worker in content["otherData"]["workers"].items()}
+        unit = content["otherData"].get("unit", SECONDS)
         events = [Event(**entry["args"]) for entry in content["traceEvents"] if entry["ph"] == "X"]
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"path: expected a file that Timeline.save wrote as .json, got another ({error!r})") from error
-    return Events(events, workers)
+    return Events(events, workers, unit)
 
 
 def _names(timeline: Events, devices: list[str], title: str) -> Iterator[Entry]:

@@ -12,6 +12,9 @@ from ..schedule import Kind
 
 _reading = fork_lock()
 
+SECONDS, TICKS = "s", "ticks"
+"""Units of time. A tick is what a forward takes, in a simulation of stages of which only bytes are known."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -57,6 +60,7 @@ class Events:
     Args:
         events: to begin with.
         workers: the worker of each stage; a stage not in there has one of its own, of the same number.
+        unit: of all times. In ``"ticks"`` where no seconds are known.
 
     >>> timeline = Events([Event(j, 0, "forward", device="cpu", start=j, end=j + 1) for j in range(2)])
     >>> timeline.makespan, timeline.bubble
@@ -64,9 +68,13 @@ class Events:
     """
 
     workers: dict[int, int]
+    unit: str
 
-    def __init__(self, events: Iterable[Event] = (), workers: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self, events: Iterable[Event] = (), workers: Mapping[int, int] | None = None, unit: str = SECONDS
+    ) -> None:
         self.workers = dict(workers or {})
+        self.unit = unit
         self._events: tuple[Event, ...] = ()
         self._added: deque[Event | Callable[[], Event]] = deque(events)
 
@@ -174,7 +182,7 @@ class Events:
         return f"<{type(self).__name__} of {len(self)} actions>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.events, self.workers)
+        return type(self), (self.events, self.workers, self.unit)
 
 
 def _covered(lane: Iterable[Event]) -> float:

@@ -19,7 +19,7 @@ from ..schedule import Kind, Program, Schedule, Step, checkpoint_stops, named, r
 from ..schedule._makespan import Lane
 from ..schedule._makespan import makespan as replayed
 from ..schedule._named import lanes
-from ._events import Event
+from ._events import SECONDS, TICKS, Event
 from ._hops import Transfer, hop_seconds
 from ._timeline import Timeline
 
@@ -38,6 +38,7 @@ class StageCost:
         boundary_bytes: of the stage's input. They cross the link before it, forwards as a value and backwards as a
             gradient, and are all that a checkpointed micro-batch keeps until its recomputation.
         layers: their names, as text for people.
+        timed: whether times are seconds. Where nothing was measured they are ticks, and only bytes are known.
 
     >>> StageCost(forward=1, backward=3, backward_input=1).seconds("backward_weight")
     2
@@ -51,9 +52,10 @@ class StageCost:
     activation_bytes: int = 0
     boundary_bytes: int = 0
     layers: str = ""
+    timed: bool = True
 
     def __post_init__(self) -> None:
-        for field in fields(self)[:-1]:
+        for field in fields(self)[:-2]:
             value = getattr(self, field.name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{field.name}: expected a number that is not negative, got {value!r}")
@@ -143,7 +145,15 @@ def simulate(
             for step, span in spans.items()
         ),
         dict(enumerate(place)),
+        _unit(costs),
     )
+
+
+def _unit(costs: Sequence[StageCost]) -> str:
+    timed = {cost.timed for cost in costs}
+    if len(timed) > 1:
+        raise ValueError("costs: expected seconds for all stages or for none, got some from a profile that has none")
+    return TICKS if timed == {False} else SECONDS
 
 
 def makespan(
@@ -275,10 +285,13 @@ def stage_costs(
             bytes are taken to be in proportion.
         input_bytes: of a micro-batch's input, which the first stage keeps if it is checkpointed.
 
+    A profile without seconds, as of a model on ``meta``, tells bytes alone: each stage then takes one tick for a
+    forward and two for a backward, and timelines say ticks. The most that a stage keeps depends on the order alone.
+
     On CUDA a stage gets a copy of its input, which it keeps too; on a CPU this is the output that the stage before
     keeps anyhow.
 
-    Raises ValueError if the balance does not fit, or the profile was made without running anything.
+    Raises ValueError if the balance does not fit.
     """
     if sum(balance) != len(profile) or min(balance, default=1) < 1:
         raise ValueError(
@@ -286,7 +299,6 @@ def stage_costs(
         )
     if chunks is not None and chunks < 1:
         raise ValueError(f"chunks: expected a positive number of micro-batches, got {chunks}")
-    profile.costs("seconds")  # says what is wrong with a profile that has none
     scale = 1.0 if chunks is None else profile.chunks / chunks
     ends = list(accumulate(balance))
     stages = [profile.layers[end - size : end] for end, size in zip(ends, balance, strict=True)]
@@ -299,10 +311,12 @@ def stage_costs(
 
 
 def _stage_cost(layers: Sequence[LayerProfile], scale: float, boundary: int, copied: int) -> StageCost:
+    timed = all(layer.seconds is not None for layer in layers)
     return StageCost(
-        forward=scale * sum(layer.forward_seconds or 0.0 for layer in layers),
-        backward=scale * sum(layer.backward_seconds or 0.0 for layer in layers),
+        forward=scale * sum(layer.forward_seconds or 0.0 for layer in layers) if timed else 1.0,
+        backward=scale * sum(layer.backward_seconds or 0.0 for layer in layers) if timed else 2.0,
         activation_bytes=round(scale * sum(layer.saved_bytes for layer in layers)) + copied,
         boundary_bytes=boundary,
         layers=", ".join(layer.name for layer in layers),
+        timed=timed,
     )

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from profiler.svg import escaped
-from profiler.text import format_bytes, format_seconds, format_share, time_unit
+from profiler.text import format_bytes, format_share, time_unit
 
 from ..schedule import Kind
-from ._events import Event, Events
-from ._table import heading, kinds_in
+from ._events import SECONDS, Event, Events
+from ._table import duration, heading, kinds_in
 
 LEFT, RIGHT, TOP, GAP = 92.0, 76.0, 34.0, 10.0
 LANE, STRIP = 30.0, 14.0
@@ -60,12 +60,14 @@ class Scale:
         span: the seconds that all of ``width`` is.
         peak: the bytes that are as high as a strip.
         digits: of the largest micro-batch.
+        unit: of time.
     """
 
     span: float
     width: float
     peak: int
     digits: int
+    unit: str = SECONDS
 
     def x(self, seconds: float) -> float:
         return seconds / self.span * self.width if self.span > 0 else 0.0
@@ -76,7 +78,7 @@ def svg(panels: Sequence[tuple[str, Events]]) -> str:
     span = max((timeline.makespan for _, timeline in panels), default=0.0)
     last = max((timeline.microbatches - 1 for _, timeline in panels), default=0)
     peak = max((_most(timeline) for _, timeline in panels), default=0)
-    scale = Scale(span, _width(panels), peak, len(str(max(0, last))))
+    scale = Scale(span, _width(panels), peak, len(str(max(0, last))), _unit(panels))
     y = 8.0
     body: list[str] = []
     for title, timeline in panels:
@@ -86,6 +88,13 @@ def svg(panels: Sequence[tuple[str, Events]]) -> str:
     return "\n".join(
         [*_opening(LEFT + scale.width + RIGHT, y + AXIS + LEGEND + NOTES - GAP, scale, panels), *body, "</svg>", ""]
     )
+
+
+def _unit(panels: Sequence[tuple[str, Events]]) -> str:
+    units = {timeline.unit for _, timeline in panels} or {SECONDS}
+    if len(units) > 1:
+        raise ValueError(f"beside: timelines in {' and in '.join(sorted(units))} have no common scale")
+    return units.pop()
 
 
 def _width(panels: Sequence[tuple[str, Events]]) -> float:
@@ -104,7 +113,8 @@ def _opening(width: float, height: float, scale: Scale, panels: Sequence[tuple[s
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gpipe-timeline" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escaped(gist)}" '
-        f'data-span="{scale.span!r}" data-width="{scale.width!r}" data-digits="{scale.digits}">',
+        f'data-span="{scale.span!r}" data-width="{scale.width!r}" data-digits="{scale.digits}" '
+        f'data-unit="{escaped(scale.unit)}">',
         f"<style>{_STYLE}</style>",
         '<rect class="paper" width="100%" height="100%" rx="8"/>',
     ]
@@ -163,29 +173,29 @@ def _cell(event: Event, begin: float, stages: Sequence[int], scale: Scale) -> st
     return (
         f'<rect class="cell" x="{x:.2f}" width="{width:.2f}" height="{LANE:g}" fill="{fill}" '
         f'data-i="{event.microbatch}" data-letter="{event.kind.letter}">'
-        f"<title>{escaped(describe(event, begin))}</title></rect>"
+        f"<title>{escaped(describe(event, begin, scale.unit))}</title></rect>"
     )
 
 
-def describe(event: Event, begin: float) -> str:
+def describe(event: Event, begin: float, unit: str = SECONDS) -> str:
     """What people want to know of a cell, line by line."""
     facts = [
         ("stage", f"{event.stage} ({event.layers})" if event.layers else str(event.stage)),
         ("micro-batch", str(event.microbatch)),
         ("kind", event.kind.label),
         ("device", event.device),
-        ("start", _moment(event.start - begin)),
-        ("duration", format_seconds(event.seconds)),
-        ("waited", format_seconds(event.wait)),
+        ("start", _moment(event.start - begin, unit)),
+        ("duration", duration(event.seconds, unit)),
+        ("waited", duration(event.wait, unit)),
         ("moved", format_bytes(event.bytes_moved)),
     ]
     held = [] if event.held_bytes is None else [("kept after", format_bytes(event.held_bytes))]
     return "\n".join(f"{name}: {value}" for name, value in (*facts, *held))
 
 
-def _moment(seconds: float) -> str:
-    factor, unit = time_unit(seconds)
-    return f"{seconds / factor:.6g} {unit}" if seconds else "0 s"
+def _moment(time: float, unit: str) -> str:
+    factor, unit = time_unit(time) if unit == SECONDS and time else (1.0, unit)
+    return f"{time / factor:.6g} {unit}"
 
 
 def _paler(colour: str, share: float) -> str:
@@ -222,22 +232,22 @@ def _strip(held: Sequence[tuple[float, int]], scale: Scale) -> str:
 
 
 def _grid(scale: Scale) -> str:
-    xs = [scale.x(seconds) for seconds, _ in _ticks(scale.span)]
+    xs = [scale.x(seconds) for seconds, _ in _ticks(scale.span, scale.unit)]
     return "".join(f'<line x1="{x:.2f}" x2="{x:.2f}" y2="{LANE:g}"/>' for x in xs)
 
 
 def _axis(scale: Scale, y: float) -> Iterator[str]:
     yield f'<g class="axis" transform="translate({LEFT:g} {y:g})">'
-    for seconds, label in _ticks(scale.span):
+    for seconds, label in _ticks(scale.span, scale.unit):
         yield _text(scale.x(seconds), 10, label, "faint middle")
     yield "</g>"
 
 
-def _ticks(span: float) -> list[tuple[float, str]]:
+def _ticks(span: float, unit: str) -> list[tuple[float, str]]:
     """Up to ten round times, the last of them with the unit."""
     if span <= 0:
-        return [(0.0, "0 s")]
-    factor, unit = time_unit(span)
+        return [(0.0, f"0 {unit}")]
+    factor, unit = time_unit(span) if unit == SECONDS else (1.0, unit)
     step = next(
         step for e in range(-3, 30) for step in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if span / factor / step <= 10
     )

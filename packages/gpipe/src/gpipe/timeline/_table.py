@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from profiler.text import align, format_bytes, format_seconds, format_share
 
 from ..schedule import Kind
-from ._events import Event, Events
+from ._events import SECONDS, Event, Events
 
 # Narrower than the labels of both parts of a backward.
 _HEADS = {Kind.BACKWARD_INPUT: "inputs", Kind.BACKWARD_WEIGHT: "weights"}
+
+
+def duration(time: float, unit: str) -> str:
+    """``time`` as people read it."""
+    return format_seconds(time) if unit == SECONDS else f"{time:g} {unit}"
 
 
 def heading(timeline: Events) -> str:
@@ -19,7 +24,7 @@ def heading(timeline: Events) -> str:
         return "no actions"
     return (
         f"{_counted(timeline.stages, 'stage')} × {_counted(timeline.microbatches, 'micro-batch', 'es')} in "
-        f"{format_seconds(timeline.makespan)}, bubble {format_share(timeline.bubble)}"
+        f"{duration(timeline.makespan, timeline.unit)}, bubble {format_share(timeline.bubble)}"
     )
 
 
@@ -60,8 +65,8 @@ def _row(timeline: Events, worker: int, lane: Sequence[Event], kinds: Sequence[K
         str(worker),
         ", ".join(map(str, stages)),
         ", ".join(sorted({event.device for event in lane})),
-        *(format_seconds(sum(e.seconds for e in lane if e.kind == kind)) for kind in kinds),
-        format_seconds(sum(event.wait for event in lane)),
+        *(duration(sum(e.seconds for e in lane if e.kind == kind), timeline.unit) for kind in kinds),
+        duration(sum(event.wait for event in lane), timeline.unit),
         format_bytes(sum(event.bytes_moved for event in lane)),
         format_bytes(max(size for _, size in held)) if held else "–",
         format_share(busy),

@@ -45,7 +45,7 @@ class Timeline(Events):
     def load(cls, path: str | PathLike[str]) -> Timeline:
         """The timeline that was saved as ``.json``; ValueError if the file is anything else."""
         events = read(Path(fspath(path)).read_text(encoding="utf-8"))
-        return cls(events.events, events.workers)
+        return cls(events.events, events.workers, events.unit)
 
     def __str__(self) -> str:
         return self.table()
