@@ -18,7 +18,7 @@ from ._batchnorm import DeferredBatchNorm
 from ._flatten import flatten
 from ._flatten._ending import Ending, without_loss_only
 from ._flatten._inputs import Inputs
-from ._flatten._names import divide_names, model_of
+from ._flatten._names import divide_names, model_of, no_child_of_the_model
 from ._flatten._segment import Segment
 from .balance import balance_by_parameters, balance_by_time
 from .engine._loss import LossStage
@@ -440,9 +440,11 @@ class GPipe(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             model = self._flattened()
-            if model is None or name not in _ASKED_OF_MODELS:
-                raise
-            return getattr(model, name)
+            if model is not None and name in _ASKED_OF_MODELS:
+                return getattr(model, name)
+            if model is not None and name in model._modules:
+                raise AttributeError(no_child_of_the_model(name)) from None
+            raise
 
     def _flattened(self) -> nn.Module | None:
         """The first segment of a flattened model, which looks like the model."""

@@ -38,6 +38,14 @@ def model_of(layer: nn.Module | None) -> nn.Module | None:
     return layer.net if isinstance(layer, Part) and not layer.path else None
 
 
+def no_child_of_the_model(name: str) -> str:
+    """What to say to somebody who looks for a module in a pipe under the name that it has in the model."""
+    return (
+        f"a pipe has layers, such as pipe[0], and no {name!r}; the model that it was made of still has it, with "
+        "the same parameters: use that, as in torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)"
+    )
+
+
 def divide_names(layers: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Rename the entries of ``state`` that belong to flattened parts of ``layers`` to what these are loaded by."""
     found: dict[str, Any] = {}

@@ -1,0 +1,163 @@
+"""A training run that is saved and goes on elsewhere is the run that was never interrupted."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe import GPipe
+
+dcp = pytest.importorskip("torch.distributed.checkpoint", reason="torch was built without torch.distributed")
+state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+LAYERS = 5
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(8) % 3
+
+
+def network() -> nn.Sequential:
+    """With buffers, and parameters at two depths; a skipped parameter has no state in the optimizer."""
+    torch.manual_seed(0)
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    layers = [nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), frozen, nn.BatchNorm1d(4), nn.Linear(4, 3)]
+    return nn.Sequential(*layers).double()
+
+
+class Run:
+    """A model, its optimizer and the schedule of its learning rate."""
+
+    def __init__(self, balance: list[int] | None) -> None:
+        model = network()
+        self.model: nn.Module = model
+        if balance:
+            self.model = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2, deferred_batch_norm=False)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], 0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+
+    def train(self, steps: int) -> None:
+        self.model.eval()  # where batch norm is the same for micro-batches; its weights are trained all the same
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(X), Y).backward()
+            self.optimizer.step()
+            self.schedule.step()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def by_torch(run: Run, again: Run) -> None:
+    file = io.BytesIO()
+    torch.save({name: getattr(run, name).state_dict() for name in ("model", "optimizer", "schedule")}, file)
+    file.seek(0)
+    for name, value in torch.load(file, weights_only=True).items():
+        getattr(again, name).load_state_dict(value)
+
+
+def by_checkpoint(run: Run, again: Run, save: Callable[..., Any] = dcp.save) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = _taken(run)
+        future = save(saved, checkpoint_id=folder)
+        if future is not None and hasattr(future, "result"):
+            future.result(60)
+        found = _taken(again)
+        dcp.load(found, checkpoint_id=folder)
+    state_dict.set_state_dict(
+        again.model, again.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+    )
+    again.schedule.load_state_dict(found["schedule"])
+
+
+def _taken(run: Run) -> dict[str, Any]:
+    model, optimizer = state_dict.get_state_dict(run.model, run.optimizer)
+    return {"model": model, "optimizer": optimizer, "schedule": run.schedule.state_dict()}
+
+
+balances = st.lists(st.booleans(), min_size=LAYERS - 1, max_size=LAYERS - 1).map(
+    lambda cuts: [len(block) for block in "".join("x|" if cut else "x" for cut in [*cuts, False]).split("|")]
+)
+
+
+@cache
+def uninterrupted(steps: int) -> dict[str, Any]:
+    run = Run(None)
+    run.train(steps)
+    return run.state
+
+
+@pytest.mark.parametrize("save", [by_torch, by_checkpoint], ids=["torch.save", "DCP"])
+@given(
+    before=st.none() | balances,
+    after=st.none() | balances,
+    steps=st.integers(1, 3),  # torch's get_state_dict takes a step where there was none
+    more=st.integers(1, 2),
+)
+@settings(max_examples=10)
+def test_it_goes_on_with_any_balance_or_as_the_plain_model(
+    save: Callable[[Run, Run], None], before: list[int] | None, after: list[int] | None, steps: int, more: int
+) -> None:
+    run, again = Run(before), Run(after)
+    run.train(steps)
+    with torch.no_grad():
+        for value in again.model.state_dict().values():
+            value.zero_()  # nothing may be left of what it was
+    save(run, again)
+    again.train(more)
+    torch.testing.assert_close(again.state, uninterrupted(steps + more), rtol=1e-9, atol=1e-12)
+
+
+def test_a_checkpoint_is_the_plain_model_s() -> None:
+    assert [*Run([2, 3]).model.state_dict()] == [*network().state_dict()]
+
+
+def test_asynchronously(tmp_path: Any) -> None:
+    """What is saved is what was there, although training goes on meanwhile."""
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("torch.distributed has no gloo here")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        run, again = Run([2, 3]), Run([1, 1, 3])
+        run.train(2)
+
+        def save(saved: Any, checkpoint_id: str) -> Any:
+            future = dcp.async_save(saved, checkpoint_id=checkpoint_id)
+            run.train(1)
+            return future
+
+        by_checkpoint(run, again, save)
+    finally:
+        torch.distributed.destroy_process_group()
+    again.train(1)
+    torch.testing.assert_close(again.state, uninterrupted(3), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("balance", [[1, 4], [2, 1, 2]])
+def test_a_whole_pipe(balance: list[int]) -> None:
+    run = Run(balance)
+    run.train(1)
+    file = io.BytesIO()
+    torch.save((run.model, copy.deepcopy(run.optimizer.state_dict())), file)
+    file.seek(0)
+    again = Run(balance)
+    again.model, optimizer = torch.load(file, weights_only=False)
+    again.optimizer = torch.optim.AdamW([p for p in again.model.parameters() if p.requires_grad], 0.01)
+    again.optimizer.load_state_dict(optimizer)
+    again.train(1)
+    torch.testing.assert_close(again.state, uninterrupted(2), rtol=1e-9, atol=1e-12)

@@ -1,0 +1,136 @@
+"""A pipe of a Hugging Face model is saved by the model's own means, and goes on anywhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe import GPipe, flatten
+
+from .families import FAMILIES, transformers
+
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+from safetensors.torch import load_file, load_model, save_file, save_model  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+]
+
+
+def inputs(rows: int = 4) -> dict[str, Tensor]:
+    found = FAMILIES["Llama"].inputs(rows)
+    return {**found, "labels": found["input_ids"]}
+
+
+class Run:
+    """A model, in a pipe or by itself, and an optimizer of its parameters."""
+
+    def __init__(self, balance: list[int] | None, model: nn.Module | None = None) -> None:
+        self.model = FAMILIES["Llama"].make() if model is None else model.double()
+        self.called: nn.Module = self.model
+        if balance:
+            self.called = GPipe(flatten(self.model, inputs(2)), balance, devices=["cpu"] * len(balance), chunks=2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
+
+    def train(self, steps: int) -> Run:
+        self.model.train()
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.called(**inputs())["loss"].backward()
+            self.optimizer.step()
+        return self
+
+
+def forget(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+
+
+def by_checkpoint(run: Run, again: Run, folder: Path) -> None:
+    saved, found = (dict(zip("mo", get_state_dict(each.model, each.optimizer), strict=True)) for each in (run, again))
+    dcp.save(saved, checkpoint_id=folder)
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(again.model, again.optimizer, model_state_dict=found["m"], optim_state_dict=found["o"])
+
+
+def by_save_pretrained(run: Run, again: Run, folder: Path) -> None:
+    run.model.save_pretrained(folder)  # type: ignore[operator]
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    again.called.load_state_dict(fresh.state_dict())
+    again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+
+def by_safetensors(run: Run, again: Run, folder: Path) -> None:
+    save_file(run.called.state_dict(), folder / "pipe.safetensors")
+    again.called.load_state_dict(load_file(folder / "pipe.safetensors"))
+    again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+
+def by_safetensors_of_the_model(run: Run, again: Run, folder: Path) -> None:
+    save_model(run.model, str(folder / "model.safetensors"))
+    load_model(again.model, str(folder / "model.safetensors"))
+    again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+
+def by_torch(run: Run, again: Run, folder: Path) -> None:
+    torch.save((run.called.state_dict(), run.optimizer.state_dict()), folder / "run.pt")
+    model, optimizer = torch.load(folder / "run.pt", weights_only=True)
+    again.called.load_state_dict(model)
+    again.optimizer.load_state_dict(optimizer)
+
+
+WAYS = [by_checkpoint, by_save_pretrained, by_safetensors, by_safetensors_of_the_model, by_torch]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[str, Any]:
+    return Run(None).train(3).model.state_dict()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    ("before", "after"), [([3, 3], [2, 2, 2]), ([2, 4], None), (None, [1, 5])], ids=["balance", "plain", "pipe"]
+)
+def test_it_goes_on_where_it_was(
+    way: Callable[[Run, Run, Path], None],
+    before: list[int] | None,
+    after: list[int] | None,
+    tmp_path: Path,
+    uninterrupted: dict[str, Any],
+) -> None:
+    run, again = Run(before).train(2), Run(after)
+    forget(again.model)
+    way(run, again, tmp_path)
+    again.train(1)
+    torch.testing.assert_close(again.model.state_dict(), uninterrupted, rtol=1e-9, atol=1e-12)
+
+
+def test_names_of_the_model_are_looked_for_in_the_model() -> None:
+    run = Run([3, 3])
+    with pytest.raises(AttributeError, match=r"the model that it was made of still has it.*get_state_dict"):
+        get_state_dict(run.called, run.optimizer)
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    """Both names are in the state dict, as in the model's own; what writes files takes the model, which knows of it."""
+    family = FAMILIES["GPT-2"]
+    config = transformers.GPT2Config(**family.settings | {"tie_word_embeddings": True})
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).train()
+    pipe = GPipe(flatten(model, family.inputs(2)), [3, 3], devices=["cpu"] * 2, chunks=2)
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    pipe(**family.inputs(4)).square().mean().backward()
+    torch.optim.SGD(pipe.parameters(), 0.1).step()
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again.state_dict(), model.state_dict())
+    assert again.lm_head.weight is again.transformer.wte.weight
