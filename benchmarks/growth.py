@@ -97,6 +97,8 @@ def _problems() -> Iterator[tuple[str, Call, Callable[[ModuleType, Any], object]
         _nothing,
         lambda m, _: m.partition(heavy, 500, even="exact"),
     )
+    tail = [int(10 * random.paretovariate(1.1)) for _ in range(5000)]
+    yield "even='exact', n = 5000, k = 500, a heavy tail", _nothing, lambda m, _: m.partition(tail, 500, even="exact")
     costs, transfer = drawn(10**4, 1000), drawn(10**4, 300)
     yield "place with transfer, n = 10⁴, k = 100", _nothing, lambda m, _: m.place(costs, 100, transfer=transfer)
     many = drawn(10**5, 1000)

@@ -57,8 +57,8 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     """The blocks of `solve` with their loads, bounds and proof.
 
     Of all partitions with the least bottleneck, `even="quantile"` takes one with nearly even loads in no time,
-    `even="exact"` the one with the least sum of squared loads, in O(k n log n) at most: often few
-    ends come into question.
+    `even="exact"` one with the least sum of squared loads: in little time where few ends come into question, else in
+    some twenty looks at each layer.
 
     Args:
         costs: of the layers, in any unit: ints, floats or Fractions, finite and not negative.

@@ -8,15 +8,17 @@ from math import isqrt
 
 from ._even import bends, doubled_heights, gates, near_string, taut_string
 from ._fill import fill_back
+from ._priced import least_squares
 
+_MANY = 10  # ends to look at, for each layer: a search by prices is quicker
 _NEAR = 4  # positions to either side of a good end that the first search tries
 
 
 def most_even(prefix: list[int], bottleneck: int, highest: list[int]) -> list[int]:
-    """Ends of the optimal partition with the least sum of squared loads, earliest ends among equals.
+    """Ends of the optimal partition with the least sum of squared loads.
 
     Two searches: one close to the string, for a partition that is good, and one among all ends that a better partition
-    could have. With w ends a gate left, O(k w log w).
+    could have. With w ends a gate left, O(k w log w); where these are many, by prices on blocks, O(n log n) or so.
     """
     blocks, n = len(highest), len(prefix) - 1
     lowest = fill_back(prefix, bottleneck, blocks)
@@ -33,6 +35,8 @@ def most_even(prefix: list[int], bottleneck: int, highest: list[int]) -> list[in
     for j, (height, part, radius) in enumerate(zip(heights, parts, radii, strict=True)):
         lows[j] = bisect_left(prefix, -((radius * part - height) // part), firsts[j], lasts[j])
         highs[j] = bisect_right(prefix, height // part + radius + 1, lows[j], lasts[j] + 1) - 1
+    if sum(highs) - sum(lows) > _MANY * n:
+        return least_squares(prefix, bottleneck, blocks)
     return _least_squares(prefix, bottleneck, lows, highs)
 
 
