@@ -21,7 +21,7 @@ SIZES = {
     "num_attention_heads": 4,
     "vocab_size": WORDS,
 }
-DECODER = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
+DECODER = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "max_position_embeddings": 64}
 T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
 BERT_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -81,8 +81,7 @@ FAMILIES = {
     "GPT-2": Family(
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": WORDS, "n_positions": 64, **SPECIAL}
-        | {"tie_word_embeddings": False},
+        {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": WORDS, "n_positions": 64, **SPECIAL},
         text,
         GPT2_DROPOUT,
     ),
@@ -114,16 +113,14 @@ FAMILIES = {
     "OPT": Family(
         "OPTForCausalLM",
         "OPTConfig",
-        {**SIZES, **SPECIAL, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
-        | {"tie_word_embeddings": False},
+        {**SIZES, **SPECIAL, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
         text,
         ("dropout",),
     ),
     "Mamba": Family(
         "MambaForCausalLM",
         "MambaConfig",
-        {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4, **SPECIAL}
-        | {"tie_word_embeddings": False},
+        {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4, **SPECIAL},
         unmasked,
         tolerance=1e-5,
     ),
@@ -131,7 +128,7 @@ FAMILIES = {
     "T5": Family(
         "T5ForConditionalGeneration",
         "T5Config",
-        {**T5, "num_decoder_layers": 3, "tie_word_embeddings": False, "decoder_start_token_id": 0},
+        {**T5, "num_decoder_layers": 3, "decoder_start_token_id": 0},
         translated,
         ("dropout_rate",),
     ),
