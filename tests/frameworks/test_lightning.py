@@ -1,0 +1,201 @@
+"""Lightning trains a module with a pipe in it as it trains one with the plain model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe import GPipe, inline
+
+lightning = pytest.importorskip("lightning", reason="lightning is not installed; see nox -s frameworks")
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
+from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+pytestmark = pytest.mark.filterwarnings("ignore")
+X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(24) % 3
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def pipe_of(balance: list[int] | None, checkpoint: str = "except_last") -> nn.Module:
+    if balance is None:
+        return network()
+    return GPipe(network(), balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint)
+
+
+class Automatic(lightning.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], number: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: list[Tensor], number: int) -> None:
+        self.losses.append(float(F.cross_entropy(self.net(batch[0]), batch[1])))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+
+class Manual(Automatic):
+    """With a pipe, ``step`` computes forward and backward."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], number: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if isinstance(self.net, GPipe):
+            loss = self.net.step(batch[0], batch[1], loss_fn=F.cross_entropy)
+        else:
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(float(loss.detach()))
+
+
+def fitted(module: Automatic, *, ckpt_path: Path | None = None, **options: Any) -> list[float]:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=6)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"max_epochs": 2, "accelerator": "cpu", "enable_checkpointing": False, **quiet}
+    trainer = lightning.Trainer(**{**settings, **options})
+    trainer.fit(module, loader, loader, ckpt_path=ckpt_path)
+    return module.losses
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", [Automatic, Manual])
+def test_losses_are_those_of_the_plain_model(kind: type[Automatic], checkpoint: str) -> None:
+    module = kind(pipe_of([2, 3], checkpoint))
+    expected = kind(network())
+    assert fitted(module) == pytest.approx(fitted(expected), rel=1e-5)
+    torch.testing.assert_close(module.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("kind", [Automatic, Manual])
+def test_mixed_precision(kind: type[Automatic]) -> None:
+    found = fitted(kind(pipe_of([2, 3], "always")), precision="bf16-mixed")
+    assert found == pytest.approx(fitted(kind(network()), precision="bf16-mixed"), rel=1e-2)
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+def test_accumulation_and_clipping(options: dict[str, Any]) -> None:
+    assert fitted(Automatic(pipe_of([1, 4])), **options) == pytest.approx(
+        fitted(Automatic(network()), **options), rel=1e-5
+    )
+
+
+def test_inline() -> None:
+    with inline():
+        found = fitted(Automatic(pipe_of([1, 4])))
+    assert found == pytest.approx(fitted(Automatic(network())), rel=1e-5)
+
+
+def test_averages_of_weights() -> None:
+    """The callback copies the module, and the pipe in it."""
+    found, expected = Automatic(pipe_of([2, 3])), Automatic(network())
+    for module in (found, expected):
+        fitted(module, max_epochs=4, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=2)])
+    torch.testing.assert_close(found.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize(("before", "after"), [([2, 3], [1, 1, 3]), ([4, 1], None), (None, [2, 3])])
+def test_its_checkpoints_are_those_of_the_plain_model(
+    before: list[int] | None, after: list[int] | None, tmp_path: Path
+) -> None:
+    kept = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    finished = Automatic(pipe_of(before))
+    fitted(finished, max_epochs=3, callbacks=[kept], enable_checkpointing=True)
+    resumed = Automatic(pipe_of(after))
+    fitted(resumed, max_epochs=3, ckpt_path=tmp_path / "epoch=1.ckpt")
+    torch.testing.assert_close(resumed.state_dict(), finished.state_dict())
+
+
+class Staying(SingleDeviceStrategy):
+    """Moves nothing: a pipe is where it belongs."""
+
+    def model_to_device(self) -> None:
+        pass
+
+
+def test_a_strategy_that_moves_nothing() -> None:
+    found = fitted(Automatic(pipe_of([2, 3])), strategy=Staying(torch.device("cpu")), accelerator="auto")
+    assert found == pytest.approx(fitted(Automatic(network())), rel=1e-5)
+
+
+def parallel() -> None:
+    """One of two processes."""
+    torch.set_num_threads(1)
+    for kind in (Automatic, Unsynchronised):
+        modules = [kind(pipe_of([2, 3], "always")), kind(network())]
+        for module in modules:
+            fitted(module, strategy="ddp", devices=2, max_epochs=1)
+        assert modules[0].losses == pytest.approx(modules[1].losses, rel=1e-5)
+        torch.testing.assert_close(modules[0].state_dict(), modules[1].state_dict())
+    print("equal", flush=True)
+
+
+class Unsynchronised(Manual):
+    """Gradients of every second step stay with the process, which is ``no_sync`` with ``step``."""
+
+    def training_step(self, batch: list[Tensor], number: int) -> None:
+        optimizer = self.optimizers()
+        wrapped = self.trainer.strategy.model
+        half = len(batch[0]) // 2
+        optimizer.zero_grad()
+        with wrapped.no_sync():
+            if isinstance(self.net, GPipe):
+                self.net.step(batch[0][:half], batch[1][:half], loss_fn=F.cross_entropy)
+            else:
+                F.cross_entropy(self.net(batch[0][:half]), batch[1][:half]).backward()
+        loss = F.cross_entropy(self.net(batch[0][half:]), batch[1][half:])
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(float(loss.detach()))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_two_processes() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    code = f"from {__name__} import parallel; parallel()"
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **common, "PYTHONPATH": os.pathsep.join(sys.path), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=300)
+            assert "equal" in output, output
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
