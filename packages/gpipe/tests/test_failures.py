@@ -16,7 +16,7 @@ STEP = Step(0, Action("forward", 0))
 def test_a_stop_in_the_middle_of_a_failure_holds():
     """Whichever comes last, nothing is done any more; and a stop waits until a failure has been added."""
     failures = Failures()
-    failures.begin(fill_drain(1, 1).on((0,)))
+    failures.walk = fill_drain(1, 1).on((0,))
     begun = threading.Event()
 
     def stop() -> None:

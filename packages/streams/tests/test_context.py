@@ -1,11 +1,10 @@
-import types
 import unittest.mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 
-from streams import Context, CPUStream, Task, _context, _modes, spawn_workers
+from streams import Context, CPUStream, Task, _context, _thread_state, spawn_workers
 
 from .cuda import DEVICE
 from .fakes import in_thread, take
@@ -236,14 +235,14 @@ def test_a_switch_left_behind_inside_is_put_right(name):
     assert state() == before
 
 
-@pytest.mark.parametrize("step", ["_modes", "_flags", "_autocast", "_hooks", "_variables"])
+@pytest.mark.parametrize("step", ["modes", "flags", "autocast", "hooks", "variables"])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @given(blocks=surroundings(), others=surroundings())
 @settings(max_examples=20)
 def test_what_fails_half_way_leaves_nothing_changed(step, error, blocks, others):
     def fail(wanted):
-        if step == "_modes" and first:  # of two times
-            return _modes.enter(first.pop())
+        if step == "modes" and first:  # of two times
+            return _thread_state.enter_modes(first.pop())
         raise error
 
     with inside(blocks):
@@ -251,9 +250,8 @@ def test_what_fails_half_way_leaves_nothing_changed(step, error, blocks, others)
     first = [()]
     with inside(others):
         before = state()
-        replaced = types.SimpleNamespace(**{**vars(getattr(_context, step)), "enter": fail})
         with (
-            unittest.mock.patch.object(_context, step, replaced),
+            unittest.mock.patch.object(_context, f"enter_{step}", fail),
             pytest.raises(error),
             context.applied(),
         ):

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from contextvars import Context as Variables
+from contextvars import copy_context
+from functools import cache
 from threading import Thread
 from types import TracebackType
+from typing import Any
 
 import torch
 
-from . import _autocast, _flags, _hooks, _modes, _variables
+from ._thread_state import (
+    WayBack,
+    enter_autocast,
+    enter_flags,
+    enter_grad_mode,
+    enter_hooks,
+    enter_inference_mode,
+    enter_modes,
+    enter_variables,
+    read_autocast,
+    read_flags,
+    read_hooks,
+    read_modes,
+)
 
 
 class Context:
@@ -45,11 +60,11 @@ class Context:
     def __init__(self) -> None:
         self.grad_mode = torch.is_grad_enabled()
         self.inference_mode = torch.is_inference_mode_enabled()
-        self.flags = _flags.read()
-        self.autocast = _autocast.read()
-        self.saved_tensors_hooks = _hooks.read()
-        self.function_modes = _modes.read()
-        self.variables = _variables.read()
+        self.flags = read_flags()
+        self.autocast = read_autocast()
+        self.saved_tensors_hooks = read_hooks()
+        self.function_modes = read_modes()
+        self.variables = copy_context()
 
     @classmethod
     def capture(cls) -> Context:
@@ -85,7 +100,7 @@ class _Applied(AbstractContextManager[None]):
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[WayBack] = []
 
     def __enter__(self) -> None:
         try:
@@ -101,39 +116,32 @@ class _Applied(AbstractContextManager[None]):
 
     def _change(self) -> None:
         context = self._context
-        # No mode, neither of these nor of those, shall see the changes in between.
-        self._keep(_modes.enter(()))
-        # Inference mode before the others: its end restores the grad mode, the switches and the autocast flags too.
-        if torch.is_inference_mode_enabled() != context.inference_mode:
-            self._keep(_enter_inference_mode(context.inference_mode))
-        # Grad mode and switches even if there is nothing to change: what happens inside may change them for good.
-        self._undo.append(partial(torch._C._set_grad_enabled, torch.is_grad_enabled()))
-        torch._C._set_grad_enabled(context.grad_mode)
-        self._undo.append(_flags.enter(context.flags))
-        self._keep(_autocast.enter(context.autocast))
-        self._keep(_hooks.enter(context.saved_tensors_hooks))
-        self._keep(_variables.enter(context.variables))
-        self._keep(_modes.enter(context.function_modes))
-
-    def _keep(self, way_back: Callable[[], None] | None) -> None:
-        if way_back is not None:
-            self._undo.append(way_back)
+        steps: tuple[tuple[Any, Any], ...] = (
+            # No mode, neither of these nor of those, shall see the changes in between.
+            (enter_modes, ()),
+            # Inference mode before the others: its end restores the grad mode, the switches and the autocast flags too.
+            (enter_inference_mode, context.inference_mode),
+            (enter_grad_mode, context.grad_mode),
+            (enter_flags, context.flags),
+            (enter_autocast, context.autocast),
+            (enter_hooks, context.saved_tensors_hooks),
+            (enter_variables, context.variables),
+            (enter_modes, context.function_modes),
+        )
+        for enter, wanted in steps:
+            way_back = enter(wanted)
+            if way_back is not None:
+                self._undo.append(way_back)
 
     def _change_back(self) -> None:
         while self._undo:
             self._undo.pop()()
 
 
-def _enter_inference_mode(mode: bool) -> Callable[[], None]:
-    guard = torch._C._InferenceMode(mode)
-    guard.__enter__()  # type: ignore[no-untyped-call]
-    return partial(guard.__exit__, None, None, None)
-
-
 @cache
 def _plain() -> Context:
     found: list[Context] = []
-    thread = Thread(target=lambda: _variables.Variables().run(lambda: found.append(Context())))
+    thread = Thread(target=lambda: Variables().run(lambda: found.append(Context())))
     thread.start()
     thread.join()
     return found[0]

@@ -50,7 +50,10 @@ class Cell:
         with _NOTHING if random is None else stage.draws.learning(random):
             outputs = stage.compute(inputs)
         self._outputs = outputs.tensors
-        return flag_aliases(detach_leaves(outputs), inputs, stage.given)
+        sent = detach_leaves(outputs)
+        # A bare tensor shares memory with nothing that matters, if nobody else has to do with what it was made of.
+        apart = not inputs.ties and not stage.given and len(sent.tensors) == 1
+        return sent if apart else flag_aliases(sent, inputs, stage.given)
 
     def recompute(self) -> None:
         """Make :meth:`backward` possible; here it is already."""

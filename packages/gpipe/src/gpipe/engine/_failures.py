@@ -18,20 +18,17 @@ class Failures:
     comes after. Without a failure nobody computes the order.
 
     Attributes:
+        walk: the one that is under way.
         earliest: when the first of them was due; None if there is none.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._walk: Walk = ()
+        self.walk: Walk = ()
+        self._ordered: Walk = ()
         self._order: dict[Step, When] = {}
         self._errors: list[tuple[When, BaseException]] = []
         self.earliest: When | None = None
-
-    def begin(self, walk: Walk) -> None:
-        """Another walk begins."""
-        self._walk = walk
-        self._order = {}
 
     def forestall(self, step: Step) -> bool:
         """Whether something has failed that comes before ``step``."""
@@ -66,6 +63,7 @@ class Failures:
             del errors  # the error's traceback holds this frame, which would hold the error
 
     def _when(self, step: Step) -> When:
-        if not self._order:
-            self._order = {each: (span.start, each.stage) for each, span in replay(self._walk).items()}
+        if self._ordered is not self.walk:
+            self._order = {each: (span.start, each.stage) for each, span in replay(self.walk).items()}
+            self._ordered = self.walk
         return self._order[step]

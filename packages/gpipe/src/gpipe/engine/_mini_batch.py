@@ -27,6 +27,7 @@ class MiniBatch:
         loss: where micro-batches end, or turn around, if they do so inside the run.
 
     Attributes:
+        size: what a walk depends on: micro-batches, checkpoint stops, and the worker of each stage.
         keeps: whether a backward will come; if not, no cell is kept.
         context: what the caller of the forward saw, for workers and recomputations.
         rng: where the random numbers of the run come from.
@@ -43,10 +44,10 @@ class MiniBatch:
         checkpoint_stops: tuple[int, ...],
         loss: Losses | None,
     ) -> None:
-        self.placement = placement
         self.microbatches = microbatches
         self.keeps = torch.is_grad_enabled()
         self.checkpoint_stops = checkpoint_stops if self.keeps else (0,) * len(stages)
+        self.size = microbatches, self.checkpoint_stops, placement
         self.context = callers_context()
         self.rng = RunRNG()
         self.loss = loss
@@ -56,19 +57,9 @@ class MiniBatch:
         if self.keeps:
             self.kept_nodes = kept(dict.fromkeys([p for stage in stages for p in stage.module.parameters()]))
 
-    @property
-    def size(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """What a walk depends on: how many micro-batches, how many are checkpointed, and the worker of each stage."""
-        return self.microbatches, self.checkpoint_stops, self.placement
-
-    @property
-    def scales(self) -> bool:
-        """Whether gradients have to be divided by a count that is known only in the end."""
-        return self.loss is not None and self.loss.scales
-
     def accumulated_outside(self, stage: Stage) -> AccumulatedGradients | None:
         """Where gradients of ``stage`` accumulate before they go to ``.grad``; None if they may go there at once."""
-        own = {id(parameter) for parameter in stage.module.parameters()} if self.kept_nodes else set()
+        own = {id(parameter) for parameter in stage.module.parameters()}
         if own.isdisjoint(map(id, self.kept_nodes)):
             return None
         self.accumulated.append(AccumulatedGradients())

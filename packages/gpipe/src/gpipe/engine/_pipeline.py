@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, compress, islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -209,6 +210,9 @@ def _flowing(
     return [tensor for tensor, _ in flowing], [gradient for _, gradient in flowing]
 
 
+_requires_grad = attrgetter("requires_grad")
+
+
 def _attached(
     run: Run,
     section: Section,
@@ -219,7 +223,8 @@ def _attached(
 ) -> list[Activation]:
     """The outputs as autograd's results of the inputs."""
     tensors = [tensor for output in outputs for tensor in output.tensors]
-    flags = [tensor.requires_grad for tensor in tensors]
+    counts = [len(output.tensors) for output in outputs]
+    flags = list(map(_requires_grad, tensors))
 
     def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
         versions.sync()
@@ -229,7 +234,6 @@ def _attached(
             found, own = run.backward([list(islice(gradients, count)) for count in counts])
         return [*chain.from_iterable(_spread(entering, found)), *own]
 
-    counts = [len(output.tensors) for output in outputs]
     sources = [*chain.from_iterable(inputs), *run.mini_batch.kept_nodes]
     attached = iter(attach(backward, sources, list(compress(tensors, flags))))
     results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])

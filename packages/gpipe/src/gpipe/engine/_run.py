@@ -154,7 +154,7 @@ class Run:
 
     def _walk(self, walk: Walk, context: Context) -> None:
         """Let every worker walk its steps; raise the earliest failure if there is any."""
-        self._failures.begin(walk)
+        self._failures.walk = walk
         try:
             with self._tied.applied():
                 self._run_all(walk, context)
@@ -165,12 +165,13 @@ class Run:
             raise
 
     def _run_all(self, walk: Walk, context: Context) -> None:
-        works = [partial(self._do, steps, context) for steps in walk]
         if self._workers is None:
             with serving(involved()):
-                works[0]()
+                self._do(walk[0], context)
         else:
-            streams = [self._streams[self.mini_batch.placement.index(worker)] for worker in range(len(works))]
+            works = [partial(self._do, steps, context) for steps in walk]
+            placement = self.mini_batch.size[-1]
+            streams = [self._streams[placement.index(worker)] for worker in range(len(works))]
             self._workers.run(list(zip(streams, works, strict=True)), self._stop)
 
     def _do(self, steps: Sequence[Step], context: Context) -> None:

@@ -102,7 +102,9 @@ class Stage:
     def _compute_first(self, inputs: Activation) -> Activation:
         """The same, for the first micro-batch of a run, or if the layers are known to work in place."""
         before = versions(inputs)
-        outputs = Activation(self._look_for_hooks(as_nonleaf(inputs).value))
+        asked = self._hooks.get(self.module.training, False) is None
+        call = self._look_for_hooks if asked else self._call
+        outputs = Activation(call(as_nonleaf(inputs).value))
         after = versions(inputs)
         if after != before:
             expect_unseen(inputs, before, after)
@@ -130,13 +132,10 @@ class Stage:
             self._changes_input = self.may_change_input = self._changes_input or changed
 
     def _look_for_hooks(self, value: Any) -> Any:
-        """What :meth:`_call` gives; see whether layers put hooks on tensors, if :meth:`expect_split` asked for it."""
-        training = self.module.training
-        if self._hooks.get(training, False) is not None:
-            return self._call(value)
+        """What :meth:`_call` gives; see whether layers put hooks on tensors, for which :meth:`expect_split` asked."""
         with TensorHooks() as hooks:  # which takes time, and matters only to a split backward
             output = self._call(value)
-        self._hooks[training] = hooks.seen
+        self._hooks[self.module.training] = hooks.seen
         return output
 
     def _call(self, value: Any) -> Any:
@@ -152,7 +151,7 @@ class Stage:
         return (output, *[store.pop(key) for key in self._stashes]) if self._stashes else output
 
     def _layers(self, value: Any) -> Any:
-        value = unpacked(value)
+        value = value if isinstance(value, Tensor) else unpacked(value)
         return self._packed(
             self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
         )

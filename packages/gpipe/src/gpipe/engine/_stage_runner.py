@@ -58,11 +58,13 @@ class StageRunner:
         self._arrival = arrival
         self._departure = departure
         self._tied = tied
-        self._grown = mini_batch.accumulated_outside(stage)
+        self._grown = mini_batch.accumulated_outside(stage) if mini_batch.kept_nodes else None
         self._checkpoint_stop = mini_batch.checkpoint_stops[stage.index]
         self._begun = False
         self._adds_directly = False
-        self._recompute_context = RecomputeContext(stage, mini_batch.context, mini_batch.rng)
+        self._recompute_context: RecomputeContext | None = None
+        if self._checkpoint_stop:
+            self._recompute_context = RecomputeContext(stage, mini_batch.context, mini_batch.rng)
         self._cells: dict[int, Cell] = {}
         self._forwards = 0
         # A run inside a layer that is being recomputed repeats one whose statistics have been counted.
@@ -129,10 +131,12 @@ class StageRunner:
 
     def _hold(self, i: int) -> None:
         """Before a backward: keep hooks, and gradients that have to be scaled, out of it."""
-        every = self._mini_batch.scales
+        loss = self._mini_batch.loss
+        every = loss is not None and loss.scales
         if not self._begun:
             self._begun = True
-            self._mini_batch.deferred.hold(self._tied, every=True)
+            if self._tied:
+                self._mini_batch.deferred.hold(self._tied, every=True)
             self._mini_batch.deferred.hold(self.stage.module.parameters(), every=every)
         if every or self._grown is not None:  # layers may also use tensors that are no parameters of theirs
             graph = self._cells[i].below()
@@ -149,15 +153,17 @@ class StageRunner:
 
     def _cell(self, i: int) -> Cell:
         stage = self.stage
-        checkpointed = i < self._checkpoint_stop
+        recomputed = self._recompute_context if i < self._checkpoint_stop else None
         random: CellRNG | None = None
         drawing = stage.draws.drawing
-        unsure = checkpointed and stage.on_accelerator  # of its draws nothing is seen unless they are followed
+        unsure = (
+            recomputed is not None and stage.on_accelerator
+        )  # of its draws nothing is seen unless they are followed
         if unsure and not stage.rewinds:
             drawing = stage.draws.everyone
         if drawing or unsure:
             random = CellRNG(self._mini_batch.rng, i, stage.numbers.start, stage.device, drawing, stage.module)
-        return CheckpointedCell(stage, random, self._recompute_context) if checkpointed else Cell(stage, random)
+        return Cell(stage, random) if recomputed is None else CheckpointedCell(stage, random, recomputed)
 
 
 ACTIONS: dict[Kind, Callable[[StageRunner, int], None]] = {

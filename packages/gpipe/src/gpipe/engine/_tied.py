@@ -14,7 +14,7 @@ Source: the tied layers of DeepSpeed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ from ._stage import Stage
 
 Grown = tuple[Tensor, Tensor]
 """A leaf and its gradient."""
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def modules_below(root: nn.Module) -> dict[nn.Module, None]:
@@ -81,13 +83,16 @@ class Tied:
             tensors = chain(copies.tensors, copies.tensors.values())
             self._versions += [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """Inside, the modules of each stage hold its copies. No other run of the stages must be under way.
 
         Raises:
             RuntimeError: the first time, in which all forwards are, if one of them has changed what stages share.
         """
+        return self._applied() if self._copies else _NOTHING
+
+    @contextmanager
+    def _applied(self) -> Iterator[None]:
         swaps = [swap for copies in self._copies for swap in copies.swaps]
         before = [entries.get(name) for entries, name, _ in swaps]
         for entries, name, copy in swaps:
@@ -108,7 +113,7 @@ class Tied:
     def leaves(self) -> list[list[Tensor]]:
         """Of each stage the leaves, owners and copies, whose gradients are parts of a sum."""
         if not self._copies:
-            return [[] for _ in self._stages]
+            return [[]] * len(self._stages)
         return [[tensor for tensor in copies.tensors.values() if tensor.requires_grad] for copies in self._copies]
 
     def joined(self, grown: Sequence[Grown]) -> Sequence[Grown]:

@@ -38,7 +38,7 @@ def checkpoint_stops(checkpoint: str | Sequence[str], microbatches: int, stages:
     for mode in modes:
         if mode not in _STOP:
             raise ValueError(f"checkpoint: expected one of {', '.join(map(repr, _STOP))}, got {mode!r}")
-    return tuple(_STOP[mode](microbatches) for mode in modes)
+    return tuple([_STOP[mode](microbatches) for mode in modes])
 
 
 def stop_of_each(checkpoint_stop: Stops, stages: int) -> tuple[int, ...]:

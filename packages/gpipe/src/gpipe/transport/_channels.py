@@ -34,6 +34,11 @@ class Channels:
         self._skips = [between(route.source, route.target, f"of skip {route.key[1]!r} ") for route in layout.routes]
         self.arrivals: list[Channel | Ports] = [*self._main[:-1]]
         self.departures: list[Channel | Ports] = [*self._main[1:]]
+        if layout.routes:
+            self._add_ports(layout)
+
+    def _add_ports(self, layout: SkipLayout) -> None:
+        """Let skips come and go beside the main channel, where stages have any."""
         routed = list(zip(layout.routes, self._skips, strict=True))
         for j in {route.target for route in layout.routes}:
             popped = [channel for route, channel in routed if route.target == j]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -97,7 +98,13 @@ def as_nonleaf(activation: Activation) -> Activation:
 
 def versions(activation: Activation) -> list[int]:
     """How often each tensor has been changed in place, as far as torch counts."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in activation.tensors]
+    try:
+        return [*map(_version, activation.tensors)]
+    except RuntimeError:  # of inference tensors, which do not count
+        return [0 if tensor.is_inference() else tensor._version for tensor in activation.tensors]
+
+
+_version = attrgetter("_version")
 
 
 def _enter(tensor: Tensor) -> Tensor:

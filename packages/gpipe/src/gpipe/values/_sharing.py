@@ -39,8 +39,6 @@ def with_ties(activation: Activation, ties: Sequence[int]) -> Activation:
 def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple[Tensor, int]] = ()) -> Activation:
     """``outputs`` with the ties of their memory: those of ``inputs`` in it, of the ``others``, and to each other."""
     tensors = outputs.tensors
-    if not inputs.ties and not others and len(tensors) < 2:
-        return outputs
     sources = [*zip(inputs.tensors, inputs.ties, strict=False), *others]  # of inputs without ties none
     if has_own_storages(tensors, [source for source, _ in sources]):
         return outputs
@@ -174,12 +172,8 @@ def unchangeable(tensor: Tensor) -> Tensor:
 
 def given_state(module: nn.Module, outputs: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     """The parameters and buffers of ``module`` whose memory is in the ``outputs``, with their tie."""
-    given = {storage_id(tensor) for tensor in outputs if not _is_computed(tensor)}
-    if not given:
+    uncertain = [t for t in outputs if not t.requires_grad or t.is_leaf or t._is_view()]
+    if not uncertain:  # as mostly: what was computed with gradients, and is no view, is in memory of its own
         return []
+    given = set(map(storage_id, uncertain))
     return [(state, SEEN) for state in (*module.parameters(), *module.buffers()) if storage_id(state) in given]
-
-
-def _is_computed(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is surely no parameter, buffer or view of one: a quick answer for what most layers give."""
-    return tensor.requires_grad and not tensor.is_leaf and not tensor._is_view()
