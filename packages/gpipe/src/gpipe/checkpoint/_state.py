@@ -14,9 +14,9 @@ forward and recomputation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,21 +93,39 @@ class StateGuard:
         return [slot for (slot, tensor), seen in zip(self._tensors, self._seen, strict=True) if _ground(tensor) != seen]
 
 
-class State:
-    """The state of the layers of a stage, and what is known about how their forwards change it.
+class StateFacts(NamedTuple):
+    """How forwards change the state of the layers of a stage, as far as runs have shown.
 
-    A layer with a true attribute ``recomputes_without_buffers`` neither reads nor changes its own in a recomputation.
+    Attributes:
+        moving: by training mode, what is to be copied before every forward.
+        unrepeatable: the training modes in which forwards change parameters, so that their graphs are kept.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    moving: Mapping[Training, frozenset[Slot]] = {}
+    unrepeatable: frozenset[Training] = frozenset()
+
+
+class State:
+    """The state of the layers of a stage in one run.
+
+    A layer with a true attribute ``recomputes_without_buffers`` neither reads nor changes its own in a recomputation.
+
+    Args:
+        module: the layers.
+        facts: what runs before have shown.
+
+    Attributes:
+        facts: the same, and what this run has shown.
+    """
+
+    def __init__(self, module: nn.Module, facts: StateFacts) -> None:
         self._module = module
         self._modules: list[nn.Module] = []
         self._view = View([], [])
-        self._moving: dict[Training, set[Slot]] = {}
-        self._unrepeatable: set[Training] = set()
+        self.facts = facts
 
     def begin(self) -> None:
-        """A run begins, and layers may have been put in and out."""
+        """Before the first forward: see what is there."""
         self._modules = list(self._module.modules())
         ignored = [m for m in self._modules if getattr(m, "recomputes_without_buffers", False)]
         self._view = View(self._modules, ignored)
@@ -119,13 +137,13 @@ class State:
 
     def forget(self) -> None:
         """Learn again what the forwards change."""
-        self._moving.clear()
+        self.facts = self.facts._replace(moving={})
 
     def remember(self, training: Training) -> Snapshot:
         """Before a forward."""
         sight = self._view.look()
         remembered = Snapshot(training, sight)
-        moving = self._moving.get(training)
+        moving = self.facts.moving.get(training)
         if moving is None:
             remembered.initialises = any(map(is_lazy, sight.values))
         for at in range(self._view.parameters, len(sight.slots)):
@@ -140,12 +158,17 @@ class State:
         moved = sight.moved(self._view.look())
         self._find_hidden(remembered, moved)
         lost = [slot for slot in moved if not remembered.recoverable(slot)]
-        self._moving[training].update(slot for slot in lost if slot.kind != "_parameters")
+        self._add_moving(training, [slot for slot in lost if slot.kind != "_parameters"])
         own = [slot for slot in lost if slot.kind == "_parameters" and slot in sight.slots]
         if own and not remembered.initialises:
             self._say_unrepeatable(own)
-            self._unrepeatable.add(training)
-        return not lost and training not in self._unrepeatable
+            self.facts = self.facts._replace(unrepeatable=self.facts.unrepeatable | {training})
+        return not lost and training not in self.facts.unrepeatable
+
+    def _add_moving(self, training: Training, slots: Iterable[Slot]) -> None:
+        before = self.facts.moving.get(training, frozenset())
+        if training not in self.facts.moving or not before.issuperset(slots):
+            self.facts = self.facts._replace(moving={**self.facts.moving, training: before.union(slots)})
 
     @contextmanager
     def restored(self, remembered: Snapshot, *, still: bool) -> Iterator[None]:
@@ -187,15 +210,15 @@ class State:
         # Batch norm is taken at its word: a mini-batch may happen to leave its statistics as they were.
         due = {slot for slot, copy in copies.items() if _is_norm(slot) or (slot not in moved and _changed(slot, copy))}
         remembered.due = due
-        if training not in self._moving:
-            self._moving[training] = due | {slot for slot in moved if slot in copies}
+        if training not in self.facts.moving:
+            self._add_moving(training, [*due, *(slot for slot in moved if slot in copies)])
             for slot in [slot for slot, copy in copies.items() if copy.numel() > SMALL and slot not in due]:
                 if slot not in moved:
                     del copies[slot]
                     remembered.bare[slot] = slot.value._version
 
     def _gone(self, slots: Sequence[Slot], training: Training) -> str:
-        if training in self._unrepeatable:
+        if training in self.facts.unrepeatable:
             return (
                 f"the forward of a later micro-batch changed {self._names(slots)}, which the recomputation of this one "
                 "needs as it was; run this mini-batch again: from now on the pipeline keeps the graph of this "
@@ -216,7 +239,7 @@ class State:
             )
 
     def _say_unrepeatable(self, slots: Sequence[Slot]) -> None:
-        if not self._unrepeatable:
+        if not self.facts.unrepeatable:
             _log.warning("a forward changes %s: graphs are kept instead of recomputed", self._names(slots))
 
     def _names(self, slots: Iterable[Slot]) -> str:

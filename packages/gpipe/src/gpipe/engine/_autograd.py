@@ -73,7 +73,7 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not any(gradient is not None for gradient in gradients):
+        if not [gradient for gradient in gradients if gradient is not None]:
             return (None,) * (2 + len(gradients))
         rest = [None] * len(gradients)
         if ctx.dim is None:

@@ -15,14 +15,14 @@ from streams import Context
 from .._current import setting
 from ..checkpoint._compare import Extent, Sample, checks_all
 from ..checkpoint._random import CellRNG, RunRNG
-from ..checkpoint._state import Snapshot, StateGuard, Training
+from ..checkpoint._state import Snapshot, State, StateGuard, Training
 from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated, versions
 from ..values._sharing import KEPT, flag_aliases
 from . import _autograd_calls as _engine
 from ._accumulate import AccumulatedGradients
 from ._graph_leaves import Below, below
+from ._layers import Layers
 from ._split_backward import backward_inputs
-from ._stage import Stage
 
 Result = TypeVar("Result")
 
@@ -36,24 +36,24 @@ class Cell:
     is a small one of its own, and the gradients of the leaves are what the stage before waits for.
     """
 
-    __slots__ = ("_left", "_outputs", "_random", "_stage", "inputs")
+    __slots__ = ("_layers", "_left", "_outputs", "_random", "inputs")
     _left: list[Callable[[AccumulatedGradients | None], object]]
 
-    def __init__(self, stage: Stage, random: CellRNG | None = None) -> None:
-        self._stage = stage
+    def __init__(self, layers: Layers, random: CellRNG | None = None) -> None:
+        self._layers = layers
         self._random = random
 
     def forward(self, inputs: Activation) -> Activation:
         """Run the layers; the outputs, cut off."""
         self.inputs = inputs
-        stage, random = self._stage, self._random
-        with _NOTHING if random is None else stage.draws.learning(random):
-            outputs = stage.compute(inputs)
+        layers, random = self._layers, self._random
+        with _NOTHING if random is None else layers.draws.learning(random):
+            outputs = layers.compute(inputs)
         self._outputs = outputs.tensors
         sent = detach_leaves(outputs)
         # A bare tensor shares memory with nothing that matters, if nobody else has to do with what it was made of.
-        apart = not inputs.ties and not stage.given and len(sent.tensors) == 1
-        return sent if apart else flag_aliases(sent, inputs, stage.given)
+        apart = not inputs.ties and not layers.given and len(sent.tensors) == 1
+        return sent if apart else flag_aliases(sent, inputs, layers.given)
 
     def recompute(self) -> None:
         """Make :meth:`backward` possible; here it is already."""
@@ -91,9 +91,9 @@ class Cell:
         if not leaves or not outputs:
             self._left = [partial(self.backward, gradients)]
             return [None] * len(inputs)
-        parts = self._backwards(backward_inputs, outputs, seeds, leaves) if self._stage.may_split else None
+        parts = self._backwards(backward_inputs, outputs, seeds, leaves) if self._layers.may_split else None
         if parts is None:
-            self._stage.say_whole()
+            self._layers.runs_whole()
             self._left = []
             return self.backward(gradients, grown)
         found, weights = map(like_accumulated, parts[0], leaves), parts[1]
@@ -143,12 +143,18 @@ class RecomputeContext:
     """What the checkpointed cells of a stage have in common in a run: a recomputation must find it as the forward did.
 
     Args:
+        layers: of the stage.
         context: what the caller of the forward saw.
         random: where random numbers come from.
+
+    Attributes:
+        context: the same.
+        state: of the layers.
     """
 
-    def __init__(self, stage: Stage, context: Context, random: RunRNG) -> None:
-        self._stage = stage
+    def __init__(self, layers: Layers, context: Context, random: RunRNG) -> None:
+        self._layers = layers
+        self.state = layers.state = State(layers.stage.module, layers.facts.state)
         self._random = random
         self._training: Training | None = None
         self._compares_all = False
@@ -160,29 +166,28 @@ class RecomputeContext:
 
     def remember(self) -> Snapshot:
         """Before a forward: the state of the layers."""
-        state = self._stage.state
         if self._training is None:
-            state.begin()
-            self._training = state.training
+            self.state.begin()
+            self._training = self.state.training
             self._compares_all = checks_all()
-        return state.remember(self._training)
+        return self.state.remember(self._training)
 
     def settle(self, remembered: Snapshot) -> bool:
         """After the forward: whether the state of the layers lets a recomputation repeat it."""
-        repeatable = self._stage.state.settle(remembered)
+        repeatable = self.state.settle(remembered)
         if self._grounds is None:
             self._grounds = StateGuard(remembered)
         return repeatable
 
     def expect_unchanged(self) -> None:
         """Before a recomputation: training flags, and what shows neither in identities nor in versions."""
-        if self._stage.state.training != self._training:
+        if self.state.training != self._training:
             raise RuntimeError(
                 "train() or eval() was called between the forward and the backward of a checkpointed run, whose "
                 "recomputation would now compute something else; call it after backward(), or use checkpoint='never'"
             )
         if self._grounds is not None and not self._looked:
-            self._stage.state.expect_same(self._grounds)
+            self.state.expect_same(self._grounds)
             self._looked = True  # what is replaced without a trace is replaced by callers, between forward and backward
 
     def drew_past(self, random: CellRNG | None) -> bool:
@@ -196,14 +201,14 @@ class RecomputeContext:
         drew = not watched and self._random.moved()
         self._watched = watched or drew
         if drew:
-            self._stage.draws.forget()
+            self._layers.draws.forget()
         return drew
 
     def sample(self, outputs: Sequence[Tensor]) -> Sample:
         """What the recomputation of ``outputs`` is to be compared with."""
-        whole = self._compares_all or not (self._compares or self._training in self._stage.compared)
+        whole = self._compares_all or not (self._compares or self._training in self._layers.facts.compared)
         self._compares = True
-        on_cpu = self._stage.device.type == "cpu"
+        on_cpu = self._layers.stage.device.type == "cpu"
         return Sample(outputs, Extent.ALL if whole else Extent.SOME if on_cpu else Extent.SHAPES)
 
     def expect(self, sample: Sample, outputs: Sequence[Tensor]) -> None:
@@ -212,9 +217,9 @@ class RecomputeContext:
         try:
             sample.expect(outputs)
         except RuntimeError:
-            self._stage.forget()
+            self._layers.forget()
             raise
-        self._stage.compared.add(self._training)
+        self._layers.repeats(self._training)
 
 
 class CheckpointedCell(Cell):
@@ -226,25 +231,25 @@ class CheckpointedCell(Cell):
     __slots__ = ("_recompute_context", "_remembered", "_sample", "_versions")
     _remembered: Snapshot | None
 
-    def __init__(self, stage: Stage, random: CellRNG | None, context: RecomputeContext) -> None:
-        super().__init__(stage, random)
+    def __init__(self, layers: Layers, random: CellRNG | None, context: RecomputeContext) -> None:
+        super().__init__(layers, random)
         self._recompute_context = context
         self._remembered = None
 
     def forward(self, inputs: Activation) -> Activation:
         self.inputs = inputs
-        stage, random = self._stage, self._random
-        spare = clone_leaves(inputs) if stage.may_change_input else None
+        layers, random = self._layers, self._random
+        spare = clone_leaves(inputs) if layers.may_change_input else None
         before = versions(inputs)
         remembered = self._recompute_context.remember()
         # Leaves of its own, because layers may leave hooks and flags on what they get, and will do so again.
-        leaves = detach_leaves(inputs)
-        with setting(checkpointing=True), _NOTHING if random is None else stage.draws.learning(random):
-            outputs = stage.compute(leaves)
+        own = detach_leaves(inputs)
+        with setting(checkpointing=True), _NOTHING if random is None else layers.draws.learning(random):
+            outputs = layers.compute(own)
         gone = spare is None and versions(inputs) != before
         if not self._recompute_context.settle(remembered) or self._recompute_context.drew_past(random) or gone:
-            self.inputs, self._outputs = leaves, outputs.tensors
-            return flag_aliases(detach_leaves(outputs), inputs, stage.given)
+            self.inputs, self._outputs = own, outputs.tensors
+            return flag_aliases(detach_leaves(outputs), inputs, layers.given)
         if versions(inputs) != before:
             assert spare is not None
             self.inputs = spare
@@ -252,7 +257,7 @@ class CheckpointedCell(Cell):
         self._versions = versions(self.inputs)
         self._sample = self._recompute_context.sample(outputs.tensors)
         kept = [(tensor, KEPT) for tensor in self.inputs.tensors]
-        return flag_aliases(detach_leaves(outputs), inputs, [*kept, *stage.given])
+        return flag_aliases(detach_leaves(outputs), inputs, [*kept, *layers.given])
 
     def recompute(self) -> None:
         """Run the layers again as they ran in the forward, for their graph."""
@@ -264,10 +269,10 @@ class CheckpointedCell(Cell):
         with self._recompute_context.context.applied():
             with (
                 setting(recomputing=True),
-                self._stage.state.restored(self._remembered, still=self._sample.whole),
+                self._recompute_context.state.restored(self._remembered, still=self._sample.whole),
                 repeated,
             ):
-                self._outputs = self._stage.compute(self.inputs).tensors
+                self._outputs = self._layers.compute(self.inputs).tensors
             self._recompute_context.expect(self._sample, self._outputs)
 
     def _expect_inputs(self) -> None:

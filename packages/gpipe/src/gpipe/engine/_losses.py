@@ -69,19 +69,19 @@ class Losses:
             number: as if the loss was a layer of the model after all others.
             draws: what is known of losses of this pipe.
         """
-        self._rng, self._number, self._draws = rng, number, draws
+        self._rng, self._number, self.draws = rng, number, draws
         draws.begin(_kind(self._loss_fn))
 
     def put_values(self, i: int, activation: Activation) -> None:
         """Compute the loss of a micro-batch."""
-        drawing = self._draws.drawing
+        drawing = self.draws.drawing
         if drawing:
-            with self._draws.learning(CellRNG(self._rng, i, self._number, _CPU, drawing)):
+            with self.draws.learning(CellRNG(self._rng, i, self._number, _CPU, drawing)):
                 self._compute(i, released(activation))
         else:
             self._compute(i, released(activation))
         if len(self._losses) == len(self._arguments):
-            self._draws.saw_all()
+            self.draws.saw_all()
 
     def get_gradients(self, i: int) -> list[Tensor | None]:
         """The gradients of the outputs of a micro-batch, in training."""

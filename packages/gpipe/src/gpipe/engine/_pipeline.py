@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from microbatch import Batch, Versions
 from streams import AbstractStream, add_note
 
-from ..checkpoint._random import OUTSIDE
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
 from ..transport._channels import Channels
@@ -26,8 +25,7 @@ from ..values._sharing import KEPT, SEEN, among, flag_aliases, overlap, released
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import refuse_data_parallel
-from ._draws import Draws
-from ._exclusive import Section
+from ._draws import DrawFacts
 from ._loss import LossStage
 from ._losses import Losses
 from ._run import Run
@@ -36,6 +34,8 @@ from ._settings import Observer, settings
 from ._stage import Stage
 from ._walks import walk_of
 from ._workers import Workers
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class Pipeline:
@@ -50,7 +50,7 @@ class Pipeline:
     Attributes:
         devices: of the stages.
         on_accelerator: whether the work of any stage is queued on streams.
-        loss_draws: whether losses draw random numbers.
+        loss_facts: whether losses draw random numbers, as far as runs have shown.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Pipeline:
         self.devices = [stage.device for stage in stages]
         self.on_accelerator = any(stage.on_accelerator for stage in stages)
         self.workers = workers
-        self.loss_draws = Draws(frozenset([OUTSIDE]))
+        self.loss_facts = DrawFacts()
         self._layout = layout
         self._copy_streams = copy_streams
 
@@ -86,12 +86,15 @@ class Pipeline:
         entering = _entering(batches)
         with self.workers.section.entered():
             run = Run(self, len(batches), checkpoint_stops)
-            outputs = run.forward(entering)
+            try:
+                outputs = run.forward(entering)
+            finally:
+                self._keep(run)
             versions.sync()
         # Several are copied when they are put together.
         outputs = [(released if len(outputs) == 1 else among)(each) if each.ties else each for each in outputs]
         if torch.is_grad_enabled():
-            outputs = _attached(run, self.workers.section, versions, batches, entering, outputs)
+            outputs = self._attached(run, versions, batches, entering, outputs)
         return outputs
 
     def train(
@@ -130,11 +133,17 @@ class Pipeline:
                 before.restore(error, max(mixed, run.mixed), len(batches))
                 loss.restore()
                 raise
+            finally:
+                self._keep(run)
 
     def evaluate(self, batches: Sequence[Batch], losses: Losses) -> None:
         """Put each micro-batch through all stages and into ``losses``, without gradients."""
         with self.workers.section.entered(), torch.no_grad():
-            Run(self, len(batches), (0,) * len(self.stages), losses).evaluate(_entering(batches))
+            run = Run(self, len(batches), (0,) * len(self.stages), losses)
+            try:
+                run.evaluate(_entering(batches))
+            finally:
+                self._keep(run)
 
     def channels(
         self, streams: Sequence[AbstractStream], link: type[Link[Any]], is_cancelled: Callable[[], bool]
@@ -143,6 +152,42 @@ class Pipeline:
         places = list(zip(self.devices, streams, self._copy_streams, strict=True))
         channel = partial(Channel, link=link, stall_timeout=stall_seconds(), is_cancelled=is_cancelled)
         return Channels(places, self._layout, channel)
+
+    def _keep(self, run: Run) -> None:
+        """Keep the facts that ``run`` has found, for the next one; also those of one that failed."""
+        for stage, facts in zip(self.stages, run.facts(), strict=True):
+            stage.facts = facts
+        if run.mini_batch.loss is not None:
+            self.loss_facts = run.mini_batch.loss.draws.facts
+
+    def _attached(
+        self,
+        run: Run,
+        versions: Versions,
+        inputs: Sequence[Batch],
+        entering: Sequence[Activation],
+        outputs: Sequence[Activation],
+    ) -> list[Activation]:
+        """The outputs as autograd's results of the inputs."""
+        tensors = [tensor for output in outputs for tensor in output.tensors]
+        counts = [len(output.tensors) for output in outputs]
+        flags = list(map(_requires_grad, tensors))
+
+        def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
+            versions.sync()
+            flowing = iter(seeds)
+            gradients = iter([next(flowing) if flag else None for flag in flags])
+            with self.workers.section.entered(accumulates=True):
+                try:
+                    found, own = run.backward([list(islice(gradients, count)) for count in counts])
+                finally:
+                    self._keep(run)
+            return [*chain.from_iterable(_spread(entering, found)), *own]
+
+        sources = [*chain.from_iterable(inputs), *run.mini_batch.kept_nodes]
+        attached = iter(attach(backward, sources, list(compress(tensors, flags))))
+        results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])
+        return [output.with_tensors(islice(results, len(output.tensors))) for output in outputs]
 
 
 class _Gradients:
@@ -208,33 +253,3 @@ def _flowing(
         if gradient is not None and tensor.requires_grad  # a layer may have made its leaf require grad
     ]
     return [tensor for tensor, _ in flowing], [gradient for _, gradient in flowing]
-
-
-_requires_grad = attrgetter("requires_grad")
-
-
-def _attached(
-    run: Run,
-    section: Section,
-    versions: Versions,
-    inputs: Sequence[Batch],
-    entering: Sequence[Activation],
-    outputs: Sequence[Activation],
-) -> list[Activation]:
-    """The outputs as autograd's results of the inputs."""
-    tensors = [tensor for output in outputs for tensor in output.tensors]
-    counts = [len(output.tensors) for output in outputs]
-    flags = list(map(_requires_grad, tensors))
-
-    def backward(seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
-        versions.sync()
-        flowing = iter(seeds)
-        gradients = iter([next(flowing) if flag else None for flag in flags])
-        with section.entered(accumulates=True):
-            found, own = run.backward([list(islice(gradients, count)) for count in counts])
-        return [*chain.from_iterable(_spread(entering, found)), *own]
-
-    sources = [*chain.from_iterable(inputs), *run.mini_batch.kept_nodes]
-    attached = iter(attach(backward, sources, list(compress(tensors, flags))))
-    results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])
-    return [output.with_tensors(islice(results, len(output.tensors))) for output in outputs]

@@ -12,6 +12,7 @@ from torch import Tensor
 from streams import AbstractStream, Context, CPUStream, current_stream, use_stream, wait_stream
 
 from .._current import current
+from ..checkpoint._random import OUTSIDE
 from ..schedule import Action, Step, Walk
 from ..transport._link import Channel, Link
 from ..transport._ports import Ports
@@ -20,8 +21,11 @@ from ..values._leaves import Activation
 from ._autograd_calls import accumulate_whole
 from ._capture import expect_no_capture
 from ._deferred_gradients import summed
+from ._draws import Draws
 from ._exclusive import involved, serving
+from ._facts import StageFacts
 from ._failures import Failures
+from ._layers import Layers
 from ._losses import Losses
 from ._mini_batch import MiniBatch, callers_context
 from ._scale import Scale
@@ -59,15 +63,15 @@ class Run:
         stages, chosen = pipeline.stages, settings()
         observer = chosen.observer or observer
         self.mini_batch = MiniBatch(stages, pipeline.placement, microbatches, checkpoint_stops, loss)
-        self._loss_draws = pipeline.loss_draws
         if loss is not None:
-            loss.begin(self.mini_batch.rng, stages[-1].numbers.stop, pipeline.loss_draws)
+            draws = Draws(frozenset([OUTSIDE]), pipeline.loss_facts)
+            loss.begin(self.mini_batch.rng, stages[-1].numbers.stop, draws)
         self._workers = None if chosen.inline else pipeline.workers
         self._devices = pipeline.devices
         self._on_accelerator = pipeline.on_accelerator
         if self._on_accelerator:
             expect_no_capture(self._devices)
-        self._streams = self._current_streams()
+        self._streams = self._current_streams() if self._on_accelerator else [CPUStream] * len(stages)
         self._observer = None if observer is None else observer.begin(pipeline.workers.placement)
         self._failures = Failures()
         self._channels = pipeline.channels(
@@ -79,18 +83,19 @@ class Run:
             departures[-1] = loss
         ends = zip(stages, self._channels.arrivals, departures, self._tied.leaves, strict=True)
         self._runners = [StageRunner(self.mini_batch, *each) for each in ends]
+        self._layers = [runner.layers for runner in self._runners]
 
-    def __del__(self) -> None:
-        workers = self.__dict__.get("_workers")
-        if FREE_THREADED and workers is not None:
-            self.__dict__.clear()  # now, so that the workers find it
-            workers.sweep()
+    if FREE_THREADED:
+
+        def __del__(self) -> None:
+            workers = self.__dict__.get("_workers")
+            if workers is not None:
+                self.__dict__.clear()  # now, so that the workers find it
+                workers.sweep()
 
     def _current_streams(self) -> list[AbstractStream]:
         """Those of this thread, on the device of each stage."""
-        if self._on_accelerator:
-            return [current_stream(device) for device in self._devices]
-        return [CPUStream] * len(self._devices)
+        return [current_stream(device) for device in self._devices]
 
     def forward(self, inputs: Sequence[Activation]) -> list[Activation]:
         """The outputs of all micro-batches, as leaves; those that a backward can start from require grad."""
@@ -112,7 +117,10 @@ class Run:
         Returns:
             The gradients of the inputs, by micro-batch and tensor; and those of the parameters that are kept.
         """
-        now = self._current_streams()
+        for layers in self._layers:
+            if layers.stage.facts is not layers.facts:
+                layers.go_on()
+        now = self._current_streams() if self._on_accelerator else self._streams
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
             self._channels.exit.put_gradients(i, each)
@@ -133,7 +141,7 @@ class Run:
         for i, each in enumerate(inputs):
             self._channels.entrance.put_values(i, each)
         for j in {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}:
-            self._runners[j].stage.expect_split()
+            self._layers[j].look_for_hooks()
         try:
             self._walk(walk, self.mini_batch.context)
         finally:  # a refused recomputation promises that the next run knows who draws
@@ -146,6 +154,10 @@ class Run:
         scale: Scale = 1.0 if loss is None else loss.scale
         grown = [pair for each in self.mini_batch.accumulated for pair in each.take(scale)]
         return summed(self._tied.joined([*self.mini_batch.deferred.give_back(scale), *grown]))
+
+    def facts(self) -> list[StageFacts]:
+        """What is known of each stage now."""
+        return list(map(Layers.known, self._layers))
 
     @property
     def mixed(self) -> int:
@@ -218,8 +230,10 @@ class Run:
 
     def _look_for_draws(self) -> None:
         if self.mini_batch.rng.moved():
-            for draws in (*(runner.stage.draws for runner in self._runners), self._loss_draws):
-                draws.forget()
+            for layers in self._layers:
+                layers.draws.forget()
+            if self.mini_batch.loss is not None:
+                self.mini_batch.loss.draws.forget()
 
     def _stop(self) -> None:
         """Make every worker come to an end soon."""

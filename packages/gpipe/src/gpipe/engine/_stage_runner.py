@@ -19,6 +19,7 @@ from ..values._describe import shapes
 from ..values._sharing import owned
 from ._cell import Cell, CheckpointedCell, RecomputeContext
 from ._graph_leaves import Below
+from ._layers import Layers
 from ._losses import Losses
 from ._mini_batch import MiniBatch
 from ._stage import Stage
@@ -40,6 +41,7 @@ class StageRunner:
         tied: leaves that other stages have too, whose gradients must not be mixed with those of others.
 
     Attributes:
+        layers: of the stage, in this run.
         mixed: how many micro-batches may have added to gradients that were there before the run.
     """
 
@@ -51,8 +53,8 @@ class StageRunner:
         departure: Channel | Ports | Losses,
         tied: Sequence[Tensor] = (),
     ) -> None:
-        stage.begin()
         self.stage = stage
+        self.layers = Layers(stage)
         self.mixed = 0
         self._mini_batch = mini_batch
         self._arrival = arrival
@@ -64,7 +66,7 @@ class StageRunner:
         self._adds_directly = False
         self._recompute_context: RecomputeContext | None = None
         if self._checkpoint_stop:
-            self._recompute_context = RecomputeContext(stage, mini_batch.context, mini_batch.rng)
+            self._recompute_context = RecomputeContext(self.layers, mini_batch.context, mini_batch.rng)
         self._cells: dict[int, Cell] = {}
         self._forwards = 0
         # A run inside a layer that is being recomputed repeats one whose statistics have been counted.
@@ -77,7 +79,7 @@ class StageRunner:
 
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
-        if self.stage.may_change_input:
+        if self.layers.may_change_input:
             inputs = owned(inputs)  # what the caller gave stays as it is, and what a recomputation needs
         cell = self._cells[i] = self._cell(i)
         current.statistics = self._statistics
@@ -91,7 +93,8 @@ class StageRunner:
         self._departure.put_values(i, outputs)
 
     def _finish_forwards(self) -> None:
-        self.stage.draws.saw_all(self.stage.with_generators)
+        if not self.layers.draws.settled:
+            self.layers.draws.saw_all(self.stage.with_generators)
         if self._statistics:
             commit(self._statistics)
 
@@ -155,15 +158,15 @@ class StageRunner:
         stage = self.stage
         recomputed = self._recompute_context if i < self._checkpoint_stop else None
         random: CellRNG | None = None
-        drawing = stage.draws.drawing
+        drawing = self.layers.draws.drawing
         unsure = (
             recomputed is not None and stage.on_accelerator
         )  # of its draws nothing is seen unless they are followed
         if unsure and not stage.rewinds:
-            drawing = stage.draws.everyone
+            drawing = stage.everyone
         if drawing or unsure:
             random = CellRNG(self._mini_batch.rng, i, stage.numbers.start, stage.device, drawing, stage.module)
-        return Cell(stage, random) if recomputed is None else CheckpointedCell(stage, random, recomputed)
+        return Cell(self.layers, random) if recomputed is None else CheckpointedCell(self.layers, random, recomputed)
 
 
 ACTIONS: dict[Kind, Callable[[StageRunner, int], None]] = {

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from microbatch import Batch, Split, Versions, check, is_flat, map_tensors, scatter_views, unwrap
 
@@ -38,6 +39,8 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
     Raises:
         TypeError, ValueError: it cannot be cut, and why.
     """
+    if isinstance(value, Tensor) and spec is None:
+        return Checked(value, value, None, root)
     if isinstance(value, Arguments) and not value.args and isinstance(spec, Mapping):
         spec = Arguments((), dict(spec))
     free = spec is None or isinstance(spec, Split)
@@ -48,7 +51,8 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
 
 def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch], Versions]:
     """The micro-batches of ``value`` on ``device``, and how changes in place reach them and what they were cut from."""
-    there = map_tensors(lambda tensor: tensor.to(device), value.bare)
+    bare = value.bare
+    there = bare.to(device) if isinstance(bare, Tensor) else map_tensors(lambda tensor: tensor.to(device), bare)
     views, versions = scatter_views(there, chunks, value.spec)
     if not is_flat(value.given):
         expect_no_rows(value.given, views, value.root)

@@ -143,7 +143,7 @@ class Chooser:
             return Plan(Choice(name))
         self._read()
         situation = self._situation(batches, size)
-        whole = tuple(stage.index for stage in self._stages if stage.runs_whole)
+        whole = tuple(stage.index for stage in self._stages if stage.facts.runs_whole)
         key = name, size, situation, whole
         if key not in self._choices:
             self._choices[key] = self._choice(*key)

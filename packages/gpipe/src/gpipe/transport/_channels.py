@@ -31,10 +31,11 @@ class Channels:
         self.entrance = channel("at the input")
         self.exit = channel("at the output")
         self._main = [self.entrance, *[between(j, j + 1, "") for j in range(len(places) - 1)], self.exit]
-        self._skips = [between(route.source, route.target, f"of skip {route.key[1]!r} ") for route in layout.routes]
+        self._skips: list[Channel] = []
         self.arrivals: list[Channel | Ports] = [*self._main[:-1]]
         self.departures: list[Channel | Ports] = [*self._main[1:]]
         if layout.routes:
+            self._skips = [between(route.source, route.target, f"of skip {route.key[1]!r} ") for route in layout.routes]
             self._add_ports(layout)
 
     def _add_ports(self, layout: SkipLayout) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
+from operator import itemgetter
 
 from torch import Tensor, nn
 
@@ -40,9 +41,12 @@ def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple
     """``outputs`` with the ties of their memory: those of ``inputs`` in it, of the ``others``, and to each other."""
     tensors = outputs.tensors
     sources = [*zip(inputs.tensors, inputs.ties, strict=False), *others]  # of inputs without ties none
-    if has_own_storages(tensors, [source for source, _ in sources]):
+    if has_own_storages(tensors, list(map(_first, sources))):
         return outputs
     return with_ties(outputs, [_tie(k, tensors, sources) for k in range(len(tensors))])
+
+
+_first = itemgetter(0)
 
 
 def _tie(k: int, tensors: Sequence[Tensor], sources: Sequence[tuple[Tensor, int]]) -> int:

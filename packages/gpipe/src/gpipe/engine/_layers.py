@@ -1,0 +1,184 @@
+"""The layers of a stage in one run: calls them for its cells, and learns what they do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint._state import State, Training
+from ..skip._store import Key, routed
+from ..values._aliases import packed, unpacked
+from ..values._constants import expect_plain
+from ..values._leaves import Activation, Arguments, as_nonleaf, versions
+from ..values._sharing import expect_unseen, given_state
+from ._draws import Draws
+from ._facts import StageFacts
+from ._stage import Stage
+from ._tensor_hooks import TensorHooks
+
+_log = logging.getLogger("gpipe")
+_training = attrgetter("training")
+
+
+class Layers:
+    """The layers of a stage, as the cells of one run call them.
+
+    What a run learns, it learns anew from its first micro-batch, since layers may have been changed; except for the
+    facts, which hold for all runs.
+
+    Args:
+        stage: whose layers.
+
+    Attributes:
+        stage: the same.
+        facts: what runs before have shown, and what this one has; see :meth:`known`.
+        draws: which layers draw random numbers.
+        state: what they remember between forwards; None if nothing is recomputed.
+        may_change_input: whether the layers work in place on what they get; true until the first forward has shown.
+        given: parameters and buffers whose memory the first forward gave away, with their tie.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        facts = stage.facts
+        self.stage = stage
+        self.facts = facts
+        self.draws = Draws(stage.everyone, facts.draws)
+        self.draws.begin((stage.module.training, *map(_training, stage.told)))
+        self.state: State | None = None
+        self.given: list[tuple[Tensor, int]] = []
+        self.may_change_input = True
+        self._changes_input = facts.changes_late
+        self._seen_outputs = False
+        self._looks_for_hooks = False
+        self._module = stage.module
+        self._is_direct = stage.is_direct
+
+    def known(self) -> StageFacts:
+        """The facts that are known now."""
+        state = self.facts.state if self.state is None else self.state.facts
+        if self.draws.facts is not self.facts.draws or state is not self.facts.state:
+            self.facts = self.facts._replace(draws=self.draws.facts, state=state)
+        return self.facts
+
+    def go_on(self) -> None:
+        """Before a backward: other runs may have learned more since the forward."""
+        self.facts = self.stage.facts
+        self.draws.facts = self.facts.draws
+        if self.state is not None:
+            self.state.facts = self.facts.state
+
+    def compute(self, inputs: Activation) -> Activation:
+        """What the layers make of ``inputs``; they may work in place on them, although these are leaves."""
+        if self.may_change_input:
+            return self._compute_first(inputs)
+        before = versions(inputs) if inputs.ties else []  # else they are nobody else's
+        value = inputs.value
+        try:
+            if self._is_direct and isinstance(value, Tensor):  # as in most stages, which are spared two frames
+                output = self._module(value)
+                output = output if isinstance(output, Tensor) else self._packed(output)
+            else:
+                output = self._call(value)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise self._late_change() from error
+            raise
+        if before and self._changed(inputs, before):
+            raise self._late_change()
+        return Activation(output)
+
+    def _compute_first(self, inputs: Activation) -> Activation:
+        """The same, for the first micro-batch of a run, or if the layers are known to work in place."""
+        before = versions(inputs)
+        call = self._call_looking_for_hooks if self._looks_for_hooks else self._call
+        outputs = Activation(call(as_nonleaf(inputs).value))
+        after = versions(inputs)
+        if after != before:
+            expect_unseen(inputs, before, after)
+        self._learn(inputs, outputs, after != before)
+        return outputs
+
+    def _changed(self, inputs: Activation, before: Sequence[int]) -> bool:
+        after = versions(inputs)
+        return after != before and any(t and a != b for t, a, b in zip(inputs.ties, before, after, strict=True))
+
+    def _late_change(self) -> RuntimeError:
+        self.facts = self.facts._replace(changes_late=True)
+        return RuntimeError(
+            "the layers of this partition changed their input in place on this micro-batch but not on the first, by "
+            "which a run decides whether they need a copy; run again, since the pipe knows now, or let them work on a "
+            "clone"
+        )
+
+    def _learn(self, inputs: Activation, outputs: Activation, changed: bool) -> None:
+        if not self._seen_outputs:
+            self.given = given_state(self._module, outputs.tensors)
+            self._seen_outputs = True
+        # Inference tensors do not count their changes.
+        if changed or not any(map(Tensor.is_inference, inputs.tensors)):
+            self._changes_input = self.may_change_input = self._changes_input or changed
+
+    def _call_looking_for_hooks(self, value: Any) -> Any:
+        with TensorHooks() as hooks:  # which takes time, and matters only to a split backward
+            output = self._call(value)
+        self._looks_for_hooks = False
+        self.facts = self.facts._replace(hooks={**self.facts.hooks, self._module.training: hooks.seen})
+        return output
+
+    def _call(self, value: Any) -> Any:
+        """What the layers make of ``value``, with skips from other stages and for other stages beside it."""
+        if self._is_direct:
+            return self._layers(value)
+        store: dict[Key, Any] = {}  # of this cell: what a failure leaves there goes with it
+        if self.stage.pops:
+            value, *skips = unpacked(value)
+            store.update(zip(self.stage.pops, map(unpacked, skips), strict=True))
+        with routed(store):
+            output = self._layers(value)
+        return (output, *[store.pop(key) for key in self.stage.stashes]) if self.stage.stashes else output
+
+    def _layers(self, value: Any) -> Any:
+        value = value if isinstance(value, Tensor) else unpacked(value)
+        return self._packed(
+            self._module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self._module(value)
+        )
+
+    def _packed(self, output: Any) -> Any:
+        """``output`` as it goes to the next stage."""
+        if isinstance(output, Tensor):
+            return output
+        expect_plain(output, self.stage.index)
+        return packed(output)
+
+    def look_for_hooks(self) -> None:
+        """Let the next forward see whether layers put hooks on tensors, unless it is known in this training mode."""
+        self._looks_for_hooks = self._module.training not in self.facts.hooks
+
+    @property
+    def may_split(self) -> bool:
+        """Whether the backward may run in two parts: both would call the hooks of a tensor where they part."""
+        return not self.facts.hooks.get(self._module.training)
+
+    def runs_whole(self) -> None:
+        """The backward of this stage could not be split: say so, once."""
+        if not self.facts.runs_whole:
+            self.facts = self.facts._replace(runs_whole=True)
+            _log.warning(
+                "the backward of partition %d cannot be split into inputs and weights; it runs whole", self.stage.index
+            )
+
+    def repeats(self, training: Training) -> None:
+        """A recomputation gave what its forward did."""
+        if training not in self.facts.compared:
+            self.facts = self.facts._replace(compared=self.facts.compared | {training})
+
+    def forget(self) -> None:
+        """Learn everything about the layers anew."""
+        self.draws.forget()
+        if self.state is not None:
+            self.state.forget()
+        self.facts = self.facts._replace(compared=frozenset())
