@@ -36,6 +36,7 @@ class Family(NamedTuple):
         inputs: makes a batch.
         dropout: names of settings that are probabilities of dropout.
         tolerance: relative, of gradients in float64; some families compute parts in float32.
+        by_micro_batch: whether the model looks at a batch as a whole, as batch norm does.
     """
 
     model: str
@@ -45,11 +46,12 @@ class Family(NamedTuple):
     dropout: tuple[str, ...] = ()
     tolerance: float = 1e-9
     dtype: torch.dtype = torch.float64
+    by_micro_batch: bool = False
 
-    def make(self, dropout: float = 0.0) -> nn.Module:
-        """The model, in training mode; equal for each call."""
+    def make(self, dropout: float = 0.0, **others: Any) -> nn.Module:
+        """The model, in training mode, with ``others`` among its settings; equal for each call."""
         torch.manual_seed(0)
-        settings = {**self.settings, **dict.fromkeys(self.dropout, dropout)}
+        settings = {**self.settings, **dict.fromkeys(self.dropout, dropout), **others}
         return getattr(transformers, self.model)(getattr(transformers, self.config)(**settings)).to(self.dtype).train()
 
 

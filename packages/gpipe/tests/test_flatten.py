@@ -343,7 +343,7 @@ each_refusal = pytest.mark.parametrize(
         (_long_skip, ValueError, "what it computed at the start"),
         (_collected, ValueError, "between blocks"),
         (_backwards, ValueError, "once each and in order"),
-        (_twice, ValueError, "once each and in order"),
+        (_twice, ValueError, r"once each and in order: 'body\.blocks\.0' is called 2 times"),
     ],
 )
 

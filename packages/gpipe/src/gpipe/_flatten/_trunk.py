@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from ._calls import order_of_calls
 from ._inputs import Inputs
 
+_LISTS = (nn.ModuleList, nn.Sequential)
 Trunk = list[str]
 """The names of blocks that are called one after the other, once each."""
 
@@ -35,10 +37,20 @@ def find_trunks(model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | 
         )
     if not fitting:
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks that are called once each and in order; say by blocks= "
-            "which ModuleList or Sequential holds them, or write the model as an nn.Sequential"
+            f"{type(model).__name__} has no list of blocks that are called once each and in order"
+            f"{_called_again(model, inputs)}; say by blocks= which ModuleList or Sequential holds them, or write the "
+            "model as an nn.Sequential"
         )
     return sorted(fitting, key=lambda trunk: called.index(trunk[0]))
+
+
+def _called_again(model: nn.Module, inputs: Inputs) -> str:
+    """Which element of a list is called several times, as layers are that share all parameters."""
+    lists = [(f"{name}.", each) for name, each in model.named_modules() if isinstance(each, _LISTS)]
+    called = order_of_calls(model, inputs, [path + name for path, each in lists for name in each._modules])
+    counts = Counter(called)
+    again = next((name for name in called if counts[name] > 1), None)
+    return f": {again!r} is called {counts[again]} times" if again else ""
 
 
 def _named(model: nn.Module, name: str) -> Trunk:
@@ -46,7 +58,7 @@ def _named(model: nn.Module, name: str) -> Trunk:
         found = model.get_submodule(name)
     except AttributeError:
         raise ValueError(f"blocks names {name!r}, but {type(model).__name__} has no module of this name") from None
-    if not isinstance(found, (nn.ModuleList, nn.Sequential)):
+    if not isinstance(found, _LISTS):
         raise ValueError(
             f"blocks names {name!r}, which is a {type(found).__name__}; expected a ModuleList or Sequential"
         )
@@ -65,7 +77,7 @@ def _outermost(model: nn.Module, fits: Callable[[nn.Module], bool], prefix: str 
 
 def _alike(layers: nn.Module) -> bool:
     """A list of at least two elements of one class, each with parameters."""
-    if not isinstance(layers, (nn.ModuleList, nn.Sequential)):
+    if not isinstance(layers, _LISTS):
         return False
     kinds = {type(layer) for layer in layers}
     return len(layers) > 1 and len(kinds) == 1 and all(any(True for _ in layer.parameters()) for layer in layers)

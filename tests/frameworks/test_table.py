@@ -1,0 +1,20 @@
+"""The table of families on the page about models says what is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from .more_families import EVERY
+from .table import PAGE, row, rows
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_family_does_what_the_page_says(name: str) -> None:
+    """If not, `python -m tests.frameworks.table` writes the page anew."""
+    assert rows(PAGE.read_text())[name] == row(name)
+
+
+def test_the_page_tells_of_every_family_in_order() -> None:
+    assert list(rows(PAGE.read_text())) == list(EVERY)
