@@ -113,6 +113,32 @@ def test_a_state_is_loaded_and_a_layer_replaced():
     assert pipe[2].weight.device == pipe.devices[1]
 
 
+def test_a_model_without_data_gets_it_where_the_first_stage_is():
+    plain = model()
+    with torch.device("meta"):
+        empty = model()
+    pipe = GPipe(empty, [2, 2, 2], devices=devices("three devices"), chunks=3, init=plain.state_dict())
+    assert_tied(pipe)
+    assert_trains_like(plain, pipe, "1f1b", "own")
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+def test_a_buffer_of_several_layers_is_copied_as_by_moving_them():
+    mask = torch.arange(WIDTH, dtype=torch.float64)
+    layers = nn.Sequential(Masked(mask), linear(), Masked(mask))
+    pipe = GPipe(copy.deepcopy(layers), [1, 1, 1], devices=devices("three devices"), chunks=3)
+    assert [pipe[0].mask.device, pipe[2].mask.device] == [pipe.devices[0], pipe.devices[2]]
+    assert_trains_like(layers, pipe, "1f1b", "own")
+
+
 def test_views_on_several_devices_are_refused_and_nothing_has_moved():
     layers = nn.Sequential(linear(), linear())
     layers[1].weight = nn.Parameter(layers[0].weight.data)

@@ -23,7 +23,7 @@ from .layers import DOUBLE, Call, Raise, assert_same, assert_trains_like, gradie
 
 pytestmark = pytest.mark.timeout(120)
 
-HOWS = ("call", "1f1b", "fill_drain", "zero_bubble", "auto")
+HOWS = ("call", "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto")
 MODES = ("never", "except_last", "always")
 
 
@@ -59,9 +59,9 @@ def cases(draw: st.DrawFn) -> Case:
         tuple(ties),
         frozen=draw(st.booleans()),
         balance=balance,
-        workers=draw(st.integers(1, len(balance))),
+        workers=(workers := draw(st.integers(1, len(balance)))),
         apart=draw(st.booleans()),
-        how=draw(st.sampled_from(HOWS)),
+        how=draw(st.sampled_from(HOWS).filter(lambda how: how != "interleaved" or len(balance) % workers == 0)),
         mode=draw(st.sampled_from(MODES)),
         chunks=draw(st.integers(1, 4)),
         inline=draw(st.booleans()),
@@ -329,6 +329,7 @@ def test_evaluation(place: Any, mode: Callable[[], Any]) -> None:
     pipe, plain = pipe_of(model(TIED)).eval(), model(TIED).eval()
     with place(), mode():
         torch.testing.assert_close(pipe(rows()), plain(rows()))
+        torch.testing.assert_close(pipe.evaluate(rows(), loss_fn=squares, reduction="sum"), squares(plain(rows())))
     assert_tied(pipe)
 
 

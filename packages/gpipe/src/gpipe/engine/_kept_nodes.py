@@ -17,7 +17,8 @@ from torch.autograd.graph import get_gradient_edge
 def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those of ``parameters`` whose nodes live between two runs: of hooks, or of a graph that is still to be used."""
     # A node holds its parameter, so most are told by a look at a counter.
-    return [p for p in parameters if p._use_count() > 1 and p.requires_grad and _is_kept(p)]  # type: ignore[attr-defined]
+    several = [p for p in parameters if p._use_count() > 1 and p.requires_grad]  # type: ignore[attr-defined]
+    return [p for p in dict.fromkeys(several) if _is_kept(p)]  # each once, though stages may share it
 
 
 def _is_kept(parameter: Tensor) -> bool:

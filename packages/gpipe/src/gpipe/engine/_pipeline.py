@@ -118,8 +118,7 @@ class Pipeline:
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             walk = walk_of(schedule, *run.mini_batch.size)
             refuse_data_parallel(run.mini_batch.kept_nodes)
-            parameters = dict.fromkeys(p for stage in self.stages for p in stage.module.parameters())
-            before = _Gradients(list(parameters))
+            before = _Gradients([p for stage in self.stages for p in stage.module.parameters()])
             mixed = 0
             try:
                 entering = _entering(batches)
@@ -194,8 +193,8 @@ class _Gradients:
     """Which parameters have no gradient before a training step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
         self._empty = [parameter for parameter in parameters if parameter.grad is None]
-        self._others = len(parameters) - len(self._empty)
 
     def restore(self, error: BaseException, mixed: int, microbatches: int) -> None:
         """After a failure: what had no gradient has none, and ``error`` says what became of the others.
@@ -205,10 +204,11 @@ class _Gradients:
         """
         for parameter in self._empty:
             parameter.grad = None
-        if self._others and mixed:
+        others = len({*self._parameters}) - len({*self._empty})  # stages may share some
+        if others and mixed:
             add_note(
                 error,
-                f"the .grad of {self._others} parameters held gradients before this step, and now may also hold those "
+                f"the .grad of {others} parameters held gradients before this step, and now may also hold those "
                 f"of up to {mixed} of its {microbatches} micro-batches; call zero_grad() before the next step",
             )
 

@@ -44,14 +44,25 @@ def modules_below(root: nn.Module) -> dict[nn.Module, None]:
 
 def shared_tensors(parts: Sequence[Iterable[nn.Module]]) -> dict[int, int]:
     """The parameters and buffers that modules of several ``parts`` have, by identity: the first part of each."""
+    found = [_tensors_of(modules) for modules in parts]
+    if sum(map(len, found)) == len(set[int]().union(*found)):
+        return {}
     first: dict[int, int] = {}
-    shared: dict[int, int] = {}
-    for j, modules in enumerate(parts):
-        for module in modules:
-            for tensor in chain(module._parameters.values(), module._buffers.values()):
-                if tensor is not None and first.setdefault(id(tensor), j) != j:
-                    shared[id(tensor)] = first[id(tensor)]
-    return shared
+    several: set[int] = set()
+    for j, own in enumerate(found):
+        several |= own & first.keys()
+        first |= dict.fromkeys(own - first.keys(), j)
+    return {key: first[key] for key in several}
+
+
+def _tensors_of(modules: Iterable[nn.Module]) -> set[int]:
+    found: set[int] = set()
+    for module in modules:
+        for own in (module._parameters, module._buffers):
+            if own:
+                found.update(map(id, own.values()))
+    found.discard(id(None))
+    return found
 
 
 class Tied:
