@@ -8,6 +8,8 @@ does not checkpoint. "Peak" is the most that lives at any time until the end of 
 second table has what stages hold at their peaks by the schedule of `step`, as `gpipe.record(memory=True)` counts it.
 The pipe runs inline, because a dispatch mode sees one thread; the programs are the same.
 
+The third table has losses whose outputs are larger than all else: what is held of them by the schedule.
+
 Resident memory: the most of a few steps, above what the process had before the first.
 """
 
@@ -57,6 +59,7 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
     """Saved activations by checkpoint mode and by schedule, then resident memory."""
     yield Report([_by_mode()])
     yield _by_schedule()
+    yield Report([_of_losses()])
     yield Report([_resident(options)])
 
 
@@ -109,6 +112,28 @@ def _peaks(schedule: str, chunks: int) -> list[int]:
     peaks = timeline.peak_bytes
     assert peaks is not None
     return [peaks[j] for j in range(STAGES)]
+
+
+def _of_losses() -> Table:
+    """Outputs that are much larger than all else, as those of language models."""
+    caption = "the most MiB of a step inline, two stages, 64 rows of 16384 classes (4 MiB) in each micro-batch"
+    headings = ("schedule", "checkpoint", "m=2", "m=8", "m=32", "for each more")
+    table = Table("memory.md", "losses", caption, headings, left=2)
+    for schedule, mode in product(("fill_drain", "1f1b"), CHECKPOINTS):
+        peaks = [_peak_with_losses(chunks, schedule, mode) / 2**20 for chunks in (2, 8, 32)]
+        table.add(schedule, mode, *(f"{peak:.1f}" for peak in peaks), f"{(peaks[2] - peaks[1]) / 24:.1f}")
+    return table
+
+
+def _peak_with_losses(chunks: int, schedule: str, mode: str) -> int:
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16384))
+    pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
+    x, labels = torch.randn(64 * chunks, 16), torch.randint(16384, (64 * chunks,))
+    with gpipe.inline():
+        pipe.step(x, labels, loss_fn=nn.functional.cross_entropy, schedule=schedule)
+        with AllocationTracker() as births:
+            pipe.step(x, labels, loss_fn=nn.functional.cross_entropy, schedule=schedule)
+    return births.peak
 
 
 def _pipe(block: Callable[[int], list[nn.Module]], chunks: int, mode: str) -> GPipe:

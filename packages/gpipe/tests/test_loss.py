@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 import gpipe
 from gpipe import GPipe
 from gpipe.schedule import SCHEDULES
+from profiler import AllocationTracker
 
 from .layers import DOUBLE, assert_same, linears, piped, rows
 
@@ -341,3 +343,88 @@ class TestBadLosses:
 
         with pytest.raises((TypeError, ValueError)):
             pipe.step(rows(), rows(), loss_fn=loss_fn)
+
+
+class TestCheckpointed:
+    """Where the last stage is checkpointed the loss is computed when it is recomputed."""
+
+    @staticmethod
+    def peak(chunks: int, schedule: str, mode: str) -> int:
+        """The most bytes in a step with outputs of 32 KiB for each micro-batch, and little else."""
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 4096))
+        pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
+        x, labels = torch.randn(2 * chunks, 3), torch.zeros(2 * chunks, dtype=torch.int64)
+        with gpipe.inline():
+            pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
+            with AllocationTracker() as tracker:
+                pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
+        return tracker.peak
+
+    @each_schedule
+    @settings(max_examples=settings.default.max_examples // 10)
+    @given(few=st.integers(2, 5), more=st.integers(1, 12))
+    def test_what_losses_hold_does_not_grow_with_the_number_of_micro_batches(
+        self, schedule: str, few: int, more: int
+    ) -> None:
+        grown = self.peak(few + more, schedule, "always") - self.peak(few, schedule, "always")
+        assert grown < 4096 * more
+
+    @each_schedule
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("inline", [False, True])
+    def test_the_loss_is_computed_once_for_each_micro_batch(self, schedule: str, mode: str, inline: bool) -> None:
+        seen: list[list[float]] = []
+
+        def loss_fn(output: Tensor, target: Tensor) -> Any:
+            assert not gpipe.is_checkpointing()
+            assert not gpipe.is_recomputing()
+            seen.append(target[:, 0].tolist())
+            return F.mse_loss(output, target), {"first": target[:, 0]}
+
+        model, target = linears(), rows(7)
+        pipe = piped(model, [1, 2], chunks=3, checkpoint=mode)
+        with gpipe.inline() if inline else nullcontext():
+            loss, metrics, outputs = pipe.step(rows(7), target, loss_fn=loss_fn, schedule=schedule, return_outputs=True)
+        assert sorted(seen) == sorted(part[:, 0].tolist() for part in target.split(3))
+        expected = F.mse_loss(model(rows(7)), target)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(metrics["first"], target[:, 0])
+        torch.testing.assert_close(outputs, model(rows(7)).detach())
+        assert_same(pipe, model)
+
+    @each_schedule
+    def test_a_loss_that_draws_draws_the_same_in_every_mode(self, schedule: str) -> None:
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(F.dropout(output, 0.5), target)
+
+        found = []
+        for mode in MODES:
+            pipe = piped(nn.Sequential(*linears(), nn.Dropout(0.5)), [1, 3], chunks=3, checkpoint=mode)
+            for _ in range(2):
+                pipe.zero_grad()
+                torch.manual_seed(5)
+                loss = pipe.step(rows(7), rows(7), loss_fn=loss_fn, schedule=schedule)
+            found.append((loss, [parameter.grad for parameter in pipe.parameters()]))
+        torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-12, atol=1e-12)
+
+    @each_schedule
+    @pytest.mark.parametrize("mode", MODES)
+    def test_layers_that_change_themselves_keep_their_graph_and_get_their_loss(self, schedule: str, mode: str) -> None:
+        class Counting(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+                self.count = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.count.add_(1)
+                return self.inner(x)
+
+        layers = nn.Sequential(linears()[0], Counting(linears()[1]))
+        pipe, plain = piped(layers, [1, 1], chunks=3, checkpoint=mode), linears()[:2]
+        pipe.step(rows(7), rows(7), loss_fn=F.mse_loss, schedule=schedule)
+        F.mse_loss(plain(rows(7)), rows(7)).backward()
+        torch.testing.assert_close(
+            [p.grad for p in pipe.parameters() if p.requires_grad], [p.grad for p in plain.parameters()]
+        )

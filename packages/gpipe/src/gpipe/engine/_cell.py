@@ -228,7 +228,8 @@ class CheckpointedCell(Cell):
     If the forward turns out to be one that cannot be repeated, the cell keeps its graph, as any other does.
     """
 
-    __slots__ = ("_recompute_context", "_remembered", "_sample", "_versions")
+    __slots__ = ("_computed", "_recompute_context", "_remembered", "_sample", "_versions")
+    _computed: Activation
     _remembered: Snapshot | None
 
     def __init__(self, layers: Layers, random: CellRNG | None, context: RecomputeContext) -> None:
@@ -248,7 +249,7 @@ class CheckpointedCell(Cell):
             outputs = layers.compute(own)
         gone = spare is None and versions(inputs) != before
         if not self._recompute_context.settle(remembered) or self._recompute_context.drew_past(random) or gone:
-            self.inputs, self._outputs = own, outputs.tensors
+            self.inputs, self._computed, self._outputs = own, outputs, outputs.tensors
             return flag_aliases(detach_leaves(outputs), inputs, layers.given)
         if versions(inputs) != before:
             assert spare is not None
@@ -272,8 +273,13 @@ class CheckpointedCell(Cell):
                 self._recompute_context.state.restored(self._remembered, still=self._sample.whole),
                 repeated,
             ):
-                self._outputs = self._layers.compute(self.inputs).tensors
+                self._computed = self._layers.compute(self.inputs)
+            self._outputs = self._computed.tensors
             self._recompute_context.expect(self._sample, self._outputs)
+
+    def recomputed(self) -> Activation:
+        """The outputs, cut off, once the cell has its graph."""
+        return flag_aliases(detach_leaves(self._computed), self.inputs, self._layers.given)
 
     def _expect_inputs(self) -> None:
         if versions(self.inputs) != self._versions:

@@ -62,6 +62,8 @@ class StageRunner:
         self._tied = tied
         self._grown = mini_batch.accumulated_outside(stage) if mini_batch.kept_nodes else None
         self._checkpoint_stop = mini_batch.checkpoint_stops[stage.index]
+        # A loss would hold its gradient until the backward comes. So it is computed on what is recomputed.
+        self._late_losses = self._checkpoint_stop if isinstance(departure, Losses) else 0
         self._begun = False
         self._adds_directly = False
         self._recompute_context: RecomputeContext | None = None
@@ -90,7 +92,8 @@ class StageRunner:
             self._finish_forwards()
         if not self._mini_batch.keeps:
             del self._cells[i]
-        self._departure.put_values(i, outputs)
+        if i >= self._late_losses:
+            self._departure.put_values(i, outputs)
 
     def _finish_forwards(self) -> None:
         if not self.layers.draws.settled:
@@ -100,7 +103,12 @@ class StageRunner:
 
     def recompute(self, i: int) -> None:
         self.stage.expect_current()
-        self._cells[i].recompute()
+        cell = self._cells[i]
+        cell.recompute()
+        if i < self._late_losses:
+            assert isinstance(cell, CheckpointedCell)
+            current.microbatch = None
+            self._departure.put_values(i, cell.recomputed())
 
     def backward(self, i: int) -> None:
         seeds = self._departure.get_gradients(i)
