@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 from gpipe.module._init._files import source_at
 from gpipe.module._init._sources import group_with
+from profiler._allocations import AllocationTracker
 
 Save = Callable[[dict[str, Tensor], Path], Path]
 
@@ -126,6 +127,19 @@ def test_only_what_is_asked_for_is_read(save: Save, tmp_path: Path) -> None:
     assert dict(group.shapes()) == {name: tensor.shape for name, tensor in state.items()}
     found = group.read(["3.bias", "0.weight"])
     torch.testing.assert_close(found, {name: state[name] for name in ("3.bias", "0.weight")})
+
+
+@each_kind
+def test_no_more_than_one_layer_is_in_memory_beside_the_stages(save: Save, tmp_path: Path) -> None:
+    def wide() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+
+    path = save(wide().state_dict(), tmp_path)
+    with torch.device("meta"):
+        meta = wide()
+    with AllocationTracker() as tracker:
+        GPipe(meta, [3, 3], devices=["cpu", "cpu"], init=path)
+    assert 6 * 33 * 32 * 4 <= tracker.peak <= 7 * 33 * 32 * 4
 
 
 def test_nested_state_dicts_need_no_file() -> None:

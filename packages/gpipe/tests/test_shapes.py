@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import Arguments, GPipe, flatten
 from gpipe.simulate import simulate, stage_costs
+from microbatch import Mean
 from profiler import profile
 
 from .test_flatten import ROWS, Model, Told, assert_equal, batch, each_refusal, gradients, models
@@ -89,6 +90,7 @@ class Looks(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         positions = torch.arange(len(x), device=x.device)
         assert int(positions.max()) == len(x) - 1
+        x = (x + self.model.factor * 0).to(positions.device)
         return self.model(x, None if mask is None or bool((mask == 1).all()) else mask)
 
 
@@ -182,3 +184,14 @@ def test_a_profile_of_a_model_without_data_tells_the_bytes_of_stages() -> None:
     blind, timed = (simulate("1f1b", stage_costs(each, [3, 2, 3]), microbatches=6) for each in (found, expected))
     assert blind.peak_bytes == timed.peak_bytes
     assert (blind.unit, timed.unit) == ("ticks", "s")
+
+
+def test_a_model_that_computes_its_loss() -> None:
+    model, plain = pair()
+    layers = flatten(model, batch(2, labels=True))
+    pipe = GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=4, out_spec=Mean(), init=plain.state_dict())
+    expected = plain(**batch(labels=True))["loss"]
+    torch.testing.assert_close(pipe(**batch(labels=True)), expected)
+    pipe.step(Arguments((), batch(labels=True)), loss_fn=lambda loss, target: loss)
+    expected.backward()
+    assert_equal(gradients(model), gradients(plain))

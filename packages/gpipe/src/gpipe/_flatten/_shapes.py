@@ -41,10 +41,11 @@ class Shapes(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = _tensors((args, kwargs))
-        if any(tensor.is_meta for tensor in tensors):
+        on_meta = any(tensor.is_meta for tensor in tensors)
+        if on_meta:
             args, kwargs = _pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
-        elif kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
-            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _device(kwargs["device"], on_meta)}
         result = func(*args, **kwargs)
         if any(map(self.is_unknown, tensors)) and not _looks_at_shapes(func):
             for tensor in _tensors(result):
@@ -55,6 +56,13 @@ class Shapes(DispatchMode):  # type: ignore[no-untyped-call]
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _device(wanted: Any, on_meta: bool) -> torch.device:
+    """What has no data stays on ``meta``, wherever it is moved; and new tensors there would not need to be."""
+    if on_meta:
+        return torch.device("meta")
+    return torch.device("cpu" if torch.device(wanted).type == "meta" else wanted)
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

@@ -82,14 +82,21 @@ def _materialize_layer(layers: Layers, name: str, device: torch.device, memory: 
         for tensor in (*layer.parameters(), *layer.buffers()):
             if tensor.is_meta:
                 memory.give(tensor, device)
-        move(layer, device)  # what had data before
+        _move(layer, device, memory)  # what had data before
         with device:
             means.fill(layers, name, memory.fresh)
         _expect_no_meta(modules_of_layer(layers, name))
-        move(layer, device)  # what was made anew, elsewhere
+        _move(layer, device, memory)  # what was made anew, elsewhere
     except Exception as error:
         add_note(error, f"this happened as init= gave values to layer {name!r} on {str(device)!r}")
         raise
+
+
+def _move(layer: nn.Module, device: torch.device, memory: Memory) -> None:
+    # What an earlier partition shares may come along, and may have no values yet.
+    unwritten = [tensor for tensor in layer.parameters() if memory.is_unwritten(tensor)]
+    move(layer, device)
+    memory.unwritten |= {tensor.untyped_storage()._cdata for tensor in unwritten}
 
 
 def _expect_no_meta(modules: Iterable[Owned]) -> None:

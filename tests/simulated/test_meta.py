@@ -1,0 +1,102 @@
+"""Models that were built on ``meta`` get their data on accelerators, and pass through host memory layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe import GPipe
+from profiler._allocations import AllocationTracker
+
+from .models import WIDTH, linear, rows
+from .placements import devices
+
+pytestmark = pytest.mark.timeout(60)
+SIZE = (WIDTH + 1) * WIDTH * 8  # of a layer, in bytes
+
+
+def model() -> nn.Sequential:
+    """Each layer with a weight and a bias; the last has the weight of the first."""
+    layers = [linear() for _ in range(6)]
+    layers[-1].weight = layers[0].weight
+    return nn.Sequential(*layers)
+
+
+class Lazily(Mapping[str, Tensor]):
+    """A state dict whose values are made when they are asked for."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[name].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+class OnHost(AllocationTracker):
+    """Counts host memory alone."""
+
+    def _born(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        if storage.device.type == "cpu":
+            super()._born(storage, dtype)
+
+
+def saved(state: dict[str, Tensor], folder: Path) -> Path:
+    torch.save(state, folder / "model.pt")
+    return folder / "model.pt"
+
+
+def uniform(module: nn.Module) -> None:
+    for tensor in module.parameters(recurse=False):
+        nn.init.uniform_(tensor)
+
+
+INITS: dict[str, Callable[[dict[str, Tensor], Path], Any]] = {
+    "reset": lambda state, folder: "reset",
+    "function": lambda state, folder: uniform,
+    "state dict": lambda state, folder: Lazily(state),
+    "file": saved,
+}
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_host_memory_never_holds_more_than_a_layer(init: str, tmp_path: Path) -> None:
+    plain = model()
+    with torch.device("meta"):
+        meta = model()
+    given = INITS[init](plain.state_dict(), tmp_path)
+    with OnHost() as tracker:
+        pipe = GPipe(meta, [2, 2, 2], devices=devices("three devices"), chunks=2, init=given)
+    assert tracker.peak <= SIZE
+    assert [p.device for p in pipe.partitions[1].parameters()] == [pipe.devices[1]] * 4
+    assert pipe[5].weight is pipe[0].weight
+    assert pipe[5].weight.device == pipe.devices[0]
+    if init in ("state dict", "file"):
+        found = {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
+        torch.testing.assert_close(found, dict(plain.state_dict()), rtol=0, atol=0)
+    x = rows()
+    loss = pipe.step(x, loss_fn=lambda output: output.square().mean())
+    assert loss.isfinite()
+
+
+def test_what_partitions_share_and_nobody_initialises_is_named() -> None:
+    with torch.device("meta"):
+        meta = model()
+
+    def biases(module: nn.Module) -> None:
+        nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match=r"has not written to '0\.weight', .*'5\.weight'"):
+        GPipe(meta, [2, 2, 2], devices=devices("three devices"), init=biases)
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert meta[5].weight is meta[0].weight
