@@ -4,6 +4,9 @@ from . import balance as balance
 from . import nn as nn
 from . import simulate as simulate
 from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm
+from ._check import Finding as Finding
+from ._check import Report as Report
+from ._check import check as check
 from ._flatten import flatten as flatten
 from ._gpipe import GPipe as GPipe
 from .checkpoint._phase import is_checkpointing as is_checkpointing
@@ -24,9 +27,12 @@ __all__ = [
     "BalanceError",
     "DeferredBatchNorm",
     "Event",
+    "Finding",
     "GPipe",
+    "Report",
     "Schedule",
     "Timeline",
+    "check",
     "flatten",
     "inline",
     "is_checkpointing",

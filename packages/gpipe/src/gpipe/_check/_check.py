@@ -1,0 +1,157 @@
+"""Whether a model trains the same as a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import Arguments, map_tensors, scatter
+
+from .._flatten import flatten
+from .._flatten._inputs import Inputs
+from .._gpipe import GPipe
+from ..balance import uniform
+from ..module._arguments import checked_chunks
+from ..module._partition import checked_balance
+from ._findings import Finding
+from ._loss import Loss, uneven
+from ._model import Walked, tied, walk
+from ._pipe import Case, compare
+from ._report import Report
+from ._trial import Signal, seeded
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+def check(
+    model: nn.Module,
+    sample: Any,
+    *,
+    target: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    balance: Iterable[int] | None = None,
+    chunks: int = 4,
+) -> Report:
+    """Whether ``model`` trains in micro-batches and stages as it does without, and what stands in the way.
+
+    First each layer alone, in double precision: it is given what the plain model gives to it, once as a whole and once
+    in micro-batches, so that a fault shows in its own layer and in no other. Outputs, gradients and buffers are
+    compared; where they differ, it is found out why. Then pipes of the whole model, under each schedule and checkpoint
+    mode, are compared with the plain loop over micro-batches.
+
+    Args:
+        model: an ``nn.Sequential``, or any that :func:`gpipe.flatten` makes one of. It is copied, and stays as it is.
+        sample: what it is called with: a mini-batch of at least two rows; a mapping for named arguments,
+            :class:`microbatch.Arguments` for several.
+        target: what ``loss_fn`` compares with, cut like ``sample``.
+        loss_fn: as for :meth:`gpipe.GPipe.step`; by default the mean square of the outputs.
+        balance: layers of each stage; by default four even ones, or one for each layer if there are less.
+        chunks: how many micro-batches.
+
+    Returns:
+        What was found: ``report.ok``, ``report.findings``; ``print(report)`` explains it.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``target`` is given without ``loss_fn``.
+        ValueError: ``sample`` has less than two rows, ``chunks`` is less than two, or ``balance`` does not fit.
+        Whatever the plain model raises on ``sample``.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(dim=0), nn.Linear(4, 2))
+    >>> report = check(model, torch.randn(8, 4))
+    >>> [(finding.code, finding.layer) for finding in report.findings]
+    [('mixes-rows', '1')]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
+    if target is not None and loss_fn is None:
+        raise TypeError("target is given, but loss_fn, which compares outputs with it, is not")
+    if checked_chunks(chunks) < 2:
+        raise ValueError(f"chunks must be at least 2, or there is nothing to compare; got {chunks}")
+    with seeded(model):
+        layers, inputs, dtype = _in_double(model, sample)
+        target = _double(target)
+        sizes = _sizes(balance, layers)
+        return _check(layers, inputs, target, Loss(loss_fn), sizes, chunks, dtype)
+
+
+def _check(
+    layers: nn.Sequential,
+    inputs: Any,
+    target: Any,
+    loss: Loss,
+    balance: Sequence[int],
+    chunks: int,
+    dtype: torch.dtype,
+) -> Report:
+    batches = scatter(inputs, chunks)
+    if len(batches) < 2:
+        raise ValueError("sample has a single row; a check compares micro-batches, so give it two or more")
+    targets = [None] * len(batches) if target is None else [each.value for each in scatter(target, chunks)]
+    rows = [batch.rows[0] for batch in batches]
+    tolerance = _TOLERANCE.get(dtype, 5e-2)
+    walked = walk(layers, Signal(inputs, {}), [Signal(batch.value, {}) for batch in batches], tolerance)
+    findings = [*walked.findings, *tied(layers)]
+    agreed: list[str] = []
+    if not _broken(findings):
+        findings += _of_loss(loss, walked, target, targets, rows, tolerance)
+        case = Case(layers, balance, chunks, inputs, target, batches, targets, loss)
+        together, agreed = compare(case, tolerance * 100)
+        findings += together
+    names = len(list(layers.children()))
+    return Report(tuple(findings), names, sum(rows), len(batches), str(dtype).removeprefix("torch."), tuple(agreed))
+
+
+def _broken(findings: Iterable[Finding]) -> bool:
+    """Whether a pipe would show again what is known of single layers."""
+    return any(finding.level == "error" for finding in findings)
+
+
+def _of_loss(
+    loss: Loss, walked: Walked, target: Any, targets: Sequence[Any], rows: Sequence[int], tolerance: float
+) -> list[Finding]:
+    parts = [(part.value, y, n) for part, y, n in zip(walked.parts, targets, rows, strict=True)]
+    return list(uneven(loss, (walked.whole.value, target, sum(rows)), parts, tolerance))
+
+
+def _in_double(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any, torch.dtype]:
+    """A copy of the layers and of their input in double precision; as they are, where that does not work."""
+    own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
+    try:
+        return *_copied(copy.deepcopy(model).double(), _double(sample)), torch.float64
+    except Exception:
+        # Either the model cannot compute in double precision, or it fails anyhow, which this says.
+        return *_copied(copy.deepcopy(model), sample), own
+
+
+def _copied(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
+    """The layers of ``model``, which has to work on ``sample``, and what the first of them is called with."""
+    if isinstance(model, GPipe):
+        model = nn.Sequential(OrderedDict(model.named_children()))
+    if isinstance(model, nn.Sequential):
+        layers, inputs = model, sample
+    else:
+        layers, inputs = flatten(model, sample), Arguments(*Inputs.of(sample))
+    trial = copy.deepcopy(layers)
+    with torch.no_grad():
+        trial(*inputs.args, **inputs.kwargs) if isinstance(inputs, Arguments) else trial(inputs)
+    return layers, inputs
+
+
+def _double(value: Any) -> Any:
+    """The same tree with all real floating-point tensors in double precision, without their graph."""
+
+    def double(tensor: Tensor) -> Tensor:
+        return tensor.detach().double().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
+
+    return map_tensors(double, value)
+
+
+def _sizes(balance: Iterable[int] | None, layers: nn.Sequential) -> list[int]:
+    count = len(list(layers.children()))
+    return uniform(min(4, count), layers) if balance is None else checked_balance(balance, count)

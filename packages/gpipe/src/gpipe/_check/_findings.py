@@ -1,0 +1,108 @@
+"""What a check may find."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Level = Literal["error", "warning", "note"]
+
+
+class Code(NamedTuple):
+    """A kind of finding: how bad it is, and what to do about it."""
+
+    level: Level
+    advice: str
+
+
+CODES: dict[str, Code] = {
+    "batchnorm": Code(
+        "warning",
+        "deferred_batch_norm=True gives the running statistics of the whole mini-batch; keep eight rows or more in a "
+        "micro-batch, or use GroupNorm or LayerNorm, which look at one row at a time",
+    ),
+    "mixes-rows": Code(
+        "error",
+        "compute each row by itself; if a dimension is not where the layer expects it, look at batch_first, dim= and "
+        "transposed inputs; if rows have to meet, do it in the loss, with all outputs",
+    ),
+    "rows": Code(
+        "error",
+        "let a row's output depend on that row alone; what depends on the place of a row in the mini-batch belongs "
+        "into the input, and a division by the number of rows into the loss",
+    ),
+    "rows-lost": Code(
+        "error",
+        "keep one row of output for each row of input, and reduce over rows in the loss; for a model that returns "
+        "sums or means there are out_spec=Sum() and out_spec=Mean()",
+    ),
+    "hard-coded-batch": Code("error", "take the number of rows from the input, as in x.view(x.shape[0], -1)"),
+    "gradient": Code(
+        "error", "look at custom autograd functions and hooks: the gradient of a row must not depend on the other rows"
+    ),
+    "stateful": Code(
+        "error",
+        "a pipeline calls the layer once for each micro-batch, and again for recomputations: keep nothing from call to "
+        "call that changes the output",
+    ),
+    "impure": Code(
+        "error",
+        "draw from PyTorch's generators, which a pipeline repeats for recomputations, and not from Python's or "
+        "NumPy's; leave clocks and other sources out of the forward",
+    ),
+    "buffers": Code(
+        "warning",
+        "the buffers are updated once for each micro-batch, instead of once; divide momentum by the number of "
+        "micro-batches, or update them outside of the forward",
+    ),
+    "loss": Code(
+        "error",
+        "the loss is no plain mean over rows, as with ignore_index, padding or class weights: let loss_fn return "
+        "(sum, count), or use reduction='sum'",
+    ),
+    "fails": Code("error", "the error says what is missing"),
+    "recompute": Code(
+        "error",
+        "a recomputation must repeat its forward: see what the layers keep or draw elsewhere; or checkpoint='never'",
+    ),
+    "pipeline": Code("error", "the layers agree one by one, but not together: look for what they share"),
+    "random": Code("note", "masks are others than the plain model's; with the same seed and chunks they are repeated"),
+    "in-place": Code("note", "where a stage begins with this layer, the pipe works on a clone of its input"),
+    "frozen": Code("note", "nothing to do; its stage has no gradients of weights to compute"),
+    "tied": Code("note", "keep the layers in one stage if you can: then no gradient has to be sent"),
+    "reassociation": Code("note", "sums in another order differ by rounding; nothing to do"),
+}
+"""All codes, and for each how bad it is and what to do."""
+
+
+class Finding(NamedTuple):
+    """One thing that a check found.
+
+    Attributes:
+        code: the kind, a key of ``CODES``.
+        layer: the name of the layer; None where it is the whole model.
+        kind: the class of the layer, as a name.
+        message: what happens.
+        evidence: what was seen, with figures.
+    """
+
+    code: str
+    layer: str | None
+    kind: str
+    message: str
+    evidence: str = ""
+
+    @property
+    def level(self) -> Level:
+        """``"error"``: results are wrong or training fails. ``"warning"``: they differ. ``"note"``: good to know."""
+        return CODES[self.code].level
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return CODES[self.code].advice
+
+    def __str__(self) -> str:
+        where = "" if self.layer is None else f"layer {self.layer!r} ({self.kind}): "
+        lines = [f"{self.level}[{self.code}]: {where}{self.message}"]
+        lines += [f"  |  {line}" for line in self.evidence.splitlines()]
+        return "\n".join([*lines, f"  = {self.advice}"])

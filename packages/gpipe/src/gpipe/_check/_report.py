@@ -1,0 +1,61 @@
+"""What a check found, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+from ._findings import Finding
+
+_LEVELS = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`gpipe.check` found. ``str()`` is for people.
+
+    Attributes:
+        findings: all of them, those of layers first, in their order.
+        layers: how many layers were looked at.
+        rows: of the sample.
+        microbatches: how many micro-batches it was cut into.
+        dtype: what was computed in, ``"float64"`` unless the model cannot.
+        compared: the settings under which the whole pipe was run and agreed with the micro-batch loop; empty if errors
+            of single layers would have shown there again.
+    """
+
+    findings: tuple[Finding, ...]
+    layers: int
+    rows: int
+    microbatches: int
+    dtype: str
+    compared: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the pipe trains like the plain model: there is no error and no warning."""
+        return all(finding.level == "note" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """All of it as a JSON object."""
+        findings = [{**each._asdict(), "level": each.level, "advice": each.advice} for each in self.findings]
+        facts = {name: getattr(self, name) for name in ("layers", "rows", "microbatches", "dtype", "compared")}
+        return json.dumps({"ok": self.ok, "findings": findings, **facts}, indent=2)
+
+    def __str__(self) -> str:
+        ordered = sorted(self.findings, key=lambda finding: _LEVELS.index(finding.level))
+        return "\n\n".join([*map(str, ordered), self._summary()])
+
+    def _summary(self) -> str:
+        counts = Counter[str](finding.level for finding in self.findings)
+        found = ", ".join(f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in _LEVELS if counts[level])
+        lines = [
+            f"{found or 'nothing found'}: {self.layers} layers, {self.rows} rows in {self.microbatches} micro-batches, "
+            f"in {self.dtype}"
+        ]
+        if self.compared:
+            lines.append(f"the whole pipe equals the micro-batch loop under {', '.join(self.compared)}")
+        else:
+            lines.append("the whole pipe was not run; mend the errors of its layers first")
+        return "\n".join(lines)
