@@ -215,15 +215,13 @@ def test_nothing_is_found_in_a_clean_model(name: str) -> None:
     report = check(CLEAN[name](), torch.randn(ROWS, WIDTH), chunks=3)
     assert report.findings == ()
     assert report.ok
-    assert len(report.compared) >= 7
+    assert len(report.compared) >= 4  # all but interleaving, which needs an even number of stages
 
 
 @given(st.data())
 @settings(max_examples=6)
 def test_several_faults_are_named_each_where_it_is(data: st.DataObject) -> None:
-    names = data.draw(
-        st.lists(st.sampled_from([name for name in FAULTS if name != "another number of rows"]), max_size=4)
-    )
+    names = data.draw(st.lists(st.sampled_from(sorted(FAULTS.keys() - LOSE_ROWS)), min_size=2, max_size=3))
     made = [FAULTS[name] for name in names]
     layers = [layer for make, _ in made for layer in (linear(), make())]
     expected = {(str(2 * k + 1), code) for k, (_, codes) in enumerate(made) for code in codes}

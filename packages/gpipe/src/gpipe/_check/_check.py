@@ -23,7 +23,7 @@ from ._loss import Loss, uneven
 from ._model import Walked, tied, walk
 from ._pipe import Case, compare
 from ._report import Report
-from ._trial import Signal, seeded
+from ._trial import Signal, call_all, seeded
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
@@ -100,7 +100,8 @@ def _check(
     agreed: list[str] = []
     if not _broken(findings):
         findings += _of_loss(loss, walked, target, targets, rows, tolerance)
-        case = Case(layers, balance, chunks, inputs, target, batches, targets, loss)
+        draws = any(finding.code == "random" for finding in findings)
+        case = Case(layers, balance, chunks, inputs, target, batches, targets, loss, draws)
         together, agreed = compare(case, tolerance * 100)
         findings += together
     names = len(list(layers.children()))
@@ -139,7 +140,7 @@ def _copied(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
         layers, inputs = flatten(model, sample), Arguments(*Inputs.of(sample))
     trial = copy.deepcopy(layers)
     with torch.no_grad():
-        trial(*inputs.args, **inputs.kwargs) if isinstance(inputs, Arguments) else trial(inputs)
+        call_all(trial, inputs)
     return layers, inputs
 
 

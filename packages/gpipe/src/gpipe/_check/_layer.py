@@ -26,11 +26,12 @@ class Examined(NamedTuple):
 
 def examine(task: Task) -> Examined:
     """Run copies of the layer on the whole and on micro-batches, and compare outputs, gradients and buffers."""
-    plain = copy.deepcopy(task.layer)
-    whole = attempt(plain, task.whole)
-    findings = [*_remarks(task, whole), *_repeats(task, plain, whole)]
+    whole = attempt(copy.deepcopy(task.layer), task.whole)
+    findings = [*_remarks(task, whole), *_repeats(task, whole)]
+    # What draws is compared in evaluation, in which most draw nothing. Batch norm stays as it was.
+    layer = without_masks(task.layer) if whole.drew else task.layer
     try:
-        runs = run_both(task, task.layer, whole)
+        runs = run_both(task, layer)
     except NoRowsError as error:
         findings.append(task.finding("rows-lost", "its output does not follow the rows of its input", str(error)))
         return Examined(findings, whole.output, _guessed(task, whole))
@@ -38,14 +39,16 @@ def examine(task: Task) -> Examined:
         what = f"{type(error).__name__}: {error}"
         findings.append(task.finding("hard-coded-batch", "fails on a micro-batch, and not on the whole", what))
         return Examined(findings, whole.output, _guessed(task, whole))
-    if not any(finding.level == "error" for finding in findings):
-        findings += _compared(task, runs)
-    return Examined(findings, whole.output, _forced(runs))
+    if not runs.whole.drew and not any(finding.level == "error" for finding in findings):
+        findings += _compared(task, layer, runs)
+    return Examined(findings, runs.whole.output, _forced(runs))
 
 
 def _remarks(task: Task, whole: Trial) -> Iterator[Finding]:
     if whole.drew_elsewhere:
         yield task.finding("impure", "draws from Python's or NumPy's generator")
+    if whole.drew:
+        yield task.finding("random", "draws random numbers")
     if whole.in_place:
         yield task.finding("in-place", "changes its input in place")
     weights = list(task.layer.parameters())
@@ -53,14 +56,15 @@ def _remarks(task: Task, whole: Trial) -> Iterator[Finding]:
         yield task.finding("frozen", "none of its parameters requires grad")
 
 
-def _repeats(task: Task, used: nn.Module, whole: Trial) -> Iterator[Finding]:
-    """Another copy in the same state has to give the same, and so has a second call of the first."""
-    apart = _apart(whole, attempt(copy.deepcopy(task.layer), task.whole))
+def _repeats(task: Task, whole: Trial) -> Iterator[Finding]:
+    """Another copy in the same state has to give the same, and give it again."""
+    twin = copy.deepcopy(task.layer)
+    apart = _apart(whole, attempt(twin, task.whole))
     if apart > task.tolerance:
         message = "gives something else each time, for the same input, state and seed"
         yield task.finding("impure", message, f"differs by {figure(apart)}")
         return
-    apart = _apart(whole, attempt(used, task.whole))
+    apart = _apart(whole, attempt(twin, task.whole))
     if apart > task.tolerance:
         message = "a second call gives something else, for the same input and seed"
         yield task.finding("stateful", message, f"differs by {figure(apart)}")
@@ -94,27 +98,12 @@ def _rows(signal: Signal) -> int:
     return max([tensor.shape[0] for tensor in signal.tensors() if tensor.dim()], default=0)
 
 
-def _compared(task: Task, runs: Runs) -> list[Finding]:
+def _compared(task: Task, layer: nn.Module, runs: Runs) -> list[Finding]:
     apart = runs.difference()
-    if runs.whole.drew:
-        return _without_masks(task, apart)
     if apart > task.tolerance:
-        return [explain(task, task.layer, runs, apart)]
+        return [explain(task, layer, runs, apart)]
+    runs.backward()
     return _gradients_and_buffers(task, runs)
-
-
-def _without_masks(task: Task, apart: float) -> list[Finding]:
-    """A layer that draws is compared in evaluation, in which most draw nothing. Batch norm stays as it was."""
-    findings = [task.finding("random", "draws random numbers")] if apart > task.tolerance else []
-    quiet = without_masks(task.layer)
-    whole = attempt(copy.deepcopy(quiet), task.whole)
-    if whole.drew:
-        return [task.finding("random", "draws random numbers, in evaluation too, so its values were not compared")]
-    runs = run_both(task, quiet, whole)
-    apart = runs.difference()
-    if apart > task.tolerance:
-        return [*findings, explain(task, quiet, runs, apart)]
-    return [*findings, *_gradients_and_buffers(task, runs)]
 
 
 def _gradients_and_buffers(task: Task, runs: Runs) -> list[Finding]:
@@ -140,9 +129,9 @@ def _of_input(task: Task, runs: Runs) -> float:
     apart = [0.0]
     for k, whole in enumerate(task.whole.tensors()):
         pieces = [part.tensors()[k] for part in task.parts]
-        dim, gradient = dimension(whole, pieces), runs.whole.gradients[k]
+        dim, gradient = dimension(whole, pieces), runs.whole.leaves[k].grad
         if gradient is not None and dim is not None:
-            apart.append(difference(cut(gradient, dim, pieces), [part.gradients[k] for part in runs.parts]))
+            apart.append(difference(cut(gradient, dim, pieces), [part.leaves[k].grad for part in runs.parts]))
     return max(apart)
 
 

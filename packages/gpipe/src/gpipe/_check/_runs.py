@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ._findings import Finding
 from ._rows import NoRowsError, cut, difference, dimension
 from ._trial import Signal, Trial, attempt
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class Task(NamedTuple):
@@ -36,7 +38,12 @@ class Task(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """A copy of the layer on the whole mini-batch, and one on its micro-batches, one after the other."""
+    """A copy of a layer on the whole mini-batch, and one on its micro-batches, one after the other.
+
+    Attributes:
+        copies: the two.
+        dims: for each tensor that they give on, the dimension of its rows; None if it is the same for all.
+    """
 
     copies: tuple[nn.Module, nn.Module]
     whole: Trial
@@ -52,26 +59,30 @@ class Runs(NamedTuple):
     def difference(self) -> float:
         return max([difference(*pair) for pair in self.pairs()], default=0.0)
 
-
-def run_both(task: Task, layer: nn.Module, whole: Trial) -> Runs:
-    """``layer`` on the whole and on micro-batches, forward and backward, each with a copy."""
-    first, second, probe = (_fresh(layer) for _ in range(3))
-    trials = [attempt(probe, part) for part in task.parts]
-    dims = dims_of(whole, trials)
-    cotangents = [_cotangent(tensor, k) for k, tensor in enumerate(whole.output.tensors())]
-    outputs = [trial.output.tensors() for trial in trials]
-    shares = [_shares(g, dim, parts) for g, dim, *parts in zip(cotangents, dims, *outputs, strict=True)]
-    return Runs(
-        (first, second),
-        attempt(first, task.whole, cotangents),
-        [attempt(second, part, share) for part, share in zip(task.parts, zip(*shares, strict=True), strict=True)]
-        if shares
-        else trials,
-        dims,
-    )
+    def backward(self) -> None:
+        """The backward of the whole, and those of the micro-batches, from the same gradients."""
+        cotangents = [_cotangent(tensor, k) for k, tensor in enumerate(self.whole.roots)]
+        self.whole.backward(cotangents)
+        columns = zip(*[part.roots for part in self.parts], strict=True)
+        shares = [_shares(*each) for each in zip(cotangents, self.dims, columns, strict=True)]
+        for k, part in enumerate(self.parts):
+            part.backward([share[k] for share in shares])
 
 
-def _fresh(layer: nn.Module) -> nn.Module:
+def run_both(task: Task, layer: nn.Module) -> Runs:
+    """The forwards of copies of ``layer`` on the whole and on micro-batches.
+
+    Raises:
+        NoRowsError: what the micro-batches give does not make up what the whole gives.
+        Whatever the layer raises.
+    """
+    copies = fresh(layer), fresh(layer)
+    whole = attempt(copies[0], task.whole)
+    parts = [attempt(copies[1], part) for part in task.parts]
+    return Runs(copies, whole, parts, dims_of(whole, parts))
+
+
+def fresh(layer: Layer) -> Layer:
     """A copy without gradients."""
     twin = copy.deepcopy(layer)
     twin.zero_grad()
@@ -101,7 +112,7 @@ def figure(apart: float) -> str:
     return "another shape, type or not-a-number" if math.isinf(apart) else f"{apart:.1e}"
 
 
-def without_masks(model: nn.Module) -> nn.Module:
+def without_masks(model: Layer) -> Layer:
     """A copy in evaluation mode, of which only batch norm is as in training."""
     quiet = copy.deepcopy(model)
     for module in quiet.modules():

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microbatch import Arguments, Batch, map_tensors
+from microbatch import Arguments
 
 from ..checkpoint._device_generator import module_of
 from ..skip import Skippable
 from ..skip._store import Key, routed
-from ..values._leaves import as_nonleaf, clone_leaves, versions
+from ..values._leaves import Activation, as_nonleaf, clone_leaves, versions
 
 SEED = 20_041_911
 
@@ -27,68 +27,71 @@ class Signal(NamedTuple):
     value: Any
     skips: dict[Key, Tensor | None]
 
+    def activation(self) -> Activation:
+        """All of it as one value."""
+        return Activation((self.value, *self.skips.values()))
+
     def tensors(self) -> list[Tensor]:
-        return list(Batch((self.value, *self.skips.values())))
+        return list(self.activation().tensors)
 
     def replaced(self, tensors: Sequence[Tensor]) -> Signal:
         """The same with other tensors, in the order of :meth:`tensors`."""
-        given = iter(tensors)
-        value = map_tensors(lambda _: next(given), self.value)
-        return Signal(value, {key: None if skip is None else next(given) for key, skip in self.skips.items()})
+        value, *skips = self.activation().with_tensors(tensors).value
+        return Signal(value, dict(zip(self.skips, skips, strict=True)))
 
 
 class Trial(NamedTuple):
-    """What a run showed.
+    """What a forward showed, and what a backward starts from.
 
     Attributes:
         output: what it gave on: its return value, and the skips that it stashed; detached, but with requires_grad.
-        gradients: of the tensors that went in; None where there is none.
         drew: whether it used a generator of PyTorch.
         drew_elsewhere: whether it used Python's or NumPy's.
         in_place: whether it changed what went in.
+        roots: the tensors of ``output``, with their graph.
+        leaves: those that went in.
     """
 
     output: Signal
-    gradients: list[Tensor | None]
     drew: bool
     drew_elsewhere: bool
     in_place: bool
+    roots: list[Tensor]
+    leaves: list[Tensor]
+
+    def backward(self, cotangents: Sequence[Tensor]) -> None:
+        """Accumulate gradients in the parameters and in ``leaves``, from one gradient for each of ``roots``."""
+        pairs = [(y, g) for y, g in zip(self.roots, cotangents, strict=True) if y.requires_grad]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
 
 
-def attempt(layer: nn.Module, signal: Signal, cotangents: Sequence[Tensor] | None = None) -> Trial:
-    """Run ``layer`` from the same state of all generators as every other attempt; and backward, from ``cotangents``.
-
-    Args:
-        cotangents: gradients of what it gives on, in the order of its tensors.
-    """
-    leaves = clone_leaves(Batch((signal.value, *signal.skips.values())))
+def attempt(layer: nn.Module, signal: Signal) -> Trial:
+    """Run the forward of ``layer``, with all generators in the same state as for every other attempt."""
+    leaves = clone_leaves(signal.activation())
     entered = as_nonleaf(leaves)
     before = versions(entered)
     value, *skips = entered.value
     store = dict(zip(signal.skips, skips, strict=True))
     with seeded(layer) as generators, routed(store):
-        output = layer(*value.args, **value.kwargs) if isinstance(value, Arguments) else layer(value)
+        output = call(layer, value)
         drew, drew_elsewhere = generators.drew(), generators.drew_elsewhere()
     given = Signal(output, {key: skip for key, skip in store.items() if key not in signal.skips})
-    if cotangents is not None:
-        _backward(given.tensors(), cotangents)
-    return Trial(
-        given.replaced([_detached(tensor) for tensor in given.tensors()]),
-        [tensor.grad for tensor in leaves],
-        drew,
-        drew_elsewhere,
-        versions(entered) != before,
-    )
+    roots = given.tensors()
+    detached = given.replaced([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in roots])
+    return Trial(detached, drew, drew_elsewhere, versions(entered) != before, roots, list(leaves.tensors))
 
 
-def _backward(outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
-    pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if y.requires_grad]
-    if pairs:
-        torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
+def call(layer: nn.Module, value: Any) -> Any:
+    """What ``layer`` makes of ``value``, which may stand for several arguments."""
+    return layer(*value.args, **value.kwargs) if isinstance(value, Arguments) else layer(value)
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def call_all(layers: nn.Sequential, value: Any) -> Any:
+    """What ``layers`` make of ``value``, one after the other; unlike their container, the first takes several."""
+    for layer in layers.children():
+        value = call(layer, value)
+    return value
 
 
 def popped(layer: nn.Module) -> list[Key]:
