@@ -56,7 +56,7 @@ class TestConstruction:
             block.to("meta")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpipe.module._partition, "move", move)
+            patch.setattr(gpipe.module._tied, "move", move)
             with pytest.raises(FullError):
                 GPipe(model, [1] * 4, devices=["cpu"] * 4, deferred_batch_norm=deferred)
         assert state(model) == before
