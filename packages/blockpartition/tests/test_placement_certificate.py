@@ -7,6 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpartition import Infeasible, Placement, Stage, place, verify
+from blockpartition._model import read_model
+from blockpartition._placement_certificate import (
+    _at_positions,
+    _denied_from_any,
+    _denied_from_nearest,
+    _fits,
+    _outside,
+)
+from blockpartition._problem import Bound
 
 from . import instances, oracle
 from .cases import cases
@@ -197,3 +206,63 @@ def test_witness_is_in_layers_and_thresholds_in_the_callers_unit():
     assert GOOD.witness == (((0, 0),), ((1, 1),), ((2, 3),))
     assert all(isinstance(threshold, Fraction) for threshold in FAST.witness)
     assert list(FAST.witness) == sorted(FAST.witness)
+
+
+def positions(found):
+    return [position for first, last in found for position in range(first, last + 1)]
+
+
+@given(st.lists(st.tuples(st.integers(-1, 9), st.integers(-1, 9)), max_size=5), st.sets(st.integers(0, 9), min_size=1))
+def test_intervals_in_layers_become_runs_of_positions_without_overlaps(intervals, layers):
+    known = sorted(layers)
+    found = positions(_at_positions(intervals, known))
+    covered = {layer for first, last in intervals for layer in range(first, last + 1)}
+    assert found == [i for i, layer in enumerate(known) if layer in covered]
+
+
+@given(st.sets(st.integers(0, 9)), st.integers(0, 9))
+def test_outside_the_runs_are_all_other_positions(inside, until):
+    runs = [(position, position) for position in sorted(inside)]
+    assert positions(_outside(runs, until)) == [position for position in range(until + 1) if position not in inside]
+
+
+@given(placings(max_layers=7), st.data())
+def test_denied_ends_are_those_that_a_block_from_one_of_the_starts_can_have(problem, data):
+    try:
+        model = read_model(problem.costs, problem.stages, **problem.constraints).problem
+    except Infeasible:
+        return
+    here = st.sets(st.integers(0, model.n))
+    starts, denied = (data.draw(here.map(grouped)) for _ in range(2))
+    bound = Bound(Fraction(data.draw(st.integers(0, 60)), data.draw(st.integers(1, 3))), strict=True)
+    for slot in {id(step.slot): step.slot for steps in model.into for step in steps}.values():
+        limit = bound.limit(slot.speed)
+        expected = {
+            end
+            for end in positions(denied)
+            if any(_fits(model, start, end, slot, limit) for start in positions(starts) if start < end)
+        }
+        assert set(_denied_from_any(model, starts, denied, slot, limit)) == expected
+        if not slot.need.entry:
+            assert set(_denied_from_nearest(model, starts, denied, slot, limit)) == expected
+
+
+def grouped(chosen):
+    """Positions as runs."""
+    found = []
+    for position in sorted(chosen):
+        if found and found[-1][1] == position - 1:
+            found[-1] = (found[-1][0], position)
+        else:
+            found.append((position, position))
+    return found
+
+
+def test_a_block_may_come_from_a_start_that_is_not_the_nearest():
+    """What enters layer 2 has no room, so the better second block begins at layer 1."""
+    costs, boundary, stages = [2, 2, 1, 1], [0, 1, 9, 0], [Stage(capacity=5)] * 2
+    assert place(costs, stages, boundary=boundary).sizes == (1, 3)
+    worse = place(costs, stages, boundary=boundary, pin=[3])
+    forged = replace(worse, witness=(((0, 0),), ((1, 2),), ((2, 3),)))
+    with pytest.raises(ValueError, match="the witness denies that a faster block can end at 4"):
+        verify(forged, costs, stages, boundary=boundary)
