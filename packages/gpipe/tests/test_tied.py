@@ -334,6 +334,24 @@ def test_evaluation(place: Any, mode: Callable[[], Any]) -> None:
 
 
 @places
+def test_buffers_that_are_trained_and_parameters_frozen_before_the_backward(place: Any) -> None:
+    def built() -> nn.Sequential:
+        counts = Counts(lambda layer: None)
+        counts.total.requires_grad_()
+        return shared(nn.Sequential(counts, linears(1)[0]))
+
+    pipe, plain = pipe_of(built(), checkpoint="never"), built()
+    with place():
+        for module in (pipe, plain):
+            loss = squares(module(rows()))
+            module[0][0][1].weight.requires_grad_(False)
+            loss.backward()
+    assert_same(pipe, plain)
+    torch.testing.assert_close(pipe[0][0][0].total.grad, plain[0][0][0].total.grad)
+    assert pipe[0][0][1].weight.grad is None
+
+
+@places
 @modes
 def test_a_change_between_forward_and_backward(place: Any, mode: str) -> None:
     """Is refused, or does not matter."""
@@ -428,6 +446,11 @@ def test_what_cannot_be_copied_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipe_of(shared(made()))
     GPipe(shared(made()), [3], devices=["cpu"])
+
+
+def test_what_holds_no_tensors_may_be_in_several_partitions() -> None:
+    pipe, plain = pipe_of(shared(with_forward(nn.Tanh()))), shared(nn.Tanh())
+    assert_trains_like(pipe, plain)
 
 
 def views() -> nn.Sequential:

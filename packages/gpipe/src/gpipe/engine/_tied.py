@@ -55,6 +55,11 @@ def shared_tensors(parts: Sequence[Iterable[nn.Module]]) -> dict[int, int]:
     return {key: first[key] for key in several}
 
 
+def holds_tensors(module: nn.Module) -> bool:
+    """Whether ``module``, or one in it, has parameters or buffers."""
+    return any(below._parameters or below._buffers for below in modules_below(module))
+
+
 def _tensors_of(modules: Iterable[nn.Module]) -> set[int]:
     found: set[int] = set()
     for module in modules:
@@ -125,7 +130,7 @@ class Tied:
         """Of each stage the leaves, owners and copies, whose gradients are parts of a sum."""
         if not self._copies:
             return [[]] * len(self._stages)
-        return [[tensor for tensor in copies.tensors.values() if tensor.requires_grad] for copies in self._copies]
+        return [[tensor for tensor in copies.tensors.values() if _is_trained(tensor)] for copies in self._copies]
 
     def joined(self, grown: Sequence[Grown]) -> Sequence[Grown]:
         """``grown`` with owners in the place of their copies, on their devices, in the order of the stages."""
@@ -133,11 +138,14 @@ class Tied:
             return grown
         found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in grown]
         found.sort(key=lambda each: each[0])
-        return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found]
+        # One may have been frozen since the forward: then autograd, too, drops its gradient.
+        return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
 
     def _expect_unchanged(self, cause: RuntimeError | None) -> None:
-        changes = () if self._looked else chain(self._changed_in_place(), self._changed_in_copies())
-        for change in changes:
+        if self._looked:
+            return
+        change = next(chain(self._changed_in_place(), self._changed_in_copies()), None)
+        if change is not None:
             raise RuntimeError(
                 f"a layer changed {change}, which partitions share; they work side by side, so that they may only read "
                 "it: put the layers that share it into one partition, or give each a copy of its own"
@@ -161,7 +169,7 @@ class Tied:
             for name, value in _named(stage.module)
             if value is wanted or value is copies.tensors.get(wanted) or value is copies.modules.get(wanted)
         ]
-        return " and ".join(dict.fromkeys([found[0], found[-1]]))
+        return " and ".join(dict.fromkeys([*found[:1], *found[-1:]]))
 
 
 def _named(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -224,7 +232,7 @@ class _Copies:
         return self.tensors[tensor]
 
     def _module(self, module: nn.Module) -> nn.Module:
-        if module not in self._earlier or not any(m._parameters or m._buffers for m in modules_below(module)):
+        if module not in self._earlier or not holds_tensors(module):
             return module
         if module not in self.modules:
             self.modules[module] = self._stage.module_copies.setdefault(module, object.__new__(type(module)))
@@ -249,11 +257,17 @@ class _Copies:
 
 
 def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """A leaf like ``tensor`` on ``device``, in the same memory if it is there; itself if nobody trains it."""
-    there = (tensor.detach() if tensor.requires_grad else tensor).to(device)
-    if there is tensor or not isinstance(tensor, nn.Parameter):
-        return there
-    return nn.Parameter(there, tensor.requires_grad)
+    """A leaf like ``tensor`` on ``device``, in the same memory if it is there; then itself, if it is not trained."""
+    there = (tensor.detach() if _is_trained(tensor) else tensor).to(device)
+    if there is tensor:
+        return tensor
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(there, tensor.requires_grad)
+    return there.requires_grad_() if _is_trained(tensor) else there
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf
 
 
 def empty_like(module: nn.Module, copy: nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..engine._tied import modules_below, shared_tensors
+from ..engine._tied import holds_tensors, modules_below, shared_tensors
 from ..values._memory import clusters
 from ._devices import move
 from ._layers import Held
@@ -58,11 +58,17 @@ def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
     earlier: dict[nn.Module, str] = {}
     for j, partition in enumerate(partitions):
         for name, module in partition.named_modules():
-            if module in earlier and "forward" in vars(module):
-                raise ValueError(f"{name!r} of partition {j} is {earlier[module]} too, {_HAS_FORWARD}")
-            if module in earlier and isinstance(module._modules, Held):
-                raise ValueError(f"{name!r} of partition {j} is {earlier[module]} too, {_IS_A_PIPE}")
+            problem = _binding(module) if module in earlier and holds_tensors(module) else None
+            if problem is not None:
+                raise ValueError(f"{name!r} of partition {j} is {earlier[module]} too, {problem}")
         earlier |= {module: f"{name!r} of partition {j}" for name, module in partition.named_modules()}
+
+
+def _binding(module: nn.Module) -> str | None:
+    """Why a shallow copy of ``module`` would compute with what ``module`` holds, if it would."""
+    if isinstance(module._modules, Held):
+        return _IS_A_PIPE
+    return _HAS_FORWARD if "forward" in vars(module) else None
 
 
 _HAS_FORWARD = (
