@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 
+from .processes import expect_equal_in_two
+
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed; see nox -s frameworks")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -143,3 +145,30 @@ def test_states_are_saved_and_loaded_with_another_balance(balance: list[int], tm
         prepared[1].step()
         prepared[1].zero_grad()
     torch.testing.assert_close(state(resumed), state(finished))
+
+
+def parallel() -> None:
+    """One of two processes, with rows of its own."""
+    torch.set_num_threads(1)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = network()
+    pipe = pipe_of(model, [2, 3])
+    own = slice(accelerator.process_index, None, 2)
+    for each in (pipe, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        prepared, optimizer = accelerator.prepare(each, optimizer)
+        assert isinstance(prepared, nn.parallel.DistributedDataParallel)
+        for _ in range(2):
+            accelerator.backward(F.cross_entropy(prepared(X[own]), Y[own]))
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(state(pipe), state(model))
+    print("equal", flush=True)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_two_processes() -> None:
+    """Refused for any model with a device map, unless the environment says otherwise."""
+    environment = {"ACCELERATE_BYPASS_DEVICE_MAP": "true", "ACCELERATE_USE_CPU": "true"}
+    expect_equal_in_two(f"from {__name__} import parallel; parallel()", **environment)

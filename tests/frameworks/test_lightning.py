@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
+
+from .processes import expect_equal_in_two
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed; see nox -s frameworks")
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
@@ -176,26 +174,4 @@ class Unsynchronised(Manual):
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 def test_two_processes() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    code = f"from {__name__} import parallel; parallel()"
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, **common, "PYTHONPATH": os.pathsep.join(sys.path), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=300)
-            assert "equal" in output, output
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    expect_equal_in_two(f"from {__name__} import parallel; parallel()")

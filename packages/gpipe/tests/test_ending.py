@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import weakref
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -186,6 +187,41 @@ def test_threads_may_call_it_at_once() -> None:
     for thread in threads:
         thread.join(60)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_run_is_held(fails: bool) -> None:
+    pipe = pipe_of(model_of(), 2, chunks=3)
+    inputs = batch(5)
+    if fails:
+        with pytest.raises(ValueError, match="batch_size"):
+            pipe(inputs["tokens"], inputs["labels"][:, :3])
+    found = pipe(**inputs)
+    held = [weakref.ref(tensor) for tensor in (found["logits"], found["loss"])]
+    del found
+    assert [each() for each in held] == [None, None]
+
+
+class Halved(Model):
+    """Does something else with its logits in training."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().forward(*args, **kwargs)
+        return found | {"loss": found["loss"] / 2} if self.training else found
+
+
+def test_the_mode_is_that_of_the_pipe() -> None:
+    torch.manual_seed(0)
+    model = Halved()
+    plain = copy.deepcopy(model)
+    pipe = pipe_of(model, 2, chunks=3)
+    for mode in (True, False):
+        torch.testing.assert_close(pipe.train(mode)(**batch(5))["loss"], plain.train(mode)(**batch(5))["loss"])
+
+
+def test_a_sample_whose_loss_is_no_number_shows_nothing() -> None:
+    ignored = batch(2) | {"labels": torch.full((2, 5), IGNORED)}
+    assert flatten(model_of(), ignored)[-1].ending is None
 
 
 class Flat(Model):

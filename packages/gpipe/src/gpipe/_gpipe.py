@@ -218,13 +218,13 @@ class GPipe(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute in a pipeline. Takes and gives what the wrapped module takes and gives.
 
+        A flattened model that computes its own loss gives its whole output: the loss of all rows, in which padding does
+        not count, on the device of the inputs, and what modules next to the loss returned.
+
         Args:
             args, kwargs: for the first layer. Tensors, or trees of tensors, with rows that can be dealt out alike; on
                 the first device (moved there if they are not). The output is on the last. ``Replicate(...)`` around
                 one, or ``in_spec``, hands it whole to every micro-batch.
-
-        A flattened model that computes a loss returns what it returned before it was flattened. Its loss is that of the
-        whole mini-batch, also where padding does not count, and on the device of the inputs.
 
         Raises:
             TypeError, ValueError: ``input`` cannot be cut into micro-batches, or the output not be put together.
@@ -236,7 +236,7 @@ class GPipe(nn.Module):
             return self._output(inputs)
         with ending.wanted():
             found = self._output(without_loss_only(inputs))
-        return ending(Inputs.of(unwrap(inputs)[0]), found)
+        return ending(Inputs.of(unwrap(inputs)[0]), found, self.training)
 
     def _ending(self) -> Ending | None:
         """How a model that computes its own loss makes its whole output."""

@@ -90,10 +90,13 @@ class Ending:
             )
         calls.append(_tensors(value))
 
-    def __call__(self, inputs: Inputs, found: Returned) -> Any:
+    def __call__(self, inputs: Inputs, found: Returned, training: bool) -> Any:
         """What the model returns for ``inputs`` where its modules return what was ``found``, for all rows.
 
         The loss is on the device of the inputs, where trainers add losses up.
+
+        Args:
+            training: the mode of the model.
         """
         device = next(tensor.device for calls in found.values() for call in calls for tensor in call)
         args, kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(inputs))
@@ -101,9 +104,8 @@ class Ending:
             name: [restored(*each) for each in zip(self._calls[name], calls, strict=False)]
             for name, calls in found.items()
         }
-        with _one_at_a_time:
-            self._reel.play(values, device)
-            output = self._net(*args, **kwargs)
+        with _one_at_a_time, self._reel.playing(values, device):
+            output = self._net.train(training)(*args, **kwargs)
         fields = {name: value for name, value in output.items() if name in self.fields}
         if "loss" in fields:
             fields["loss"] = fields["loss"].to(inputs.tensors()[0].device)
@@ -113,13 +115,17 @@ class Ending:
 class _Playback(Reel):
     """Where stand-ins find what modules returned."""
 
-    def __init__(self) -> None:
-        self.play({}, torch.device("cpu"))
+    _values: dict[str, Iterator[Any]]
+    _device = torch.device("cpu")
 
-    def play(self, values: dict[str, list[Any]], device: torch.device) -> None:
-        """From now on these are returned, one for each call."""
-        self._values = {name: iter(calls) for name, calls in values.items()}
-        self._device = device
+    @contextmanager
+    def playing(self, values: dict[str, list[Any]], device: torch.device) -> Iterator[None]:
+        """Inside, these are returned, one for each call."""
+        self._values, self._device = {name: iter(calls) for name, calls in values.items()}, device
+        try:
+            yield
+        finally:
+            del self._values  # and with them the graph that they belong to
 
     @property
     def device(self) -> torch.device:
@@ -127,9 +133,6 @@ class _Playback(Reel):
 
     def next(self, name: str) -> Any:
         return next(self._values[name])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_values": {}, "_device": torch.device("cpu")}
 
 
 class _Replay(StandIn):

@@ -78,12 +78,17 @@ def add_ending(
         ending.fields = frozenset(expected)
         try:
             with ending.wanted():
-                found = ending(inputs, in_a_row(layers, inputs))
+                found = ending(inputs, in_a_row(layers, inputs), training=False)
         except Exception:  # it needs more than what modules around the loss return
             found = {}
     ending.fields = frozenset(name for name, value in found.items() if _is_same(value, expected[name], shapes))
-    if "loss" not in ending.fields:
+    if "loss" not in ending.fields or _is_nan(expected["loss"]):
         del last.__dict__["ending"]
+
+
+def _is_nan(loss: Tensor) -> bool:
+    """Whether the sample has shown nothing: what stand-ins return is not a number either."""
+    return not loss.is_meta and bool(loss.isnan())
 
 
 def _is_same(found: Any, expected: Any, shapes: Shapes | None) -> bool:

@@ -1,0 +1,34 @@
+"""Two processes that train together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+
+def expect_equal_in_two(code: str, **environment: str) -> None:
+    """Run ``code`` in two processes that find each other; both have to print "equal"."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0", **environment}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **common, "PYTHONPATH": os.pathsep.join(sys.path), "LOCAL_RANK": rank, "RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=300)
+            assert "equal" in output, output
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
