@@ -17,6 +17,7 @@ from .report import keep, show_all, write
 PARTS = {
     "compare": "time of a step: ours, the plain loop, torchgpipe, fairscale, torch.distributed.pipelining",
     "predicted": "`step` by each schedule beside the time that `simulate` predicts",
+    "plan": "what `gpipe.plan` predicts, beside what is measured",
     "memory": "what a pipe keeps between forward and backward; resident memory of each library",
     "engine": "microseconds a cell on stages that do nothing; time to import",
     "calls": "how many calls a cell makes, and where the engine's microseconds go",

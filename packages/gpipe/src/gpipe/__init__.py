@@ -9,6 +9,9 @@ from ._check import Report as Report
 from ._check import check as check
 from ._flatten import flatten as flatten
 from ._gpipe import GPipe as GPipe
+from ._plan import Infeasible as Infeasible
+from ._plan import Plan as Plan
+from ._plan import plan as plan
 from .checkpoint._phase import is_checkpointing as is_checkpointing
 from .checkpoint._phase import is_recomputing as is_recomputing
 from .engine._settings import inline as inline
@@ -29,6 +32,8 @@ __all__ = [
     "Event",
     "Finding",
     "GPipe",
+    "Infeasible",
+    "Plan",
     "Report",
     "Schedule",
     "Timeline",
@@ -37,6 +42,7 @@ __all__ = [
     "inline",
     "is_checkpointing",
     "is_recomputing",
+    "plan",
     "recommend_auto_balance",
     "record",
     "split_module",

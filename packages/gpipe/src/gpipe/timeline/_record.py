@@ -69,12 +69,12 @@ class RunRecorder:
         self.link: type[Link[Any]] = WatchedLink
         self._timeline = timeline
         self._clock = clock
-        self._tracker = tracker
+        self.trackers = tracker
 
     def do(self, runner: StageRunner, action: Action) -> None:
         """Do an action, and note it."""
         stage = runner.stage
-        tracker = self._tracker.get(stage.index)
+        tracker = self.trackers.get(stage.index)
         look = Look(partial(self._clock.now, stage.device))
         # Only while the action is done: inline, the same thread takes what comes out of the run, and may be in a run
         # around this one.

@@ -1,0 +1,155 @@
+"""Check what a plan is asked for, each argument by its name, before anything is measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._meant import did_you_mean
+from ..module._arguments import checked_mode, listed, whole
+from ..schedule._named import expect_name
+
+OptimizerChoice = str | float | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+STATES = {
+    "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adadelta": 2, "adam": 2, "adamw": 2, "adamax": 2, "nadam": 2,
+    "radam": 2, "amsgrad": 3,
+}  # fmt: skip
+"""The state of an optimizer, in sizes of its parameters."""
+
+SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
+"""What is searched, the one preferred first where they are as fast."""
+
+_UNITS = {"": 1, **{f"{letter}B": 1000**k for k, letter in enumerate(("", "K", "M", "G", "T", "P"))}}
+_UNITS.update({f"{letter}IB": 1024**k for k, letter in enumerate("KMGTP", start=1)})
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+def read_bytes(size: int | float | str, name: str = "memory") -> int:
+    """A number of bytes, given as one or as text.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: text that is no size, or a size that is not positive.
+
+    >>> read_bytes("80GB"), read_bytes("1.5 GiB"), read_bytes(4096)
+    (80000000000, 1610612736, 4096)
+    """
+    expected = f"{name}: expected bytes, such as 8_000_000_000, '80GB' (powers of 1000) or '80GiB' (of 1024)"
+    if isinstance(size, bool) or not isinstance(size, (int, float, str)):
+        raise TypeError(f"{expected}; got {size!r}")
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if isinstance(size, str) and (match is None or match[2].upper() not in _UNITS):
+        raise ValueError(f"{expected}; got {size!r}")
+    found = float(match[1]) * _UNITS[match[2].upper()] if match else float(size)
+    if not 0 < found < float("inf"):
+        raise ValueError(f"{expected}; got {size!r}, which is not positive")
+    return round(found)
+
+
+def read_memory(memory: Any, devices: Sequence[torch.device]) -> list[int | None]:
+    """What each device may hold: as given, once or for each; else all that an accelerator has, and any on a CPU."""
+    if memory is None:
+        return [_all_of(device) for device in devices]
+    if isinstance(memory, (str, int, float)):
+        return [read_bytes(memory)] * len(devices)
+    given = listed("memory", memory, "a size, or a list of one for each device", f"memory={['80GB'] * len(devices)!r}")
+    if len(given) != len(devices):
+        raise ValueError(f"memory: expected one size, or one for each of {len(devices)} devices, got {len(given)}")
+    return [None if size is None else read_bytes(size, f"memory[{j}]") for j, size in enumerate(given)]
+
+
+def _all_of(device: torch.device) -> int | None:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def read_chunks(chunks: Any, rows: int) -> list[int]:
+    """The numbers of micro-batches to look at: those given, or some that divide ``rows`` nearly evenly."""
+    if chunks is None:
+        candidates = {2**k * odd for k in range(rows.bit_length()) for odd in (1, 3)}
+        return sorted(m for m in candidates if m <= rows and -(-rows // -(-rows // m)) == m)
+    given = [chunks] if isinstance(chunks, int) else listed("chunks", chunks, "a number, or a list", "chunks=[4, 8]")
+    numbers = sorted({whole(number) for number in given})
+    if not numbers or numbers[0] < 1 or numbers[-1] > rows:
+        raise ValueError(f"chunks: expected numbers from 1 to {rows}, the rows of the sample, got {chunks!r}")
+    return numbers
+
+
+def read_schedules(schedule: Any) -> list[str]:
+    """The schedules to look at."""
+    if schedule is None:
+        return list(SCHEDULES)
+    what, example = "the name of a schedule, or a list of names", "schedule='1f1b'"
+    given = [schedule] if isinstance(schedule, str) else listed("schedule", schedule, what, example)
+    for name in given:
+        if not isinstance(name, str):
+            raise TypeError(f"schedule must be {what}, as in {example}; got {schedule!r}")
+        expect_name(name, SCHEDULES)
+    return [name for name in SCHEDULES if name in {each.lower() for each in given}]
+
+
+def read_modes(checkpoint: Any, stages: int) -> list[tuple[str, ...]]:
+    """The modes of checkpointing that each stage may have."""
+    if checkpoint is None:
+        return [("never", "always")] * stages
+    if isinstance(checkpoint, str):
+        return [(checked_mode(checkpoint),)] * stages
+    modes = [checked_mode(mode, f"checkpoint[{j}]") for j, mode in enumerate(checkpoint)]
+    if len(modes) != stages:
+        raise ValueError(f"checkpoint: expected one mode, or one for each of {stages} stages, got {len(modes)}")
+    return [(mode,) for mode in modes]
+
+
+def optimizer_bytes(optimizer: OptimizerChoice, layers: Iterable[nn.Module]) -> list[int]:
+    """The bytes that the optimizer keeps for each layer; what several layers share belongs to the first.
+
+    Raises:
+        TypeError: it is neither a name, a number of bytes, nor a function of parameters.
+        ValueError: another name, or a negative number.
+    """
+    seen: set[int] = set()
+    state = _state_of(optimizer)
+    return [state(_own(layer, seen)) for layer in layers]
+
+
+def _own(layer: nn.Module, seen: set[int]) -> list[nn.Parameter]:
+    own = [p for p in layer.parameters() if p.requires_grad and id(p) not in seen]
+    seen.update(map(id, own))
+    return own
+
+
+def _state_of(optimizer: OptimizerChoice) -> Callable[[list[nn.Parameter]], int]:
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in STATES:
+            known = ", ".join(map(repr, STATES))
+            raise ValueError(f"optimizer: expected one of {known}, got {optimizer!r}{did_you_mean(optimizer, STATES)}")
+        times = STATES[optimizer.lower()]
+        return lambda own: times * sum(p.nbytes for p in own)
+    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
+        if not 0 <= optimizer < float("inf"):
+            raise ValueError(f"optimizer: expected bytes for each parameter, not negative, got {optimizer!r}")
+        each = float(optimizer)
+        return lambda own: round(each * sum(p.numel() for p in own))
+    if not callable(optimizer):
+        raise TypeError(
+            "optimizer: expected a name such as 'adam', the bytes that it keeps for each parameter, or a function of "
+            f"parameters such as torch.optim.AdamW; got {optimizer!r}"
+        )
+    return lambda own: _tried(optimizer, own)
+
+
+def _tried(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], own: list[nn.Parameter]) -> int:
+    """The bytes of state after one step, on parameters without data."""
+    if not own:
+        return 0
+    copies = [nn.Parameter(torch.empty_like(p, device="meta")) for p in own]
+    for copy in copies:
+        copy.grad = torch.empty_like(copy)
+    optimizer = make(copies)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor))

@@ -1,0 +1,87 @@
+"""Run the plan for a few steps, to learn by how much layers in a pipe are slower than alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import Batch
+
+from .._gpipe import GPipe
+from ..schedule import Kind
+from ..timeline import Timeline
+from ._costs import Measured
+from ._plan import Expected
+from ._search import Candidate, replayed
+from ._verify import timed
+
+_STEPS = 5
+
+
+def calibrated(
+    measured: Measured,
+    candidate: Candidate,
+    model: nn.Sequential,
+    devices: Sequence[torch.device],
+    x: Any,
+    y: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+) -> tuple[Measured, Expected]:
+    """Costs with what was learned from some steps of a copy of ``model``, and how steps were spread around those.
+
+    Args:
+        measured: the costs so far.
+        candidate: the way to train that is tried.
+        model: stays as it is.
+        devices: of the stages.
+        x, y: a mini-batch.
+        loss_fn: None for the sum of the outputs.
+
+    Returns:
+        The costs, and the factors on a replayed step for the quickest, the median and the slowest step.
+    """
+    pipe = GPipe(
+        copy.deepcopy(model), candidate.sizes, devices=devices, chunks=candidate.chunks, checkpoint=candidate.modes
+    )
+    try:
+        pipe.zero_grad()
+        seconds, timeline = timed(pipe, x, y, loss_fn or sum_of_outputs, candidate.schedule, _STEPS)
+    finally:
+        pipe.close()
+    learned = _learned(measured, candidate, timeline)
+    expected = replayed(replace(candidate, costs=learned.cut(candidate.chunks)))
+    return learned, Expected(*(value / expected for value in (min(seconds), median(seconds), max(seconds))))
+
+
+def _learned(measured: Measured, candidate: Candidate, timeline: Timeline) -> Measured:
+    """The costs, with the cells of each stage in proportion to what its cells took."""
+    stages = candidate.costs.stage_costs(candidate.sizes, candidate.modes)
+    forward, backward = list(measured.forward), list(measured.backward)
+    forward, backward = forward or [1.0] * measured.layers, backward or [1.0] * measured.layers
+    for j, end in enumerate(accumulate(candidate.sizes)):
+        own = slice(end - candidate.sizes[j], end)
+        ahead = _factor(timeline, j, (Kind.FORWARD,), stages[j].forward, measured.action)
+        back = _factor(timeline, j, (Kind.BACKWARD,), stages[j].backward, measured.action)
+        forward[own] = [ahead * factor for factor in forward[own]]
+        backward[own] = [back * factor for factor in backward[own]]
+    return replace(measured, forward=tuple(forward), backward=tuple(backward))
+
+
+def _factor(timeline: Timeline, stage: int, kinds: tuple[Kind, ...], expected: float, action: float) -> float:
+    """By how much actions took longer than expected; 1 if there were none, as where backwards were split."""
+    found = [event.seconds for event in timeline.events if event.stage == stage and event.kind in kinds]
+    work = expected - action
+    return max(0.1, (median(found) - action) / work) if found and work > 0 else 1.0
+
+
+def sum_of_outputs(output: Any, _: Any) -> Tensor:
+    """A loss for a model whose own is not known."""
+    parts = [tensor.float().sum() for tensor in Batch(output) if tensor.requires_grad]
+    return torch.stack(parts).sum()

@@ -1,0 +1,200 @@
+"""What stages cost, given what was measured of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from profiler import LayerProfile, Profile
+
+from ..schedule import SPLIT_SECONDS, Kind
+from ..timeline import StageCost
+from ..timeline._hops import Link
+from ._memory import DeviceBytes, Surroundings, held_by, stage_bytes
+
+SPLITTING = 130e-6
+"""What Python takes to split the backward of a cell (``docs/benchmarks/pipeline.md``)."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a model and the devices.
+
+    Attributes:
+        profiles: of the layers, on each device.
+        optimizer: bytes of its state, for each layer.
+        rows: of the mini-batch.
+        input_bytes: of the mini-batch.
+        input_moves: whether the mini-batch has to be moved to the first device.
+        needs_gradient: whether the mini-batch requires a gradient.
+        copied: for each stage, whether it gets a copy of its input.
+        links: for each stage, how long its input takes from the stage before.
+        action: seconds that the engine adds to each action.
+        step: seconds that it adds to each step.
+        crowding: by how much stages slow each other down, because there are fewer cores than stages.
+        forward, backward: for each layer, by how much it was slower in a pipe than alone.
+    """
+
+    profiles: tuple[Profile, ...]
+    optimizer: tuple[int, ...]
+    rows: int
+    input_bytes: int
+    input_moves: bool
+    needs_gradient: bool
+    copied: tuple[bool, ...]
+    links: tuple[Link, ...]
+    action: float = 0.0
+    step: float = 0.0
+    crowding: float = 1.0
+    forward: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        return len(self.profiles)
+
+    @property
+    def layers(self) -> int:
+        return len(self.profiles[0])
+
+    def cut(self, chunks: int) -> Costs:
+        """What holds for a mini-batch in so many micro-batches."""
+        rows = -(-self.rows // chunks)
+        at: dict[int, Profile] = {}
+        for profile in self.profiles:
+            if id(profile) not in at:
+                at[id(profile)] = self._slowed(profile.at(rows))
+        return Costs(self, chunks, tuple(at[id(profile)] for profile in self.profiles))
+
+    def _slowed(self, profile: Profile) -> Profile:
+        forward = self.forward or (1.0,) * self.layers
+        backward = self.backward or (1.0,) * self.layers
+        layers = [
+            _times(layer, self.crowding * f, self.crowding * b)
+            for layer, f, b in zip(profile, forward, backward, strict=True)
+        ]
+        loss = profile.loss and _times(profile.loss, self.crowding * forward[-1], self.crowding * backward[-1])
+        return replace(profile, layers=tuple(layers), loss=loss)
+
+
+def _times(layer: LayerProfile, forward: float, backward: float) -> LayerProfile:
+    inputs = layer.backward_input_seconds
+    return replace(
+        layer,
+        forward_seconds=forward * (layer.forward_seconds or 0.0),
+        backward_seconds=backward * (layer.backward_seconds or 0.0),
+        backward_input_seconds=None if inputs is None else backward * inputs,
+    )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What layers cost in micro-batches of one size, on each device.
+
+    Attributes:
+        measured: where that comes from.
+        chunks: how many micro-batches there are.
+        profiles: on each device.
+    """
+
+    measured: Measured
+    chunks: int
+    profiles: tuple[Profile, ...]
+
+    @cached_property
+    def incoming(self) -> list[int]:
+        """Bytes that enter each layer."""
+        first = -(-self.measured.input_bytes // self.chunks)
+        return [first, *(layer.output_bytes for layer in self.profiles[0][:-1])]
+
+    def fixed_bytes(self) -> list[int]:
+        """What each layer takes whatever the micro-batches: parameters, gradients, and state of the optimizer."""
+        return [
+            layer.parameter_bytes + layer.buffer_bytes + layer.trainable_bytes + state
+            for layer, state in zip(self.profiles[0], self.measured.optimizer, strict=True)
+        ]
+
+    def work(self, stage: int, mode: str) -> list[float]:
+        """Seconds that each layer takes for a micro-batch on the device of a stage."""
+        forwards = 1 if mode == "never" else 2
+        seconds = [forwards * (x.forward_seconds or 0.0) + (x.backward_seconds or 0.0) for x in self.profiles[stage]]
+        seconds[-1] += self._loss_seconds(stage)
+        return seconds
+
+    def _loss_seconds(self, stage: int) -> float:
+        loss = self.profiles[stage].loss
+        return (loss.seconds or 0.0) if loss else 0.0
+
+    def stage_costs(self, sizes: Sequence[int], modes: Sequence[str]) -> list[StageCost]:
+        """The cost of each stage, for a replay."""
+        ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
+        stages = enumerate(zip(sizes, ends, modes, strict=True))
+        return [self._stage_cost(j, end - size, end, mode) for j, (size, end, mode) in stages]
+
+    def _stage_cost(self, j: int, first: int, end: int, mode: str) -> StageCost:
+        layers = self.profiles[j][first:end]
+        action = self.measured.action
+        forward = sum(layer.forward_seconds or 0.0 for layer in layers)
+        backward = sum(layer.backward_seconds or 0.0 for layer in layers)
+        # It turns around where the output is there, which under checkpointing is the recomputation.
+        loss = self._loss_seconds(j) if end == len(self.profiles[j]) else 0.0
+        inputs = [layer.backward_input_seconds for layer in layers]
+        known = [seconds for seconds in inputs if seconds is not None]
+        part = min(backward, sum(known)) if len(known) == len(inputs) else None
+        kept = self.incoming[first] if self.measured.copied[j] else 0
+        return StageCost(
+            forward=forward + action + (loss if mode == "never" else 0.0),
+            backward=backward + action,
+            recompute=forward + loss + action,
+            backward_input=None if part is None else part + action + SPLITTING / 2,
+            backward_weight=None if part is None else backward - part + action + SPLITTING / 2,
+            activation_bytes=sum(layer.saved_bytes for layer in layers) + kept,
+            boundary_bytes=self.incoming[first],
+            layers=", ".join(layer.name for layer in layers),
+        )
+
+    def split(self, sizes: Sequence[int], stages: Sequence[StageCost]) -> tuple[int, ...]:
+        """The stages whose backward is worth splitting under zero bubble, where autograd can."""
+        parts = [
+            j
+            for j, stage in enumerate(stages)
+            if stage.backward_input is not None
+            and stage.seconds(Kind.BACKWARD) >= SPLIT_SECONDS
+            and (j or self.measured.needs_gradient)
+        ]
+        ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
+        return tuple(j for j in parts if any(x.trainable_bytes for x in self.profiles[j][ends[j] - sizes[j] : ends[j]]))
+
+    def hops(self, sizes: Sequence[int]) -> list[float]:
+        """For each stage, the seconds that its input takes from the stage before."""
+        firsts = [sum(sizes[:j]) for j in range(len(sizes))]
+        links = zip(firsts, self.measured.links, strict=True)
+        return [link(self.incoming[first]) if first else 0.0 for first, link in links]
+
+    def device_bytes(
+        self, sizes: Sequence[int], modes: Sequence[str], schedule: str, split: Sequence[int] = ()
+    ) -> tuple[DeviceBytes, ...]:
+        """What each device holds at its fullest moment."""
+        measured, ends = self.measured, [sum(sizes[: j + 1]) for j in range(len(sizes))]
+        held = held_by(schedule, self.chunks, len(sizes), split)
+        found = []
+        for j, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            first, is_last = end - size, j == len(sizes) - 1
+            layers = self.profiles[j][first:end]
+            shares = not is_last and not measured.copied[j + 1] and modes[j] != "never"
+            around = Surroundings(
+                held=held[j],
+                refills=self.chunks > held[j],
+                mode=modes[j],
+                incoming=self.incoming[first],
+                late=j if j in split else None,
+                copied=measured.copied[j],
+                moved=measured.input_bytes if j == 0 and measured.input_moves else 0,
+                sent=held[j + 1] * layers[-1].output_bytes if shares else 0,
+                is_first=j == 0,
+                is_last=is_last,
+                loss=self.profiles[j].loss if is_last else None,
+            )
+            found.append(stage_bytes(layers, sum(measured.optimizer[first:end]), around))
+        return tuple(found)

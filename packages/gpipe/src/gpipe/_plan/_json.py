@@ -1,0 +1,107 @@
+"""Plans as JSON, and back by a reader that accepts nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+from ._plan import Plan
+
+SCHEMA = "gpipe-plan/1"
+
+
+def dump(plan: Plan) -> str:
+    return json.dumps({"schema": SCHEMA, **_document(plan)}, indent=1, allow_nan=False)
+
+
+def _document(value: Any) -> Any:
+    if is_dataclass(value):
+        return {each.name: _document(getattr(value, each.name)) for each in _shown(type(value))}
+    return [_document(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _shown(cls: Any) -> list[Any]:
+    return [each for each in fields(cls) if not each.name.startswith("_")]
+
+
+def load(text: str) -> Plan:
+    """Raises ValueError with the path of the first thing that `dump` would not have written."""
+    document = _parse(text)
+    schema = document.pop("schema", None) if isinstance(document, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"schema: this version reads {SCHEMA!r}, got {schema!r}; plan again")
+    plan: Plan = _read(Plan, document, "plan")
+    _expect_consistent(plan)
+    return plan
+
+
+def _parse(text: str) -> Any:
+    def constant(name: str) -> NoReturn:
+        raise ValueError(f"plan: expected numbers of JSON, got {name}")
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            raise ValueError("plan: a key occurs twice")
+        return found
+
+    try:
+        return json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"plan: expected the text that Plan.to_json wrote, got no JSON: {error}") from None
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """``value`` as ``kind``, which is a dataclass, a tuple, a union with None, or plain."""
+    if is_dataclass(kind):
+        return _read_fields(kind, value, where)
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: expected a list, got {type(value).__name__}")
+        return tuple(_read(of[0], each, f"{where}[{k}]") for k, each in enumerate(value))
+    if origin is types.UnionType:
+        return None if value is None else _read(next(each for each in of if each is not type(None)), value, where)
+    return _read_plain(kind, value, where)
+
+
+def _read_fields(cls: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object, got {type(value).__name__}")
+    kinds = typing.get_type_hints(cls)
+    names = [each.name for each in _shown(cls)]
+    if missing := set(names) - value.keys():
+        raise ValueError(f"{where}: lacks {', '.join(sorted(missing))}")
+    if surplus := value.keys() - set(names):
+        raise ValueError(f"{where}: does not know {', '.join(sorted(surplus))}")
+    return cls(**{name: _read(kinds[name], value[name], f"{where}.{name}") for name in names})
+
+
+def _read_plain(kind: type, value: Any, where: str) -> Any:
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is int and type(value) is int and value >= 0:
+        return value
+    if kind is float and type(value) in (int, float) and math.isfinite(value) and value >= 0:
+        return value
+    expected = {str: "a string", int: "an integer that is not negative", float: "a number that is not negative"}
+    raise ValueError(f"{where}: expected {expected[kind]}, got {value!r}")
+
+
+def _expect_consistent(plan: Plan) -> None:
+    """ValueError unless everything is there for each stage, and the stages have all layers."""
+    stages = len(plan.sizes)
+    for name in ("devices", "memory", "modes", "stages", "hops"):
+        if len(getattr(plan, name)) != stages:
+            raise ValueError(f"plan.{name}: expected one for each of {stages} stages, got {len(getattr(plan, name))}")
+    if len(plan.predicted.bytes) != stages:
+        raise ValueError(f"plan.predicted.bytes: expected one for each of {stages} stages")
+    if sum(plan.sizes) != len(plan.layers) or 0 in plan.sizes:
+        raise ValueError(f"plan.sizes: expected positive numbers that sum up to {len(plan.layers)} layers")
+    if not plan.chunks or not plan.rows:
+        raise ValueError("plan.chunks, plan.rows: expected positive numbers")
+    plan.timeline  # noqa: B018 — says what is wrong with chunks, schedule and modes

@@ -1,0 +1,243 @@
+"""From a model, a mini-batch and devices to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from microbatch import check
+from profiler import Profile
+
+from .._gpipe import _sequential
+from ..module._arguments import Device, checked_devices, checked_flag
+from ..schedule import named
+from ..timeline import simulate
+from ._arguments import (
+    SCHEDULES,
+    OptimizerChoice,
+    optimizer_bytes,
+    read_chunks,
+    read_memory,
+    read_modes,
+    read_schedules,
+)
+from ._calibrate import calibrated
+from ._costs import Measured
+from ._infeasible import Relaxation, explain
+from ._measure import measure, rows_of
+from ._plan import Alternative, Expected, Plan, Prediction, _Memory, layer_keys
+from ._search import NEAR, Candidate, Space, replayed, search, stops_of
+
+UNSURE = Expected(0.88, 1.0, 1.25)
+"""How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
+
+SHOWN = 8
+"""So many alternatives are kept."""
+
+
+def plan(
+    model: nn.Module,
+    sample: Any,
+    devices: Iterable[Device],
+    *,
+    target: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    optimizer: OptimizerChoice = "adam",
+    memory: int | str | Sequence[int | str | None] | None = None,
+    chunks: int | Iterable[int] | None = None,
+    checkpoint: str | Sequence[str] | None = None,
+    schedule: str | Iterable[str] | None = None,
+    profile: Profile | None = None,
+    calibrate: bool = True,
+) -> Plan:
+    """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages recompute, so that it fits.
+
+    Layers are profiled one by one at a few sizes of micro-batches, and the engine with stages that do nothing. For each
+    number of chunks and each schedule the best balance and modes are found together (:func:`blockpartition.place`); the
+    fastest are replayed action by action. Of those within 5 % of the fastest the one with the fewest chunks is taken,
+    then 1F1B, then the one that holds the least. Then a copy of the model is trained for a few steps, and what its
+    cells took corrects the costs.
+
+    Args:
+        model: an ``nn.Sequential``, or any that :func:`gpipe.flatten` makes one of. It stays as it is.
+        sample: a mini-batch, of the rows that it will be trained with.
+        devices: one for each stage.
+        target: what goes into the loss with the output of ``sample``.
+        loss_fn: of :meth:`gpipe.GPipe.step`. Without it the loss counts as free.
+        optimizer: what its state takes: a name such as ``"adam"`` or ``"sgd"``, bytes for each parameter, or a function
+            of parameters such as ``torch.optim.AdamW``, which is tried on parameters without data.
+        memory: what each device may hold, once or for each, as a number or text such as ``"24GiB"``. By default all
+            that a GPU has, and any amount on a CPU.
+        chunks, checkpoint, schedule: to search less: a number or several; a mode or one for each stage; a name or
+            several.
+        profile: of the layers on a micro-batch, instead of measuring; with ``rows=`` of at least two sizes, unless
+            ``chunks`` is what it was made with.
+        calibrate: whether to train a copy for a few steps. It needs the memory that training takes.
+
+    Returns:
+        The plan; ``print`` shows it, ``.build(model)`` makes the pipe.
+
+    Raises:
+        Infeasible: a ValueError; nothing fits. It says which device is short of how much, and what would fit.
+        TypeError, ValueError: an argument is not what it may be, by its name.
+        Whatever a layer raises, with a note that says which.
+
+    >>> model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    >>> found = plan(model, torch.zeros(8, 8), ["cpu", "cpu"], chunks=4, calibrate=False)
+    >>> sum(found.balance), found.chunks, found.checkpoint
+    (4, 4, ['never', 'never'])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Sequential, or a module that flatten takes, got {type(model).__name__}")
+    check(sample)
+    calibrate = checked_flag("calibrate", calibrate)
+    layers = _sequential(model, sample)
+    places = checked_devices(devices, len(layers))
+    if not places:
+        raise ValueError("devices: expected at least one, got none")
+    numbers = read_chunks(chunks, rows_of(sample))
+    room = read_memory(memory, places)
+    modes, schedules = read_modes(checkpoint, len(places)), read_schedules(schedule)
+    state = optimizer_bytes(optimizer, layers)
+    known = _expect_fit(profile, layers)
+    rest = [m for m in numbers if rows_of(sample) > m] if chunks is None else []  # micro-batches of more than a row
+    given = {"target": target, "loss_fn": loss_fn, "optimizer": state, "known": known}
+    try:
+        measured = measure(layers, sample, places, numbers, **given)
+    except ValueError:
+        # Batch norm, for one, refuses a single row.
+        if known is not None or not rest or rest == numbers:
+            raise
+        numbers = rest
+        measured = measure(layers, sample, places, numbers, **given)
+    space = Space(measured, numbers, schedules, modes, room)
+    found = search(space)
+    if not found:
+        raise explain(space, [str(place) for place in places], _relaxations(space, layers, optimizer))
+    spread, notes = UNSURE, [_how(measured, layers)]
+    if calibrate:
+        space, spread, note = _calibrated(space, found[0], layers, places, sample, target, loss_fn)
+        found, notes = search(space) or found, [*notes, note]
+    return _plan_of(found, space, layers, places, spread, notes, _Memory(loss_fn=loss_fn, sample=sample))
+
+
+def _calibrated(
+    space: Space,
+    best: Candidate,
+    layers: nn.Sequential,
+    places: Sequence[torch.device],
+    x: Any,
+    y: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+) -> tuple[Space, Expected, str]:
+    try:
+        measured, spread = calibrated(space.measured, best, layers, places, x, y, loss_fn)
+    except torch.OutOfMemoryError:
+        return space, UNSURE, "not calibrated: there was no memory for a copy of the model"
+    learned = replace(best, costs=measured.cut(best.chunks))
+    change = replayed(learned) / replayed(best)
+    return (
+        replace(space, measured=measured),
+        spread,
+        f"calibrated by steps of a copy: cells in the pipe made a step {change:.2f} times as long as layers alone",
+    )
+
+
+def _how(measured: Measured, layers: nn.Sequential) -> str:
+    first = measured.profiles[0]
+    rows = ", ".join(str(each.rows) for each in (*first.others, first))
+    return (
+        f"{len(layers)} layers measured on {first.device} at {rows} rows; the engine adds "
+        f"{measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
+    )
+
+
+def _expect_fit(profile: Profile | None, layers: nn.Sequential) -> Profile | None:
+    if profile is not None and profile.names != [name for name, _ in layers.named_children()]:
+        raise ValueError(f"profile: expected one of these {len(layers)} layers, got one of {', '.join(profile.names)}")
+    return profile
+
+
+def _relaxations(space: Space, layers: nn.Sequential, optimizer: OptimizerChoice) -> list[Relaxation]:
+    """What the caller could ask for instead, the nearest first."""
+    stages, rows = len(space.modes), space.measured.rows
+    every = read_modes(None, stages)
+    found: list[Relaxation] = []
+
+    def offer(text: str, **changes: Any) -> None:
+        found.append((text, partial(replace, space, **changes)))
+
+    if list(space.modes) != every:
+        offer("checkpoint=None, so that the plan may choose", modes=every)
+    more = [m for m in read_chunks(None, rows) if m > space.chunks[-1]]
+    if more:
+        offer(f"chunks up to {more[-1]}", chunks=[*space.chunks, *more])
+    if list(space.schedules) != list(SCHEDULES):
+        offer("schedule=None, so that the plan may choose", schedules=SCHEDULES)
+    if any(space.measured.optimizer) and optimizer != "sgd":
+        plain = replace(space.measured, optimizer=(0,) * len(layers))
+        offer("optimizer='sgd', which keeps no state", measured=plain)
+    return found
+
+
+def _plan_of(
+    found: Sequence[Candidate],
+    space: Space,
+    layers: nn.Sequential,
+    places: Sequence[torch.device],
+    spread: Expected,
+    notes: Sequence[str],
+    here: _Memory,
+) -> Plan:
+    best, others = found[0], found[1:]
+    stages, hops = best.costs.stage_costs(best.sizes, best.modes), best.costs.hops(best.sizes)
+    schedule = named(best.schedule, best.chunks, range(len(stages)), stops_of(best), best.split)
+    bubble = simulate(schedule, stages, transfer=hops[1:]).bubble
+    seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
+    return Plan(
+        layers=layer_keys(layers),
+        devices=tuple(map(str, places)),
+        memory=tuple(space.memory),
+        rows=space.measured.rows,
+        sizes=best.sizes,
+        chunks=best.chunks,
+        schedule=best.schedule,
+        modes=best.modes,
+        split=best.split,
+        predicted=Prediction(seconds, best.bytes, space.measured.rows / seconds.mid, bubble),
+        stages=tuple(stages),
+        hops=tuple(hops),
+        alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
+        notes=tuple(notes),
+        _here=here,
+    )
+
+
+def _alternative(best: Candidate, other: Candidate, factor: float) -> Alternative:
+    return Alternative(
+        other.chunks,
+        other.schedule,
+        other.sizes,
+        other.modes,
+        other.seconds * factor,
+        other.fullest,
+        _reason(best, other),
+    )
+
+
+def _reason(best: Candidate, other: Candidate) -> str:
+    """Why ``other`` was not taken."""
+    slower = other.seconds / best.seconds - 1
+    if other.seconds > best.seconds * (1 + NEAR):
+        return f"{slower:.0%} slower"
+    speed = "as fast" if abs(slower) < 0.005 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+    if other.chunks != best.chunks:
+        return f"{speed}, with {'more' if other.chunks > best.chunks else 'fewer'} chunks"
+    if other.schedule != best.schedule:
+        return f"{speed}, less simple than {best.schedule}"
+    return f"{speed}, holds more"

@@ -1,0 +1,174 @@
+"""Measure what a plan is made of: layers at a few sizes of micro-batches, the engine, the links."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from microbatch import Batch
+from profiler import Profile, profile
+
+from .._gpipe import GPipe
+from ..balance._balance import _threads as with_threads
+from ..timeline._hops import Link
+from ._costs import Measured
+
+SECONDS = 0.6
+"""For each size of micro-batch that layers are profiled at."""
+
+
+def measure(
+    model: nn.Sequential,
+    sample: Any,
+    devices: Sequence[torch.device],
+    chunks: Sequence[int],
+    *,
+    target: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    optimizer: Sequence[int],
+    known: Profile | None,
+) -> Measured:
+    """Everything that is measured, on devices like those of the plan.
+
+    Args:
+        model: the layers; they stay as they are.
+        sample: a mini-batch.
+        devices: one for each stage.
+        chunks: the numbers of micro-batches that will be looked at, in order.
+        target, loss_fn: for the loss.
+        optimizer: bytes of its state, for each layer.
+        known: a profile to use instead of measuring.
+    """
+    rows = rows_of(sample)
+    sizes = _sizes(rows, chunks, len(devices))
+    profiles: dict[str, Profile] = {}
+    for device in devices:
+        if device.type not in profiles:
+            profiles[device.type] = known or _profiled(model, sample, device, devices, sizes, target, loss_fn)
+    action, step = _engine_seconds(devices)
+    return Measured(
+        profiles=tuple(profiles[device.type] for device in devices),
+        optimizer=tuple(optimizer),
+        rows=rows,
+        input_bytes=sum(tensor.nbytes for tensor in Batch(sample)),
+        input_moves=any(tensor.device != devices[0] for tensor in Batch(sample)) and devices[0].type != "cpu",
+        needs_gradient=any(tensor.requires_grad for tensor in Batch(sample)),
+        copied=(False, *(a != b for a, b in pairwise(map(_place, devices)))),
+        links=(Link(), *(_link(a, b) for a, b in pairwise(devices))),
+        action=action,
+        step=step,
+        crowding=_crowding(devices),
+    )
+
+
+def rows_of(sample: Any) -> int:
+    """The rows of a mini-batch: those of the tensor that has the fewest, as a profile takes them."""
+    return min(len(tensor) for tensor in Batch(sample))
+
+
+def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:
+    """Rows of micro-batches to measure at: the smallest, the largest that is not idle for long, and one between."""
+    few = [m for m in chunks if m >= stages] or [chunks[-1]]
+    least, most = -(-rows // chunks[-1]), -(-rows // few[0])
+    if most == least:  # a line needs two points
+        return sorted({least, 2 * least if 2 * least <= rows else max(1, least // 2)})
+    middle = round((least * most) ** 0.5)
+    return sorted({least, middle, most} if most >= 8 * least else {least, most})
+
+
+def _profiled(
+    model: nn.Sequential,
+    sample: Any,
+    device: torch.device,
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+    target: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+) -> Profile:
+    shares = sum(other.type == "cpu" for other in devices)
+    threads = max(1, torch.get_num_threads() // shares) if device.type == "cpu" else torch.get_num_threads()
+    on = torch.device("cpu") if device.type == "cpu" else device  # numbers of CPUs are those of workers
+    with with_threads(threads):
+        return profile(
+            model, sample, device=on, rows=sizes, loss_fn=loss_fn, target=target, split_backward=True, timeout=SECONDS
+        )
+
+
+def _crowding(devices: Sequence[torch.device]) -> float:
+    workers = sum(device.type == "cpu" for device in devices)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1.0, workers / cores)
+
+
+def _place(device: torch.device) -> torch.device:
+    """Where tensors lie: the numbers of CPUs say which worker a stage has, and nothing of memory."""
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+_FEW, _MANY, _STEPS = 2, 34, 5
+
+
+def _engine_seconds(devices: Sequence[torch.device]) -> tuple[float, float]:
+    """What the engine adds to an action and to a step: the processor's time in steps of stages that do nothing.
+
+    Nothing on accelerators, whose work is queued ahead of them. Not the time on the clock, because whatever else the
+    machine does would count many times: each hand-over waits for a core.
+    """
+    if any(device.type != "cpu" for device in devices):
+        return 0.0, 0.0
+    stages = [nn.Identity() for _ in devices]
+    pipe = GPipe(nn.Sequential(*stages), [1] * len(stages), devices=devices, checkpoint="never")
+    try:
+        few, many = (_step_seconds(pipe, chunks) for chunks in (_FEW, _MANY))
+    finally:
+        pipe.close()
+    action = max(0.0, (many - few) / (2 * len(stages) * (_MANY - _FEW)))
+    return action, max(0.0, few - 2 * len(stages) * _FEW * action)
+
+
+def _step_seconds(pipe: GPipe, chunks: int) -> float:
+    pipe.chunks = chunks
+    x = torch.zeros(chunks, 1, requires_grad=True)
+    found = []
+    for _ in range(_STEPS + 1):
+        begin = time.process_time()
+        pipe.step(x, loss_fn=_total)
+        found.append(time.process_time() - begin)
+    return min(found[1:])
+
+
+def _total(output: torch.Tensor, _: Any) -> torch.Tensor:
+    return output.sum()
+
+
+def _link(a: torch.device, b: torch.device) -> Link:
+    """How long things take from a device to another: the line through the times of two sizes."""
+    if _place(a) == _place(b):
+        return Link()
+    small, large = 2**12, 2**24
+    quick, slow = (_copy_seconds(a, b, size) for size in (small, large))
+    return Link(latency=quick, bandwidth=(large - small) / max(slow - quick, 1e-9))
+
+
+def _copy_seconds(a: torch.device, b: torch.device, size: int) -> float:
+    source = torch.zeros(size, dtype=torch.uint8, device=a)
+    found = []
+    for _ in range(_STEPS):
+        _wait(a, b)
+        begin = time.perf_counter()
+        source.to(b)
+        _wait(a, b)
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def _wait(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)

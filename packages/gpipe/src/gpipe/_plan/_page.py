@@ -1,0 +1,67 @@
+"""A plan as a page of its own, which needs nothing from anywhere else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+
+from profiler.text import format_bytes
+
+from ..timeline._svg import svg
+from ._memory import DeviceBytes
+from ._plan import Plan
+from ._table import alternative_rows, heading, stage_rows
+
+COLOURS = {
+    "parameters": "#4c78a8", "gradients": "#72b7b2", "optimizer": "#54a24b", "activations": "#eeca3b",
+    "transient": "#f58518", "loss": "#e45756", "inputs": "#b279a2",
+}  # fmt: skip
+
+
+def page(plan: Plan) -> str:
+    """The report in a page: stages, memory by kind, the timeline, and what was not taken."""
+    template = files(__package__).joinpath("_page.html").read_text(encoding="utf-8")
+    setting, step = heading(plan).split("\n")
+    parts = {
+        "title": escape(f"Plan for {len(plan.layers)} layers on {len(plan.sizes)} devices"),
+        "setting": escape(setting),
+        "step": escape(step),
+        "stages": _table(stage_rows(plan)),
+        "memory": _memory(plan),
+        "legend": "".join(f'<span><i style="background:{c}"></i>{escape(k)}</span>' for k, c in COLOURS.items()),
+        "timeline": svg([("predicted", plan.timeline)]),
+        "others": _table(alternative_rows(plan)) if plan.alternatives else "<p>Nothing else fits.</p>",
+        "notes": "".join(f"<li>{escape(note)}</li>" for note in plan.notes),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda blank: parts[blank[1]], template)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    lines = "".join(f"<tr>{_cells('td', row)}</tr>" for row in body)
+    return f"<table><thead><tr>{_cells('th', head)}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _cells(tag: str, cells: Sequence[str]) -> str:
+    return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+
+
+def _memory(plan: Plan) -> str:
+    largest = max([1, *(need.total for need in plan.predicted.bytes), *(size or 0 for size in plan.memory)])
+    return "".join(_bar(plan, j, need, largest) for j, need in enumerate(plan.predicted.bytes))
+
+
+def _bar(plan: Plan, j: int, need: DeviceBytes, largest: int) -> str:
+    parts = "".join(
+        f'<i style="width:{100 * size / largest:.3f}%;background:{COLOURS[kind]}" title="{kind}: {format_bytes(size)}">'
+        "</i>"
+        for kind, size in need.by_kind.items()
+        if size
+    )
+    room = plan.memory[j]
+    mark = "" if room is None else f'<b style="left:{100 * room / largest:.3f}%" title="{format_bytes(room)}"></b>'
+    of = "" if room is None else f" of {format_bytes(room)}"
+    text = f"{j} {escape(plan.devices[j])}: {format_bytes(need.total)}{of}"
+    return f'<div class="device"><p>{text}</p><div class="bar">{parts}{mark}</div></div>'

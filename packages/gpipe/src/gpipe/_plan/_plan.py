@@ -1,0 +1,278 @@
+"""The plan: what was chosen, what it is expected to take, and what else was looked at."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .._gpipe import GPipe, _sequential
+from ..module._arguments import Device
+from ..schedule import checkpoint_stops, named
+from ..timeline import StageCost, Timeline, simulate
+from ._memory import DeviceBytes
+
+if TYPE_CHECKING:
+    from ._verify import Verification
+
+
+@dataclass(frozen=True)
+class LayerKey:
+    """What tells whether a model is the one that was planned for."""
+
+    name: str
+    kind: str
+    parameters: int
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.kind}, {self.parameters} parameters)"
+
+
+def layer_keys(model: nn.Sequential) -> tuple[LayerKey, ...]:
+    """The keys of the layers of ``model``."""
+    return tuple(
+        LayerKey(name, type(layer).__name__, sum(parameter.numel() for parameter in layer.parameters()))
+        for name, layer in model.named_children()
+    )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Seconds of a step of training, without the optimizer's.
+
+    Attributes:
+        low, mid, high: ``mid`` is the prediction; a step on a quiet machine is expected between the others.
+    """
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to take.
+
+    Attributes:
+        seconds: of a step.
+        bytes: what each device holds at its fullest moment, by what it is for.
+        throughput: rows in a second.
+        bubble: the share of the devices' time in which they do nothing.
+    """
+
+    seconds: Expected
+    bytes: tuple[DeviceBytes, ...]
+    throughput: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A way to train that was looked at and not taken.
+
+    Attributes:
+        chunks, schedule, balance, checkpoint: what it was.
+        seconds: of a step.
+        bytes: of the device that would hold the most.
+        reason: why it was not taken.
+    """
+
+    chunks: int
+    schedule: str
+    balance: tuple[int, ...]
+    checkpoint: tuple[str, ...]
+    seconds: float
+    bytes: int
+    reason: str
+
+
+@dataclass
+class _Memory:
+    """What a plan remembers in this process only."""
+
+    pipe: Callable[[], GPipe | None] = lambda: None
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    sample: Any = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train a model on some devices, and what that is expected to take. Made by :func:`gpipe.plan`.
+
+    ``str()`` is a report; ``plan.build(model)`` makes the pipe.
+
+    Attributes:
+        chunks: how many micro-batches.
+        schedule: the name of the schedule for :meth:`gpipe.GPipe.step`.
+        predicted: seconds, bytes by kind and device, throughput, bubble.
+        alternatives: what else was looked at, and why it was not taken.
+        devices: one for each stage, as text.
+        memory: what each device may hold, in bytes; None for any amount.
+        rows: of the mini-batch.
+        notes: how the figures came about.
+        layers: of the model.
+        sizes, modes, split: of the stages: layers, checkpointing, and which backwards are split.
+        stages: what each costs, for :attr:`timeline`.
+        hops: the seconds from the stage before to each.
+    """
+
+    layers: tuple[LayerKey, ...]
+    devices: tuple[str, ...]
+    memory: tuple[int | None, ...]
+    rows: int
+    sizes: tuple[int, ...]
+    chunks: int
+    schedule: str
+    modes: tuple[str, ...]
+    split: tuple[int, ...]
+    predicted: Prediction
+    stages: tuple[StageCost, ...]
+    hops: tuple[float, ...]
+    alternatives: tuple[Alternative, ...] = ()
+    notes: tuple[str, ...] = ()
+    _here: _Memory = field(default_factory=_Memory, compare=False, repr=False)
+
+    @property
+    def balance(self) -> list[int]:
+        """How many layers each stage gets."""
+        return list(self.sizes)
+
+    @property
+    def checkpoint(self) -> list[str]:
+        """The mode of checkpointing of each stage."""
+        return list(self.modes)
+
+    @property
+    def timeline(self) -> Timeline:
+        """When which stage does what in a step, as predicted."""
+        stops = checkpoint_stops(self.modes, self.chunks, len(self.sizes))
+        schedule = named(self.schedule, self.chunks, range(len(self.sizes)), stops, self.split)
+        return simulate(schedule, self.stages, transfer=self.hops[1:])
+
+    def build(
+        self, model: nn.Module, *, devices: Sequence[Device] | None = None, sample: Any = None, **options: Any
+    ) -> GPipe:
+        """The pipe: ``model`` with this balance, these chunks and modes. Train it by ``step(schedule=plan.schedule)``.
+
+        Args:
+            model: the one that was planned for, or one with the same layers. They are moved to the devices, not copied.
+            devices: instead of those that were planned for.
+            sample: what the model is called with, for one that is no ``nn.Sequential``; by default that of the plan.
+            options: more arguments of :class:`gpipe.GPipe`.
+
+        Returns:
+            The pipe.
+
+        Raises:
+            ValueError: another model, which is named by its first layer that differs.
+            TypeError: a model that is no ``nn.Sequential``, and no sample.
+        """
+        layers = _sequential(model, self._here.sample if sample is None else sample)
+        self._expect(layer_keys(layers))
+        pipe = GPipe(
+            layers,
+            self.sizes,
+            devices=self.devices if devices is None else devices,
+            chunks=self.chunks,
+            checkpoint=self.modes,
+            **options,
+        )
+        self._here.pipe = weakref.ref(pipe)
+        return pipe
+
+    def _expect(self, found: Sequence[LayerKey]) -> None:
+        if len(found) != len(self.layers):
+            raise ValueError(
+                f"model: the plan is for another model, of {len(self.layers)} layers; this one has {len(found)}"
+            )
+        for k, (planned, here) in enumerate(zip(self.layers, found, strict=True)):
+            if planned != here:
+                raise ValueError(f"model: the plan is for another model; its layer {k} is {planned}, here it is {here}")
+
+    def verify(
+        self, x: Any, y: Any = None, *, loss_fn: Callable[[Any, Any], Any] | None = None, pipe: GPipe | None = None
+    ) -> Verification:
+        """Train some steps, and show what was measured beside what was predicted.
+
+        Gradients and buffers are afterwards as they were; random numbers have been drawn.
+
+        Args:
+            x: a mini-batch, of the rows that were planned for.
+            y: the target.
+            loss_fn: by default that of the plan.
+            pipe: by default the last one that :meth:`build` made.
+
+        Returns:
+            Seconds and bytes, predicted and measured, and the timeline of one step; ``str()`` is a table.
+
+        Raises:
+            ValueError: no pipe has been built, or there is no ``loss_fn``.
+        """
+        from ._verify import verify
+
+        pipe = self._here.pipe() if pipe is None else pipe
+        if pipe is None:
+            raise ValueError("pipe: the plan has not been built; call plan.build(model) first, or give a pipe")
+        loss_fn = loss_fn or self._here.loss_fn
+        if loss_fn is None:
+            raise ValueError("loss_fn: the plan was made without one; give it, as in verify(x, y, loss_fn=...)")
+        return verify(self, pipe, x, y, loss_fn)
+
+    def to_json(self) -> str:
+        """Text that :meth:`from_json` reads back as an equal plan.
+
+        Returns:
+            JSON.
+        """
+        from ._json import dump
+
+        return dump(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that :meth:`to_json` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            An equal plan.
+
+        Raises:
+            ValueError: ``text`` is anything else; names the place.
+        """
+        from ._json import load
+
+        return load(text)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a file, as what the ending of ``path`` says.
+
+        Args:
+            path: ``.html`` is a page of its own with the memory of each device and the timeline; ``.json`` is what
+                :meth:`from_json` reads; ``.txt`` is the report.
+
+        Raises:
+            ValueError: another ending.
+        """
+        file = Path(fspath(path))
+        file.write_text(self._as(file.suffix), encoding="utf-8")
+
+    def _as(self, ending: str) -> str:
+        if ending == ".html":
+            from ._page import page
+
+            return page(self)
+        if ending not in (".json", ".txt"):
+            raise ValueError(f"path: expected a name that ends in .html, .json or .txt, got the ending {ending!r}")
+        return self.to_json() if ending == ".json" else f"{self}\n"
+
+    def __str__(self) -> str:
+        from ._table import report
+
+        return report(self)

@@ -1,0 +1,98 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from profiler.text import align, format_bytes, format_seconds, format_share
+
+from ..timeline import StageCost
+from ._memory import DeviceBytes
+from ._plan import Alternative, Plan
+
+_BAR = 24
+_SYMBOLS = {
+    "parameters": "█", "gradients": "▓", "optimizer": "▒", "activations": "▚", "transient": "░", "loss": "·",
+    "inputs": "·",
+}  # fmt: skip
+
+
+def report(plan: Plan) -> str:
+    """The gist, a line for each stage, a bar for each device, what else was looked at, and how it was found."""
+    parts = [heading(plan), _stages(plan), _memory(plan)]
+    parts += [_others(plan)] if plan.alternatives else []
+    parts += ["\n".join(f"- {note}" for note in plan.notes)] if plan.notes else []
+    return "\n\n".join(parts)
+
+
+def heading(plan: Plan) -> str:
+    """The gist, in two lines."""
+    found, seconds = plan.predicted, plan.predicted.seconds
+    between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
+    return (
+        f"balance={plan.balance}, chunks={plan.chunks}, checkpoint={plan.checkpoint}, schedule={plan.schedule!r}\n"
+        f"a step of {plan.rows} rows: {format_seconds(seconds.mid)} ({between}), {found.throughput:.4g} rows/s, "
+        f"bubble {format_share(found.bubble)}"
+    )
+
+
+def stage_rows(plan: Plan) -> list[list[str]]:
+    """The head and a line for each stage."""
+    ends = list(accumulate(plan.sizes))
+    rows = [["stage", "device", "layers", "checkpoint", "forward", "backward", "a micro-batch"]]
+    for j, (stage, end) in enumerate(zip(plan.stages, ends, strict=True)):
+        first, last = plan.layers[end - plan.sizes[j]].name, plan.layers[end - 1].name
+        names = first if first == last else f"{first} … {last}"
+        split = " (split)" if j in plan.split else ""
+        rows.append(
+            [str(j), plan.devices[j], names, plan.modes[j], format_seconds(stage.forward),
+             format_seconds(stage.backward) + split, format_seconds(busy(stage, plan.modes[j]))]
+        )  # fmt: skip
+    return rows
+
+
+def busy(stage: StageCost, mode: str) -> float:
+    """The seconds that a stage takes for a micro-batch."""
+    return stage.forward + stage.backward + (stage.forward if mode != "never" else 0.0)
+
+
+def _stages(plan: Plan) -> str:
+    return align(stage_rows(plan), left=4)
+
+
+def _memory(plan: Plan) -> str:
+    largest = max([*(each.total for each in plan.predicted.bytes), *(size or 0 for size in plan.memory)])
+    rows = [["device", "memory", "", "of"]]
+    for j, need in enumerate(plan.predicted.bytes):
+        size = plan.memory[j]
+        room = "–" if size is None else format_bytes(size)
+        rows.append([f"{j} {plan.devices[j]}", _bar(need, size, largest), format_bytes(need.total), room])
+    legend = ", ".join(f"{symbol} {kind}" for kind, symbol in _SYMBOLS.items() if kind != "loss")
+    return f"{align(rows, left=2)}\n{legend.replace('inputs', 'loss and inputs')}"
+
+
+def _bar(need: DeviceBytes, size: int | None, largest: int) -> str:
+    marks = [0, *accumulate(need.by_kind.values())]
+    ends = [round(_BAR * mark / largest) if largest else 0 for mark in marks]
+    symbols = zip(_SYMBOLS.values(), ends, ends[1:], strict=False)
+    drawn = "".join(symbol * (end - start) for symbol, start, end in symbols)
+    room = round(_BAR * size / largest) if size and largest else len(drawn)
+    return drawn.ljust(room, "_")
+
+
+def alternative_rows(plan: Plan) -> list[list[str]]:
+    """The head and a line for each way to train that was not taken."""
+    rows = [["not taken", "chunks", "checkpoint", "balance", "a step", "fullest device", "why"]]
+    return rows + [_alternative(each) for each in plan.alternatives]
+
+
+def _alternative(other: Alternative) -> list[str]:
+    modes = other.checkpoint[0] if len(set(other.checkpoint)) == 1 else ", ".join(other.checkpoint)
+    return [
+        other.schedule, str(other.chunks), modes, ", ".join(map(str, other.balance)), format_seconds(other.seconds),
+        format_bytes(other.bytes), other.reason,
+    ]  # fmt: skip
+
+
+def _others(plan: Plan) -> str:
+    return align(alternative_rows(plan), left=7)

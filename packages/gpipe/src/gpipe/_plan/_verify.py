@@ -1,0 +1,131 @@
+"""What a planned pipe takes for real, beside what was predicted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from profiler import AllocationTracker
+from profiler.text import align, format_bytes, format_seconds
+
+from .._gpipe import GPipe
+from ..engine._settings import with_settings
+from ..timeline import Timeline, record
+from ..timeline._record import Recorder, RunRecorder
+from ._plan import Plan
+
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was predicted, and what was measured.
+
+    Attributes:
+        predicted_seconds, seconds: of a step, without the optimizer's; measured is the median of some steps.
+        predicted_bytes, bytes: of each device at its fullest moment, without the state of the optimizer.
+        timeline: of one step.
+    """
+
+    predicted_seconds: float
+    seconds: float
+    predicted_bytes: tuple[int, ...]
+    bytes: tuple[int, ...]
+    timeline: Timeline
+
+    @property
+    def ratio(self) -> float:
+        """Predicted seconds by measured ones."""
+        return self.predicted_seconds / self.seconds
+
+    @property
+    def byte_ratios(self) -> list[float]:
+        """For each device, predicted bytes by measured ones."""
+        return [found / true for found, true in zip(self.predicted_bytes, self.bytes, strict=True)]
+
+    def __str__(self) -> str:
+        rows = [
+            ["", "predicted", "measured", "ratio"],
+            ["a step", format_seconds(self.predicted_seconds), format_seconds(self.seconds), f"{self.ratio:.2f}"],
+        ]
+        for j, ratio in enumerate(self.byte_ratios):
+            sizes = format_bytes(self.predicted_bytes[j]), format_bytes(self.bytes[j])
+            rows.append([f"device {j}", *sizes, f"{ratio:.2f}"])
+        return align(rows, left=1)
+
+
+def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> Verification:
+    """See :meth:`Plan.verify`."""
+    with as_before(pipe):
+        seconds, timeline = timed(pipe, x, y, loss_fn, plan.schedule)
+        sizes = peak_bytes(pipe, x, y, loss_fn, plan.schedule)
+    predicted = tuple(need.total - need.optimizer for need in plan.predicted.bytes)
+    return Verification(plan.predicted.seconds.mid, median(seconds), predicted, tuple(sizes), timeline)
+
+
+def timed(
+    pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str, steps: int = _STEPS
+) -> tuple[list[float], Timeline]:
+    """The seconds of some steps after one to warm up, and the timeline of another one."""
+
+    def step() -> float:
+        pipe.zero_grad()
+        begin = time.perf_counter()
+        pipe.step(x, y, loss_fn=loss_fn, schedule=schedule)
+        for device in set(pipe.devices):
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        return time.perf_counter() - begin
+
+    warm = 4 if schedule == "zero_bubble" else 1  # in three it measures what is worth splitting
+    seconds = [step() for _ in range(warm + steps)][warm:]
+    with record() as timeline:
+        step()
+    return seconds, timeline
+
+
+def peak_bytes(pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str) -> list[int]:
+    """What each stage holds at its fullest moment: parameters, buffers, and all storages that its actions make."""
+    peaks = _Peaks()
+    pipe.zero_grad()
+    with with_settings(observer=peaks):
+        pipe.step(x, y, loss_fn=loss_fn, schedule=schedule)
+    return [
+        tracker.peak + sum(tensor.nbytes for tensor in (*stage.parameters(), *stage.buffers()))
+        for tracker, stage in zip(peaks.trackers, pipe.partitions, strict=True)
+    ]
+
+
+class _Peaks(Recorder):
+    """Keeps what counts the storages of each stage."""
+
+    def __init__(self) -> None:
+        super().__init__(memory=True)
+        self.trackers: list[AllocationTracker] = []
+
+    def begin(self, placement: Sequence[int]) -> RunRecorder:
+        run = super().begin(placement)
+        self.trackers = list(run.trackers.values())
+        return run
+
+
+@contextmanager
+def as_before(pipe: GPipe) -> Iterator[None]:
+    """Afterwards gradients and buffers are what they were."""
+    gradients = [(parameter, parameter.grad) for parameter in pipe.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in pipe.buffers()]
+    pipe.zero_grad()
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -1,0 +1,91 @@
+"""What plans are made of, without measuring: layers of made-up costs on made-up devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+
+from hypothesis import strategies as st
+
+from gpipe._plan._costs import Measured
+from gpipe._plan._search import Candidate, Space, _candidate, replayed
+from gpipe.simulate import Link
+from profiler import LayerProfile, Profile
+
+ROWS = 16
+SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
+
+
+def layer(name: str, seconds: float, saved: int, parameters: int, output: int, rows: int, base: float = 0.0):
+    """A layer whose seconds and bytes grow with the rows, from ``base`` seconds on."""
+    return LayerProfile(
+        name=name,
+        kind="Linear",
+        forward_seconds=base + seconds * rows,
+        backward_seconds=2 * (base + seconds * rows),
+        trainable_bytes=parameters,
+        frozen_bytes=0,
+        buffer_bytes=0,
+        saved_bytes=(saved + output) * rows,
+        output_bytes=output * rows,
+        peak_bytes=2 * (saved + output) * rows + parameters,
+        flops=0,
+        backward_input_seconds=base + seconds * rows,
+    )
+
+
+def profile_of(figures: Sequence[tuple[float, int, int, int]], rows: Sequence[int] = (1, ROWS)) -> Profile:
+    """A profile of layers of (seconds, saved, parameters, output), a row each, at some numbers of rows."""
+    found = [
+        Profile(
+            tuple(layer(f"layer{k}", *each, rows=n, base=1e-3) for k, each in enumerate(figures)),
+            "cpu", torch="2", threads=1, chunks=max(1, ROWS // n), rows=n, rounds=3,
+        )
+        for n in rows
+    ]  # fmt: skip
+    return replace(found[-1], others=tuple(found[:-1]))
+
+
+figures = st.tuples(st.sampled_from([1e-3, 2e-3, 5e-3]), st.integers(0, 50), st.integers(0, 400), st.integers(1, 20))
+
+
+@st.composite
+def measurements(draw: st.DrawFn, most_layers: int = 6, most_stages: int = 3) -> Measured:
+    layers = draw(st.lists(figures, min_size=1, max_size=most_layers))
+    stages = draw(st.integers(1, min(most_stages, len(layers))))
+    copied = draw(st.booleans())
+    link = draw(st.sampled_from([Link(), Link(1e-3, 1e6)])) if copied else Link()
+    profile = profile_of(layers)
+    return Measured(
+        profiles=(profile,) * stages,
+        optimizer=tuple(2 * parameters for _, _, parameters, _ in layers),
+        rows=ROWS,
+        input_bytes=ROWS * 4,
+        input_moves=copied,
+        needs_gradient=draw(st.booleans()),
+        copied=(False, *(copied,) * (stages - 1)),
+        links=(Link(), *(link,) * (stages - 1)),
+        action=1e-4,
+        step=1e-3,
+    )
+
+
+def space_of(measured: Measured, memory: int | None = None) -> Space:
+    stages = measured.stages
+    return Space(measured, (1, 2, 4, 8), SCHEDULES, (("never", "always"),) * stages, (memory,) * stages)
+
+
+def everything(space: Space) -> Iterator[Candidate]:
+    """Every way to train in a space, replayed."""
+    n, k = space.measured.layers, space.measured.stages
+    for chunks in space.chunks:
+        costs = space.measured.cut(chunks)
+        for cuts, modes, schedule in product(combinations(range(1, n), k - 1), product(*space.modes), space.schedules):
+            sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, n), strict=True))
+            found = _candidate(space, costs, schedule, sizes, modes)
+            yield replace(found, seconds=replayed(found))
+
+
+def fits(space: Space, candidate: Candidate) -> bool:
+    return all(room is None or need.total <= room for need, room in zip(candidate.bytes, space.memory, strict=True))

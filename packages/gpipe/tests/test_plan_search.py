@@ -1,0 +1,73 @@
+"""The search against trying everything, on made-up costs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpipe._plan._costs import Measured
+from gpipe._plan._infeasible import explain
+from gpipe._plan._memory import held_by
+from gpipe._plan._search import NEAR, candidates, replayed, search, stops_of
+from gpipe.schedule import in_flight, named
+from gpipe.simulate import simulate
+
+from .plans import SCHEDULES, everything, fits, measurements, space_of
+
+pytestmark = pytest.mark.timeout(120)
+few = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@few
+@given(measurements())
+def test_nothing_is_much_faster(measured: Measured):
+    """Than the fastest that was found; of those near it the plan is the simplest. The closed form chose the balance."""
+    space = space_of(measured)
+    found = search(space)
+    fastest = min(each.seconds for each in found)
+    assert fastest <= min(each.seconds for each in everything(space)) * 1.12
+    assert found[0].seconds <= fastest * (1 + NEAR)
+    near = [each for each in found if each.seconds <= fastest * (1 + NEAR)]
+    assert found[0].chunks == min(each.chunks for each in near)
+
+
+@few
+@given(measurements(), st.floats(0.2, 1.2))
+def test_what_is_found_fits_and_something_is_if_there_is_room(measured: Measured, share: float):
+    free = min(everything(space_of(measured)), key=lambda each: each.fullest)
+    space = space_of(measured, max(1, round(share * search(space_of(measured))[0].fullest)))
+    found = search(space)
+    assert all(fits(space, each) for each in found)
+    assert found or free.fullest > space.memory[0] / 1.1  # a tenth may be lost to peaks that are no sums
+
+
+@few
+@given(measurements())
+def test_a_plan_is_replayed_as_it_would_be_simulated(measured: Measured):
+    for found in search(space_of(measured)):
+        stages, hops = found.costs.stage_costs(found.sizes, found.modes), found.costs.hops(found.sizes)
+        schedule = named(found.schedule, found.chunks, range(len(stages)), stops_of(found), found.split)
+        simulated = simulate(schedule, stages, transfer=hops[1:]).makespan
+        assert replayed(found) == pytest.approx(simulated + measured.step)
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 9), st.integers(1, 5), st.data())
+def test_micro_batches_held_are_those_in_flight(schedule: str, m: int, n: int, data: st.DataObject):
+    split = data.draw(st.lists(st.integers(0, n - 1), unique=True)) if schedule == "zero_bubble" else ()
+    programs = named(schedule, m, range(n), 0, split)
+    assert held_by(schedule, m, n, split) == [in_flight(program) for program in programs]
+
+
+@few
+@given(measurements(), st.floats(0.1, 0.9))
+def test_an_error_names_who_is_short_and_what_would_fit(measured: Measured, share: float):
+    least = min(each.fullest for each in everything(space_of(measured)))
+    space = space_of(measured, max(1, round(share * least)))
+    if next(candidates(space), None) is not None:
+        return
+    error = explain(space, ["cpu"] * measured.stages, [])
+    assert error.short > 0
+    enough = int(error.changes[-1].partition("=")[2].split()[0])
+    assert next(candidates(space_of(measured, enough)), None) is not None
+    assert f"device {error.device} (cpu)" in str(error)
