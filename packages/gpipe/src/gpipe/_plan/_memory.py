@@ -87,23 +87,24 @@ def stage_bytes(layers: Sequence[LayerProfile], optimizer: int, around: Surround
     parameters = sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
     whole = sum(layer.trainable_bytes for layer in layers)
     others = around.held - 1
-    inputs = around.moved + _protected(around) + (0 if around.is_first else around.incoming)
-    # Losses of checkpointed micro-batches are computed on what is recomputed; under a split backward all turn at once.
-    waiting = others if around.late is None and around.mode == "never" else 0
-    loss = waiting * layers[-1].output_bytes if around.is_last else 0
 
-    def moment(beside: int, gradients: int, transient: int) -> DeviceBytes:
-        return DeviceBytes(parameters, gradients, optimizer, beside, transient, loss, inputs)
+    def moments(others: int, gradients: int | None, leaving: int) -> list[DeviceBytes]:
+        beside = _beside(layers, around, others)
+        # Losses of checkpointed micro-batches are computed on what is recomputed; split backwards begin at once.
+        waits = around.is_last and around.late is None and around.mode == "never"
+        loss = others * layers[-1].output_bytes if waits else 0
+        inputs = around.moved + _protected(around) + (0 if around.is_first else leaving * around.incoming)
+        return [
+            DeviceBytes(parameters, made, optimizer, beside, transient, loss, inputs)
+            for made, transient in _backwards(layers, around, gradients)
+        ]
 
-    moments = [DeviceBytes(parameters, whole, optimizer, 0, 0, 0, 0)]
-    moments += [
-        moment(_beside(layers, around, others), gradients, transient)
-        for gradients, transient in _backwards(layers, around, whole if around.refills else None)
-    ]
+    found = [DeviceBytes(parameters, whole, optimizer, 0, 0, 0, 0)]
+    found += moments(others, whole if around.refills else None, 1)
     if not around.refills and others:
-        beside = _beside(layers, around, others - 1)
-        moments += [moment(beside, *each) for each in _backwards(layers, around, whole)]
-    return max(moments, key=lambda each: each.total)
+        found += moments(others - 1, whole, 1)
+        found += moments(0, whole, others)  # the stage before may be that late
+    return max(found, key=lambda each: each.total)
 
 
 def _backwards(layers: Sequence[LayerProfile], around: Surroundings, gradients: int | None) -> list[tuple[int, int]]:
