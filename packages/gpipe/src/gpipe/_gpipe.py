@@ -530,7 +530,7 @@ class GPipe(nn.Module):
         if not self._devices:
             raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
         refuse_hooks(self, call.method)
-        inputs, target = called_with(next(iter(self)), call)
+        inputs, target = called_with(next(self.children()), call)
         batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
         device = self._pipeline.stages[-1].device
         return batches, losses_of(kind, options, target, batches, self._chunks, device)

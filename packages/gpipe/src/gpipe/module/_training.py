@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -88,8 +89,12 @@ def _arguments(
 
 def _takes_one(loss_fn: LossFunction) -> bool:
     """Whether ``loss_fn`` takes an output and nothing else."""
+    function: Any = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_argcount > 1 + inspect.ismethod(function):
+        return False  # said at once of most: a signature takes as long as two cells
     try:
-        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # builtin functions need not say
         return False
     return not _binds(signature, None, None) and _binds(signature, None)
@@ -105,16 +110,24 @@ def _binds(signature: inspect.Signature, *arguments: None) -> bool:
 
 def _weights(batches: Sequence[Batch], reduction: str, normalizer: float | Tensor | None) -> list[float]:
     """What the loss of each micro-batch counts in the loss of the whole."""
-    if normalizer is not None and float(normalizer) == 0:
+    divisor = 1.0 if normalizer is None else _number(normalizer)
+    if divisor == 0:
         raise ValueError("normalizer must not be 0: it is what the sum of all losses is divided by")
     if reduction == "sum":
-        return [1.0 if normalizer is None else 1.0 / float(normalizer)] * len(batches)
+        return [1.0 / divisor] * len(batches)
     if reduction != "mean":
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
     if normalizer is not None:
         raise ValueError("normalizer goes with reduction='sum'; a mean divides by the rows already")
     rows = [batch.rows[0] for batch in batches]
     return [row / max(1, sum(rows)) for row in rows]
+
+
+def _number(normalizer: Any) -> float:
+    is_one = isinstance(normalizer, Real) or (isinstance(normalizer, Tensor) and normalizer.numel() == 1)
+    if not is_one or (isinstance(normalizer, Tensor) and normalizer.is_complex()):
+        raise TypeError(f"normalizer must be a real number, or a tensor of one; got {normalizer!r}")
+    return float(normalizer)
 
 
 def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: int) -> list[Any]:
