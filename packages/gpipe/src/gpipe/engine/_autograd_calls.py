@@ -7,6 +7,7 @@ right shapes. A root, and an end, is a tensor or a ``GradientEdge``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,15 @@ _alias = torch.ops.aten.alias
 _run = torch.autograd.Variable._execution_engine.run_backward
 
 
-def accumulate(roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Tensor] = ()) -> None:
-    """Add what flows from ``roots`` to the ``.grad`` of ``ends``, or of all leaves if there are none."""
-    _run(tuple(roots), tuple(gradients), False, False, tuple(ends), True, accumulate_grad=True)
+accumulate = partial(
+    _run, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True
+)
+"""Add what flows from a tuple of roots, given one of their gradients, to the ``.grad`` of all leaves."""
+
+
+def accumulate_in(roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Tensor]) -> None:
+    """Add what flows from ``roots`` to the ``.grad`` of ``ends``."""
+    accumulate(tuple(roots), tuple(gradients), inputs=tuple(ends))
 
 
 def gradients(

@@ -106,14 +106,14 @@ class Cell:
         for each in left:
             self._backwards(each, grown)
 
-    def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The outputs from which a gradient flows, and the gradients."""
         outputs, seeds = [], []
         for output, gradient in zip(self._outputs, gradients, strict=True):
             if gradient is not None and output.requires_grad:
                 outputs.append(output)
                 seeds.append(gradient)
-        return outputs, seeds
+        return tuple(outputs), tuple(seeds)
 
     def _backwards(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Let autograd do some of the backward, with the random numbers of the cell if that needs any."""

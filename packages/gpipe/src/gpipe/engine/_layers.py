@@ -87,8 +87,8 @@ class Layers:
             if "leaf Variable that requires grad" in str(error):
                 raise self._late_change() from error
             raise
-        if before and self._changed(inputs, before):
-            raise self._late_change()
+        if before and before != (after := versions(inputs)):
+            self._expect_untied(inputs, before, after)
         return Activation(output)
 
     def _compute_first(self, inputs: Activation) -> Activation:
@@ -99,12 +99,18 @@ class Layers:
         after = versions(inputs)
         if after != before:
             expect_unseen(inputs, before, after)
-        self._learn(inputs, outputs, after != before)
+        if not self._seen_outputs:
+            self.given = given_state(self._module, outputs.tensors)
+            self._seen_outputs = True
+        # Inference tensors do not count their changes.
+        if after != before or not any(map(Tensor.is_inference, inputs.tensors)):
+            self._changes_input = self.may_change_input = self._changes_input or after != before
         return outputs
 
-    def _changed(self, inputs: Activation, before: Sequence[int]) -> bool:
-        after = versions(inputs)
-        return after != before and any(t and a != b for t, a, b in zip(inputs.ties, before, after, strict=True))
+    def _expect_untied(self, inputs: Activation, before: Sequence[int], after: Sequence[int]) -> None:
+        """Raise if one of the tensors that have changed is not this stage's alone."""
+        if any(tie and a != b for tie, a, b in zip(inputs.ties, before, after, strict=True)):
+            raise self._late_change()
 
     def _late_change(self) -> RuntimeError:
         self.facts = self.facts._replace(changes_late=True)
@@ -113,14 +119,6 @@ class Layers:
             "which a run decides whether they need a copy; run again, since the pipe knows now, or let them work on a "
             "clone"
         )
-
-    def _learn(self, inputs: Activation, outputs: Activation, changed: bool) -> None:
-        if not self._seen_outputs:
-            self.given = given_state(self._module, outputs.tensors)
-            self._seen_outputs = True
-        # Inference tensors do not count their changes.
-        if changed or not any(map(Tensor.is_inference, inputs.tensors)):
-            self._changes_input = self.may_change_input = self._changes_input or changed
 
     def _call_looking_for_hooks(self, value: Any) -> Any:
         with TensorHooks() as hooks:  # which takes time, and matters only to a split backward
@@ -143,14 +141,11 @@ class Layers:
 
     def _layers(self, value: Any) -> Any:
         value = value if isinstance(value, Tensor) else unpacked(value)
-        return self._packed(
-            self._module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self._module(value)
-        )
+        output = self._module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self._module(value)
+        return output if isinstance(output, Tensor) else self._packed(output)
 
     def _packed(self, output: Any) -> Any:
-        """``output`` as it goes to the next stage."""
-        if isinstance(output, Tensor):
-            return output
+        """``output``, which is no bare tensor, as it goes to the next stage."""
         expect_plain(output, self.stage.index)
         return packed(output)
 

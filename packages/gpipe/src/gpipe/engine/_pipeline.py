@@ -216,13 +216,15 @@ class _Gradients:
 def _entering(batches: Sequence[Batch]) -> list[Activation]:
     """The micro-batches as the first stage takes them, whose memory is the caller's."""
     tie = KEPT | SEEN if overlap(batches) else KEPT
-    return [_entered(batch, tie) for batch in batches]
+    return [
+        Activation(batch.value.detach().requires_grad_(batch.value.requires_grad), ties=(tie,))
+        if isinstance(batch.value, Tensor)
+        else _entered(batch, tie)
+        for batch in batches
+    ]
 
 
 def _entered(batch: Batch, tie: int) -> Activation:
-    value = batch.value
-    if isinstance(value, Tensor):
-        return Activation(value.detach().requires_grad_(value.requires_grad), ties=(tie,))
     leaves = detach_leaves(Activation(_packed(batch)))
     return with_ties(leaves, [tie | own for own in ties_of(flag_aliases(leaves, leaves))])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ from ._walks import forwards_and_backwards
 
 if TYPE_CHECKING:
     from ._pipeline import Pipeline
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Run:
@@ -152,8 +155,9 @@ class Run:
         """The leaves that were kept out of ``.grad``, and their gradients, scaled; everything else is given back."""
         loss = self.mini_batch.loss
         scale: Scale = 1.0 if loss is None else loss.scale
-        grown = [pair for each in self.mini_batch.accumulated for pair in each.take(scale)]
-        return summed(self._tied.joined([*self.mini_batch.deferred.give_back(scale), *grown]))
+        outside = [pair for each in self.mini_batch.accumulated for pair in each.take(scale)]
+        grown = [*self.mini_batch.deferred.give_back(scale), *outside]
+        return summed(self._tied.joined(grown) if self._tied.shares else grown)
 
     def facts(self) -> list[StageFacts]:
         """What is known of each stage now."""
@@ -168,7 +172,7 @@ class Run:
         """Let every worker walk its steps; raise the earliest failure if there is any."""
         self._failures.walk = walk
         try:
-            with self._tied.applied():
+            with self._tied.applied() if self._tied.shares else _NOTHING:
                 self._run_all(walk, context)
                 if self._failures.earliest is not None:
                     self._failures.raise_earliest()

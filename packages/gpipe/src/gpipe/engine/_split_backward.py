@@ -48,7 +48,8 @@ class Weights(NamedTuple):
             return
         edges, gradients = zip(*flowing, strict=True)
         with _replaced(flowing) if self.hooked else nullcontext():
-            (grown or _engine).accumulate(edges, gradients, self.branch.parameters)
+            accumulate = _engine.accumulate_in if grown is None else grown.accumulate
+            accumulate(edges, gradients, self.branch.parameters)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class StageRunner:
 
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
-        if self.layers.may_change_input:
+        if inputs.ties and self.layers.may_change_input:
             inputs = owned(inputs)  # what the caller gave stays as it is, and what a recomputation needs
         cell = self._cells[i] = self._cell(i)
         current.statistics = self._statistics

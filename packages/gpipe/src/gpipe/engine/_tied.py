@@ -14,7 +14,7 @@ Source: the tied layers of DeepSpeed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -27,8 +27,6 @@ from ._stage import Stage
 
 Grown = tuple[Tensor, Tensor]
 """A leaf and its gradient."""
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def modules_below(root: nn.Module) -> dict[nn.Module, None]:
@@ -74,6 +72,9 @@ class Tied:
     """The tensors that several of ``stages`` have, for one run, which begins here.
 
     Layers may have been changed since the last run, so each finds out anew what is shared.
+
+    Attributes:
+        shares: whether there are any; if not, there is nothing to apply and to join.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -84,6 +85,7 @@ class Tied:
         self._looked = False
         parts = [modules_below(stage.module) for stage in stages] if len(stages) > 1 else []
         shared = shared_tensors(parts)
+        self.shares = bool(shared)
         if shared:
             self._copy(parts, shared)
 
@@ -99,16 +101,13 @@ class Tied:
             tensors = chain(copies.tensors, copies.tensors.values())
             self._versions += [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
-    def applied(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def applied(self) -> Iterator[None]:
         """Inside, the modules of each stage hold its copies. No other run of the stages must be under way.
 
         Raises:
             RuntimeError: the first time, in which all forwards are, if one of them has changed what stages share.
         """
-        return self._applied() if self._copies else _NOTHING
-
-    @contextmanager
-    def _applied(self) -> Iterator[None]:
         swaps = [swap for copies in self._copies for swap in copies.swaps]
         before = [entries.get(name) for entries, name, _ in swaps]
         for entries, name, copy in swaps:
@@ -134,8 +133,6 @@ class Tied:
 
     def joined(self, grown: Sequence[Grown]) -> Sequence[Grown]:
         """``grown`` with owners in the place of their copies, on their devices, in the order of the stages."""
-        if not self._copies:
-            return grown
         found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in grown]
         found.sort(key=lambda each: each[0])
         # One may have been frozen since the forward: then autograd, too, drops its gradient.

@@ -19,6 +19,13 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
 
     There are ``microbatches + stages - 1`` ticks (GPipe, section 2.3).
 
+    Args:
+        microbatches: m, how many there are.
+        stages: n, how many there are.
+
+    Returns:
+        The cells of each tick in turn.
+
     >>> list(clock_cycles(3, 2))
     [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
     """
@@ -30,11 +37,22 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
 def fill_drain(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Schedule:
     """All forwards, then all backwards in reverse; holds every micro-batch at once (GPipe, arXiv 1811.06965).
 
-    Micro-batches below ``checkpoint_stop``, a number or one for each stage, are checkpointed. Their graph is rebuilt
-    just before their backward, in the time a stage would otherwise wait for the gradient::
+    The graph of a checkpointed micro-batch is rebuilt just before its backward, in the time a stage would otherwise
+    wait for the gradient::
 
         F0 F1 F2 .  .  .  R2 B2 R1 B1 R0 B0
         .  F0 F1 F2 R2 B2 R1 B1 R0 B0 .  .
+
+    Args:
+        microbatches: m, how many there are.
+        stages: n, how many there are.
+        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+
+    Returns:
+        A program for each stage.
+
+    Raises:
+        ValueError: ``checkpoint_stop`` has another length.
 
     >>> print(fill_drain(2, 1, checkpoint_stop=1))
     F0 F1 B1 R0 B0
@@ -54,6 +72,17 @@ def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: St
 
         F0 F1 F2 .  B0 F3 B1 .  B2 .  B3
         .  F0 F1 B0 F2 B1 F3 B2 .  B3 .
+
+    Args:
+        microbatches: m, how many there are.
+        stages: n, how many there are.
+        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+
+    Returns:
+        A program for each stage.
+
+    Raises:
+        ValueError: ``checkpoint_stop`` has another length.
     """
     return _schedule(one_by_one_orders(microbatches, stages, checkpoint_stop), stages)
 
@@ -72,7 +101,17 @@ def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: S
 
     Source: Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2).
 
-    Raises ValueError if the stages cannot be dealt out evenly.
+    Args:
+        microbatches: m, how many there are.
+        stages: n, how many there are.
+        workers: k, how many there are.
+        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+
+    Returns:
+        A program for each stage.
+
+    Raises:
+        ValueError: the stages do not go evenly on the workers, or ``checkpoint_stop`` has another length.
     """
     if workers < 1 or stages % workers:
         raise ValueError(
@@ -111,12 +150,22 @@ def zero_bubble(
     Stage j puts off the weights of j micro-batches, so that every stage holds n of them at most. If a forward and both
     parts of the backward take the same time and m ≥ n, the bubble is n − 1 such times, a third of 1F1B's.
 
-    Stages that are not in ``split`` keep their backward whole, as under 1F1B; by default all are.
-
     Source: ZB-H1 (Qi et al., arXiv 2401.10241)::
 
         F0 F1 .  I0 W0 F2 I1 W1 I2 W2
         .  F0 I0 F1 I1 W0 F2 I2 W1 W2
+
+    Args:
+        microbatches: m, how many there are.
+        stages: n, how many there are.
+        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        split: the stages whose backward is split, by default all; the others keep it whole, as under 1F1B.
+
+    Returns:
+        A program for each stage.
+
+    Raises:
+        ValueError: ``checkpoint_stop`` has another length.
     """
     return _schedule(split_orders(microbatches, stages, checkpoint_stop, split), stages)
 
@@ -139,7 +188,14 @@ def _schedule(order: Making, stages: int) -> Schedule:
 
 
 def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
-    """Cut programs whose forwards all come first where the caller gets the outputs: (forwards, the rest)."""
+    """Cut programs whose forwards all come first where the caller gets the outputs.
+
+    Args:
+        schedule: a program for each stage.
+
+    Returns:
+        The forwards, and the rest.
+    """
     forwards = [[action for action in program if action.kind == Kind.FORWARD] for program in schedule]
     rests = [program[len(head) :] for program, head in zip(schedule, forwards, strict=True)]
     return Schedule(forwards), Schedule(rests)

@@ -50,6 +50,13 @@ class Choice:
 def worth_splitting(seconds: Seconds, stages: Collection[int]) -> tuple[int, ...]:
     """Those of ``stages`` whose backward is known to take :data:`SPLIT_SECONDS` or more, or is not known.
 
+    Args:
+        seconds: what the actions of stages take, as far as it is known.
+        stages: by number.
+
+    Returns:
+        Their numbers, in order.
+
     >>> worth_splitting({(0, Kind.BACKWARD): 1e-3, (1, Kind.BACKWARD): 3e-3}, range(3))
     (1, 2)
     """
@@ -65,10 +72,14 @@ def choose(
     half of it, and a recomputation as a forward.
 
     Args:
+        microbatches: how many there are.
         placement: the worker of each stage.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
         seconds: what was measured. 1F1B is the choice unless the forward and backward of every stage are there.
         may_split: the stages whose backward can be split with any use.
+
+    Returns:
+        The name, the stages whose backward is split, and what was expected of each.
 
     >>> seconds = {(j, kind): 0.01 for j in range(2) for kind in (Kind.FORWARD, Kind.BACKWARD)}
     >>> print(choose(4, (0, 1), 0, seconds, may_split=[0, 1]))
