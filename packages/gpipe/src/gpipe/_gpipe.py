@@ -20,6 +20,7 @@ from ._flatten._ending import Ending, without_loss_only
 from ._flatten._inputs import Inputs
 from ._flatten._names import divide_names, model_of, no_child_of_the_model
 from ._flatten._segment import Segment
+from ._flatten._shapes import has_data
 from .balance import balance_by_parameters, balance_by_time
 from .engine._loss import LossStage
 from .engine._loss_value import LossFunction
@@ -607,9 +608,9 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
     if sample is None:
         raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
     partitions = max(1, min(len(checked_devices(devices, 1 if devices is None else len(module))), len(module)))
-    if any(parameter.is_meta for parameter in module.parameters()):
-        return balance_by_parameters(partitions, module)
-    return balance_by_time(partitions, module, sample)
+    if has_data(module):
+        return balance_by_time(partitions, module, sample)
+    return balance_by_parameters(partitions, module)
 
 
 _FIXED = ("balance", "devices", "partitions")

@@ -17,8 +17,8 @@ from ._skeleton import is_placeholder
 
 
 def has_data(model: nn.Module) -> bool:
-    """Whether no parameter of ``model`` is on ``meta``."""
-    return not any(parameter.is_meta for parameter in model.parameters())
+    """Whether no parameter or buffer of ``model`` is on ``meta``."""
+    return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 class Shapes(DispatchMode):  # type: ignore[no-untyped-call]
