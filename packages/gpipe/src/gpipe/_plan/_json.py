@@ -82,13 +82,18 @@ def _read_fields(cls: Any, value: Any, where: str) -> Any:
 
 
 def _read_plain(kind: type, value: Any, where: str) -> Any:
-    if kind is str and isinstance(value, str):
+    if (kind is str and isinstance(value, str)) or (kind is bool and isinstance(value, bool)):
         return value
     if kind is int and type(value) is int and value >= 0:
         return value
     if kind is float and type(value) in (int, float) and math.isfinite(value) and value >= 0:
         return value
-    expected = {str: "a string", int: "an integer that is not negative", float: "a number that is not negative"}
+    expected = {
+        str: "a string",
+        bool: "true or false",
+        int: "an integer that is not negative",
+        float: "a number that is not negative",
+    }
     raise ValueError(f"{where}: expected {expected[kind]}, got {value!r}")
 
 
