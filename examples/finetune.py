@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
-from gpipe import Arguments, GPipe
+from gpipe import GPipe
 
 console = Console()
 
@@ -141,7 +141,7 @@ class Run:
     def train_on(self, rows: Tensor) -> float:
         self.optimizer.zero_grad()
         with self.mixed_precision():
-            loss = self.pipe.step(Arguments((), batch_of(rows)), loss_fn=lambda loss, _: loss, schedule="1f1b")
+            loss = self.pipe.step(**batch_of(rows), schedule="1f1b")
         nn.utils.clip_grad_norm_(self.pipe.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
