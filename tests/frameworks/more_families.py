@@ -112,6 +112,10 @@ MORE = {
     ),
     "RoBERTa": classifier("Roberta", CLASSES),
     "ELECTRA": classifier("Electra", {**CLASSES, "embedding_size": 32}),
+    "DeBERTa v2": classifier(
+        "DebertaV2",
+        {**CLASSES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
+    ),
     "ModernBERT": classifier("ModernBert", {**CLASSES, "global_attn_every_n_layers": 2, "local_attention": 4}),
     "Longformer": classifier("Longformer", {**CLASSES, "attention_window": 4}),
     "FNet": classifier("FNet", {**CLASSES, "tpu_short_seq_length": 12}, unmasked),
@@ -142,6 +146,13 @@ MORE = {
         | {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16}
         | {"num_labels": 5, "apply_spec_augment": False, "layerdrop": 0.0},
         waves,
+    ),
+    "CLIP": Family(
+        "CLIPModel",
+        "CLIPConfig",
+        {"text_config": {**SIZES, **SPECIAL}, "vision_config": {**VISION, "image_size": 32, "patch_size": 8}},
+        lambda rows: {**text(rows), **pictures(rows)},
+        by_micro_batch=True,  # it compares every text with every picture
     ),
     "CLIP vision": Family(
         "CLIPVisionModel", "CLIPVisionConfig", {**VISION, "image_size": 32, "patch_size": 8}, pictures

@@ -160,7 +160,9 @@ def alone(model: nn.Module, family: Family) -> Gradients:
 
 
 def result(output: dict[str, Tensor]) -> Tensor:
-    return output["logits"] if "logits" in output else output["last_hidden_state"]
+    """What the last layer returns by default."""
+    found = next((name for name in ("logits", "last_hidden_state") if name in output), None)
+    return output[found] if found else next(iter(output.values()))
 
 
 def gradients(model: nn.Module) -> Gradients:

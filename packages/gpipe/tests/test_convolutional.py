@@ -107,6 +107,35 @@ class Tower(nn.Module):
         return self.head(self.forward_features(x))
 
 
+class UNet(nn.Module):
+    """Lists of blocks down and up, and at each level a skip to the other side."""
+
+    class Up(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.conv = nn.ConvTranspose2d(2 * width, width, 2, stride=2), activated(2 * width, width)
+
+        def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+            return self.conv(torch.cat([self.up(x), skip], dim=1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inc = activated(3, 4)
+        self.downs = nn.ModuleList(activated(width, 2 * width, 2) for width in (4, 8, 16))
+        self.ups = nn.ModuleList(UNet.Up(width) for width in (16, 8, 4))
+        self.outc = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inc(x)
+        skips = [x]
+        for down in self.downs:
+            x = down(x)
+            skips.append(x)
+        for up, skip in zip(self.ups, reversed(skips[:-1]), strict=True):
+            x = up(x, skip)
+        return self.outc(x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: ResNet(2, 2, 2),
     "resnet10": lambda: ResNet(1, 1, 1),
@@ -115,6 +144,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mobilenet": lambda: Features(activated(3, 4, 2), Basic(4, 4), Basic(4, 8, 2), activated(8, 8)),
     "efficientnet": lambda: Features(activated(3, 4), nn.Sequential(Basic(4, 4), Basic(4, 4)), activated(4, 8)),
     "timm": Tower,
+    "u-net": UNet,
 }
 
 

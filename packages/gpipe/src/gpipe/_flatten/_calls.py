@@ -44,6 +44,22 @@ def shape_of(leaf: Any) -> Any:
     return Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
+class Source(NamedTuple):
+    """A tensor that a block or another module returned.
+
+    Attributes:
+        name: of the module in the model.
+        call: how often it had been called before.
+        place: among the leaves of what it returned.
+        segment: where it was called; of a block, that before its trunk.
+    """
+
+    name: str
+    call: int
+    place: int
+    segment: int
+
+
 @dataclass
 class BlockCall:
     """What a block returned.
@@ -82,12 +98,14 @@ class Calls:
         modules: the calls of each module that is called outside of blocks, and not by another such one.
         tensors: for each parameter and buffer that operations outside of blocks read: its segments.
         between: names of modules that are called between two blocks of a trunk.
+        needs: for each segment, what it and the blocks after it use of earlier ones, beside the last block before it.
     """
 
     blocks: list[BlockCall] = field(default_factory=list)
     modules: dict[nn.Module, list[ModuleCall]] = field(default_factory=dict)
     tensors: dict[int, set[int]] = field(default_factory=dict)
     between: list[str] = field(default_factory=list)
+    needs: dict[int, set[Source]] = field(default_factory=dict)
 
 
 def watch(model: nn.Module, inputs: Inputs, trunks: Sequence[Sequence[str]]) -> Calls:
@@ -106,7 +124,10 @@ class _Watcher:
         self.state = {id(t) for t in (*model.parameters(), *model.buffers())}
         self.segment: int | None = 0
         self.inside = 0
+        self._origins: dict[int, frozenset[Source | int]] = {}
+        self._held: list[Any] = []  # or identities would be given out again
         self._model = model
+        self._names = {model.get_submodule(name): name for trunk in trunks for name in trunk}
         self._blocks = [[model.get_submodule(name) for name in trunk] for trunk in trunks]
 
     @contextmanager
@@ -116,45 +137,113 @@ class _Watcher:
         with ExitStack() as scope:
             for t, trunk in enumerate(self._blocks):
                 for block in trunk:
-                    last = t if block is trunk[-1] else None
-                    scope.callback(block.register_forward_pre_hook(self._begin).remove)
-                    scope.callback(block.register_forward_hook(partial(self._end, last)).remove)
+                    begin = partial(self._begin, t)
+                    scope.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
+                    scope.callback(block.register_forward_hook(partial(self._end, t)).remove)
             for name, module in self._model.named_modules():
                 if module not in inner and blocks.isdisjoint(module.modules()):
-                    scope.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
-                    scope.callback(module.register_forward_hook(self._leave).remove)
+                    enter, leave = partial(self._enter, name), partial(self._leave, name)
+                    scope.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                    scope.callback(module.register_forward_hook(leave).remove)
             yield
 
-    def _begin(self, block: nn.Module, args: Any) -> None:
+    def _begin(self, trunk: int, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self._use((args, kwargs), trunk)
         self.segment = None
         self.inside += 1
         self.calls.blocks.append(BlockCall())
 
-    def _end(self, last_of: int | None, block: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, trunk: int, block: nn.Module, args: Any, output: Any) -> None:
         self.inside -= 1
         self.calls.blocks[-1].returned(output)
-        self.segment = None if last_of is None else last_of + 1
+        self._name(output, self._names[block], 0, trunk)
+        self.segment = trunk + 1 if block is self._blocks[trunk][-1] else None
 
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.inside:
+            if self.segment is not None:
+                self._use((args, kwargs), self.segment)
             if self.segment is None:
                 self.calls.between.append(name)
             else:
                 self.calls.modules.setdefault(module, []).append(ModuleCall(segment=self.segment))
         self.inside += 1
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.inside -= 1
         if not self.inside and self.segment is not None:
-            self.calls.modules[module][-1].returned(output)
+            calls = self.calls.modules[module]
+            calls[-1].returned(output)
+            self._name(output, name, len(calls) - 1, self.segment)
 
-    def read(self, tensor: Tensor) -> None:
-        if id(tensor) in self.state and self.segment is not None:
-            self.calls.tensors.setdefault(id(tensor), set()).add(self.segment)
+    def _name(self, output: Any, name: str, call: int, segment: int) -> None:
+        """Note where tensors come from. A module may return what it was given, which then comes from both."""
+        for place, leaf in enumerate(flattened(output)[0]):
+            if isinstance(leaf, Tensor):
+                self._made(leaf, frozenset([Source(name, call, place, segment)]))
+
+    def _made(self, tensor: Tensor, origins: frozenset[Source | int]) -> None:
+        self._origins[id(tensor)] = self._origins.get(id(tensor), frozenset()) | origins
+        self._held.append(tensor)
+
+    def _use(self, value: Any, segment: int) -> frozenset[Source | int]:
+        """Note that ``segment`` uses the tensors in ``value``; what they are made of, parameters by identity."""
+        tensors = [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        origins = frozenset[Source | int]().union(*map(self._origins_of, tensors))
+        for origin in origins:
+            if isinstance(origin, int):
+                self.calls.tensors.setdefault(origin, set()).add(segment)
+            elif origin.segment < segment and origin.name != self._before(segment):
+                self.calls.needs.setdefault(segment, set()).add(origin)
+        return origins
+
+    def _origins_of(self, tensor: Tensor) -> frozenset[Source | int]:
+        own = frozenset([id(tensor)]) if id(tensor) in self.state else frozenset[int]()
+        return own | self._origins.get(id(tensor), frozenset())
+
+    def _before(self, segment: int) -> str:
+        """The name of the last block before ``segment``."""
+        return self._names[self._blocks[segment - 1][-1]]
+
+    def operation(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Carry out an operation, and note what it reads and makes."""
+        if self.segment is None:
+            return function(*args, **kwargs)
+        if self.inside or function in LOOKS:
+            self._read((args, kwargs), self.segment)
+            return function(*args, **kwargs)
+        origins = self._use((args, kwargs), self.segment)
+        result = function(*args, **kwargs)
+        for leaf in _pytree.tree_leaves(result) if origins else ():
+            if isinstance(leaf, Tensor):
+                self._made(leaf, origins)
+        return result
+
+    def _read(self, value: Any, segment: int) -> None:
+        """Note that ``segment`` reads the parameters and buffers in ``value``."""
+        for leaf in _pytree.tree_leaves(value):
+            if id(leaf) in self.state:
+                self.calls.tensors.setdefault(id(leaf), set()).add(segment)
+
+
+LOOKS = {
+    *(
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.__len__,
+        Tensor.stride,
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_sparse", "grad_fn", "is_leaf")),
+}
+"""What looks at a tensor and not at its elements."""
 
 
 class _Reads(TorchFunctionMode):
-    """Tells which parameters and buffers operations read."""
+    """Tells what operations read."""
 
     def __init__(self, watcher: _Watcher) -> None:
         super().__init__()
@@ -163,7 +252,4 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for leaf in _pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._watcher.read(leaf)
-        return function(*args, **(kwargs or {}))
+        return self._watcher.operation(function, args, kwargs or {})

@@ -17,7 +17,7 @@ from ._ending import ending_of
 from ._inputs import Inputs
 from ._names import Flattened
 from ._script import Script
-from ._segment import Block, Pick, Segment
+from ._segment import Block, Gift, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
 from ._skeleton import named_units, skeleton, twin_of
 from ._standins import BlockStandIn, ModuleStandIn, Observe, Reel
@@ -95,6 +95,8 @@ def flatten(
 
 def _built(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick) -> Flattened:
     script, namespace = Script(), Namespace()
+    blocks = {name for trunk in trunks for name in trunk}
+    gifts = [Gift(source, segment) for segment, needs in calls.needs.items() for source in sorted(needs)]
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     number = 0
     for s in range(len(trunks) + 1):
@@ -109,6 +111,8 @@ def _built(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Cal
             inputs=len(inputs.tensors()),
             number=s,
             namespace=namespace,
+            needs=sorted(calls.needs.get(s, ())),
+            gives=[each for each in gifts if each.source.segment == s and each.source.name not in blocks],
             pick=None if names else pick,
         )
         for place, name in enumerate(names):
@@ -120,6 +124,8 @@ def _built(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Cal
                 number=number,
                 call=calls.blocks[number],
                 last=name == names[-1],
+                namespace=namespace,
+                gives=[each for each in gifts if each.source.name == name],
             )
             number += 1
     flattened = Flattened(layers)
@@ -138,7 +144,8 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
     """The model as ``segment`` has it."""
     names = [name for trunk in trunks for name in trunk]
     replaced: dict[nn.Module, nn.Module] = {
-        block: BlockStandIn(block, reel, j, calls.blocks[j]) for j, block in enumerate(map(model.get_submodule, names))
+        model.get_submodule(name): BlockStandIn(model.get_submodule(name), reel, name, j, calls.blocks[j])
+        for j, name in enumerate(names)
     }
     last = len(trunks)
     for name, unit in named_units(model, frozenset(replaced), frozenset(calls.modules)):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..skip import Namespace, Skippable, pop, skippable, stash
-from ._calls import BlockCall
+from ._calls import BlockCall, Source
 from ._ending import Ending
 from ._inputs import Inputs
 from ._names import Part
@@ -18,6 +18,18 @@ from ._standins import Reel, Stop, Tape
 from ._tree import flattened
 
 Pick = Callable[[Any], Any]
+
+
+class Gift(NamedTuple):
+    """A tensor that a later segment uses, and that skips the layers between."""
+
+    source: Source
+    segment: int
+
+    @property
+    def title(self) -> str:
+        """The name of the skip."""
+        return f"output {self.source.place} of call {self.source.call} of {self.source.name} for segment {self.segment}"
 
 
 @skippable()
@@ -35,6 +47,8 @@ class Segment(Part):
         done: how the block before was called in the sample.
         inputs: how many tensors the model is called with; they skip from segment to segment.
         number: of this segment.
+        needs: what modules of earlier segments returned, and this one uses.
+        gives: what modules return here, and later segments use.
         pick: what the last segment makes of what the model returns; None in others.
 
     Attributes:
@@ -55,6 +69,8 @@ class Segment(Part):
         inputs: int,
         number: int,
         namespace: Namespace,
+        needs: Sequence[Source],
+        gives: Sequence[Gift],
         pick: Pick | None,
     ) -> None:
         super().__init__(net, "")
@@ -67,8 +83,11 @@ class Segment(Part):
         self._pick = pick
         came = [_skip(k, number) for k in range(inputs)] if number else []
         goes = [_skip(k, number + 1) for k in range(inputs)] if pick is None else []
-        self.__dict__["stashable_names"], self.__dict__["poppable_names"] = frozenset(goes), frozenset(came)
         self._came, self._goes = came, goes
+        self._needs = {source: Gift(source, number).title for source in needs}
+        self._gives = list(gives)
+        stashes, pops = [*goes, *(gift.title for gift in gives)], [*came, *self._needs.values()]
+        self.__dict__["stashable_names"], self.__dict__["poppable_names"] = frozenset(stashes), frozenset(pops)
         Skippable.isolate(self, namespace)
 
     def forward(self, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
@@ -85,7 +104,10 @@ class Segment(Part):
             tensors = self._expect_few(inputs.tensors())
         for name, tensor in zip(self._goes, tensors, strict=False):
             yield stash(name, tensor)
-        tape = self._tape(carried, tensors)
+        given = {}
+        for source, title in self._needs.items():
+            given[source] = yield pop(title)
+        tape = self._tape(carried, tensors, given)
         if self.ending is not None and self.ending.is_wanted:
             with self.ending.recording(self.net) as returned:
                 self._run(tape, inputs)
@@ -93,6 +115,9 @@ class Segment(Part):
         found = self._run(tape, inputs)
         if self._pick is not None:
             return self._pick(found)
+        for gift in self._gives:
+            leaves = tape.returned.get(gift.source[:2])
+            yield stash(gift.title, None if leaves is None else leaves[gift.source.place])
         recipe, values = recipe_of(tape.arguments, tape.fakes, self._names, self._first)
         return {
             "values": values,
@@ -103,7 +128,9 @@ class Segment(Part):
             "shapes": {name: tuple(calls) for name, calls in tape.shapes.items()},
         }
 
-    def _tape(self, carried: dict[str, Any], tensors: Sequence[Tensor | None]) -> Tape:
+    def _tape(
+        self, carried: dict[str, Any], tensors: Sequence[Tensor | None], given: Mapping[Source, Tensor | None]
+    ) -> Tape:
         values = carried.get("values", {})
         done = (
             []
@@ -114,7 +141,7 @@ class Segment(Part):
             ]
         )
         near = next((each for each in [*values.values(), *tensors] if each is not None), torch.empty(0))
-        return Tape(near.device, carried.get("shapes", {}), self._first, self._names, done)
+        return Tape(near.device, carried.get("shapes", {}), self._first, self._names, done, given)
 
     def _run(self, tape: Tape, inputs: Inputs) -> Any:
         self._reel.tape = tape
@@ -136,6 +163,7 @@ class Segment(Part):
         return [*tensors, *[None] * (len(self._goes) - len(tensors))]
 
 
+@skippable()
 class Block(Part):
     """One block of a model.
 
@@ -143,10 +171,22 @@ class Block(Part):
         place: its place in its trunk.
         number: among all blocks.
         last: whether it is the last of its trunk, whose whole result the next segment needs.
+        namespace: of the skips.
+        gives: what it returns and later segments use.
     """
 
     def __init__(
-        self, net: nn.Module, path: str, script: Script, *, place: int, number: int, call: BlockCall, last: bool
+        self,
+        net: nn.Module,
+        path: str,
+        script: Script,
+        *,
+        place: int,
+        number: int,
+        call: BlockCall,
+        last: bool,
+        namespace: Namespace,
+        gives: Sequence[Gift],
     ) -> None:
         super().__init__(net, path)
         self._script = script
@@ -154,8 +194,11 @@ class Block(Part):
         self._number = number
         self._call = call
         self._last = last
+        self._gives = list(gives)
+        self.__dict__["stashable_names"] = frozenset(gift.title for gift in gives)
+        Skippable.isolate(self, namespace)
 
-    def forward(self, carried: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, carried: dict[str, Any]) -> Generator[stash, None, dict[str, Any]]:
         """What came, with what this block returns in place of what nobody needs any more."""
         recipe = self._script[carried["recipe"]][self._place]
         values = carried["values"]
@@ -167,6 +210,8 @@ class Block(Part):
                 f"block {self.path!r} returned another structure than with the sample; flatten the model with a sample "
                 "that it treats alike"
             )
+        for gift in self._gives:
+            yield stash(gift.title, found[gift.source.place])
         own = {output_name(self._number, m): leaf for m, leaf in enumerate(found) if isinstance(leaf, Tensor)}
         kept = {name: value for name, value in (values | own).items() if name in recipe.keep}
         return carried | {"values": kept | own if self._last else kept}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._calls import BlockCall, ModuleCall, Shape, shape_of
+from ._calls import LOOKS, BlockCall, ModuleCall, Shape, Source, shape_of
 from ._skeleton import placeholder
 from ._tree import Tree, flattened
 
@@ -27,8 +27,10 @@ class Tape:
         first: the number of the first block that the segment calls; those before are done.
         names: of these blocks; none in the segment that ends the model.
         done: the leaves of what block ``first - 1`` returned.
+        given: tensors that other modules of earlier segments returned, and this one uses.
 
     Attributes:
+        returned: the leaves of what modules returned that belong here, by name and call.
         arguments: the leaves and the tree of what each block is called with.
         fakes: for what stands for an output of one of these blocks, its number and place.
     """
@@ -40,18 +42,21 @@ class Tape:
         first: int,
         names: Sequence[str],
         done: list[Any],
+        given: Mapping[Source, Tensor | None],
     ) -> None:
         self.device = device
         self.shapes = {name: list(calls) for name, calls in shapes.items()}
         self.arguments: list[tuple[list[Any], Tree]] = []
         self.fakes: dict[int, tuple[int, int]] = {}
+        self.returned: dict[tuple[str, int], list[Any]] = {}
+        self._given = {source[:3]: tensor for source, tensor in given.items() if tensor is not None}
         self._first = first
         self._names = names
         self._done = done
         self._counts: dict[str, int] = {}
         self._keep: list[Any] = []
 
-    def block(self, j: int, call: BlockCall, args: Any, kwargs: Any) -> Any:
+    def block(self, name: str, j: int, call: BlockCall, args: Any, kwargs: Any) -> Any:
         """Block number ``j`` is called; what stands for its result."""
         assert call.result is not None
         if j == self._first - 1:
@@ -62,7 +67,7 @@ class Tape:
             self.arguments.append((leaves, tree))
             if len(self.arguments) == len(self._names):
                 raise Stop
-        outputs = [self._like(leaf, leaves) for leaf in call.outputs]
+        outputs = [self._given.get((name, 0, m), self._like(leaf, leaves)) for m, leaf in enumerate(call.outputs)]
         if j >= self._first:
             # Fake tensors, by which profiles are made without a device, cannot be of another class.
             outputs = [leaf.as_subclass(Untouched) if type(leaf) is Tensor else leaf for leaf in outputs]
@@ -90,9 +95,10 @@ class Tape:
 
     def saw(self, name: str, output: Any) -> None:
         """A module that belongs here has returned ``output``."""
-        known = self.shapes.setdefault(name, [])
-        if self.count(name) == len(known):
-            known.append(tuple(map(shape_of, flattened(output)[0])))
+        known, number, leaves = self.shapes.setdefault(name, []), self.count(name), flattened(output)[0]
+        if number == len(known):
+            known.append(tuple(map(shape_of, leaves)))
+        self.returned[name, number] = leaves
 
     def early(self, name: str, calls: list[ModuleCall]) -> Any:
         """A module of another segment is called; what stands for its result."""
@@ -101,7 +107,8 @@ class Tape:
         known = self.shapes.get(name, ())
         leaves = known[number] if number < len(known) else call.outputs
         assert call.result is not None
-        return call.result.value(map(self._unknown, leaves))
+        found = [self._given.get((name, number, m), self._unknown(leaf)) for m, leaf in enumerate(leaves)]
+        return call.result.value(found)
 
     def _like(self, leaf: Any, arguments: list[Any]) -> Any:
         """A new tensor for an output, of the shape of the first argument: most blocks return what they got."""
@@ -126,29 +133,13 @@ class Untouched(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if function in _LOOKS:
+        if function in LOOKS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         raise RuntimeError(
             f"an operation ({getattr(function, '__name__', function)}) uses what a block returns before the next block "
             "of the list is called, where only blocks may compute"
         )
-
-
-_LOOKS = {
-    *(
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.__len__,
-        Tensor.stride,
-    ),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
-    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_sparse", "grad_fn", "is_leaf")),
-}
-"""What looks at a tensor and not at its elements."""
 
 
 class Reel:
@@ -214,13 +205,14 @@ class StandIn(nn.Module):
 class BlockStandIn(StandIn):
     """Takes down what a block is called with."""
 
-    def __init__(self, real: nn.Module, reel: Reel, number: int, call: BlockCall) -> None:
+    def __init__(self, real: nn.Module, reel: Reel, name: str, number: int, call: BlockCall) -> None:
         super().__init__(real, reel)
+        self._name = name
         self._number = number
         self._call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._reel.tape.block(self._number, self._call, args, kwargs)  # type: ignore[union-attr]
+        return self._reel.tape.block(self._name, self._number, self._call, args, kwargs)  # type: ignore[union-attr]
 
 
 class ModuleStandIn(StandIn):
