@@ -12,7 +12,7 @@ from torch import nn
 
 from .._flatten._names import model_of
 from ..values._leaves import Arguments
-from ._signature import signature_of
+from ._signature import binds, signature_of
 
 NOTHING = Parameter.empty
 """Stands for an argument that was not given, since None may be."""
@@ -103,20 +103,12 @@ def _are_keywords(signature: Signature, mapping: Mapping[Any, Any]) -> bool:
             return False
         if len(parameters) == 1:
             return set(mapping) == _names(signature)
-    return _binds(signature, **mapping) or not _names(signature).isdisjoint(mapping) or not _binds(signature, mapping)
+    return binds(signature, **mapping) or not _names(signature).isdisjoint(mapping) or not binds(signature, mapping)
 
 
 def _is_mapping(annotation: Any) -> bool:
     kind = typing.get_origin(annotation) or annotation
     return typing.is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, Mapping))
-
-
-def _binds(signature: Signature, /, *args: Any, **kwargs: Any) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def _joined(signature: Signature, call: Call) -> Arguments:

@@ -83,6 +83,15 @@ def signature_of(layer: nn.Module, *, eval_str: bool = False) -> inspect.Signatu
     return None
 
 
+def binds(signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> bool:
+    """Whether what has this ``signature`` can be called with these arguments."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
 def _reduce(pipe: nn.Module) -> tuple[Any, ...]:
     """Pickles and copies name the class that the pipe was made by; their own is made when they have their layers."""
     return _new, (type(pipe)._plain_class,), pipe.__getstate__()  # type: ignore[attr-defined,no-untyped-call]

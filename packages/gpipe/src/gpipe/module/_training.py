@@ -19,6 +19,7 @@ from ..engine._losses import Losses
 from ..values._gather import gathered
 from ._cut import checked, cut
 from ._rows import expect_same_rows
+from ._signature import binds
 
 Kind = TypeVar("Kind", bound=Losses)
 
@@ -97,15 +98,7 @@ def _takes_one(loss_fn: LossFunction) -> bool:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # builtin functions need not say
         return False
-    return not _binds(signature, None, None) and _binds(signature, None)
-
-
-def _binds(signature: inspect.Signature, *arguments: None) -> bool:
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        return False
-    return True
+    return not binds(signature, None, None) and binds(signature, None)
 
 
 def _weights(batches: Sequence[Batch], reduction: str, normalizer: float | Tensor | None) -> list[float]:
@@ -124,6 +117,7 @@ def _weights(batches: Sequence[Batch], reduction: str, normalizer: float | Tenso
 
 
 def _number(normalizer: Any) -> float:
+    """``normalizer`` as a float; TypeError if it is no number."""
     is_one = isinstance(normalizer, Real) or (isinstance(normalizer, Tensor) and normalizer.numel() == 1)
     if not is_one or (isinstance(normalizer, Tensor) and normalizer.is_complex()):
         raise TypeError(f"normalizer must be a real number, or a tensor of one; got {normalizer!r}")

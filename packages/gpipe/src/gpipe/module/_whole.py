@@ -50,7 +50,7 @@ def expect_no_rows(value: Any, batches: Sequence[Batch], root: str) -> None:
 
 
 def _sequences(value: Any, root: str) -> Iterator[tuple[str, Sized]]:
-    """The lists of constants in ``value``, and other objects with a length, each with its path."""
+    """The lists without tensors in ``value``, and other objects with a length, each with its path."""
     if isinstance(value, Arguments):
         for k, each in enumerate(value.args):
             yield from _below(each, f"{root}.args[{k}]")
@@ -67,7 +67,7 @@ def _below(value: Any, path: str) -> Iterator[tuple[str, Sized]]:
         for name, each in value.items():
             yield from _below(each, f"{path}[{name!r}]")
     elif type(value) in (list, tuple):
-        if value and not any(isinstance(each, Tensor | Mapping | list | tuple | Split | Replicate) for each in value):
+        if not any(isinstance(leaf, Tensor | Split | Replicate) for leaf in flatten(value)[0]):
             yield path, value
         for k, each in enumerate(value):
             yield from _below(each, f"{path}[{k}]")
