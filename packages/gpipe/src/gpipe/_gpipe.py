@@ -7,12 +7,12 @@ import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, Versions, unwrap
+from microbatch import Batch, unwrap
 
 from ._batchnorm import DeferredBatchNorm
 from ._flatten import flatten
@@ -23,8 +23,6 @@ from ._flatten._segment import Segment
 from ._flatten._shapes import has_data
 from .balance import balance_by_parameters, balance_by_time
 from .engine._loss import LossStage
-from .engine._loss_value import LossFunction
-from .engine._losses import Losses
 from .engine._pipeline import Pipeline
 from .engine._stage import stages_of
 from .engine._workers import Workers
@@ -37,7 +35,7 @@ from .module._arguments import (
     checked_modes,
     checked_sizes,
 )
-from .module._cut import Checked, checked, cut
+from .module._cut import checked
 from .module._devices import (
     device_map,
     expect_same_device,
@@ -45,13 +43,11 @@ from .module._devices import (
     replicating_denied,
     untouched_on_failure,
 )
-from .module._hooks import pre_hooked, refuse_hooks
 from .module._init import means_of
-from .module._keywords import NOTHING, Call, called_with
 from .module._layers import Held, expect_replacement, refuse
 from .module._partition import BalanceError, divide, expect_sequential, recommend_auto_balance
 from .module._signature import class_for
-from .module._training import Kind, LossOptions, expect_grad_mode, losses_of, returned
+from .module._step import Stepping
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule, checkpoint_stops
 from .skip import inspect_skip_layout, verify_skippables
@@ -61,7 +57,7 @@ from .values._gather import gathered
 from .values._leaves import Arguments
 
 
-class GPipe(nn.Module):
+class GPipe(Stepping):
     """A sequential model that computes in a pipeline: a drop-in replacement for the model itself.
 
     The layers are cut into partitions, one on each device, and every mini-batch into micro-batches, which stream
@@ -252,152 +248,6 @@ class GPipe(nn.Module):
         outputs = self._pipeline.forward(batches, self._checkpoint_stops(len(batches)), versions)
         return gathered(outputs, [batch.rows for batch in batches], self.out_spec)
 
-    @overload
-    def step(
-        self,
-        input: Any = ...,
-        target: Any = ...,
-        /,
-        *,
-        loss_fn: Callable[..., Tensor],
-        schedule: Schedule | str = ...,
-        reduction: str = ...,
-        normalizer: float | Tensor | None = ...,
-        return_outputs: Literal[False] = ...,
-        **arguments: Any,
-    ) -> Tensor: ...
-
-    @overload
-    def step(
-        self,
-        input: Any = ...,
-        target: Any = ...,
-        /,
-        *,
-        loss_fn: LossFunction | None = ...,
-        schedule: Schedule | str = ...,
-        reduction: str = ...,
-        normalizer: float | Tensor | None = ...,
-        return_outputs: bool = ...,
-        **arguments: Any,
-    ) -> Any: ...
-
-    @not_compiled
-    def step(
-        self,
-        input: Any = NOTHING,  # noqa: A002
-        target: Any = None,
-        /,
-        *,
-        loss_fn: LossFunction | None = None,
-        schedule: Schedule | str = "1f1b",
-        reduction: str = "mean",
-        normalizer: float | Tensor | None = None,
-        return_outputs: bool = False,
-        **arguments: Any,
-    ) -> Any:
-        """Forward, loss and backward in one go.
-
-        Gradients arrive in ``.grad``, as after ``loss_fn(model(input), target).backward()``, but a micro-batch may turn
-        around as soon as it is through, so that fewer are held at once: with ``"1f1b"`` stage j of n holds n − j.
-
-        Args:
-            input: what :meth:`forward` takes as its only argument; :class:`Arguments` stands for several. A mapping
-                stands for keywords if the first layer takes these, see below.
-            target: tensors, or a tree of them, cut like ``input``; on the last device (moved there if they are not).
-                ``Split(y, dim=1)`` and ``Replicate(y)`` around a part say how it is cut.
-            loss_fn: called with the output and the target of each micro-batch; with the output alone if there is no
-                target, and it takes nothing else. Returns a scalar, or ``(sum, count)``; either with a dict of metrics
-                behind it. By default the output is the loss, or has it as ``.loss``.
-            schedule: ``"1f1b"``, ``"fill_drain"``, ``"interleaved"``, ``"zero_bubble"``, ``"auto"``, or a
-                :class:`gpipe.schedule.Schedule` of your own. ``"auto"`` measures cells in the first steps and takes
-                the fastest of three; :attr:`last_schedule` says which. ``"zero_bubble"`` splits the backward of those
-                stages where that pays; one of your own is done as it is written.
-            reduction: how the losses of micro-batches make up the whole. ``"mean"`` weighs each by its rows, which is
-                right for plain means only. ``"sum"`` adds them up.
-            normalizer: with ``"sum"``, what to divide by.
-            return_outputs: also return what :meth:`forward` would have, detached.
-            arguments: keywords for the first layer, as in ``step(**batch)``.
-
-        Returns:
-            The loss of the mini-batch, detached; ``(loss, metrics)`` if ``loss_fn`` gives metrics. Those that are
-            scalars are averaged by rows, and other tensors, with a row for each sample, are concatenated. With
-            ``return_outputs`` the outputs come last.
-
-        A mapping is meant as keywords if a key of it is the name of an argument of the first layer, or if the layer
-        takes any (``**kwargs``), as that of a flattened Hugging Face model does. It is handed over whole to a layer
-        whose one argument has another name, or is annotated as a mapping.
-
-        Where the loss is no plain mean over rows, because of ``ignore_index``, class weights or padding, let
-        ``loss_fn`` return the sum and what it counts; the gradients are those of the one over the other::
-
-            def loss_fn(logits, tokens):
-                total = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=PAD, reduction="sum")
-                return total, (tokens != PAD).sum()
-
-        Raises:
-            TypeError: a keyword that the first layer does not take, or takes under the name of one of these; a target
-                without a ``loss_fn`` that takes it; a loss, count or metric that is no number or tensor.
-            ValueError: no such schedule, or one that does not fit; a loss that is no scalar or needs no grad; a target
-                or metrics with other numbers of rows than the input.
-            RuntimeError: grad mode is off; the pipe itself has forward or backward hooks; it is in a
-                ``DistributedDataParallel``, outside of ``no_sync()``.
-            Whatever a layer raises, with a note that says where.
-
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> pipe = GPipe(model, balance=[2, 1], devices=["cpu", "cpu"], chunks=4)
-        >>> pipe.step(torch.zeros(8, 4), torch.zeros(8, 2), loss_fn=nn.functional.mse_loss).requires_grad
-        False
-        """
-        expect_grad_mode()
-        options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
-        call = Call("step", (*LossOptions._fields, "schedule"), input, target, arguments)
-        batches, losses = self._with_losses(LossStage, call, options)
-        self._train(batches, losses, schedule)
-        return returned(losses, batches, self.out_spec, options)
-
-    @not_compiled
-    def evaluate(
-        self,
-        input: Any = NOTHING,  # noqa: A002
-        target: Any = None,
-        /,
-        *,
-        loss_fn: LossFunction | None = None,
-        reduction: str = "mean",
-        normalizer: float | Tensor | None = None,
-        return_outputs: bool = False,
-        **arguments: Any,
-    ) -> Any:
-        """Forward and loss, without gradients: what :meth:`step` would return with the layers as they are.
-
-        No micro-batch is kept: its output goes as soon as its loss is known. Whether layers are in training mode stays
-        as it is; call ``eval()`` before, and ``train()`` after, as for a plain model.
-
-        Args:
-            input, target, loss_fn, reduction, normalizer, return_outputs, arguments: as for :meth:`step`. A loss need
-                not require grad.
-
-        Returns:
-            As :meth:`step`.
-
-        Raises:
-            TypeError, ValueError: as :meth:`step`, but of the schedule.
-            RuntimeError: the pipe itself has forward or backward hooks.
-
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> pipe = GPipe(model, balance=[2, 1], devices=["cpu", "cpu"], chunks=4).eval()
-        >>> x, y = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
-        >>> loss_fn = nn.functional.cross_entropy
-        >>> torch.equal(pipe.evaluate(x, y, loss_fn=loss_fn), pipe.step(x, y, loss_fn=loss_fn))
-        True
-        """
-        options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
-        call = Call("evaluate", LossOptions._fields, input, target, arguments)
-        batches, losses = self._with_losses(Losses, call, options)
-        self._pipeline.evaluate(batches, losses)
-        return returned(losses, batches, self.out_spec, options)
-
     def close(self) -> None:
         """End the threads of this pipe, which otherwise happens when it is garbage. Using it again starts new ones.
 
@@ -521,20 +371,6 @@ class GPipe(nn.Module):
                 state_dict[prefix + name] = state_dict.pop(key)
         divide_names(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
-        return cut(inputs, self._pipeline.stages[0].device, self._chunks)
-
-    def _with_losses(self, kind: type[Kind], call: Call, options: LossOptions) -> tuple[list[Batch], Kind]:
-        """The micro-batches of a step or an evaluation, and what computes their losses."""
-        refuse_transforms()
-        if not self._devices:
-            raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
-        refuse_hooks(self, call.method)
-        inputs, target = called_with(next(self.children()), call)
-        batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
-        device = self._pipeline.stages[-1].device
-        return batches, losses_of(kind, options, target, batches, self._chunks, device)
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         stops = self._checkpoint_stops(len(batches))
