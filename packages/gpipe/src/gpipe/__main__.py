@@ -1,0 +1,23 @@
+"""``python -m gpipe``: plan, check, profile, simulate, and record a step of a model from the command line."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line and end the program: 0 if all is well, 1 on findings, 2 if it was called wrongly."""
+    try:
+        from ._command import run
+    except ModuleNotFoundError as error:
+        if error.name != "cyclopts":
+            raise
+        print(
+            "gpipe: the command line needs cyclopts; install the extra gpipe-torch[cli], or cyclopts", file=sys.stderr
+        )
+        sys.exit(2)
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

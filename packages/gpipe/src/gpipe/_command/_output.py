@@ -1,0 +1,24 @@
+"""What a command leaves behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+
+def save(path: str, write: Callable[[Path], object]) -> None:
+    """Let ``write`` make the file ``path``, as a whole or not at all: one that is there is replaced when it is done.
+
+    Raises ValueError if it cannot be written.
+    """
+    target = Path(path)
+    try:
+        # Beside it, since only on one disk a file can take the place of another at once.
+        with TemporaryDirectory(dir=target.parent, prefix=".gpipe-") as folder:
+            draft = Path(folder) / target.name
+            write(draft)
+            os.replace(draft, target)
+    except OSError as error:
+        raise ValueError(f"cannot write {path!r}: {error.strerror}") from error

@@ -1,0 +1,149 @@
+"""The command line: what it prints, what it leaves behind, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cyclopts", reason="the command line is an extra")
+
+from gpipe._command import run
+
+MODELS = """
+import torch
+from torch import nn
+
+def clean():
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+
+def mixing():
+    return nn.Sequential(nn.Linear(8, 8), nn.Softmax(0))
+
+def failing():
+    raise RuntimeError("no weights")
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def batch():
+    return torch.zeros(8, 8)
+
+def broken_batch():
+    return 1 / 0
+
+answer = 42
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module of models."""
+    (tmp_path / "some_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "some_models", raising=False)
+    return tmp_path
+
+
+def test_check_ends_with_0_if_nothing_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "some_models:clean", "--sample", "8,8"]) == 0
+    assert "nothing found: 3 layers, 8 rows in 4 micro-batches" in capsys.readouterr().out
+
+
+def test_check_ends_with_1_on_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "some_models:mixing", "--sample", "8,8", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(finding["code"], finding["layer"]) for finding in found["findings"]] == [("mixes-rows", "1")]
+
+
+def test_check_takes_named_inputs_and_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--sample", "tokens=8,5:int64:16", "--loss", "torch.nn.functional:mse_loss", "--loss-target", "8,5,8"]
+    assert run(["check", "some_models:Blocks", *given]) == 0
+
+
+def test_profile_prints_a_table_or_json_and_saves_a_picture(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    given = ["profile", "some_models:clean", "--sample", "some_models:batch", "--timeout", "0.01"]
+    assert run([*given, "--svg", "layers.svg"]) == 0
+    assert "Linear" in capsys.readouterr().out
+    assert (folder / "layers.svg").read_text().startswith("<svg")
+    assert run([*given, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["layers"]) == 3
+
+
+def test_simulate_predicts_a_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    given = ["--sample", "8,8", "--devices", "cpu", "cpu", "--chunks", "4", "--timeout", "0.01", "--html", "run.html"]
+    assert run(["simulate", "some_models:clean", *given, "--checkpoint", "always"]) == 0
+    assert "2 stages × 4 micro-batches" in capsys.readouterr().out
+    assert "<!doctype html>" in (folder / "run.html").read_text()
+
+
+def test_timeline_records_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["timeline", "some_models:Blocks", "--sample", "tokens=8,5:int64:16", "--balance", "2", "2"]) == 0
+    assert "2 stages × 8 micro-batches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "some_models:clean"], "sample"),
+        (["check", "no_such_module:build", "--sample", "8,8"], "cannot import"),
+        (["check", "some_models:nothing", "--sample", "8,8"], "has no"),
+        (["check", "some_models", "--sample", "8,8"], "expected package.module:name"),
+        (["check", "some_models:failing", "--sample", "8,8"], "no weights"),
+        (["check", "some_models:answer", "--sample", "8,8"], "int"),
+        (["check", "some_models:batch", "--sample", "8,8"], "nn.Module"),
+        (["check", "some_models:clean", "--sample", "eight"], "expected a shape"),
+        (["check", "some_models:clean", "--sample", "8,8:float99"], "expected a shape"),
+        (["check", "some_models:clean", "--sample", "some_models:broken_batch"], "ZeroDivisionError"),
+        (["check", "some_models:clean", "--sample", "a=8,8", "8,8"], "names for all"),
+        (["check", "some_models:clean", "--sample", "8,8", "--chunks", "some"], "chunks"),
+        (["check", "some_models:clean", "--sample", "8,8", "--chunks", "1"], "chunks"),
+        (["timeline", "some_models:clean", "--sample", "8,8", "--devices", "gpu"], "cuda"),
+        (["timeline", "some_models:clean", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
+        (["timeline", "some_models:clean", "--sample", "8,8", "--schedule", "fastest"], "schedule"),
+        (["simulate", "some_models:clean", "--sample", "8,8", "--balance", "9", "9"], "balance"),
+        (["profile", "some_models:clean", "--sample", "8,8", "--timeout", "-1"], "timeout"),
+        (["check", "some_models:clean", "--sample", "8,3"], "shapes cannot be multiplied"),
+        (["conquer"], "conquer"),
+    ],
+)
+def test_what_cannot_be_used_ends_with_2_and_a_line_that_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert run(arguments) == 2
+    told = capsys.readouterr()
+    assert message in told.out + told.err
+    assert "Traceback" not in told.err
+    assert sorted(file.name for file in folder.iterdir() if file.name != "__pycache__") == ["some_models.py"]
+
+
+def test_it_runs_as_a_module() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "gpipe", "check", "some_models:mixing", "--sample", "8,8"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "error[mixes-rows]" in ended.stdout
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    program = "import sys; sys.modules['cyclopts'] = None; from gpipe.__main__ import main; main()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 2
+    assert "gpipe-torch[cli]" in ended.stderr
