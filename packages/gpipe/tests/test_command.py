@@ -95,6 +95,22 @@ def test_timeline_records_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 stages × 8 micro-batches" in capsys.readouterr().out
 
 
+def test_plan_prints_a_report_or_json_and_saves_a_page(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    given = ["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "cpu", "--chunks", "2", "4", "--quick"]
+    assert run([*given, "--html", "plan.html", "--memory", "1GB"]) == 0
+    assert "balance" in capsys.readouterr().out
+    assert "<!doctype html>" in (folder / "plan.html").read_text().lower()
+    assert run([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_plan_ends_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    given = ["--sample", "8,8", "--devices", "cpu", "cpu", "--memory", "1KB", "--quick", "--html", "plan.html"]
+    assert run(["plan", "some_models:clean", *given]) == 1
+    assert "memory" in capsys.readouterr().out
+    assert not (folder / "plan.html").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,6 +133,8 @@ def test_timeline_records_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "some_models:clean", "--sample", "8,8", "--balance", "9", "9"], "balance"),
         (["profile", "some_models:clean", "--sample", "8,8", "--timeout", "-1"], "timeout"),
         (["check", "some_models:clean", "--sample", "8,3"], "shapes cannot be multiplied"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "80XB"], "80GB"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--optimizer", "adan"], "optimizer"),
         (["conquer"], "conquer"),
     ],
 )

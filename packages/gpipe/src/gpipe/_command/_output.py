@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ..timeline import Timeline
+from ..timeline._chrome import trace
+
 
 def save(path: str, write: Callable[[Path], object]) -> None:
     """Let ``write`` make the file ``path``, as a whole or not at all: one that is there is replaced when it is done.
@@ -22,3 +25,10 @@ def save(path: str, write: Callable[[Path], object]) -> None:
             os.replace(draft, target)
     except OSError as error:
         raise ValueError(f"cannot write {path!r}: {error.strerror}") from error
+
+
+def show(found: Timeline, json: bool, html: str | None) -> None:
+    """Print a timeline, and save it as a page if there is a place for it."""
+    print(trace(found) if json else found)
+    if html is not None:
+        save(html, found.save)

@@ -1,0 +1,45 @@
+"""``gpipe profile``."""
+
+from __future__ import annotations
+
+from profiler.target import model_of, sample_of
+
+from ._inputs import Switch, Texts, layers_of, profiled
+from ._output import save
+
+
+def profile(
+    target: str,
+    *,
+    sample: Texts,
+    device: str = "cpu",
+    chunks: int = 1,
+    timeout: float = 1.0,
+    json: Switch = False,
+    svg: str | None = None,
+) -> None:
+    """Measure what each layer costs.
+
+    Parameters
+    ----------
+    target
+        The model: package.module:name.
+    sample
+        A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:50257, or package.module:function.
+    device
+        Where to measure.
+    chunks
+        Micro-batches that the mini-batch is cut into; one is measured.
+    timeout
+        Seconds to measure for.
+    json
+        Print JSON.
+    svg
+        Save a picture there.
+    """
+    mini_batch = sample_of(sample)
+    layers = layers_of(model_of(target), mini_batch)
+    found = profiled(layers, mini_batch, device, chunks, timeout)
+    print(found.to_json() if json else found)
+    if svg is not None:
+        save(svg, lambda path: path.write_text(found.picture(), encoding="utf-8"))

@@ -1,0 +1,69 @@
+"""``gpipe timeline``."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from profiler.target import model_of, sample_of
+
+from .._gpipe import GPipe
+from ..balance import balance_by_parameters
+from ..timeline import record
+from ..values._leaves import tensors_of
+from ._inputs import Devices, Numbers, Switch, Texts, layers_of
+from ._output import show
+
+
+def timeline(
+    target: str,
+    *,
+    sample: Texts,
+    devices: Devices = ("cpu", "cpu"),
+    balance: Numbers = None,
+    chunks: int = 8,
+    schedule: str = "1f1b",
+    checkpoint: str = "never",
+    json: Switch = False,
+    html: str | None = None,
+) -> None:
+    """Run a step of a pipeline twice, and show what each stage did in the second.
+
+    The loss is the mean square of the output.
+
+    Parameters
+    ----------
+    target
+        The model: package.module:name.
+    sample
+        A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:50257, or package.module:function.
+    devices
+        One for each stage.
+    balance
+        Layers of each stage; by default even by the bytes of their parameters.
+    chunks
+        Micro-batches.
+    schedule
+        1f1b, fill_drain, interleaved, zero_bubble or auto.
+    checkpoint
+        never, except_last or always.
+    json
+        Print JSON.
+    html
+        Save the timeline there, as a page.
+    """
+    mini_batch = sample_of(sample)
+    layers = layers_of(model_of(target), mini_batch)
+    sizes = balance_by_parameters(len(devices), layers) if balance is None else balance
+    pipe = GPipe(layers, sizes, devices=devices, chunks=chunks, checkpoint=checkpoint)
+    with closing(pipe):
+        for _ in range(2):
+            with record() as recorded:
+                pipe.step(mini_batch, loss_fn=_mean_square, schedule=schedule)
+    show(recorded, json, html)
+
+
+def _mean_square(output: Any) -> torch.Tensor:
+    return torch.stack([x.square().mean() for x in tensors_of(output) if x.is_floating_point()]).sum()
