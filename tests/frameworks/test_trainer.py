@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gpipe import GPipe, flatten
 from microbatch import Mean, Split
 
-from .families import FAMILIES
+from .families import FAMILIES, transformers
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate; see nox -s frameworks")
 from safetensors.torch import load_file
@@ -51,7 +51,7 @@ def pipe_of(name: str, model: nn.Module, balance: list[int], **options: Any) -> 
     return GPipe(flatten(model, sample(name)), balance, devices=["cpu"] * len(balance), chunks=4, **options)
 
 
-def trainer(name: str, model: nn.Module, folder: Path, **options: Any) -> Trainer:
+def trainer(name: str, model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
     settings = {
         "per_device_train_batch_size": 6,
         "per_device_eval_batch_size": 6,
@@ -66,7 +66,7 @@ def trainer(name: str, model: nn.Module, folder: Path, **options: Any) -> Traine
         "use_cpu": True,
     }
     arguments = TrainingArguments(output_dir=str(folder), **(settings | options))
-    return Trainer(model=model, args=arguments, train_dataset=data(name), eval_dataset=data(name, 9))
+    return kind(model=model, args=arguments, train_dataset=data(name), eval_dataset=data(name, 9))
 
 
 def logged(found: Trainer, key: str) -> list[float]:
@@ -125,6 +125,50 @@ def test_what_it_saves_loads_into_the_plain_model(tmp_path: Path) -> None:
             parameter.zero_()
     plain.load_state_dict(load_file(tmp_path / "saved" / "model.safetensors"))
     torch.testing.assert_close(plain.state_dict(), model.state_dict())
+
+
+def tied() -> nn.Module:
+    settings = FAMILIES["GPT-2"].settings | {"tie_word_embeddings": True}
+    settings |= dict.fromkeys(FAMILIES["GPT-2"].dropout, 0.0)
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
+
+
+class WholeModel(Trainer):
+    """Saves the model that the pipe was made of, by its own means."""
+
+    whole: nn.Module
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        pipe, self.model = self.model, self.whole
+        try:
+            super()._save(output_dir)
+        finally:
+            self.model = pipe
+
+
+@pytest.mark.parametrize("before", ["plain", "pipe"])
+def test_tied_weights(before: str, tmp_path: Path) -> None:
+    """Their files have one of both names. So do those of the plain model, which a pipe resumes from."""
+    model = tied()
+    called = model if before == "plain" else pipe_of("GPT-2", model, [3, 3])
+    kind = Trainer if before == "plain" else WholeModel
+    first = trainer("GPT-2", called, tmp_path, kind=kind)
+    first.whole = model  # type: ignore[attr-defined]
+    first.train()
+    resumed = tied()
+    pipe = pipe_of("GPT-2", resumed, [2, 2, 2])
+    trainer("GPT-2", pipe, tmp_path / "again", save_strategy="no").train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+    )
+    torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=1e-4, atol=1e-5)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+
+
+def test_two_names_for_one_tensor_are_refused_by_what_writes_files(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="share memory"):
+        trainer("GPT-2", pipe_of("GPT-2", tied(), [3, 3]), tmp_path).save_model()
 
 
 def test_mixed_precision(tmp_path: Path) -> None:

@@ -450,8 +450,8 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 
 
 _FIXED = ("balance", "devices", "partitions")
-# Hugging Face's Trainer divides the loss by these.
-_ASKED_OF_MODELS = ("config", "loss_type", "accepts_loss_kwargs", "main_input_name")
+# Hugging Face's Trainer divides the loss by these, and may lack keys in what it loads.
+_ASKED_OF_MODELS = ("config", "loss_type", "accepts_loss_kwargs", "main_input_name", "_keys_to_ignore_on_save")
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
