@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
-from gpipe import Arguments, GPipe, flatten
+from gpipe import Arguments, GPipe, Plan, check, flatten, plan
+from gpipe.balance import balance_by_time
 from gpipe.simulate import simulate, stage_costs
 from microbatch import Mean
 from profiler import profile
@@ -195,3 +197,30 @@ def test_a_model_that_computes_its_loss() -> None:
     pipe.step(Arguments((), batch(labels=True)), loss_fn=lambda loss, target: loss)
     expected.backward()
     assert_equal(gradients(model), gradients(plain))
+
+
+RUNS: dict[str, Callable[[nn.Sequential, Tensor], object]] = {
+    "plan": lambda model, x: plan(model, x, ["cpu", "cpu"]),
+    "check": lambda model, x: check(model, x),
+    "balance_by_time": lambda model, x: balance_by_time(2, model, x),
+}
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_what_runs_a_model_says_that_it_has_no_data(what: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=f"{what} runs the model, which is on 'meta' and has no data; give it one"):
+        RUNS[what](model, torch.ones(4, 2))
+
+
+def test_a_plan_from_elsewhere_builds_a_model_without_data() -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    plain, x = make(), torch.rand(8, 8)
+    text = plan(plain, x, ["cpu", "cpu"], chunks=2, calibrate=False).to_json()
+    with torch.device("meta"):
+        model = make()
+    pipe = Plan.from_json(text).build(model, init=plain.state_dict())
+    torch.testing.assert_close(pipe(x), plain(x))

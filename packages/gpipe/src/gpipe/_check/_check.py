@@ -14,6 +14,7 @@ from microbatch import Arguments, map_tensors, scatter
 
 from .._flatten import flatten
 from .._flatten._inputs import Inputs
+from .._flatten._shapes import expect_data
 from .._gpipe import GPipe
 from ..balance import uniform
 from ..module._arguments import checked_chunks
@@ -69,6 +70,7 @@ def check(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
+    expect_data(model, "check")
     if target is not None and loss_fn is None:
         raise TypeError("target is given, but loss_fn, which compares outputs with it, is not")
     if checked_chunks(chunks) < 2:

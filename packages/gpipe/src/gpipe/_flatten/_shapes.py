@@ -21,6 +21,15 @@ def has_data(model: nn.Module) -> bool:
     return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+def expect_data(model: nn.Module, what: str) -> None:
+    """Raise ValueError, saying ``what`` runs it, if ``model`` has no data."""
+    if not has_data(model):
+        raise ValueError(
+            f"{what} runs the model, which is on 'meta' and has no data; give it one with data, such as a few of its "
+            "layers, or balance by bytes: gpipe.balance.balance_by_size(..., device='meta')"
+        )
+
+
 class Shapes(DispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, an operation with a tensor on ``meta`` gives one on ``meta``, and any other is computed.
 

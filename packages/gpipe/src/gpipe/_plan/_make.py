@@ -13,6 +13,7 @@ from torch import nn
 from microbatch import check
 from profiler import Profile
 
+from .._flatten._shapes import expect_data
 from .._gpipe import _sequential
 from ..module._arguments import Device, checked_devices, checked_flag
 from ..schedule import named
@@ -105,6 +106,8 @@ def plan(
     modes, schedules = read_modes(checkpoint, len(places)), read_schedules(schedule)
     state = optimizer_bytes(optimizer, layers)
     known = _expect_fit(profile, layers)
+    if known is None or calibrate:
+        expect_data(layers, "plan")
     rest = [m for m in numbers if rows_of(sample) > m] if chunks is None else []  # micro-batches of more than a row
     given = {"target": target, "loss_fn": loss_fn, "optimizer": state, "known": known}
     try:

@@ -13,6 +13,7 @@ from torch import nn
 from blockpartition import Infeasible, Mode, Stage, partition, place
 from profiler import profile, profile_seconds, profile_sizes
 
+from .._flatten._shapes import expect_data
 from ..module._arguments import checked_mode
 from ..schedule import in_flight, named
 
@@ -54,6 +55,7 @@ def balance_by_time(
         ValueError: fewer layers than partitions, a layer that is not there, or no balance with these cuts.
     """
     cuts = _checked(partitions, module, pin, forbid)
+    expect_data(module, "balance_by_time")
     with _threads(max(1, torch.get_num_threads() // partitions)):
         seconds = profile_seconds(module, sample, timeout=timeout, device=device)
     return _balance(seconds, partitions, cuts)
