@@ -14,8 +14,15 @@ from .._flatten._names import model_of
 from ..values._leaves import Arguments
 from ._signature import binds, signature_of
 
-NOTHING = Parameter.empty
-"""Stands for an argument that was not given, since None may be."""
+
+class _Nothing:
+    """Stands for an argument that was not given, since None may be."""
+
+    def __repr__(self) -> str:
+        return "NOTHING"
+
+
+NOTHING = _Nothing()
 
 _ANYTHING = Signature([Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)])
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)

@@ -62,6 +62,10 @@ class Stepping(nn.Module):
         **arguments: Any,
     ) -> Any: ...
 
+    # Of a mapping of tensors type checkers do not know that no key of it is, say, "schedule".
+    @overload
+    def step(self, /, **arguments: Any) -> Any: ...
+
     @not_compiled
     def step(
         self,
@@ -136,6 +140,23 @@ class Stepping(nn.Module):
         batches, losses = self._with_losses(LossStage, call, options)
         self._train(batches, losses, schedule)
         return returned(losses, batches, self.out_spec, options)
+
+    @overload
+    def evaluate(
+        self,
+        input: Any = ...,
+        target: Any = ...,
+        /,
+        *,
+        loss_fn: LossFunction | None = ...,
+        reduction: str = ...,
+        normalizer: float | Tensor | None = ...,
+        return_outputs: bool = ...,
+        **arguments: Any,
+    ) -> Any: ...
+
+    @overload
+    def evaluate(self, /, **arguments: Any) -> Any: ...
 
     @not_compiled
     def evaluate(
