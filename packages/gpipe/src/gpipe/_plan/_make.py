@@ -29,13 +29,17 @@ from ._arguments import (
 )
 from ._calibrate import calibrated
 from ._costs import Measured
+from ._fake import FAKE, Fake, read_fake
 from ._infeasible import Relaxation, explain
-from ._measure import measure, rows_of
+from ._measure import count, measure, rows_of
 from ._plan import Alternative, Expected, Plan, Prediction, _Memory, layer_keys
 from ._search import NEAR, Candidate, Space, replayed, search, stops_of
 
 UNSURE = Expected(0.88, 1.0, 1.25)
 """How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
+
+GUESSED = Expected(0.5, 1.0, 2.0)
+"""The same where nothing ran."""
 
 SHOWN = 8
 """So many alternatives are kept."""
@@ -44,7 +48,7 @@ SHOWN = 8
 def plan(
     model: nn.Module,
     sample: Any,
-    devices: Iterable[Device],
+    devices: Iterable[Device] | str,
     *,
     target: Any = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -67,7 +71,9 @@ def plan(
     Args:
         model: an ``nn.Sequential``, or any that :func:`gpipe.flatten` makes one of. It stays as it is.
         sample: a mini-batch, of the rows that it will be trained with.
-        devices: one for each stage.
+        devices: one for each stage; or text such as ``"8x80GB"`` or ``"8xH100"`` for devices that are not there. Then
+            nothing runs: the model may be on ``meta``, bytes are counted, and seconds are an estimate by the operations
+            and bytes of each layer.
         target: what goes into the loss with the output of ``sample``.
         loss_fn: of :meth:`gpipe.GPipe.step`. Without it the loss counts as free.
         optimizer: what its state takes: a name such as ``"adam"`` or ``"sgd"``, bytes for each parameter, or a function
@@ -98,11 +104,13 @@ def plan(
     check(sample)
     calibrate = checked_flag("calibrate", calibrate)
     layers = _sequential(model, sample)
-    places = checked_devices(devices, len(layers))
+    fake = read_fake(devices)
+    places = [torch.device("meta")] * min(fake.count, len(layers)) if fake else checked_devices(devices, len(layers))
     if not places:
         raise ValueError("devices: expected at least one, got none")
+    names = [f"{FAKE}{fake.name}" if fake else str(place) for place in places]
     numbers = read_chunks(chunks, rows_of(sample))
-    room = read_memory(memory, places)
+    room = read_memory(fake.memory if fake and memory is None else memory, places)
     modes, schedules = read_modes(checkpoint, len(places)), read_schedules(schedule)
     state = optimizer_bytes(optimizer, layers)
     known = _expect_fit(profile, layers)
@@ -110,23 +118,24 @@ def plan(
         expect_data(layers, "plan")
     rest = [m for m in numbers if rows_of(sample) > m] if chunks is None else []  # micro-batches of more than a row
     given = {"target": target, "loss_fn": loss_fn, "optimizer": state, "known": known}
+    look = partial(count, layers, sample, fake, len(places)) if fake else partial(measure, layers, sample, places)
     try:
-        measured = measure(layers, sample, places, numbers, **given)
+        measured = look(numbers, **given)
     except ValueError:
         # Batch norm, for one, refuses a single row.
         if known is not None or not rest or rest == numbers:
             raise
         numbers = rest
-        measured = measure(layers, sample, places, numbers, **given)
+        measured = look(numbers, **given)
     space = Space(measured, numbers, schedules, modes, room)
     found = search(space)
     if not found:
-        raise explain(space, [str(place) for place in places], _relaxations(space, layers, optimizer))
-    spread, notes = UNSURE, [_how(measured, layers)]
-    if calibrate:
+        raise explain(space, names, _relaxations(space, layers, optimizer))
+    spread, notes = (GUESSED, [_guessed(fake)]) if fake else (UNSURE, [_how(measured, layers)])
+    if calibrate and not fake:
         space, spread, note = _calibrated(space, found[0], layers, places, sample, target, loss_fn)
         found, notes = search(space) or found, [*notes, note]
-    return _plan_of(found, space, layers, places, spread, notes, _Memory(loss_fn=loss_fn, sample=sample))
+    return _plan_of(found, space, layers, names, spread, notes, _Memory(loss_fn=loss_fn, sample=sample))
 
 
 def _calibrated(
@@ -148,6 +157,13 @@ def _calibrated(
         replace(space, measured=measured),
         spread,
         f"calibrated by steps of a copy: cells in the pipe made a step {change:.2f} times as long as layers alone",
+    )
+
+
+def _guessed(fake: Fake) -> str:
+    return (
+        f"an estimate: nothing ran. Bytes are counted; seconds are those of {fake.flops / 1e12:.0f} TFLOP/s and "
+        f"{fake.bandwidth / 1e12:.2f} TB/s, of which training reaches a part"
     )
 
 
@@ -192,7 +208,7 @@ def _plan_of(
     found: Sequence[Candidate],
     space: Space,
     layers: nn.Sequential,
-    places: Sequence[torch.device],
+    names: Sequence[str],
     spread: Expected,
     notes: Sequence[str],
     here: _Memory,
@@ -204,7 +220,7 @@ def _plan_of(
     seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
     return Plan(
         layers=layer_keys(layers),
-        devices=tuple(map(str, places)),
+        devices=tuple(names),
         memory=tuple(space.memory),
         rows=space.measured.rows,
         sizes=best.sizes,

@@ -18,6 +18,7 @@ from .._gpipe import GPipe
 from ..balance._balance import _threads as with_threads
 from ..timeline._hops import Link
 from ._costs import Measured
+from ._fake import LINK, Fake, estimated
 
 SECONDS = 0.6
 """For each size of micro-batch that layers are profiled at."""
@@ -64,6 +65,40 @@ def measure(
         action=action,
         step=step,
         crowding=_crowding(devices),
+    )
+
+
+def count(
+    model: nn.Sequential,
+    sample: Any,
+    fake: Fake,
+    stages: int,
+    chunks: Sequence[int],
+    *,
+    target: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    optimizer: Sequence[int],
+    known: Profile | None,
+) -> Measured:
+    """What :func:`measure` gives, without running anything: bytes are counted, and seconds estimated.
+
+    Args:
+        fake: the devices.
+        stages: how many of them are used.
+        model, sample, chunks, target, loss_fn, optimizer, known: as of :func:`measure`.
+    """
+    rows = rows_of(sample)
+    sizes = _sizes(rows, chunks, stages)
+    found = known or estimated(profile(model, sample, device="meta", rows=sizes, loss_fn=loss_fn, target=target), fake)
+    return Measured(
+        profiles=(found,) * stages,
+        optimizer=tuple(optimizer),
+        rows=rows,
+        input_bytes=sum(tensor.nbytes for tensor in Batch(sample)),
+        input_moves=True,
+        needs_gradient=any(tensor.requires_grad for tensor in Batch(sample)),
+        copied=(False, *(True,) * (stages - 1)),
+        links=(Link(), *(LINK,) * (stages - 1)),
     )
 
 

@@ -15,6 +15,7 @@ from .._gpipe import GPipe, _sequential
 from ..module._arguments import Device
 from ..schedule import checkpoint_stops, named
 from ..timeline import StageCost, Timeline, simulate
+from ._fake import FAKE
 from ._memory import DeviceBytes
 
 if TYPE_CHECKING:
@@ -169,9 +170,15 @@ class Plan:
             The pipe.
 
         Raises:
-            ValueError: another model, which is named by its first layer that differs.
+            ValueError: another model, which is named by its first layer that differs; or the plan is for devices that
+                are not there.
             TypeError: a model that is no ``nn.Sequential``, and no sample.
         """
+        if devices is None and self.devices[0].startswith(FAKE):
+            raise ValueError(
+                f"devices: the plan is for {len(self.devices)} devices that are not there ({self.devices[0]}); give "
+                "real ones, as in plan.build(model, devices=[...])"
+            )
         layers = _sequential(model, self._here.sample if sample is None else sample)
         self._expect(layer_keys(layers))
         pipe = GPipe(
