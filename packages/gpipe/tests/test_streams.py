@@ -65,7 +65,9 @@ def piped(fake: FakeAccelerator, mode: str, *, last: nn.Module | None = None) ->
     seen: list[Any] = []
     layers = [Works(fake, seen) for _ in range(3)] + ([] if last is None else [last])
     balance = [1, 1, len(layers) - 2]
-    return GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * 3, chunks=3, checkpoint=mode), seen
+    pipe = GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * 3, chunks=3, checkpoint=mode)
+    pipe._pipeline.on_accelerator = True  # else nobody asks for streams
+    return pipe, seen
 
 
 @each_mode
