@@ -57,6 +57,8 @@ def image_classifier(model: str, settings: dict[str, Any], **options: Any) -> Fa
 
 
 MORE = {
+    "GPT": Family("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT, text),
+    "CTRL": Family("CTRLLMHeadModel", "CTRLConfig", {**GPT, "dff": 64}, text),
     "GPT-NeoX": decoder("GPTNeoX"),
     "GPT-J": Family("GPTJForCausalLM", "GPTJConfig", {**GPT, "rotary_dim": 4}, text),
     "Falcon": decoder("Falcon"),

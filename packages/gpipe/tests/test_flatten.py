@@ -357,8 +357,32 @@ def _apart(model: Model, x: Tensor) -> Tensor:
     return model.head(left * right)
 
 
+def _in_place(model: Model, x: Tensor) -> Tensor:
+    """What a module returned is changed before the first block, and between lists."""
+    hidden = model.embed(x)
+    hidden *= 2
+    hidden[:, 0] += model.factor
+    for block in model.body.blocks:
+        hidden = block(hidden, None)[0]
+    hidden = model.middle(hidden)
+    hidden += 1
+    for other in model.others:
+        hidden = other(hidden)
+    return model.head(hidden)
+
+
+def _asked(model: Model, x: Tensor) -> Tensor:
+    """What is made depends on the parameters that a part has, all of which belong to other layers."""
+    hidden = model.embed(x.to(next(model.body.parameters()).dtype))
+    for block in model.body.blocks:
+        hidden = block(hidden, None)[0]
+    for other in model.others:
+        hidden = other(hidden)
+    return model.head(hidden * torch.ones((), dtype=next(model.body.parameters()).dtype))
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("told", [_long_skip, _collected, _gated, _crossed, _apart])
+@pytest.mark.parametrize("told", [_long_skip, _collected, _gated, _crossed, _apart, _in_place, _asked])
 @pytest.mark.parametrize("others", [0, 2])
 def test_what_later_parts_use_of_earlier_ones_skips_those_between(
     told: Callable[..., Any], others: int, checkpoint: str
@@ -368,6 +392,7 @@ def test_what_later_parts_use_of_earlier_ones_skips_those_between(
     plain = copy.deepcopy(model)
     x = batch()["x"]
     layers = flatten(model, x[:2])
+    torch.testing.assert_close(pickle.loads(pickle.dumps(copy.deepcopy(layers)))(x), plain(x))
     for balance in ([2, len(layers) - 2], [1, 1, 1, len(layers) - 3]):
         for each in (model, plain):
             each.zero_grad()

@@ -67,10 +67,12 @@ class BlockCall:
     Attributes:
         outputs: the leaves, tensors as :class:`Shape`.
         result: what puts these together.
+        written: whether operations change it in place afterwards.
     """
 
     outputs: list[Any] = field(default_factory=list)
     result: Tree | None = None
+    written: bool = False
 
     def returned(self, output: Any) -> None:
         """The call has ended."""
@@ -113,6 +115,8 @@ def watch(model: nn.Module, inputs: Inputs, trunks: Sequence[Sequence[str]]) -> 
     watcher = _Watcher(model, trunks)
     with torch.no_grad(), watcher.hooks(), _Reads(watcher):
         inputs.call(model)
+    for call, tensor, version in watcher.versions:
+        call.written |= tensor._version != version
     return watcher.calls
 
 
@@ -126,6 +130,7 @@ class _Watcher:
         self.inside = 0
         self._origins: dict[int, frozenset[Source | int]] = {}
         self._held: list[Any] = []  # or identities would be given out again
+        self.versions: list[tuple[BlockCall, Tensor, int]] = []
         self._model = model
         self._names = {model.get_submodule(name): name for trunk in trunks for name in trunk}
         self._blocks = [[model.get_submodule(name) for name in trunk] for trunk in trunks]
@@ -156,7 +161,7 @@ class _Watcher:
     def _end(self, trunk: int, block: nn.Module, args: Any, output: Any) -> None:
         self.inside -= 1
         self.calls.blocks[-1].returned(output)
-        self._name(output, self._names[block], 0, trunk)
+        self._name(output, self.calls.blocks[-1], Source(self._names[block], 0, 0, trunk))
         self.segment = trunk + 1 if block is self._blocks[trunk][-1] else None
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -174,13 +179,14 @@ class _Watcher:
         if not self.inside and self.segment is not None:
             calls = self.calls.modules[module]
             calls[-1].returned(output)
-            self._name(output, name, len(calls) - 1, self.segment)
+            self._name(output, calls[-1], Source(name, len(calls) - 1, 0, self.segment))
 
-    def _name(self, output: Any, name: str, call: int, segment: int) -> None:
+    def _name(self, output: Any, call: BlockCall, source: Source) -> None:
         """Note where tensors come from. A module may return what it was given, which then comes from both."""
         for place, leaf in enumerate(flattened(output)[0]):
             if isinstance(leaf, Tensor):
-                self._made(leaf, frozenset([Source(name, call, place, segment)]))
+                self._made(leaf, frozenset([source._replace(place=place)]))
+                self.versions.append((call, leaf, leaf._version))
 
     def _made(self, tensor: Tensor, origins: frozenset[Source | int]) -> None:
         self._origins[id(tensor)] = self._origins.get(id(tensor), frozenset()) | origins

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,21 @@ def skeleton(
         if buffer is not None and not keeps(buffer):
             del twin._buffers[name]
             twin.register_buffer(name, _unknown(buffer), persistent=False)
+    first = next(module.parameters(), None)
+    if first is not None and next(twin.parameters(), None) is None:
+        _answer_for_parameters(twin, first)
     return twin
+
+
+def _answer_for_parameters(twin: nn.Module, like: Tensor) -> None:
+    """Let ``next(twin.parameters())`` tell dtype and device, which models ask for, where all belong elsewhere."""
+    number = torch.full((), math.nan, dtype=like.dtype, device=like.device)
+    twin.register_buffer("stands_for_parameters", placeholder(number), persistent=False)
+    twin.__dict__["parameters"] = partial(_stand_in_of, twin)
+
+
+def _stand_in_of(twin: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    yield twin.get_buffer("stands_for_parameters")
 
 
 def twin_of(module: nn.Module) -> nn.Module:

@@ -67,7 +67,7 @@ class Tape:
             self.arguments.append((leaves, tree))
             if len(self.arguments) == len(self._names):
                 raise Stop
-        outputs = [self._given.get((name, 0, m), self._like(leaf, leaves)) for m, leaf in enumerate(call.outputs)]
+        outputs = [self._given.get((name, 0, m), self._like(leaf, leaves, call)) for m, leaf in enumerate(call.outputs)]
         if j >= self._first:
             # Fake tensors, by which profiles are made without a device, cannot be of another class.
             outputs = [leaf.as_subclass(Untouched) if type(leaf) is Tensor else leaf for leaf in outputs]
@@ -107,25 +107,26 @@ class Tape:
         known = self.shapes.get(name, ())
         leaves = known[number] if number < len(known) else call.outputs
         assert call.result is not None
-        found = [self._given.get((name, number, m), self._unknown(leaf)) for m, leaf in enumerate(leaves)]
+        found = [self._given.get((name, number, m), self._unknown(leaf, call)) for m, leaf in enumerate(leaves)]
         return call.result.value(found)
 
-    def _like(self, leaf: Any, arguments: list[Any]) -> Any:
+    def _like(self, leaf: Any, arguments: list[Any], call: BlockCall) -> Any:
         """A new tensor for an output, of the shape of the first argument: most blocks return what they got."""
         if not isinstance(leaf, Shape):
             return leaf
         first = next((each for each in arguments if isinstance(each, Tensor)), None)
         fits = first is not None and first.dim() == len(leaf.shape) and first.is_floating_point()
-        return self._unknown(Shape(first.shape if fits and first is not None else leaf.shape, leaf.dtype))
+        return self._unknown(Shape(first.shape if fits and first is not None else leaf.shape, leaf.dtype), call)
 
-    def _unknown(self, leaf: Any) -> Any:
-        return unknown(leaf, self.device) if isinstance(leaf, Shape) else leaf
+    def _unknown(self, leaf: Any, call: BlockCall) -> Any:
+        return unknown(leaf, self.device, call.written) if isinstance(leaf, Shape) else leaf
 
 
-def unknown(shape: Shape, device: torch.device) -> Tensor:
-    """A tensor that nobody should use: whoever does gets no number. It takes no memory."""
+def unknown(shape: Shape, device: torch.device, written: bool = False) -> Tensor:
+    """A tensor that nobody should use: whoever does gets no number. It takes no memory, unless it may be written to."""
     value = math.nan if shape.dtype.is_floating_point or shape.dtype.is_complex else 0
-    return placeholder(torch.full((), value, dtype=shape.dtype, device=device).expand(shape.shape))
+    size = shape.shape if written else ()
+    return placeholder(torch.full(size, value, dtype=shape.dtype, device=device).expand(shape.shape))
 
 
 class Untouched(Tensor):
