@@ -13,6 +13,7 @@ from blockpartition._placement_certificate import (
     _denied_from_any,
     _denied_from_nearest,
     _fits,
+    _least_latency,
     _outside,
 )
 from blockpartition._problem import Bound
@@ -232,7 +233,7 @@ def test_denied_ends_are_those_that_a_block_from_one_of_the_starts_can_have(prob
         model = read_model(problem.costs, problem.stages, **problem.constraints).problem
     except Infeasible:
         return
-    here = st.sets(st.integers(0, model.n))
+    here = st.sets(st.integers(0, model.n)) | st.just(set(range(model.n + 1)))
     starts, denied = (data.draw(here.map(grouped)) for _ in range(2))
     bound = Bound(Fraction(data.draw(st.integers(0, 60)), data.draw(st.integers(1, 3))), strict=True)
     for slot in {id(step.slot): step.slot for steps in model.into for step in steps}.values():
@@ -245,6 +246,33 @@ def test_denied_ends_are_those_that_a_block_from_one_of_the_starts_can_have(prob
         assert set(_denied_from_any(model, starts, denied, slot, limit)) == expected
         if not slot.need.entry:
             assert set(_denied_from_nearest(model, starts, denied, slot, limit)) == expected
+
+
+def least_latency(model, bound):
+    """By trying each block at each of its places; None if nothing reaches the end."""
+    found = [{0: Fraction(0)}]
+    for steps in model.into[1:]:
+        here = {}
+        for step in steps:
+            slot, limit = step.slot, bound.limit(step.slot.speed)
+            for start, latency in found[step.before].items():
+                for end in range(start + 1, model.n + 1):
+                    if _fits(model, start, end, slot, limit):
+                        work = slot.work.prefix[end] - slot.work.prefix[start]
+                        more = Fraction(work, slot.speed) + (model.transfer[end] if model.transfer else 0)
+                        here[end] = min(latency + more, here.get(end, latency + more))
+        found.append(here)
+    return found[-1].get(model.n)
+
+
+@given(placings(max_layers=6), st.none() | st.fractions(0, 60, max_denominator=3))
+def test_the_least_latency_is_that_of_all_placements(problem, below):
+    try:
+        model = read_model(problem.costs, problem.stages, **problem.constraints).problem
+    except Infeasible:
+        return
+    bound = model.unbounded if below is None else Bound(below, strict=True)
+    assert _least_latency(model, bound) == least_latency(model, bound)
 
 
 def grouped(chosen):
