@@ -138,8 +138,10 @@ def _beside(layers: Sequence[LayerProfile], around: Surroundings, others: int) -
 
 
 def _between(layers: Sequence[LayerProfile]) -> int:
-    """The gradients between layers that the part of a backward for the weights starts from."""
-    return sum(layer.output_bytes for layer in layers if layer.trainable_bytes)
+    """The gradients that the part of a backward for the weights starts from: inside of layers as large as what they
+    save, at most.
+    """
+    return sum(max(layer.output_bytes, layer.saved_bytes) for layer in layers if layer.trainable_bytes)
 
 
 def _protected(around: Surroundings) -> int:
