@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -224,7 +225,7 @@ class TestBadInput:
     def test_the_place_is_named(self) -> None:
         pipe = GPipe(layers(1), [1], devices=["cpu"])
         with pytest.raises(TypeError, match=r"input\[1\]"):
-            pipe((torch.zeros(1), "mask"))
+            pipe((torch.zeros(1), np.zeros(1)))
 
     def test_no_dimension_to_split(self) -> None:
         with pytest.raises(ValueError, match="no dimension 0"):
