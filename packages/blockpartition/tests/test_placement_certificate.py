@@ -294,3 +294,12 @@ def test_a_block_may_come_from_a_start_that_is_not_the_nearest():
     forged = replace(worse, witness=(((0, 0),), ((1, 2),), ((2, 3),)))
     with pytest.raises(ValueError, match="the witness denies that a faster block can end at 4"):
         verify(forged, costs, stages, boundary=boundary)
+
+
+@cases("first", [(), ((1, 1),), ((1, 3),), ((2, 3),)])
+def test_a_proof_has_to_begin_where_the_layers_do(first):
+    """From nowhere nothing can be reached, which would prove anything."""
+    worse = place([1, 1, 1, 1], 2, pin=[3])
+    forged = replace(worse, witness=(first, (), ()))
+    with pytest.raises(ValueError, match="the witness does not start at layer 0"):
+        verify(forged, [1, 1, 1, 1], 2)
