@@ -79,7 +79,9 @@ def test_workers_that_are_closed_or_never_began_are_left_alone():
 
 @pytest.mark.parametrize("free_threaded", [True, False])
 def test_a_run_that_nobody_holds_is_swept_where_that_is_needed(free_threaded: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_run, "FREE_THREADED", free_threaded)
+    monkeypatch.delattr(_run.Run, "__del__", raising=False)
+    if free_threaded:
+        monkeypatch.setattr(_run.Run, "__del__", _run.Run._sweep, raising=False)
     swept: list[object] = []
     monkeypatch.setattr(Workers, "sweep", lambda workers: swept.append(workers))
     with closing(piped(linears(), [1, 2], chunks=2)) as pipe:

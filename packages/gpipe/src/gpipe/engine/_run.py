@@ -88,13 +88,15 @@ class Run:
         self._runners = [StageRunner(self.mini_batch, *each) for each in ends]
         self._layers = [runner.layers for runner in self._runners]
 
-    if FREE_THREADED:
+    def _sweep(self) -> None:
+        """When nobody holds this run any more: let the workers free what they have made for it."""
+        workers = self.__dict__.get("_workers")
+        if workers is not None:
+            self.__dict__.clear()  # now, so that the workers find it
+            workers.sweep()
 
-        def __del__(self) -> None:
-            workers = self.__dict__.get("_workers")
-            if workers is not None:
-                self.__dict__.clear()  # now, so that the workers find it
-                workers.sweep()
+    if FREE_THREADED:
+        __del__ = _sweep
 
     def _current_streams(self) -> list[AbstractStream]:
         """Those of this thread, on the device of each stage."""
