@@ -114,7 +114,7 @@ def plan(
     modes, schedules = read_modes(checkpoint, len(places)), read_schedules(schedule)
     state = optimizer_bytes(optimizer, layers)
     known = _expect_fit(profile, layers)
-    if known is None or calibrate:
+    if not fake and (known is None or calibrate):
         expect_data(layers, "plan")
     rest = [m for m in numbers if rows_of(sample) > m] if chunks is None else []  # micro-batches of more than a row
     given = {"target": target, "loss_fn": loss_fn, "optimizer": state, "known": known}
