@@ -6,7 +6,6 @@ Needs playwright and an installed Chromium; skipped without.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,40 +15,21 @@ import pytest
 from gpipe.schedule import Schedule, fill_drain, interleaved, one_forward_one_backward, zero_bubble
 from gpipe.simulate import StageCost, simulate
 
+from .looking import boxes, in_a_browser, inside, overlap
+
 playwright = pytest.importorskip("playwright.sync_api", reason="no browser tests: playwright is not installed")
-CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(CHROMIUM is None, reason="no browser tests: there is no chromium on the path"),
-]
+pytestmark = in_a_browser
 
-# Nothing here needs the network, and a browser that looks for it takes longer to start.
-QUIET = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 COST = StageCost(0.001, 0.002, activation_bytes=2**20, boundary_bytes=2**14, layers="conv <3 × 3>, relu")
 DRAWN: dict[str, list[Schedule]] = {
     "1f1b-4x8": [one_forward_one_backward(8, 4)],
     "1f1b-8x64": [one_forward_one_backward(64, 8)],
     "zero-bubble-8x64": [zero_bubble(64, 8, checkpoint_stop=20)],
+    "narrow-4x12": [zero_bubble(12, 4)],
     "everything-4x8": [fill_drain(8, 4, checkpoint_stop=7), interleaved(8, 8, 4), zero_bubble(8, 4)],
 }
 each_drawing = pytest.mark.parametrize("name", DRAWN)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -86,19 +66,6 @@ def look_at(browser: Any, drawings: Path) -> Iterator[Callable[..., Any]]:
 
 def cell(page: Any, stage: int, nth: int) -> Any:
     return page.locator(".plot").nth(stage).locator(".cell").nth(nth)
-
-
-def boxes(page: Any, selector: str) -> list[dict[str, float]]:
-    script = """found => found.map(each => {
-        const { left, right, top, bottom } = each.getBoundingClientRect();
-        return { left, right, top, bottom };
-    })"""
-    return page.locator(selector).evaluate_all(script)
-
-
-def inside(inner: dict[str, float], outer: dict[str, float], slack: float = 0.5) -> bool:
-    lower = all(inner[side] >= outer[side] - slack for side in ("left", "top"))
-    return lower and all(inner[side] <= outer[side] + slack for side in ("right", "bottom"))
 
 
 class TestHovering:
@@ -219,12 +186,6 @@ class TestReading:
         (ink,) = page.locator(".number").evaluate_all(fills)
         for fill in page.locator(".cell").evaluate_all(fills):
             assert contrast(brightness(ink), brightness(fill)) >= 4.5
-
-
-def overlap(a: dict[str, float], b: dict[str, float], slack: float = 3.0) -> bool:
-    return all(
-        min(a[end], b[end]) - max(a[begin], b[begin]) > slack for begin, end in (("left", "right"), ("top", "bottom"))
-    )
 
 
 def brightness(colour: str) -> float:

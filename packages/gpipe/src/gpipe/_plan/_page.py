@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from profiler.text import format_bytes
+from profiler.text import format_bytes, format_seconds
 
 from ..timeline._svg import svg
 from ._memory import DeviceBytes
@@ -32,10 +32,25 @@ def page(plan: Plan) -> str:
         "memory": _memory(plan),
         "legend": "".join(f'<span><i style="background:{c}"></i>{escape(k)}</span>' for k, c in COLOURS.items()),
         "timeline": svg([("predicted", plan.timeline)]),
-        "others": _table(alternative_rows(plan)) if plan.alternatives else "<p>Nothing else fits.</p>",
+        "beside": escape(_beside(plan)),
+        "others": _others(plan),
         "notes": "".join(f"<li>{escape(note)}</li>" for note in plan.notes),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda blank: parts[blank[1]], template)
+
+
+def _beside(plan: Plan) -> str:
+    """Why the timeline is not as long as the step."""
+    drawn, whole = plan.timeline.makespan, plan.predicted.seconds.mid
+    return (
+        f"Actions alone, for {format_seconds(drawn)} of the {format_seconds(whole)} that a step is expected to take. "
+        "The rest is what the engine adds to a step, and what steps of a copy took beyond it, where there were any."
+    )
+
+
+def _others(plan: Plan) -> str:
+    (_, *head), *body = alternative_rows(plan)
+    return _table([["schedule", *head], *body]) if body else "<p>Nothing else fits.</p>"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

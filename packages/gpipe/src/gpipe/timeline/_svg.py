@@ -207,8 +207,9 @@ def _paler(colour: str, share: float) -> str:
 def _number(event: Event, begin: float, scale: Scale) -> Iterator[str]:
     """The micro-batch, with the letter of its kind if all have room, its digits stacked if they must be."""
     width, number = scale.x(event.seconds), str(event.microbatch)
-    if _size(width, 1 + scale.digits) >= 8.5:
-        lines, size = [event.kind.letter + number], _size(width, 1 + scale.digits)
+    letters = (1.6 if event.kind.letter == "W" else 1.0) + scale.digits  # a W is that wide
+    if _size(width, letters) >= 8.5:
+        lines, size = [event.kind.letter + number], _size(width, letters)
     elif _size(width, scale.digits) >= 7:
         lines, size = [number], _size(width, scale.digits)
     else:
@@ -219,7 +220,7 @@ def _number(event: Event, begin: float, scale: Scale) -> Iterator[str]:
         yield f'<text class="number" font-size="{size:.1f}">{written}</text>'
 
 
-def _size(width: float, letters: int) -> float:
+def _size(width: float, letters: float) -> float:
     """The size of type at which so many letters fit."""
     return min(10.0, (width - 2) / (0.62 * letters))
 
