@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from streams import CPUStream, Task, _spawn, spawn_workers
+from streams import Context, CPUStream, Task, _spawn, spawn_workers
 
 from .cuda import DEVICE
 from .fakes import PATIENCE, FakeDevice, in_child, take, wait
@@ -203,6 +203,26 @@ def test_a_device_that_cannot_be_hashed_is_named():
 
     with pytest.raises(TypeError, match=r"devices\[0\] must be hashable"):
         spawn_workers([Unhashable()])
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_context_that_cannot_be_entered_is_the_answer_to_every_task(kind):
+    """Else the caller would wait for ever for a worker that is gone."""
+
+    class Unenterable(Context):
+        def applied(self):
+            raise kind("not here")
+
+    context = Unenterable.capture()
+    with spawn_workers([torch.device("cpu")] * 2, shared=False, context=context) as (in_queues, out_queues):
+        for _ in range(2):
+            for queue in in_queues:
+                queue.put(Task(CPUStream, compute=int))
+            for queue in out_queues:
+                done, answer = take(queue)
+                assert not done
+                assert answer[0] is kind
+    assert [take(queue) for queue in out_queues] == [(False, None)] * 2
 
 
 class Interrupted(Event):

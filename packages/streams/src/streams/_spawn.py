@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from types import TracebackType
@@ -15,7 +15,7 @@ from . import _exit
 from ._context import Context
 from ._device import Device, check, normalise
 from ._task import InQueue, OutQueue
-from ._worker import worker
+from ._worker import serve, take
 
 Queues = tuple[list[InQueue], list[OutQueue]]
 
@@ -149,9 +149,13 @@ if hasattr(os, "register_at_fork"):
 
 def _work(context: Context, in_queue: InQueue, out_queue: OutQueue, device: Device, ended: Event) -> None:
     _exit.watch(in_queue)
+
+    def enter(scope: ExitStack) -> None:
+        scope.enter_context(context.applied())
+        take(scope, device, context.grad_mode)
+
     try:
-        with context.applied():
-            worker(in_queue, out_queue, device, context.grad_mode)
+        serve(in_queue, out_queue, enter)
     finally:
         ended.set()
         _exit.unwatch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,9 +25,14 @@ def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bo
         device: current while tasks run. If it cannot be taken, that is the answer to every task.
         grad_mode: whether grad mode is on while they run.
     """
+    serve(in_queue, out_queue, lambda scope: take(scope, device, grad_mode))
+
+
+def serve(in_queue: InQueue, out_queue: OutQueue, enter: Callable[[ExitStack], None]) -> None:
+    """Answer tasks as :func:`worker` does, under what ``enter`` puts into a scope; if that fails, by its failure."""
     try:
         with ExitStack() as scope:
-            failure = _take(scope, device, grad_mode)
+            failure = _failure(scope, enter)
             while (task := in_queue.get()) is not None:
                 if task.begin():
                     task.answer(failure or _answer(task), out_queue)
@@ -35,13 +41,18 @@ def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bo
         out_queue.put((False, None))
 
 
-def _take(scope: ExitStack, device: Device, grad_mode: bool) -> Answer | None:
-    """Enter what the worker works under; the answer to every task if that fails."""
+def take(scope: ExitStack, device: Device, grad_mode: bool) -> None:
+    """Make ``device`` current, and grad mode what it is to be."""
+    scope.enter_context(use_device(device))
+    # Not without need: a torch function mode would see it.
+    if torch.is_grad_enabled() != grad_mode:
+        scope.enter_context(torch.set_grad_enabled(grad_mode))
+
+
+def _failure(scope: ExitStack, enter: Callable[[ExitStack], None]) -> Answer | None:
+    """The answer to every task, if what the worker works under cannot be entered."""
     try:
-        scope.enter_context(use_device(device))
-        # Not without need: a torch function mode would see it.
-        if torch.is_grad_enabled() != grad_mode:
-            scope.enter_context(torch.set_grad_enabled(grad_mode))
+        enter(scope)
     except BaseException:
         return False, _exc_info()
     return None
