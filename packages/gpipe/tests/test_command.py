@@ -69,6 +69,11 @@ def test_check_ends_with_1_on_findings(capsys: pytest.CaptureFixture[str]) -> No
     assert [(finding["code"], finding["layer"]) for finding in found["findings"]] == [("mixes-rows", "1")]
 
 
+def test_check_saves_a_page(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert run(["check", "some_models:mixing", "--sample", "8,8", "--html", "check.html"]) == 1
+    assert "error[mixes-rows]" in (folder / "check.html").read_text(encoding="utf-8")
+
+
 def test_check_takes_named_inputs_and_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--sample", "tokens=8,5:int64:16", "--loss", "torch.nn.functional:mse_loss", "--loss-target", "8,5,8"]
     assert run(["check", "some_models:Blocks", *given]) == 0
@@ -129,6 +134,7 @@ def test_plan_ends_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str], fo
         (["check", "some_models:clean", "--sample", "8,8", "--chunks", "1"], "chunks"),
         (["timeline", "some_models:clean", "--sample", "8,8", "--devices", "gpu"], "cuda"),
         (["timeline", "some_models:clean", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
+        (["check", "some_models:clean", "--sample", "8,8", "--html", "check.pdf"], "ends in .html, .json or .txt"),
         (["timeline", "some_models:clean", "--sample", "8,8", "--schedule", "fastest"], "schedule"),
         (["simulate", "some_models:clean", "--sample", "8,8", "--balance", "9", "9"], "balance"),
         (["profile", "some_models:clean", "--sample", "8,8", "--timeout", "-1"], "timeout"),

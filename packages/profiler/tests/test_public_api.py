@@ -9,7 +9,7 @@ import pytest
 
 import profiler
 
-PUBLIC_MODULES = {"svg", "text"}
+PUBLIC_MODULES = {"html", "svg", "target", "text"}
 
 
 def test_the_public_names_are_those_in_all():

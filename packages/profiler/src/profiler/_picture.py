@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from .svg import INK, line, rect, text
+from .svg import BACKWARD, DARK, FORWARD, GROUND, INK, PAPER, RULE, line, rect, text
 from .text import format_cost
 
 if TYPE_CHECKING:
     from ._record import LayerProfile, Profile
 
 _TOP, _LEFT, _RIGHT, _HEIGHT = 72.0, 78.0, 18.0, 240.0
-_DARK, _LIGHT, _GRID, _BAND, _CUT = "#2b6cb0", "#90cdf4", "#e2e8f0", "#f7fafc", "#c53030"
+_CUT = "#c53030"
+# Attributes hold the light colours, which every viewer draws; rules of CSS win over attributes where they apply.
+_STYLE = "".join(
+    f'.gpipe-profile[fill="{light}"], .gpipe-profile [fill="{light}"] {{ fill: {dark} }}\n'
+    f'.gpipe-profile [stroke="{light}"] {{ stroke: {dark} }}\n'
+    for light, dark in (DARK | {_CUT: "#f28b82"}).items()
+)
 
 
 class _Chart(NamedTuple):
@@ -76,14 +82,16 @@ def _step(most: float, base: int) -> float:
 def _open(width: float, height: float) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" font-family="sans-serif" font-size="11" fill="{INK}">\n'
-        f'<rect width="100%" height="100%" fill="white"/>'
+        f'viewBox="0 0 {width:.0f} {height:.0f}" class="gpipe-profile" role="img" fill="{INK}" font-size="11" '
+        f'font-family="ui-sans-serif, system-ui, sans-serif">\n'
+        f"<style>@media (prefers-color-scheme: dark) {{\n{_STYLE}}}</style>\n"
+        f'<rect width="100%" height="100%" rx="8" fill="{PAPER}"/>'
     )
 
 
 def _heading(profile: Profile, by: str) -> list[str]:
     title = f"{by.replace('_', ' ')} of {len(profile)} layers, micro-batch of {profile.rows} rows, {profile.device}"
-    legend = ((_DARK, "forward"), (_LIGHT, "backward")) if by == "seconds" else ()
+    legend = ((FORWARD, "forward"), (BACKWARD, "backward")) if by == "seconds" else ()
     marks = [text(_LEFT, 20, title, size=13, anchor="start")]
     for i, (color, label) in enumerate(legend):
         x = _LEFT + 84 * i
@@ -97,7 +105,7 @@ def _axis(chart: _Chart, ticks: list[float], by: str) -> list[str]:
         mark
         for tick in ticks
         for mark in (
-            line(_LEFT, chart.y(tick), right, chart.y(tick), _GRID),
+            line(_LEFT, chart.y(tick), right, chart.y(tick), RULE),
             text(_LEFT - 6, chart.y(tick) + 4, format_cost(tick, by), anchor="end"),
         )
     ]
@@ -111,7 +119,7 @@ def _bands(chart: _Chart, costs: list[float], balance: list[int], by: str) -> li
     marks = []
     for j, ((start, end), load) in enumerate(zip(pairwise(ends), loads, strict=True)):
         if j % 2 == 0:
-            marks.append(rect(chart.x(start), _TOP, chart.x(end) - chart.x(start), _HEIGHT, _BAND))
+            marks.append(rect(chart.x(start), _TOP, chart.x(end) - chart.x(start), _HEIGHT, GROUND))
         if j > 0:
             marks.append(line(chart.x(start), _TOP - 14, chart.x(start), _TOP + _HEIGHT + 4, _CUT, dash="5 3"))
         middle = (chart.x(start) + chart.x(end)) / 2
@@ -133,8 +141,8 @@ def _bar(chart: _Chart, index: int, layer: LayerProfile, by: str) -> list[str]:
 
 def _parts(layer: LayerProfile, by: str) -> list[tuple[str, float]]:
     if by == "seconds":
-        return [(_DARK, layer.forward_seconds or 0.0), (_LIGHT, layer.backward_seconds or 0.0)]
-    return [(_DARK, getattr(layer, by))]
+        return [(FORWARD, layer.forward_seconds or 0.0), (BACKWARD, layer.backward_seconds or 0.0)]
+    return [(FORWARD, getattr(layer, by))]
 
 
 def _labels(profile: Profile) -> list[str]:

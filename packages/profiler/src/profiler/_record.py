@@ -165,6 +165,11 @@ class Profile:
 
         return profile_table(self)
 
+    def _repr_html_(self) -> str:
+        from ._html import shown
+
+        return shown(self)
+
     def to_json(self) -> str:
         """Text that `from_json` reads back as an equal profile.
 

@@ -22,15 +22,20 @@ _COLUMNS = {
     "peak": "peak_bytes",
     "FLOPs": "flops",
 }
+NOTE = "* the largest of its column"
 
 
 def profile_table(profile: Profile) -> str:
     """A line for each layer and the loss, one for the sum, the largest figure of each column marked."""
+    return f"{heading(profile)}\n{align(profile_rows(profile), left=2)}\n{NOTE}"
+
+
+def profile_rows(profile: Profile) -> list[list[str]]:
+    """The head, a line for each layer and the loss, and the total."""
     columns = _columns(profile)
     lines = [*profile, *([] if profile.loss is None else [profile.loss])]
     largest = {column: _largest(lines, column) for column in columns.values()}
-    rows = [["layer", "type", *columns], *(_row(layer, largest) for layer in lines), _total(lines, columns)]
-    return f"{_heading(profile)}\n{align(rows, left=2)}\n* the largest of its column"
+    return [["layer", "type", *columns], *(_row(layer, largest) for layer in lines), _total(lines, columns)]
 
 
 def _columns(profile: Profile) -> dict[str, str]:
@@ -39,7 +44,8 @@ def _columns(profile: Profile) -> dict[str, str]:
     return {head: column for head, column in _COLUMNS.items() if split or column != "backward_input_seconds"}
 
 
-def _heading(profile: Profile) -> str:
+def heading(profile: Profile) -> str:
+    """What was profiled, and how."""
     timed = f"median of {profile.rounds} rounds" if profile.rounds else "counted, not run"
     rows = f"micro-batch of {profile.rows} rows (chunks={profile.chunks})"
     return f"{len(profile)} layers on {profile.device}, {rows}, {timed}"

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from xml.sax.saxutils import escape
 
-__all__ = ["INK", "escaped", "line", "rect", "text"]
+__all__ = ["BACKWARD", "DARK", "FAINT", "FORWARD", "GROUND", "INK", "PAPER", "RULE", "escaped", "line", "rect", "text"]
 
-INK = "#1a202c"
+INK, FAINT, PAPER, GROUND, RULE = "#1f2937", "#667085", "#ffffff", "#eef0f3", "#d0d5dd"
+FORWARD, BACKWARD = "#7fb0f2", "#6fc793"
+
+DARK = {INK: "#e5e7eb", FAINT: "#9aa4b2", PAPER: "#14181f", GROUND: "#232a35", RULE: "#344054"}
+"""What stands for each colour where the reader prefers dark."""
+
 _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

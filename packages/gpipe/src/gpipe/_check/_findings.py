@@ -101,8 +101,12 @@ class Finding(NamedTuple):
         """What to do about it."""
         return CODES[self.code].advice
 
+    @property
+    def where(self) -> str:
+        """The layer, as a message begins; empty where it is the whole model."""
+        return "" if self.layer is None else f"layer {self.layer!r} ({self.kind}): "
+
     def __str__(self) -> str:
-        where = "" if self.layer is None else f"layer {self.layer!r} ({self.kind}): "
-        lines = [f"{self.level}[{self.code}]: {where}{self.message}"]
+        lines = [f"{self.level}[{self.code}]: {self.where}{self.message}"]
         lines += [f"  |  {line}" for line in self.evidence.splitlines()]
         return "\n".join([*lines, f"  = {self.advice}"])

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from os import PathLike
 
+from profiler import html
+
+from .._saving import save
 from ._findings import Finding
 
 _LEVELS = ("error", "warning", "note")
@@ -43,9 +47,30 @@ class Report:
         facts = {name: getattr(self, name) for name in ("layers", "rows", "microbatches", "dtype", "compared")}
         return json.dumps({"ok": self.ok, "findings": findings, **facts}, indent=2)
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the report to a file, as what the ending of ``path`` says.
+
+        Args:
+            path: ``.html`` is a page of its own; ``.json`` is :meth:`to_json`; ``.txt`` is the text.
+
+        Raises:
+            ValueError: another ending.
+        """
+        from ._page import page
+
+        save(path, {".html": lambda: page(self), ".json": self.to_json, ".txt": lambda: f"{self}\n"})
+
     def __str__(self) -> str:
-        ordered = sorted(self.findings, key=lambda finding: _LEVELS.index(finding.level))
-        return "\n\n".join([*map(str, ordered), self._summary()])
+        return "\n\n".join([*map(str, self._ordered()), self._summary()])
+
+    def _repr_html_(self) -> str:
+        from ._page import body
+
+        return html.fragment(body(self))
+
+    def _ordered(self) -> list[Finding]:
+        """The findings, errors first."""
+        return sorted(self.findings, key=lambda finding: _LEVELS.index(finding.level))
 
     def _summary(self) -> str:
         counts = Counter[str](finding.level for finding in self.findings)

@@ -6,6 +6,7 @@ from profiler.target import load, model_of, sample_of
 
 from .._check import check as check_model
 from ._inputs import Numbers, Switch, Texts, busy
+from ._output import save
 
 
 def check(
@@ -17,6 +18,7 @@ def check(
     balance: Numbers = None,
     chunks: int = 4,
     json: Switch = False,
+    html: str | None = None,
 ) -> int:
     """Find out whether a model computes in micro-batches what it computes on the whole mini-batch.
 
@@ -38,6 +40,8 @@ def check(
         Micro-batches.
     json
         Print JSON.
+    html
+        Save the report there, as a page.
     """
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")
@@ -45,4 +49,6 @@ def check(
     with busy("checking"):
         report = check_model(model, mini_batch, target=goal, loss_fn=loss_fn, balance=balance, chunks=chunks)
     print(report.to_json() if json else report)
+    if html is not None:
+        save(html, report.save)
     return 0 if report.ok else 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from html import escape
 from importlib.resources import files
 
+from profiler import html
+from profiler.svg import escaped
 from profiler.text import format_bytes, format_seconds
 
 from ..timeline._svg import svg
@@ -22,21 +22,30 @@ COLOURS = {
 
 def page(plan: Plan) -> str:
     """The report in a page: stages, memory by kind, the timeline, and what was not taken."""
+    return html.page(_title(plan), body(plan))
+
+
+def body(plan: Plan) -> str:
+    """What the page and a notebook show."""
     template = files(__package__).joinpath("_page.html").read_text(encoding="utf-8")
     setting, step = heading(plan).split("\n")
     parts = {
-        "title": escape(f"Plan for {len(plan.layers)} layers on {len(plan.sizes)} devices"),
-        "setting": escape(setting),
-        "step": escape(step),
-        "stages": _table(stage_rows(plan)),
+        "title": escaped(_title(plan)),
+        "setting": escaped(setting),
+        "step": escaped(step),
+        "stages": html.table(stage_rows(plan), left=4),
         "memory": _memory(plan),
-        "legend": "".join(f'<span><i style="background:{c}"></i>{escape(k)}</span>' for k, c in COLOURS.items()),
-        "timeline": svg([("predicted", plan.timeline)]),
-        "beside": escape(_beside(plan)),
+        "legend": " ".join(f'<span><i style="background:{c}"></i>{escaped(k)}</span>' for k, c in COLOURS.items()),
+        "timeline": html.scrolling(svg([("predicted", plan.timeline)])),
+        "beside": escaped(_beside(plan)),
         "others": _others(plan),
-        "notes": "".join(f"<li>{escape(note)}</li>" for note in plan.notes),
+        "notes": "".join(f"<li>{escaped(note)}</li>" for note in plan.notes),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda blank: parts[blank[1]], template)
+
+
+def _title(plan: Plan) -> str:
+    return f"Plan for {len(plan.layers)} layers on {len(plan.sizes)} devices"
 
 
 def _beside(plan: Plan) -> str:
@@ -50,17 +59,7 @@ def _beside(plan: Plan) -> str:
 
 def _others(plan: Plan) -> str:
     (_, *head), *body = alternative_rows(plan)
-    return _table([["schedule", *head], *body]) if body else "<p>Nothing else fits.</p>"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = rows
-    lines = "".join(f"<tr>{_cells('td', row)}</tr>" for row in body)
-    return f"<table><thead><tr>{_cells('th', head)}</tr></thead><tbody>{lines}</tbody></table>"
-
-
-def _cells(tag: str, cells: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+    return html.table([["schedule", *head], *body], left=7) if body else "<p>Nothing else fits.</p>"
 
 
 def _memory(plan: Plan) -> str:
@@ -78,5 +77,5 @@ def _bar(plan: Plan, j: int, need: DeviceBytes, largest: int) -> str:
     room = plan.memory[j]
     mark = "" if room is None else f'<b style="left:{100 * room / largest:.3f}%" title="{format_bytes(room)}"></b>'
     of = "" if room is None else f" of {format_bytes(room)}"
-    text = f"{j} {escape(plan.devices[j])}: {format_bytes(need.total)}{of}"
+    text = f"{j} {escaped(plan.devices[j])}: {format_bytes(need.total)}{of}"
     return f'<div class="device"><p>{text}</p><div class="bar">{parts}{mark}</div></div>'

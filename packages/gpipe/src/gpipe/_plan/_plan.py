@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from profiler import html
+
 from .._gpipe import GPipe, _sequential
+from .._saving import save
 from ..module._arguments import Device
 from ..schedule import checkpoint_stops, named
 from ..timeline import StageCost, Timeline, simulate
@@ -267,19 +269,16 @@ class Plan:
         Raises:
             ValueError: another ending.
         """
-        file = Path(fspath(path))
-        file.write_text(self._as(file.suffix), encoding="utf-8")
+        from ._page import page
 
-    def _as(self, ending: str) -> str:
-        if ending == ".html":
-            from ._page import page
-
-            return page(self)
-        if ending not in (".json", ".txt"):
-            raise ValueError(f"path: expected a name that ends in .html, .json or .txt, got the ending {ending!r}")
-        return self.to_json() if ending == ".json" else f"{self}\n"
+        save(path, {".html": lambda: page(self), ".json": self.to_json, ".txt": lambda: f"{self}\n"})
 
     def __str__(self) -> str:
         from ._table import report
 
         return report(self)
+
+    def _repr_html_(self) -> str:
+        from ._page import body
+
+        return html.fragment(body(self))

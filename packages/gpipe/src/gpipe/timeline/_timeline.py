@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
 
+from profiler.html import scrolling
+
 from ._chrome import read, trace
 from ._events import Events
 from ._html import html
@@ -52,6 +54,10 @@ class Timeline(Events):
 
     def _repr_svg_(self) -> str:
         return svg([("", self)])
+
+    def _repr_html_(self) -> str:
+        # Notebooks show SVG as an image, in which nothing can be hovered over.
+        return scrolling(self._repr_svg_())
 
 
 def _drawing(timeline: Timeline, ending: str, title: str, beside: Mapping[str, Timeline]) -> str:

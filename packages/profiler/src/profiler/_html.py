@@ -1,0 +1,20 @@
+"""A profile as notebooks show it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ._table import NOTE, heading, profile_rows
+from .html import fragment, scrolling, table
+from .svg import escaped
+
+if TYPE_CHECKING:
+    from ._record import Profile
+
+
+def shown(profile: Profile) -> str:
+    """The picture, of seconds where they were measured and else of FLOPs, above the table."""
+    timed = all(layer.seconds is not None for layer in profile)
+    picture = scrolling(profile.picture(by="seconds" if timed else "flops"))
+    note = f'<p class="faint">{NOTE}</p>'
+    return fragment(f"<p>{escaped(heading(profile))}</p>{picture}{table(profile_rows(profile), left=2)}{note}")
