@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import Report, check
+from gpipe import Report, check, flatten
 from gpipe.skip import pop, skippable, stash
 
 WIDTH, ROWS = 16, 32
@@ -237,6 +237,18 @@ def test_a_tied_parameter_is_noted_once() -> None:
     assert "0.weight, 1.weight" in report.findings[0].evidence
 
 
+FORMS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "of the output alone": (lambda output: output.square().mean(), False),
+    "of no target": (lambda output, target: output.square().mean(), False),
+    "metrics": (lambda output, target: (F.mse_loss(output, target), {"largest": output.max()}), True),
+    "sum, count and metrics": (
+        lambda output, target: ((output - target).square().sum(), output.numel(), {"largest": output.max()}),
+        True,
+    ),
+    "a module": (nn.MSELoss(), True),
+}
+
+
 class TestLoss:
     def targets(self) -> Tensor:
         return torch.where(torch.arange(ROWS) % 5 == 0, -100, torch.arange(ROWS) % WIDTH)
@@ -254,6 +266,82 @@ class TestLoss:
     def test_a_plain_mean_is_right(self) -> None:
         target = torch.randn(ROWS, WIDTH)
         assert check(CLEAN["perceptron"](), torch.randn(ROWS, WIDTH), target=target, loss_fn=F.mse_loss).ok
+
+    @pytest.mark.parametrize("name", FORMS)
+    def test_every_form_that_step_takes_is_taken(self, name: str) -> None:
+        loss_fn, has_target = FORMS[name]
+        target = torch.randn(ROWS, WIDTH) if has_target else None
+        report = check(CLEAN["perceptron"](), torch.randn(ROWS, WIDTH), target=target, loss_fn=loss_fn)
+        assert report.findings == ()
+        assert report.compared
+
+
+class OwnLoss(nn.Module):
+    """Returns what models of Hugging Face do, as the last layer or as a whole model."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": x.square().mean(), "logits": x}
+
+
+class Classifier(nn.Module):
+    """Computes its loss if it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([linear(), linear()]), linear()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class TestModelsThatReturnTheirLoss:
+    @pytest.mark.parametrize("rows", [ROWS, ROWS - 3])
+    def test_a_plain_mean_is_right(self, rows: int) -> None:
+        report = check(nn.Sequential(linear(), OwnLoss()), torch.randn(rows, WIDTH))
+        assert report.findings == ()
+        assert report.compared
+
+    def test_a_scalar_is_the_loss(self) -> None:
+        assert check(between(Call(lambda x: x)).append(Call(lambda x: x.mean())), torch.randn(ROWS, WIDTH)).ok
+
+    def test_a_sum_is_no_plain_mean(self) -> None:
+        report = check(nn.Sequential(linear(), Call(lambda x: x.sum())), torch.randn(ROWS, WIDTH))
+        assert [finding.code for finding in report.findings] == ["loss"]
+
+    @pytest.mark.parametrize("flat", [False, True])
+    def test_a_model_with_labels(self, flat: bool) -> None:
+        batch = {"x": torch.randn(ROWS, WIDTH), "labels": torch.arange(ROWS) % WIDTH}
+        report = check(flatten(Classifier(), batch) if flat else Classifier(), batch)
+        assert report.findings == ()
+        assert report.compared
+
+    def test_one_with_padding_is_no_plain_mean(self) -> None:
+        labels = torch.where(torch.arange(ROWS) % 5 == 0, -100, torch.arange(ROWS) % WIDTH)
+        report = check(Classifier(), {"x": torch.randn(ROWS, WIDTH), "labels": labels})
+        assert [finding.code for finding in report.findings] == ["loss"]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [linear().requires_grad_(False), Call(lambda x: x.detach()), Call(lambda x: x.argmax(1))],
+    ids=["frozen", "detached", "integers"],
+)
+def test_what_cannot_be_trained_is_said(last: nn.Module) -> None:
+    report = check(nn.Sequential(linear().requires_grad_(False), last), torch.randn(ROWS, WIDTH))
+    assert "untrained" in [finding.code for finding in report.findings]
+    assert not report.ok
+
+
+def test_a_mapping_is_keywords_of_the_first_layer_as_in_step() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(x) * scale
+
+    batch = {"x": torch.randn(ROWS, WIDTH), "scale": torch.randn(ROWS, WIDTH)}
+    assert check(nn.Sequential(Scaled(WIDTH, WIDTH), linear()), batch).findings == ()
 
 
 class TestNoHarm:
@@ -299,7 +387,11 @@ class TestBadInput:
             ({"chunks": 1}, ValueError, "chunks must be at least 2"),
             ({"chunks": "4"}, TypeError, "chunks"),
             ({"balance": [1]}, ValueError, "balance"),
-            ({"target": torch.zeros(ROWS)}, TypeError, "target is given, but loss_fn"),
+            ({"target": torch.zeros(ROWS)}, TypeError, "a target is given, but no loss_fn"),
+            ({"target": torch.zeros(ROWS), "loss_fn": lambda output: 0}, TypeError, "loss_fn takes the output alone"),
+            ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
+            ({"loss_fn": lambda output: output}, ValueError, "expected a scalar"),
+            ({"model": nn.Sequential()}, ValueError, "model has no layers"),
             ({"sample": torch.randn(ROWS, 3)}, RuntimeError, "shapes cannot be multiplied"),
         ],
     )

@@ -18,6 +18,7 @@ from .._flatten._shapes import expect_data
 from .._gpipe import GPipe
 from ..balance import uniform
 from ..module._arguments import checked_chunks
+from ..module._keywords import Call, called_with
 from ..module._partition import checked_balance
 from ._findings import Finding
 from ._loss import Loss, uneven
@@ -50,7 +51,8 @@ def check(
         sample: what it is called with: a mini-batch of at least two rows; a mapping for named arguments,
             :class:`microbatch.Arguments` for several.
         target: what ``loss_fn`` compares with, cut like ``sample``.
-        loss_fn: as for :meth:`gpipe.GPipe.step`; by default the mean square of the outputs.
+        loss_fn: as for :meth:`gpipe.GPipe.step`; by default the loss that the model computes, if it
+            returns one, else the mean square of its outputs.
         balance: layers of each stage; by default four even ones, or one for each layer if there are less.
         chunks: how many micro-batches.
 
@@ -58,7 +60,7 @@ def check(
         What was found: ``report.ok``, ``report.findings``; ``print(report)`` explains it.
 
     Raises:
-        TypeError: ``model`` is no module, or ``target`` is given without ``loss_fn``.
+        TypeError: ``model`` is no module, or ``target`` is given without a ``loss_fn`` that takes it.
         ValueError: ``sample`` has less than two rows, ``chunks`` is less than two, or ``balance`` does not fit.
         Whatever the plain model raises on ``sample``.
 
@@ -71,15 +73,14 @@ def check(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
     expect_data(model, "check")
-    if target is not None and loss_fn is None:
-        raise TypeError("target is given, but loss_fn, which compares outputs with it, is not")
+    loss = Loss(loss_fn, target)
     if checked_chunks(chunks) < 2:
         raise ValueError(f"chunks must be at least 2, or there is nothing to compare; got {chunks}")
     with seeded(model):
         layers, inputs, dtype = _in_double(model, sample)
         target = _double(target)
         sizes = _sizes(balance, layers)
-        return _check(layers, inputs, target, Loss(loss_fn), sizes, chunks, dtype)
+        return _check(layers, inputs, target, loss, sizes, chunks, dtype)
 
 
 def _check(
@@ -102,6 +103,7 @@ def _check(
     agreed: list[str] = []
     if not _broken(findings):
         findings += _of_loss(loss, walked, target, targets, rows, tolerance)
+    if not _broken(finding for finding in findings if finding.code != "loss"):
         draws = any(finding.code == "random" for finding in findings)
         case = Case(layers, balance, chunks, inputs, target, batches, targets, loss, draws)
         together, agreed = compare(case, tolerance * 100)
@@ -111,7 +113,7 @@ def _check(
 
 
 def _broken(findings: Iterable[Finding]) -> bool:
-    """Whether a pipe would show again what is known of single layers."""
+    """Whether a pipe would show again what is known already."""
     return any(finding.level == "error" for finding in findings)
 
 
@@ -137,7 +139,10 @@ def _copied(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
     if isinstance(model, GPipe):
         model = nn.Sequential(OrderedDict(model.named_children()))
     if isinstance(model, nn.Sequential):
-        layers, inputs = model, sample
+        if not len(model):
+            raise ValueError("model has no layers")
+        layers = model
+        inputs, _ = called_with(layers[0], Call("check", (), sample, None, {}))
     else:
         layers, inputs = flatten(model, sample), Arguments(*Inputs.of(sample))
     trial = copy.deepcopy(layers)

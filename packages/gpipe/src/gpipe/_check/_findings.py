@@ -59,6 +59,11 @@ CODES: dict[str, Code] = {
         "the loss is no plain mean over rows, as with ignore_index, padding or class weights: let loss_fn return "
         "(sum, count), or use reduction='sum'",
     ),
+    "untrained": Code(
+        "error",
+        "let a parameter require grad, and what comes after it be differentiable, unlike argmax and detach; for "
+        "inference alone the layers agree, as far as nothing else is found",
+    ),
     "fails": Code("error", "the error says what is missing"),
     "recompute": Code(
         "error",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,42 +10,56 @@ from torch import Tensor
 
 from microbatch import Batch
 
+from ..engine._loss_value import LossFunction, loss_value, own_loss
+from ..module._training import takes_output_alone
 from ._findings import Finding
 from ._rows import difference
 from ._runs import figure
 
 
 class Loss:
-    """``loss_fn``, or without one the mean square of all outputs; called as :meth:`gpipe.GPipe.step` calls it."""
+    """``loss_fn``, called as :meth:`gpipe.GPipe.step` calls it; without one the model's own loss, else a stand-in.
 
-    def __init__(self, loss_fn: Callable[..., Any] | None) -> None:
-        self._loss_fn = loss_fn
+    Raises:
+        TypeError: it is no function, or takes no ``target``, but there is one.
+    """
+
+    def __init__(self, loss_fn: LossFunction | None, target: Any) -> None:
+        self._loss_fn: LossFunction = loss_fn or _own_or_mean_square
+        self._alone = takes_output_alone(loss_fn, target)
 
     def __call__(self, output: Any, target: Any) -> Any:
-        return _mean_square(output) if self._loss_fn is None else self._loss_fn(output, target)
+        return self._loss_fn(output) if self._alone else self._loss_fn(output, target)
 
     def parts(self, output: Any, target: Any, rows: int) -> tuple[Tensor, Any]:
         """The loss as a sum and what it counts, which is ``rows`` if it does not say."""
-        loss = self(output, target)
-        return (loss[0], loss[1]) if isinstance(loss, tuple) else (loss * rows, rows)
+        loss = loss_value(self(output, target))
+        return (loss.total * rows, rows) if loss.count is None else (loss.total, loss.count)
 
 
-def _mean_square(output: Any) -> Tensor:
-    squares = [tensor.square().mean() for tensor in Batch(output) if tensor.is_floating_point()]
-    return torch.stack(squares).sum()
+def _own_or_mean_square(output: Any) -> Tensor:
+    """The loss that the model has computed, if it has; else one of all floating-point outputs."""
+    try:
+        loss: Tensor = own_loss(output)
+    except TypeError:
+        squares = [tensor.square().mean() for tensor in Batch(output) if tensor.is_floating_point()]
+        loss = sum(squares, torch.zeros(()))
+    return loss
 
 
 def uneven(
     loss: Loss, whole: tuple[Any, Any, int], parts: Sequence[tuple[Any, Any, int]], tolerance: float
 ) -> Iterator[Finding]:
-    """A finding if the loss of the whole is not the mean of those of micro-batches.
+    """A finding if nothing is trained by the loss, or that of the whole is not the mean of those of micro-batches.
 
     Args:
         whole: output, target and rows of the mini-batch.
         parts: the same of each micro-batch.
     """
+    total, count = loss.parts(*whole)
+    if not total.requires_grad:
+        yield Finding("untrained", None, "", "the loss does not require grad: nothing can be trained by it")
     with torch.no_grad():
-        total, count = loss.parts(*whole)
         losses = [loss.parts(*part) for part in parts]
     found = sum(part for part, _ in losses) / sum(number for _, number in losses)
     apart = difference([total / count], [found])

@@ -27,6 +27,7 @@ def walk(layers: nn.Sequential, whole: Signal, parts: Sequence[Signal], toleranc
     findings: list[Finding] = []
     signals = [whole, *parts]
     waiting: list[dict[Key, Tensor | None]] = [{} for _ in signals]
+    last = next(reversed(layers))
     for name, layer in layers.named_children():
         for signal, skips in zip(signals, waiting, strict=True):
             skips.update(signal.skips)
@@ -35,7 +36,7 @@ def walk(layers: nn.Sequential, whole: Signal, parts: Sequence[Signal], toleranc
             Signal(signal.value, {key: skips.pop(key) for key in needed if key in skips})
             for signal, skips in zip(signals, waiting, strict=True)
         ]
-        found = examine(Task(name, layer, given[0], given[1:], tolerance))
+        found = examine(Task(name, layer, given[0], given[1:], tolerance, layer is last))
         findings += found.findings
         signals = [found.whole, *found.parts]
     return Walked(findings, signals[0], signals[1:])

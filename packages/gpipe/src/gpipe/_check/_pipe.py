@@ -85,8 +85,8 @@ class Case(NamedTuple):
         pipe = GPipe(copied, self.balance, devices=devices, chunks=self.chunks, checkpoint=way.checkpoint)
         torch.manual_seed(SEED)
         with closing(pipe), nullcontext() if way.threads else inline():
-            loss = pipe.step(self.inputs, self.target, loss_fn=self.loss, schedule=schedule)
-        return _results(pipe, loss)
+            found = pipe.step(self.inputs, self.target, loss_fn=self.loss, schedule=schedule)
+        return _results(pipe, found[0] if isinstance(found, tuple) else found)  # there may be metrics
 
     def loop(self, layers: nn.Sequential) -> Results:
         """Loss and gradients of a plain loop over micro-batches."""

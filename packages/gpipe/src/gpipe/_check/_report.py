@@ -82,5 +82,5 @@ class Report:
         if self.compared:
             lines.append(f"the whole pipe equals the micro-batch loop under {', '.join(self.compared)}")
         else:
-            lines.append("the whole pipe was not run; mend the errors of its layers first")
+            lines.append("the whole pipe was not run; mend the errors first")
         return "\n".join(lines)

@@ -25,6 +25,7 @@ class Task(NamedTuple):
         whole: of the whole mini-batch.
         parts: of each micro-batch.
         tolerance: relative differences up to this are rounding.
+        is_last: whether nothing but the loss comes after the layer.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Task(NamedTuple):
     whole: Signal
     parts: Sequence[Signal]
     tolerance: float
+    is_last: bool = False
 
     def finding(self, code: str, message: str, evidence: str = "") -> Finding:
         return Finding(code, self.name, type(self.layer).__name__, message, evidence)

@@ -76,16 +76,26 @@ def _arguments(
     loss_fn: LossFunction | None, target: Any, batches: Sequence[Batch], chunks: int, device: torch.device
 ) -> list[tuple[Any, ...]]:
     """What the loss function is called with after the output, for each of the ``batches``."""
+    alone = takes_output_alone(loss_fn, target)
+    if target is None:
+        return [() if alone else (None,)] * len(batches)
+    return [(each,) for each in _targets(target, device, batches, chunks)]
+
+
+def takes_output_alone(loss_fn: LossFunction | None, target: Any) -> bool:
+    """Whether ``loss_fn`` is called with the output and nothing else.
+
+    Raises:
+        TypeError: it is no function, or takes no ``target``, but there is one.
+    """
     if loss_fn is None and target is not None:
         raise TypeError("a target is given, but no loss_fn that takes it; give loss_fn=..., or leave the target out")
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of the output and the target; got {loss_fn!r}")
     alone = loss_fn is None or _takes_one(loss_fn)
-    if target is None:
-        return [() if alone else (None,)] * len(batches)
-    if alone:
+    if alone and target is not None:
         raise TypeError("a target is given, but loss_fn takes the output alone; let it take both, or leave it out")
-    return [(each,) for each in _targets(target, device, batches, chunks)]
+    return alone
 
 
 def _takes_one(loss_fn: LossFunction) -> bool:
