@@ -7,12 +7,12 @@ from os import PathLike, fspath
 from pathlib import Path
 
 
-def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str]]) -> None:
+def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str | bytes]]) -> None:
     """Write the form that belongs to the ending of ``path``.
 
     Args:
         path: of the file, which is replaced if it is there.
-        forms: for each ending what makes the text.
+        forms: for each ending what makes the content; text is written as UTF-8.
 
     Raises:
         ValueError: another ending; nothing is written.
@@ -23,4 +23,5 @@ def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str]]) -> N
         raise ValueError(
             f"path: expected a name that ends in {', '.join(others)} or {last}, got the ending {file.suffix!r}"
         )
-    file.write_text(forms[file.suffix](), encoding="utf-8")
+    made = forms[file.suffix]()
+    file.write_bytes(made.encode() if isinstance(made, str) else made)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 
 from profiler.html import scrolling
 
+from .._saving import save
 from ._chrome import read, trace
 from ._events import Events
 from ._html import html
+from ._png import png
 from ._svg import svg
 from ._table import table
 
@@ -30,18 +32,28 @@ class Timeline(Events):
 
         ===========  =====================================================================================
         ``.svg``     a picture
+        ``.png``     the picture in pixels; needs the extra ``gpipe-torch[png]``
         ``.html``    the picture in a page of its own: hovering shows the action, the wheel zooms
         ``.json``    for https://ui.perfetto.dev and chrome://tracing; :meth:`load` reads it back
         ===========  =====================================================================================
 
         Args:
+            path: of the file.
             title: what the picture says above it.
             beside: more timelines by their titles, drawn below in the same scale (pictures and pages only).
 
-        Raises ValueError for any other ending.
+        Raises:
+            ValueError: any other ending.
+            ImportError: ``.png`` without resvg-py.
         """
-        file = Path(fspath(path))
-        file.write_text(_drawing(self, file.suffix, title, beside or {}), encoding="utf-8")
+        panels = [(title, self), *(beside or {}).items()]
+        forms: dict[str, Callable[[], str | bytes]] = {
+            ".svg": lambda: svg(panels),
+            ".png": lambda: png(svg(panels)),
+            ".html": lambda: html(panels),
+            ".json": lambda: _trace(panels),
+        }
+        save(path, forms)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Timeline:
@@ -60,14 +72,8 @@ class Timeline(Events):
         return scrolling(self._repr_svg_())
 
 
-def _drawing(timeline: Timeline, ending: str, title: str, beside: Mapping[str, Timeline]) -> str:
-    panels = [(title, timeline), *beside.items()]
-    if ending == ".svg":
-        return svg(panels)
-    if ending == ".html":
-        return html(panels)
-    if ending != ".json":
-        raise ValueError(f"path: expected a name that ends in .svg, .html or .json, got the ending {ending!r}")
+def _trace(panels: Sequence[tuple[str, Timeline]]) -> str:
+    (title, timeline), *beside = panels
     if beside:
         raise ValueError("beside: a .json file holds one timeline; save the others under names of their own")
     return trace(timeline, title)
