@@ -44,8 +44,8 @@ from .module._devices import (
     untouched_on_failure,
 )
 from .module._init import means_of
-from .module._layers import Held, expect_replacement, refuse
-from .module._partition import BalanceError, divide, expect_sequential, recommend_auto_balance
+from .module._layers import Held, expect_replacement, refill, refuse
+from .module._partition import BalanceError, divide, expect_partitions, expect_sequential, recommend_auto_balance
 from .module._signature import class_for
 from .module._step import Stepping
 from .module._transforms import not_compiled, refuse_transforms
@@ -256,6 +256,36 @@ class GPipe(Stepping):
         with self._workers.section.entered():
             self._workers.close()
 
+    def rebalance(self, balance: Iterable[int]) -> None:
+        """Move layers between the partitions, between two steps of training; devices, chunks and modes stay.
+
+        Parameters stay the objects that they are, so the optimizer goes on with them. Where they move to another
+        device, ``optimizer.load_state_dict(optimizer.state_dict())`` moves its state after them. Waits for a run of
+        another thread to end. What was checkpointed in a forward before has no backward any more if its layers moved.
+
+        Args:
+            balance: how many layers each partition gets, for as many partitions as there are.
+
+        Raises:
+            TypeError: ``balance`` is no list of int.
+            BalanceError: a ValueError; it does not fit the layers or the partitions.
+            ValueError: partitions would share what they cannot copy, or a device cannot hold its partition.
+            RuntimeError: a layer of the pipe calls it.
+
+        On any error the pipe is as it was.
+
+        >>> pipe = GPipe(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), [2, 1], devices=["cpu", "cpu"])
+        >>> pipe.rebalance([1, 2])
+        >>> pipe.balance
+        [1, 2]
+        """
+        sizes = expect_partitions(checked_sizes(balance, len(self)), len(self._devices))
+        with self._workers.section.entered(accumulates=True), untouched_on_failure(self._partitions):
+            partitions, sizes, _ = divide(self._whole(), sizes, self._devices, None)
+            refill(self._partitions, partitions)
+            self._lay_out()
+            self.__dict__["_balance"] = sizes
+
     def __len__(self) -> int:
         return len(self._modules)
 
@@ -277,8 +307,8 @@ class GPipe(Stepping):
             modules[name] = value
         elif name in _FIXED:
             raise AttributeError(
-                f"{name} of a pipe cannot be set, because the layers are on their devices; make a new pipe of them: "
-                "GPipe(pipe[:], balance=..., devices=...)"
+                f"{name} of a pipe cannot be set, because the layers are on their devices; pipe.rebalance(balance) "
+                "moves them between those; for others make a new pipe: GPipe(pipe[:], balance=..., devices=...)"
             )
         elif name in ("chunks", "checkpoint") and not isinstance(value, (nn.Module, nn.Parameter)):
             object.__setattr__(self, name, value)

@@ -68,14 +68,14 @@ class Stage:
         return frozenset(k for k, layer in layers.items() if _brings_generator(layer))
 
     def expect_current(self) -> None:
-        """Raise RuntimeError if a layer was replaced, so that a recomputation would compute something else."""
+        """Raise RuntimeError if a layer was replaced or moved, so that a recomputation would compute something else."""
         if self.module._modules != self._layers_then:
-            now = self.module._modules
-            names = [name for name, layer in self._layers_then.items() if now.get(name) is not layer]
+            now, then = self.module._modules, self._layers_then
+            names = [name for name in {**then, **now} if now.get(name) is not then.get(name)]
             raise RuntimeError(
-                f"layer {', '.join(map(repr, names))} was replaced between the forward and the backward of a "
-                "checkpointed run, whose recomputation would now compute something else; replace it after backward(), "
-                "or use checkpoint='never'"
+                f"layer {', '.join(map(repr, names))} was replaced or moved to another partition between the forward "
+                "and the backward of a checkpointed run, whose recomputation would now compute something else; do that "
+                "after backward(), or use checkpoint='never'"
             )
 
     @property

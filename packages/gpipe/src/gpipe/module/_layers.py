@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -78,6 +78,13 @@ class Held(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies are plain dicts; whoever copies the owner holds them anew."""
         return dict, (dict(self),)
+
+
+def refill(partitions: Iterable[nn.Module], others: Iterable[nn.Module]) -> None:
+    """Give each of the ``partitions`` the layers of one of the ``others``, without asking."""
+    for partition, other in zip(partitions, others, strict=True):
+        dict.clear(partition._modules)
+        dict.update(partition._modules, other._modules)
 
 
 def refuse(name: str, _: object) -> None:
