@@ -262,6 +262,20 @@ class TestModels:
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             plan(nn.Sequential(nn.BatchNorm1d(3)), torch.randn(8, 3), CPUS, chunks=8, calibrate=False)
 
+    @pytest.mark.parametrize("devices", [CPUS, "2x1GB"])
+    @pytest.mark.parametrize(
+        "loss_fn", [lambda output: output.mean(), lambda output: (output.sum(), 3, {"most": output.max()})]
+    )
+    def test_a_loss_of_the_output_alone(self, devices: Any, loss_fn: Any) -> None:
+        found = plan(linears(2), rows(4), devices, loss_fn=loss_fn, chunks=2, calibrate=devices is CPUS)
+        assert found.balance == [1, 1]
+
+    def test_a_frozen_model(self) -> None:
+        frozen = linears(2).requires_grad_(False)
+        assert plan(frozen, rows(4), CPUS, chunks=2, calibrate=False).balance == [1, 1]
+        with pytest.raises(ValueError, match=r"nothing to train; plan.* calibrate=False"):
+            plan(frozen, rows(4), CPUS, chunks=2)
+
     def test_one_device(self) -> None:
         found = plan(linears(2), rows(4), ["cpu"], calibrate=False)
         assert found.balance == [2]
@@ -288,6 +302,8 @@ class TestModels:
         ({"optimizer": -1}, ValueError, "optimizer: expected bytes for each parameter"),
         ({"optimizer": None}, TypeError, "optimizer: expected a name such as 'adam'"),
         ({"calibrate": "no"}, TypeError, "calibrate must be True or False"),
+        ({"target": torch.zeros(ROWS, 3)}, TypeError, "a target is given, but no loss_fn that takes it"),
+        ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_is_measured(
@@ -302,6 +318,8 @@ def test_wrong_devices_and_models():
     x = torch.zeros(4, 3)
     with pytest.raises(ValueError, match="devices: expected at least one, got none"):
         plan(model(), x, [])
+    with pytest.raises(ValueError, match="model: expected at least one layer, got none"):
+        plan(nn.Sequential(), x, CPUS)
     with pytest.raises(ValueError, match="there is no device type 'gpu'"):
         plan(model(), x, ["gpu"])
     with pytest.raises(TypeError, match="devices must be a list"):

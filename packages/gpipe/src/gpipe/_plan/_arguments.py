@@ -11,6 +11,7 @@ from torch import nn
 
 from .._meant import did_you_mean
 from ..module._arguments import checked_mode, listed, whole
+from ..module._training import takes_output_alone
 from ..schedule._named import expect_name
 
 OptimizerChoice = str | float | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -77,6 +78,17 @@ def read_chunks(chunks: Any, rows: int) -> list[int]:
     if not numbers or numbers[0] < 1 or numbers[-1] > rows:
         raise ValueError(f"chunks: expected numbers from 1 to {rows}, the rows of the sample, got {chunks!r}")
     return numbers
+
+
+def read_loss(loss_fn: Callable[..., Any] | None, target: Any) -> Callable[[Any, Any], Any] | None:
+    """``loss_fn`` as a function of an output and a target, if there is one.
+
+    Raises:
+        TypeError: it is no function, or takes no ``target``, but there is one.
+    """
+    if not takes_output_alone(loss_fn, target) or loss_fn is None:
+        return loss_fn
+    return lambda output, _: loss_fn(output)
 
 
 def read_schedules(schedule: Any) -> list[str]:

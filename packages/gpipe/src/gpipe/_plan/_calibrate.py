@@ -84,4 +84,9 @@ def _factor(timeline: Timeline, stage: int, kinds: tuple[Kind, ...], expected: f
 def sum_of_outputs(output: Any, _: Any) -> Tensor:
     """A loss for a model whose own is not known."""
     parts = [tensor.float().sum() for tensor in Batch(output) if tensor.requires_grad]
+    if not parts:
+        raise ValueError(
+            "no tensor of the output requires grad, so that there is nothing to train; plan(..., calibrate=False) "
+            "plans for what is there"
+        )
     return torch.stack(parts).sum()

@@ -23,6 +23,7 @@ from ._arguments import (
     OptimizerChoice,
     optimizer_bytes,
     read_chunks,
+    read_loss,
     read_memory,
     read_modes,
     read_schedules,
@@ -51,7 +52,7 @@ def plan(
     devices: Iterable[Device] | str,
     *,
     target: Any = None,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     optimizer: OptimizerChoice = "adam",
     memory: int | str | Sequence[int | str | None] | None = None,
     chunks: int | Iterable[int] | None = None,
@@ -103,7 +104,10 @@ def plan(
         raise TypeError(f"model: expected an nn.Sequential, or a module that flatten takes, got {type(model).__name__}")
     check(sample)
     calibrate = checked_flag("calibrate", calibrate)
+    loss_fn = read_loss(loss_fn, target)
     layers = _sequential(model, sample)
+    if not len(layers):
+        raise ValueError("model: expected at least one layer, got none")
     fake = read_fake(devices)
     places = [torch.device("meta")] * min(fake.count, len(layers)) if fake else checked_devices(devices, len(layers))
     if not places:
