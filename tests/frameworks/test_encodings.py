@@ -8,6 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytest.importorskip("transformers", reason="transformers is not installed; see nox -s frameworks")
+
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BatchEncoding, BatchFeature, PreTrainedTokenizerFast
 
