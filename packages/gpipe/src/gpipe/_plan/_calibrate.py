@@ -17,7 +17,7 @@ from microbatch import Batch
 from .._gpipe import GPipe
 from ..schedule import Kind
 from ..timeline import Timeline
-from ._costs import Measured
+from ._costs import SPLITTING, Measured
 from ._plan import Expected
 from ._search import Candidate, replayed
 from ._verify import timed
@@ -55,30 +55,41 @@ def calibrated(
         seconds, timeline = timed(pipe, x, y, loss_fn or sum_of_outputs, candidate.schedule, _STEPS)
     finally:
         pipe.close()
-    learned = _learned(measured, candidate, timeline)
-    expected = replayed(replace(candidate, costs=learned.cut(candidate.chunks)))
-    return learned, Expected(*(value / expected for value in (min(seconds), median(seconds), max(seconds))))
+    found = learned(measured, candidate, timeline)
+    expected = replayed(replace(candidate, costs=found.cut(candidate.chunks)))
+    return found, Expected(*(value / expected for value in (min(seconds), median(seconds), max(seconds))))
 
 
-def _learned(measured: Measured, candidate: Candidate, timeline: Timeline) -> Measured:
-    """The costs, with the cells of each stage in proportion to what its cells took."""
+def learned(measured: Measured, candidate: Candidate, timeline: Timeline) -> Measured:
+    """The costs that led to the ``candidate``, with the cells of each stage in proportion to what its cells took."""
     stages = candidate.costs.stage_costs(candidate.sizes, candidate.modes)
     forward, backward = list(measured.forward), list(measured.backward)
     forward, backward = forward or [1.0] * measured.layers, backward or [1.0] * measured.layers
     for j, end in enumerate(accumulate(candidate.sizes)):
         own = slice(end - candidate.sizes[j], end)
-        ahead = _factor(timeline, j, (Kind.FORWARD,), stages[j].forward, measured.action)
-        back = _factor(timeline, j, (Kind.BACKWARD,), stages[j].backward, measured.action)
+        ahead = _factor(_median(timeline, j, Kind.FORWARD), stages[j].forward, measured.action)
+        back = _factor(_backward(timeline, j), stages[j].backward, measured.action)
         forward[own] = [ahead * factor for factor in forward[own]]
         backward[own] = [back * factor for factor in backward[own]]
     return replace(measured, forward=tuple(forward), backward=tuple(backward))
 
 
-def _factor(timeline: Timeline, stage: int, kinds: tuple[Kind, ...], expected: float, action: float) -> float:
-    """By how much actions took longer than expected; 1 if there were none, as where backwards were split."""
-    found = [event.seconds for event in timeline.events if event.stage == stage and event.kind in kinds]
+def _backward(timeline: Timeline, stage: int) -> float | None:
+    """What a backward took; where all were split, both parts without what splitting adds."""
+    whole = _median(timeline, stage, Kind.BACKWARD)
+    parts = [_median(timeline, stage, kind) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+    return whole if whole is not None or None in parts else sum(filter(None, parts)) - SPLITTING
+
+
+def _median(timeline: Timeline, stage: int, kind: Kind) -> float | None:
+    found = [event.seconds for event in timeline.events if event.stage == stage and event.kind is kind]
+    return median(found) if found else None
+
+
+def _factor(found: float | None, expected: float, action: float) -> float:
+    """By how much the work of an action took longer than expected; 1 if there was none."""
     work = expected - action
-    return max(0.1, (median(found) - action) / work) if found and work > 0 else 1.0
+    return 1.0 if found is None or work <= 0 else max(0.1, (found - action) / work)
 
 
 def sum_of_outputs(output: Any, _: Any) -> Tensor:

@@ -33,7 +33,7 @@ from ._costs import Measured
 from ._fake import FAKE, Fake, read_fake
 from ._infeasible import Relaxation, explain
 from ._measure import count, measure, rows_of
-from ._plan import Alternative, Expected, Plan, Prediction, _Memory, layer_keys
+from ._plan import Alternative, Expected, LayerKey, Plan, Prediction, _Memory, layer_keys
 from ._search import NEAR, Candidate, Space, replayed, search, stops_of
 
 UNSURE = Expected(0.88, 1.0, 1.25)
@@ -139,7 +139,7 @@ def plan(
     if calibrate and not fake:
         space, spread, note = _calibrated(space, found[0], layers, places, sample, target, loss_fn)
         found, notes = search(space) or found, [*notes, note]
-    return _plan_of(found, space, layers, names, spread, notes, _Memory(loss_fn=loss_fn, sample=sample))
+    return plan_of(found, space, layer_keys(layers), names, spread, notes, _Memory(loss_fn=loss_fn, sample=sample))
 
 
 def _calibrated(
@@ -208,22 +208,33 @@ def _relaxations(space: Space, layers: nn.Sequential, optimizer: OptimizerChoice
     return found
 
 
-def _plan_of(
+def plan_of(
     found: Sequence[Candidate],
     space: Space,
-    layers: nn.Sequential,
+    layers: tuple[LayerKey, ...],
     names: Sequence[str],
     spread: Expected,
     notes: Sequence[str],
     here: _Memory,
 ) -> Plan:
+    """The first of those ``found`` as a plan, and the others as alternatives.
+
+    Args:
+        found: the best first.
+        space: what was searched.
+        layers: their keys.
+        names: of the devices.
+        spread: how steps are around a replayed one, as factors.
+        notes: how the figures came about.
+        here: what the plan remembers of the model.
+    """
     best, others = found[0], found[1:]
     stages, hops = best.costs.stage_costs(best.sizes, best.modes), best.costs.hops(best.sizes)
     schedule = named(best.schedule, best.chunks, range(len(stages)), stops_of(best), best.split)
     bubble = simulate(schedule, stages, transfer=hops[1:]).bubble
     seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
     return Plan(
-        layers=layer_keys(layers),
+        layers=layers,
         devices=tuple(names),
         memory=tuple(space.memory),
         rows=space.measured.rows,
@@ -237,7 +248,7 @@ def _plan_of(
         hops=tuple(hops),
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
         notes=tuple(notes),
-        _here=here,
+        _here=replace(here, space=space, chosen=best),
     )
 
 

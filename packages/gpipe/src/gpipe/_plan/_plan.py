@@ -21,6 +21,7 @@ from ._fake import FAKE
 from ._memory import DeviceBytes
 
 if TYPE_CHECKING:
+    from ._search import Candidate, Space
     from ._verify import Verification
 
 
@@ -101,6 +102,8 @@ class _Memory:
     pipe: Callable[[], GPipe | None] = lambda: None
     loss_fn: Callable[[Any, Any], Any] | None = None
     sample: Any = None
+    space: Space | None = None
+    chosen: Candidate | None = None
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,27 @@ class Plan:
         if loss_fn is None:
             raise ValueError("loss_fn: the plan was made without one; give it, as in verify(x, y, loss_fn=...)")
         return verify(self, pipe, x, y, loss_fn)
+
+    def update(self, timeline: Timeline) -> Plan:
+        """Search the balance again, with what cells took in a step instead of what layers took alone.
+
+        Chunks, schedule and modes stay, so that ``pipe.rebalance(plan.update(timeline).balance)`` brings a pipe to it
+        between two steps. The balance stays where no other is expected to be faster.
+
+        Args:
+            timeline: of one step of a pipe with this plan, recorded by :func:`gpipe.record` after some to warm up.
+
+        Returns:
+            The new plan, which can be updated again.
+
+        Raises:
+            TypeError: ``timeline`` is none.
+            ValueError: it is not one of one step with this plan; or the plan was read from JSON, which does not have
+                what was measured of layers.
+        """
+        from ._update import update
+
+        return update(self, timeline)
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads back as an equal plan.

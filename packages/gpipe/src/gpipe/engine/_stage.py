@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -81,8 +81,13 @@ class Stage:
     @property
     def layers(self) -> str:
         """The names of the first and the last layer."""
-        names = [f"'{name}'" for name, _ in self.module.named_children()]
-        return " to ".join(names if len(names) < 2 else (names[0], names[-1])) or "none"
+        return first_to_last([name for name, _ in self.module.named_children()])
+
+
+def first_to_last(names: Sequence[str]) -> str:
+    """The first and the last of the names of layers, as text for people."""
+    ends = names if len(names) < 2 else (names[0], names[-1])
+    return " to ".join(f"'{name}'" for name in ends) or "none"
 
 
 def _brings_generator(layer: nn.Module) -> bool:
