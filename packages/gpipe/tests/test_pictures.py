@@ -97,11 +97,11 @@ class TestPicture:
             assert float(each.get("y", 0)) + float(each.get("height", "nan")) <= height
         assert all(0 <= float(each.get("y", 0)) <= height for each in picture.iter(f"{SVG}text"))
 
-    @pytest.mark.parametrize(("m", "n"), [(8, 4), (64, 8)])
-    def test_every_cell_has_its_number(self, m: int, n: int) -> None:
+    @pytest.mark.parametrize(("m", "n"), [(8, 4), (24, 4), (64, 8)])
+    def test_every_cell_has_its_letter_and_number(self, m: int, n: int) -> None:
         numbers = ["".join(each.itertext()) for each in drawn(svg([("", uniform(m, n))])).iter(f"{SVG}text")
                    if each.get("class") == "number"]  # fmt: skip
-        assert Counter(number.strip("FB") for number in numbers) == {str(i): 2 * n for i in range(m)}
+        assert Counter(numbers) == {f"{letter}{i}": n for letter in "FB" for i in range(m)}
 
     def test_the_gist_the_axis_and_the_legend(self) -> None:
         texts = said(svg([("1F1B", uniform(8, 4))]))

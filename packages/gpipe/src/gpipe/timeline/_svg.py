@@ -205,24 +205,34 @@ def _paler(colour: str, share: float) -> str:
 
 
 def _number(event: Event, begin: float, scale: Scale) -> Iterator[str]:
-    """The micro-batch, with the letter of its kind if all have room, its digits stacked if they must be."""
-    width, number = scale.x(event.seconds), str(event.microbatch)
-    letters = (1.6 if event.kind.letter == "W" else 1.0) + scale.digits  # a W is that wide
-    if _size(width, letters) >= 8.5:
-        lines, size = [event.kind.letter + number], _size(width, letters)
-    elif _size(width, scale.digits) >= 7:
-        lines, size = [number], _size(width, scale.digits)
-    else:
-        lines, size = list(number), min(8.0, _size(width, 1), LANE / len(number))
+    lines, size = _lines(event.kind.letter, str(event.microbatch), scale.x(event.seconds), scale.digits)
     x, y = scale.x((event.start + event.end) / 2 - begin), LANE / 2 + size * (0.86 - len(lines) / 2)
-    if size >= 6.5:
+    if lines:
         written = "".join(f'<tspan x="{x:.2f}" y="{y + k * size:.1f}">{line}</tspan>' for k, line in enumerate(lines))
         yield f'<text class="number" font-size="{size:.1f}">{written}</text>'
 
 
+def _lines(letter: str, number: str, width: float, digits: int) -> tuple[list[str], float]:
+    """What a cell says and in which size: first what reads best, at last nothing. The page does the same as it zooms.
+
+    Numbers of fewer digits are treated as the longest, so that cells of one width look the same.
+    """
+    first = 1.6 if letter == "W" else 1.0  # a W is that wide
+    for lines, letters, least, most in (
+        ([letter + number], first + digits, 8.5, 10.0),
+        ([letter, number], max(first, digits), 7.0, 10.0),
+        ([letter, *number], first, 6.5, 8.0),
+        ([*number], 1.0, 6.5, 8.0),
+    ):
+        size = min(most, _size(width, letters), LANE / len(lines))
+        if size >= least:
+            return lines, size
+    return [], 0.0
+
+
 def _size(width: float, letters: float) -> float:
     """The size of type at which so many letters fit."""
-    return min(10.0, (width - 2) / (0.62 * letters))
+    return (width - 2) / (0.62 * letters)
 
 
 def _strip(held: Sequence[tuple[float, int]], scale: Scale) -> str:
