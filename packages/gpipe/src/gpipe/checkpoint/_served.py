@@ -118,7 +118,8 @@ def in_checkpoint() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CHECKPOINT:
-            return bool(frame.f_locals.get("preserve", True))
+            given = frame.f_locals.get("preserve_rng_state", True)  # an argument since PyTorch 2.15
+            return bool(frame.f_locals.get("preserve", given))
         frame = frame.f_back
     return False
 
