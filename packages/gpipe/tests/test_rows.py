@@ -62,6 +62,41 @@ def test_tensors_of_one_input_may_differ_and_a_target_is_like_one_of_them(count:
             pipe.step(inputs, rows(count), loss_fn=loss)
 
 
+def tokens_of_samples(samples: Tensor, tokens: Tensor) -> Tensor:
+    return samples * tokens.view(len(samples), -1, tokens.shape[1]).sum(1)
+
+
+def times(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight
+
+
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 5), st.booleans(), st.booleans())
+@example(10, 2, 4, False, False)
+@example(10, 2, 4, True, True)
+def test_tokens_beside_their_samples_are_cut_at_the_same_places_or_refused(
+    count: int, tokens: int, chunks: int, swapped: bool, inlined: bool
+) -> None:
+    inputs = rows(count), rows(count * tokens)
+    if swapped:
+        inputs = inputs[::-1]
+    layer = Call(lambda pair: tokens_of_samples(*(pair[::-1] if swapped else pair)))
+    pipe = piped(nn.Sequential(layer, *linears()), [2, 2], chunks=chunks)
+    cuts = [[len(part) for part in each.chunk(chunks)] for each in inputs]
+    with inline() if inlined else nullcontext():
+        if sorted(cuts)[1] == [tokens * own for own in sorted(cuts)[0]]:
+            torch.testing.assert_close(pipe(inputs), pipe[:](inputs))
+        else:
+            with pytest.raises(ValueError, match=r"do not belong together|must give equally many"):
+                pipe(inputs)
+
+
+def test_a_weight_with_a_few_rows_is_not_cut_beside_a_mini_batch_that_it_does_not_fit() -> None:
+    pipe = piped(nn.Sequential(Call(lambda pair: times(*pair)), *linears()), [2, 2], chunks=4)
+    x, weight = rows(10), rows(4)[:, 0]
+    with pytest.raises(ValueError, match=r"10 and 4 rows \(in micro-batches of 3, 3, 3, 1 and 1, 1, 1, 1\).*Replicate"):
+        pipe((x, weight))
+
+
 def test_each_part_of_a_target_counts() -> None:
     pipe = piped(linears(), [1, 2], chunks=2)
     with pytest.raises(ValueError, match="target has 6 and 5 rows"):

@@ -1,4 +1,4 @@
-"""Whether a target has the rows of the input."""
+"""Whether tensors of an input belong together row by row, and a target has the rows of the input."""
 
 from __future__ import annotations
 
@@ -18,6 +18,22 @@ def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:
         raise ValueError(
             f"target has {_described(own)}, the input {_described(others)}; a target has a row for each row of the "
             "input; reshape it, or say by Split(..., dim) or Replicate(...) around a part of it where its rows are"
+        )
+
+
+def expect_proportional(inputs: Sequence[Batch]) -> None:
+    """Raise ValueError unless tensors of n and of k·n rows are cut at the same samples.
+
+    10 rows in 4 chunks are 3, 3, 3 and 1, where 20 are 5 each.
+    """
+    if len(inputs[0].rows) < 2:
+        return
+    first, *others = columns = _columns(inputs)
+    if any(rows * first[0] != own * other[0] for other in others for rows, own in zip(other, first, strict=True)):
+        raise ValueError(
+            f"tensors of the input have {_described(columns)}, which do not belong together; give all a row for each "
+            "sample, or as many for each that both divide evenly into the chunks, or say by Replicate(...) around one "
+            "that it goes whole to each micro-batch"
         )
 
 

@@ -19,6 +19,7 @@ from ..schedule import Schedule
 from ._cut import Checked, checked, cut
 from ._hooks import pre_hooked, refuse_hooks
 from ._keywords import NOTHING, Call, called_with
+from ._rows import expect_proportional
 from ._training import Kind, LossOptions, expect_grad_mode, losses_of, returned
 from ._transforms import not_compiled, refuse_transforms
 
@@ -202,7 +203,9 @@ class Stepping(nn.Module):
         return returned(losses, batches, self.out_spec, options)
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
-        return cut(inputs, self._pipeline.stages[0].device, self._chunks)
+        batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks)
+        expect_proportional(batches)
+        return batches, versions
 
     def _with_losses(self, kind: type[Kind], call: Call, options: LossOptions) -> tuple[list[Batch], Kind]:
         """The micro-batches of a step or an evaluation, and what computes their losses."""
