@@ -52,8 +52,8 @@ def _beside(plan: Plan) -> str:
     """Why the timeline is not as long as the step."""
     drawn, whole = plan.timeline.makespan, plan.predicted.seconds.mid
     return (
-        f"Actions alone, for {format_seconds(drawn)} of the {format_seconds(whole)} that a step is expected to take. "
-        "The rest is what the engine adds to a step, and what steps of a copy took beyond it, where there were any."
+        f"Actions alone: {format_seconds(drawn)}. A step is expected to take {format_seconds(whole)}, with what the "
+        "engine adds to it, and with what measured steps, if there were any, took more or less."
     )
 
 
