@@ -8,6 +8,9 @@ import pytest
 
 from ..pages import ROOT, pages, run
 
+for needed in ("transformers", "lightning"):
+    pytest.importorskip(needed, reason=f"{needed} is not installed; see nox -s frameworks")
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # frameworks warn of themselves, and of machines without accelerators

@@ -210,9 +210,9 @@ class TestTable:
 
 
 class TestSaving:
-    @pytest.mark.parametrize("name", ["t.png", "t", "t.svgz"])
+    @pytest.mark.parametrize("name", ["t.gif", "t", "t.svgz"])
     def test_an_unknown_ending(self, name: str, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"path: expected a name that ends in \.svg, \.html or \.json, got"):
+        with pytest.raises(ValueError, match=r"path: expected a name that ends in \.svg, .*\.json.*, got the ending"):
             Timeline().save(tmp_path / name)
         assert list(tmp_path.iterdir()) == []
 
