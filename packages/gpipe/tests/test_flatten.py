@@ -526,3 +526,35 @@ def test_a_sample_measures_layers_in_a_row_too():
     pipe = GPipe(model, devices=["cpu"] * 2, sample=torch.randn(2, 2))
     assert sum(pipe.balance) == 3
     assert len(pipe.balance) == 2
+
+
+def test_a_wrapper_that_hands_out_attributes_of_what_it_wraps() -> None:
+    """As the models of peft do; both may ask for a parameter, to know dtype and device."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.to(next(self.parameters()).dtype)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.to(next(self.parameters()).dtype))
+
+    model, x = Wrapper(Inner()), torch.randn(ROWS, WIDTH)
+    torch.testing.assert_close(flatten(model, x)(x), model(x))

@@ -46,12 +46,16 @@ def skeleton(
 def _answer_for_parameters(twin: nn.Module, like: Tensor) -> None:
     """Let ``next(twin.parameters())`` tell dtype and device, which models ask for, where all belong elsewhere."""
     number = torch.full((), math.nan, dtype=like.dtype, device=like.device)
-    twin.register_buffer("stands_for_parameters", placeholder(number), persistent=False)
+    # Not by register_buffer, which refuses it to a module that hands out attributes of one inside, as those of peft do.
+    twin._buffers["stands_for_parameters"] = placeholder(number)
+    twin._non_persistent_buffers_set.add("stands_for_parameters")
     twin.__dict__["parameters"] = partial(_stand_in_of, twin)
 
 
 def _stand_in_of(twin: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
-    yield twin.get_buffer("stands_for_parameters")
+    number = twin._buffers["stands_for_parameters"]
+    assert number is not None
+    yield number
 
 
 def twin_of(module: nn.Module) -> nn.Module:
