@@ -5,43 +5,29 @@ from __future__ import annotations
 from profiler.target import load, model_of, sample_of
 
 from .._check import check as check_model
-from ._inputs import Numbers, Switch, Texts, busy
+from ._inputs import Json, Loss, LossTarget, Numbers, Sample, Target, busy
 from ._output import save
 
 
 def check(
-    target: str,
+    target: Target,
     *,
-    sample: Texts,
-    loss: str | None = None,
-    loss_target: Texts | None = None,
+    sample: Sample,
+    loss: Loss = None,
+    loss_target: LossTarget = None,
     balance: Numbers = None,
     chunks: int = 4,
-    json: Switch = False,
+    json: Json = False,
     html: str | None = None,
 ) -> int:
     """Find out whether a model computes in micro-batches what it computes on the whole mini-batch.
 
     Exits with 1 if there is an error or a warning.
 
-    Parameters
-    ----------
-    target
-        The model: package.module:name.
-    sample
-        A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:50257, or package.module:function.
-    loss
-        The loss: package.module:function, of output and target.
-    loss_target
-        The target, as a sample.
-    balance
-        Layers of each stage.
-    chunks
-        Micro-batches.
-    json
-        Print JSON.
-    html
-        Save the report there, as a page.
+    Args:
+        balance: Layers of each stage.
+        chunks: Micro-batches.
+        html: Save the report there, as a page.
     """
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")

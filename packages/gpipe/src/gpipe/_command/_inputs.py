@@ -15,10 +15,19 @@ from profiler import Profile
 
 from .._flatten import flatten
 
-Texts = Annotated[list[str], Parameter(consume_multiple=True, negative="")]
-Devices = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
-Numbers = Annotated[list[int] | None, Parameter(consume_multiple=True, negative="")]
-Switch = Annotated[bool, Parameter(negative="")]
+_MANY = Parameter(consume_multiple=True, negative="")
+_YES = Parameter(negative="")
+_SAMPLE = "A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:50257, or package.module:function."
+
+Target = Annotated[str, Parameter(help="The model: package.module:name.")]
+Sample = Annotated[list[str], _MANY, Parameter(help=_SAMPLE)]
+Loss = Annotated[str | None, Parameter(help="The loss: package.module:function, of output and target.")]
+LossTarget = Annotated[list[str] | None, _MANY, Parameter(help="The target, as a sample.")]
+Texts = Annotated[list[str], _MANY]
+Devices = Annotated[tuple[str, ...], _MANY]
+Numbers = Annotated[list[int] | None, _MANY]
+Json = Annotated[bool, _YES, Parameter(help="Print JSON.")]
+Switch = Annotated[bool, _YES]
 
 
 def layers_of(model: nn.Module, sample: Any) -> nn.Sequential:

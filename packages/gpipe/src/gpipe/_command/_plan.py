@@ -6,58 +6,39 @@ from profiler.target import load, model_of, sample_of
 
 from .._plan import Infeasible
 from .._plan import plan as make_plan
-from ._inputs import Devices, Numbers, Switch, Texts, busy
+from ._inputs import Devices, Json, Loss, LossTarget, Numbers, Sample, Switch, Target, Texts, busy
 from ._output import save
 
 
 def plan(
-    target: str,
+    target: Target,
     *,
-    sample: Texts,
+    sample: Sample,
     devices: Devices,
-    loss: str | None = None,
-    loss_target: Texts | None = None,
+    loss: Loss = None,
+    loss_target: LossTarget = None,
     optimizer: str = "adam",
     memory: Texts | None = None,
     chunks: Numbers = None,
     checkpoint: Texts | None = None,
     schedule: Texts | None = None,
     quick: Switch = False,
-    json: Switch = False,
+    json: Json = False,
     html: str | None = None,
 ) -> int:
     """Find the balance, the number of micro-batches, the schedule, and which stages recompute.
 
     Exits with 1 if nothing fits into the memory, and says what would.
 
-    Parameters
-    ----------
-    target
-        The model: package.module:name.
-    sample
-        A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:50257, or package.module:function.
-    devices
-        One for each stage.
-    loss
-        The loss: package.module:function, of output and target.
-    loss_target
-        The target, as a sample.
-    optimizer
-        A name such as adam or sgd: what its state takes.
-    memory
-        What each device may hold, once or for each, such as 80GB or 24GiB.
-    chunks
-        Numbers of micro-batches to look at.
-    checkpoint
-        A mode of checkpointing for all stages, or one for each.
-    schedule
-        Schedules to look at.
-    quick
-        Do not train a copy for a few steps to correct the costs.
-    json
-        Print JSON.
-    html
-        Save the plan there, as a page.
+    Args:
+        devices: One for each stage.
+        optimizer: A name such as adam or sgd: what its state takes.
+        memory: What each device may hold, once or for each, such as 80GB or 24GiB.
+        chunks: Numbers of micro-batches to look at.
+        checkpoint: A mode of checkpointing for all stages, or one for each.
+        schedule: Schedules to look at.
+        quick: Do not train a copy for a few steps to correct the costs.
+        html: Save the plan there, as a page.
     """
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 from profiler.target import model_of, sample_of
 
-from ._inputs import Switch, Texts, layers_of, profiled
+from ._inputs import Json, Sample, Target, layers_of, profiled
 from ._output import save
 
 
 def profile(
-    target: str,
+    target: Target,
     *,
-    sample: Texts,
+    sample: Sample,
     device: str = "cpu",
     chunks: int = 1,
     timeout: float = 1.0,
-    json: Switch = False,
+    json: Json = False,
     svg: str | None = None,
 ) -> None:
     """Measure what each layer costs.
 
-    Parameters
-    ----------
-    target
-        The model: package.module:name.
-    sample
-        A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:50257, or package.module:function.
-    device
-        Where to measure.
-    chunks
-        Micro-batches that the mini-batch is cut into; one is measured.
-    timeout
-        Seconds to measure for.
-    json
-        Print JSON.
-    svg
-        Save a picture there.
+    Args:
+        device: Where to measure.
+        chunks: Micro-batches that the mini-batch is cut into; one is measured.
+        timeout: Seconds to measure for.
+        svg: Save a picture there.
     """
     mini_batch = sample_of(sample)
     layers = layers_of(model_of(target), mini_batch)

@@ -8,47 +8,33 @@ from ..balance import balance_cost
 from ..module._arguments import checked_devices
 from ..simulate import simulate as simulate_schedule
 from ..simulate import stage_costs
-from ._inputs import Devices, Numbers, Switch, Texts, layers_of, profiled
+from ._inputs import Devices, Json, Numbers, Sample, Target, layers_of, profiled
 from ._output import show
 
 
 def simulate(
-    target: str,
+    target: Target,
     *,
-    sample: Texts,
+    sample: Sample,
     devices: Devices = ("cpu", "cpu"),
     balance: Numbers = None,
     chunks: int = 8,
     schedule: str = "1f1b",
     checkpoint: str = "never",
     timeout: float = 1.0,
-    json: Switch = False,
+    json: Json = False,
     html: str | None = None,
 ) -> None:
     """Measure the layers, and predict a step of a pipeline of them.
 
-    Parameters
-    ----------
-    target
-        The model: package.module:name.
-    sample
-        A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:50257, or package.module:function.
-    devices
-        One for each stage; layers are measured on the first.
-    balance
-        Layers of each stage; by default the best for the measured times.
-    chunks
-        Micro-batches.
-    schedule
-        1f1b, fill_drain, interleaved or zero_bubble.
-    checkpoint
-        never, except_last or always.
-    timeout
-        Seconds to measure for.
-    json
-        Print JSON.
-    html
-        Save the timeline there, as a page.
+    Args:
+        devices: One for each stage; layers are measured on the first.
+        balance: Layers of each stage; by default the best for the measured times.
+        chunks: Micro-batches.
+        schedule: 1f1b, fill_drain, interleaved or zero_bubble.
+        checkpoint: never, except_last or always.
+        timeout: Seconds to measure for.
+        html: Save the timeline there, as a page.
     """
     mini_batch = sample_of(sample)
     layers = layers_of(model_of(target), mini_batch)

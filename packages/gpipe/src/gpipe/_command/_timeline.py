@@ -13,46 +13,33 @@ from .._gpipe import GPipe
 from ..balance import balance_by_parameters
 from ..timeline import record
 from ..values._leaves import tensors_of
-from ._inputs import Devices, Numbers, Switch, Texts, layers_of
+from ._inputs import Devices, Json, Numbers, Sample, Target, layers_of
 from ._output import show
 
 
 def timeline(
-    target: str,
+    target: Target,
     *,
-    sample: Texts,
+    sample: Sample,
     devices: Devices = ("cpu", "cpu"),
     balance: Numbers = None,
     chunks: int = 8,
     schedule: str = "1f1b",
     checkpoint: str = "never",
-    json: Switch = False,
+    json: Json = False,
     html: str | None = None,
 ) -> None:
     """Run a step of a pipeline twice, and show what each stage did in the second.
 
     The loss is the mean square of the output.
 
-    Parameters
-    ----------
-    target
-        The model: package.module:name.
-    sample
-        A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:50257, or package.module:function.
-    devices
-        One for each stage.
-    balance
-        Layers of each stage; by default even by the bytes of their parameters.
-    chunks
-        Micro-batches.
-    schedule
-        1f1b, fill_drain, interleaved, zero_bubble or auto.
-    checkpoint
-        never, except_last or always.
-    json
-        Print JSON.
-    html
-        Save the timeline there, as a page.
+    Args:
+        devices: One for each stage.
+        balance: Layers of each stage; by default even by the bytes of their parameters.
+        chunks: Micro-batches.
+        schedule: 1f1b, fill_drain, interleaved, zero_bubble or auto.
+        checkpoint: never, except_last or always.
+        html: Save the timeline there, as a page.
     """
     mini_batch = sample_of(sample)
     layers = layers_of(model_of(target), mini_batch)
