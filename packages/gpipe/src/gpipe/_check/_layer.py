@@ -79,10 +79,7 @@ def _apart(one: Trial, other: Trial) -> float:
 
 def _forced(runs: Runs) -> list[Signal]:
     """What the plain model gives to the next layer, for each micro-batch: structure of its own, values of the whole."""
-    columns = [
-        cut(whole, dim, [part.output.tensors()[k] for part in runs.parts])
-        for k, (whole, dim) in enumerate(zip(runs.whole.output.tensors(), runs.dims, strict=True))
-    ]
+    columns = [whole for whole, _ in runs.pairs()]
     rows = zip(*columns, strict=True) if columns else [()] * len(runs.parts)
     return [part.output.replaced(row) for part, row in zip(runs.parts, rows, strict=True)]
 

@@ -42,9 +42,14 @@ def _own_or_mean_square(output: Any) -> Tensor:
     try:
         loss: Tensor = own_loss(output)
     except TypeError:
-        squares = [tensor.square().mean() for tensor in Batch(output) if tensor.is_floating_point()]
-        loss = sum(squares, torch.zeros(()))
+        loss = mean_square(output)
     return loss
+
+
+def mean_square(output: Any) -> Tensor:
+    """The mean square of each floating-point output, summed up: a loss where nobody has given one."""
+    squares = [tensor.square().mean() for tensor in Batch(output) if tensor.is_floating_point()]
+    return sum(squares, torch.zeros(()))
 
 
 def uneven(

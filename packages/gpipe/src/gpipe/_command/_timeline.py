@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any
-
-import torch
 
 from profiler.target import model_of, sample_of
 
+from .._check._loss import mean_square
 from .._gpipe import GPipe
 from ..balance import balance_by_parameters
 from ..timeline import record
-from ..values._leaves import tensors_of
 from ._inputs import Devices, Json, Numbers, Sample, Target, layers_of
 from ._output import show
 
@@ -48,9 +45,5 @@ def timeline(
     with closing(pipe):
         for _ in range(2):
             with record() as recorded:
-                pipe.step(mini_batch, loss_fn=_mean_square, schedule=schedule)
+                pipe.step(mini_batch, loss_fn=mean_square, schedule=schedule)
     show(recorded, json, html)
-
-
-def _mean_square(output: Any) -> torch.Tensor:
-    return torch.stack([x.square().mean() for x in tensors_of(output) if x.is_floating_point()]).sum()
