@@ -7,15 +7,47 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from ._batchnorm import MiniBatchStatistics
-    from .checkpoint._random import CellRNG
-    from .engine._exclusive import Sections
-    from .schedule import Step
-    from .skip._store import Store
+import torch
+from torch import Tensor, nn
+
+from ._moments import MiniBatchStatistics
+from .schedule import Step
+
+
+class LayerRNG(Protocol):
+    """The random numbers of the layers of a cell.
+
+    Attributes:
+        module: the partition, which says by :meth:`layer` where a layer begins.
+        follows: whether draws are followed now.
+    """
+
+    module: nn.Module | None
+    follows: bool
+
+    def layer(self, k: int) -> AbstractContextManager[None]:
+        """Around layer ``k`` of the cell."""
+
+    def draw(self) -> torch.Generator:
+        """What an operation that draws on the CPU shall draw from."""
+
+
+class Section(Protocol):
+    """A section that one thread at a time may be in; that thread may enter it again."""
+
+    def entered(self, *, accumulates: bool = False) -> AbstractContextManager[None]:
+        """Wait until no other thread is inside, and be inside."""
+
+
+class Store(Protocol):
+    """Holds the skips that have been stashed and not popped yet, by namespace and name. A ``dict`` is one."""
+
+    def __setitem__(self, key: tuple[Any, str], value: Tensor | None, /) -> None: ...
+
+    def pop(self, key: tuple[Any, str], /) -> Tensor | None: ...
 
 
 class Current(threading.local):
@@ -42,12 +74,12 @@ class Current(threading.local):
     statistics: MiniBatchStatistics | None = None
     checkpointing = False
     recomputing = False
-    rng: CellRNG | None = None
+    rng: LayerRNG | None = None
     rng_paused = False
     skips: Store
     observed: Any = None
-    serves: Sections = ()
-    holds: Sections = ()
+    serves: tuple[Section, ...] = ()
+    holds: tuple[Section, ...] = ()
     cores: frozenset[int] = frozenset()
 
     def __init__(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from profiler import html
+from collections.abc import Iterable
+
 from profiler.svg import escaped
 
 from ._findings import Finding
-from ._report import Report
 
 _STYLE = """<style>
 .gpipe-report .finding { margin: .8rem 0; padding-left: .8rem; border-left: 3px solid var(--line) }
@@ -15,15 +15,14 @@ _STYLE = """<style>
 </style>"""
 
 
-def page(report: Report) -> str:
-    """The report in a page of its own."""
-    return html.page("Check", body(report))
+def body(findings: Iterable[Finding], summary: str) -> str:
+    """What the page and a notebook show.
 
-
-def body(report: Report) -> str:
-    """What the page and a notebook show: the findings, errors first, and the summary."""
-    findings = "".join(map(_finding, report._ordered()))
-    return f"{_STYLE}<h1>Check</h1>{findings}{_paragraphs(report._summary())}"
+    Args:
+        findings: in the order in which they are shown.
+        summary: lines of text.
+    """
+    return f"{_STYLE}<h1>Check</h1>{''.join(map(_finding, findings))}{_paragraphs(summary)}"
 
 
 def _finding(found: Finding) -> str:

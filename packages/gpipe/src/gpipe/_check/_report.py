@@ -11,6 +11,7 @@ from profiler import html
 
 from .._saving import save
 from ._findings import Finding
+from ._page import body
 
 _LEVELS = ("error", "warning", "note")
 
@@ -56,17 +57,19 @@ class Report:
         Raises:
             ValueError: another ending.
         """
-        from ._page import page
-
-        save(path, {".html": lambda: page(self), ".json": self.to_json, ".txt": lambda: f"{self}\n"})
+        save(
+            path,
+            {".html": lambda: html.page("Check", self._body()), ".json": self.to_json, ".txt": lambda: f"{self}\n"},
+        )
 
     def __str__(self) -> str:
         return "\n\n".join([*map(str, self._ordered()), self._summary()])
 
     def _repr_html_(self) -> str:
-        from ._page import body
+        return html.fragment(self._body())
 
-        return html.fragment(body(self))
+    def _body(self) -> str:
+        return body(self._ordered(), self._summary())
 
     def _ordered(self) -> list[Finding]:
         """The findings, errors first."""

@@ -18,7 +18,7 @@ from .._gpipe import GPipe
 from ..schedule import Kind
 from ..timeline import Timeline
 from ._costs import SPLITTING, Measured
-from ._plan import Expected
+from ._data import Expected
 from ._search import Candidate, replayed
 from ._verify import timed
 

@@ -7,14 +7,16 @@ import math
 import types
 import typing
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from ._plan import Plan
+from ._data import PlanData
+
+Plan = TypeVar("Plan", bound=PlanData)
 
 SCHEMA = "gpipe-plan/1"
 
 
-def dump(plan: Plan) -> str:
+def dump(plan: PlanData) -> str:
     return json.dumps({"schema": SCHEMA, **_document(plan)}, indent=1, allow_nan=False)
 
 
@@ -28,13 +30,17 @@ def _shown(cls: Any) -> list[Any]:
     return [each for each in fields(cls) if not each.name.startswith("_")]
 
 
-def load(text: str) -> Plan:
-    """Raises ValueError with the path of the first thing that `dump` would not have written."""
+def load(cls: type[Plan], text: str) -> Plan:
+    """The plan of class ``cls`` that was dumped.
+
+    Raises:
+        ValueError: names the path of the first thing that :func:`dump` would not have written.
+    """
     document = _parse(text)
     schema = document.pop("schema", None) if isinstance(document, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"schema: this version reads {SCHEMA!r}, got {schema!r}; plan again")
-    plan: Plan = _read(Plan, document, "plan")
+    plan: Plan = _read(cls, document, "plan")
     _expect_consistent(plan)
     return plan
 
@@ -97,7 +103,7 @@ def _read_plain(kind: type, value: Any, where: str) -> Any:
     raise ValueError(f"{where}: expected {expected[kind]}, got {value!r}")
 
 
-def _expect_consistent(plan: Plan) -> None:
+def _expect_consistent(plan: PlanData) -> None:
     """ValueError unless everything is there for each stage, and the stages have all layers."""
     stages = len(plan.sizes)
     for name in ("devices", "memory", "modes", "stages", "hops"):

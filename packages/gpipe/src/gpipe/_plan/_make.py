@@ -16,8 +16,6 @@ from profiler import Profile
 from .._flatten._shapes import expect_data
 from .._gpipe import _sequential
 from ..module._arguments import Device, checked_devices, checked_flag
-from ..schedule import named
-from ..timeline import simulate
 from ._arguments import (
     SCHEDULES,
     OptimizerChoice,
@@ -30,20 +28,19 @@ from ._arguments import (
 )
 from ._calibrate import calibrated
 from ._costs import Measured
+from ._data import Expected, Remembered, layer_keys
 from ._fake import FAKE, Fake, read_fake
 from ._infeasible import Relaxation, explain
 from ._measure import count, measure, rows_of
-from ._plan import Alternative, Expected, LayerKey, Plan, Prediction, _Memory, layer_keys
-from ._search import NEAR, Candidate, Space, replayed, search, stops_of
+from ._outcome import plan_of
+from ._plan import Plan
+from ._search import Candidate, Space, replayed, search
 
 UNSURE = Expected(0.88, 1.0, 1.25)
 """How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
 
 GUESSED = Expected(0.5, 1.0, 2.0)
 """The same where nothing ran."""
-
-SHOWN = 8
-"""So many alternatives are kept."""
 
 
 def plan(
@@ -139,7 +136,8 @@ def plan(
     if calibrate and not fake:
         space, spread, note = _calibrated(space, found[0], layers, places, sample, target, loss_fn)
         found, notes = search(space) or found, [*notes, note]
-    return plan_of(found, space, layer_keys(layers), names, spread, notes, _Memory(loss_fn=loss_fn, sample=sample))
+    here = Remembered(loss_fn=loss_fn, sample=sample)
+    return plan_of(Plan, found, space, layer_keys(layers), names, spread, notes, here)
 
 
 def _calibrated(
@@ -206,72 +204,3 @@ def _relaxations(space: Space, layers: nn.Sequential, optimizer: OptimizerChoice
         plain = replace(space.measured, optimizer=(0,) * len(layers))
         offer("optimizer='sgd', which keeps no state", measured=plain)
     return found
-
-
-def plan_of(
-    found: Sequence[Candidate],
-    space: Space,
-    layers: tuple[LayerKey, ...],
-    names: Sequence[str],
-    spread: Expected,
-    notes: Sequence[str],
-    here: _Memory,
-) -> Plan:
-    """The first of those ``found`` as a plan, and the others as alternatives.
-
-    Args:
-        found: the best first.
-        space: what was searched.
-        layers: their keys.
-        names: of the devices.
-        spread: how steps are around a replayed one, as factors.
-        notes: how the figures came about.
-        here: what the plan remembers of the model.
-    """
-    best, others = found[0], found[1:]
-    stages, hops = best.costs.stage_costs(best.sizes, best.modes), best.costs.hops(best.sizes)
-    schedule = named(best.schedule, best.chunks, range(len(stages)), stops_of(best), best.split)
-    bubble = simulate(schedule, stages, transfer=hops[1:]).bubble
-    seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
-    return Plan(
-        layers=layers,
-        devices=tuple(names),
-        memory=tuple(space.memory),
-        rows=space.measured.rows,
-        sizes=best.sizes,
-        chunks=best.chunks,
-        schedule=best.schedule,
-        modes=best.modes,
-        split=best.split,
-        predicted=Prediction(seconds, best.bytes, space.measured.rows / seconds.mid, bubble),
-        stages=tuple(stages),
-        hops=tuple(hops),
-        alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
-        notes=tuple(notes),
-        _here=replace(here, space=space, chosen=best),
-    )
-
-
-def _alternative(best: Candidate, other: Candidate, factor: float) -> Alternative:
-    return Alternative(
-        other.chunks,
-        other.schedule,
-        other.sizes,
-        other.modes,
-        other.seconds * factor,
-        other.fullest,
-        _reason(best, other),
-    )
-
-
-def _reason(best: Candidate, other: Candidate) -> str:
-    """Why ``other`` was not taken."""
-    slower = other.seconds / best.seconds - 1
-    if other.seconds > best.seconds * (1 + NEAR):
-        return f"{slower:.0%} slower"
-    speed = "as fast" if abs(slower) < 0.005 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
-    if other.chunks != best.chunks:
-        return f"{speed}, with {'more' if other.chunks > best.chunks else 'fewer'} chunks"
-    if other.schedule != best.schedule:
-        return f"{speed}, less simple than {best.schedule}"
-    return f"{speed}, holds more"

@@ -10,8 +10,8 @@ from profiler.svg import escaped
 from profiler.text import format_bytes, format_seconds
 
 from ..timeline._svg import svg
+from ._data import PlanData
 from ._memory import DeviceBytes
-from ._plan import Plan
 from ._table import alternative_rows, heading, stage_rows
 
 COLOURS = {
@@ -20,12 +20,12 @@ COLOURS = {
 }  # fmt: skip
 
 
-def page(plan: Plan) -> str:
+def page(plan: PlanData) -> str:
     """The report in a page: stages, memory by kind, the timeline, and what was not taken."""
     return html.page(_title(plan), body(plan))
 
 
-def body(plan: Plan) -> str:
+def body(plan: PlanData) -> str:
     """What the page and a notebook show."""
     template = files(__package__).joinpath("_page.html").read_text(encoding="utf-8")
     setting, step = heading(plan).split("\n")
@@ -44,11 +44,11 @@ def body(plan: Plan) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda blank: parts[blank[1]], template)
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: PlanData) -> str:
     return f"Plan for {len(plan.layers)} layers on {len(plan.sizes)} devices"
 
 
-def _beside(plan: Plan) -> str:
+def _beside(plan: PlanData) -> str:
     """Why the timeline is not as long as the step."""
     drawn, whole = plan.timeline.makespan, plan.predicted.seconds.mid
     return (
@@ -57,17 +57,17 @@ def _beside(plan: Plan) -> str:
     )
 
 
-def _others(plan: Plan) -> str:
+def _others(plan: PlanData) -> str:
     (_, *head), *body = alternative_rows(plan)
     return html.table([["schedule", *head], *body], left=7) if body else "<p>Nothing else fits.</p>"
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanData) -> str:
     largest = max([1, *(need.total for need in plan.predicted.bytes), *(size or 0 for size in plan.memory)])
     return "".join(_bar(plan, j, need, largest) for j, need in enumerate(plan.predicted.bytes))
 
 
-def _bar(plan: Plan, j: int, need: DeviceBytes, largest: int) -> str:
+def _bar(plan: PlanData, j: int, need: DeviceBytes, largest: int) -> str:
     parts = "".join(
         f'<i style="width:{100 * size / largest:.3f}%;background:{COLOURS[kind]}" title="{kind}: {format_bytes(size)}">'
         "</i>"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -15,105 +14,25 @@ from profiler import html
 from .._gpipe import GPipe, _sequential
 from .._saving import save
 from ..module._arguments import Device
-from ..schedule import checkpoint_stops, named
-from ..timeline import StageCost, Timeline, simulate
+from ..timeline import Timeline
+from ._data import LayerKey, PlanData, layer_keys
 from ._fake import FAKE
-from ._memory import DeviceBytes
-
-if TYPE_CHECKING:
-    from ._search import Candidate, Space
-    from ._verify import Verification
-
-
-@dataclass(frozen=True)
-class LayerKey:
-    """What tells whether a model is the one that was planned for."""
-
-    name: str
-    kind: str
-    parameters: int
-
-    def __str__(self) -> str:
-        return f"{self.name!r} ({self.kind}, {self.parameters} parameters)"
+from ._json import dump, load
+from ._page import body, page
+from ._table import report
+from ._update import update
+from ._verify import Verification, verify
 
 
-def layer_keys(model: nn.Sequential) -> tuple[LayerKey, ...]:
-    """The keys of the layers of ``model``."""
-    return tuple(
-        LayerKey(name, type(layer).__name__, sum(parameter.numel() for parameter in layer.parameters()))
-        for name, layer in model.named_children()
-    )
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Seconds of a step of training, without the optimizer's.
-
-    Attributes:
-        low, mid, high: ``mid`` is the prediction; a step on a quiet machine is expected between the others.
-    """
-
-    low: float
-    mid: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a step is expected to take.
-
-    Attributes:
-        seconds: of a step.
-        bytes: what each device holds at its fullest moment, by what it is for.
-        throughput: rows in a second.
-        bubble: the share of the devices' time in which they do nothing.
-    """
-
-    seconds: Expected
-    bytes: tuple[DeviceBytes, ...]
-    throughput: float
-    bubble: float
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A way to train that was looked at and not taken.
-
-    Attributes:
-        chunks, schedule, balance, checkpoint: what it was.
-        seconds: of a step.
-        bytes: of the device that would hold the most.
-        reason: why it was not taken.
-    """
-
-    chunks: int
-    schedule: str
-    balance: tuple[int, ...]
-    checkpoint: tuple[str, ...]
-    seconds: float
-    bytes: int
-    reason: str
-
-
-@dataclass
-class _Memory:
-    """What a plan remembers in this process only."""
-
-    pipe: Callable[[], GPipe | None] = lambda: None
-    loss_fn: Callable[[Any, Any], Any] | None = None
-    sample: Any = None
-    space: Space | None = None
-    chosen: Candidate | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
+class Plan(PlanData):
     """How to train a model on some devices, and what that is expected to take. Made by :func:`gpipe.plan`.
 
     ``str()`` is a report; ``plan.build(model)`` makes the pipe.
 
     Attributes:
+        balance: how many layers each stage gets.
         chunks: how many micro-batches.
+        checkpoint: the mode of checkpointing of each stage.
         schedule: the name of the schedule for :meth:`gpipe.GPipe.step`.
         predicted: seconds, bytes by kind and device, throughput, bubble.
         alternatives: what else was looked at, and why it was not taken.
@@ -123,42 +42,10 @@ class Plan:
         notes: how the figures came about.
         layers: of the model.
         sizes, modes, split: of the stages: layers, checkpointing, and which backwards are split.
+        timeline: when which stage does what in a step, as predicted.
         stages: what each costs, for :attr:`timeline`.
         hops: the seconds from the stage before to each.
     """
-
-    layers: tuple[LayerKey, ...]
-    devices: tuple[str, ...]
-    memory: tuple[int | None, ...]
-    rows: int
-    sizes: tuple[int, ...]
-    chunks: int
-    schedule: str
-    modes: tuple[str, ...]
-    split: tuple[int, ...]
-    predicted: Prediction
-    stages: tuple[StageCost, ...]
-    hops: tuple[float, ...]
-    alternatives: tuple[Alternative, ...] = ()
-    notes: tuple[str, ...] = ()
-    _here: _Memory = field(default_factory=_Memory, compare=False, repr=False)
-
-    @property
-    def balance(self) -> list[int]:
-        """How many layers each stage gets."""
-        return list(self.sizes)
-
-    @property
-    def checkpoint(self) -> list[str]:
-        """The mode of checkpointing of each stage."""
-        return list(self.modes)
-
-    @property
-    def timeline(self) -> Timeline:
-        """When which stage does what in a step, as predicted."""
-        stops = checkpoint_stops(self.modes, self.chunks, len(self.sizes))
-        schedule = named(self.schedule, self.chunks, range(len(self.sizes)), stops, self.split)
-        return simulate(schedule, self.stages, transfer=self.hops[1:])
 
     def build(
         self, model: nn.Module, *, devices: Sequence[Device] | None = None, sample: Any = None, **options: Any
@@ -225,8 +112,6 @@ class Plan:
         Raises:
             ValueError: no pipe has been built, or there is no ``loss_fn``.
         """
-        from ._verify import verify
-
         pipe = self._here.pipe() if pipe is None else pipe
         if pipe is None:
             raise ValueError("pipe: the plan has not been built; call plan.build(model) first, or give a pipe")
@@ -252,8 +137,6 @@ class Plan:
             ValueError: it is not one of one step with this plan; or the plan was read from JSON, which does not have
                 what was measured of layers.
         """
-        from ._update import update
-
         return update(self, timeline)
 
     def to_json(self) -> str:
@@ -262,8 +145,6 @@ class Plan:
         Returns:
             JSON.
         """
-        from ._json import dump
-
         return dump(self)
 
     @staticmethod
@@ -279,9 +160,7 @@ class Plan:
         Raises:
             ValueError: ``text`` is anything else; names the place.
         """
-        from ._json import load
-
-        return load(text)
+        return load(Plan, text)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file, as what the ending of ``path`` says.
@@ -293,16 +172,10 @@ class Plan:
         Raises:
             ValueError: another ending.
         """
-        from ._page import page
-
         save(path, {".html": lambda: page(self), ".json": self.to_json, ".txt": lambda: f"{self}\n"})
 
     def __str__(self) -> str:
-        from ._table import report
-
         return report(self)
 
     def _repr_html_(self) -> str:
-        from ._page import body
-
         return html.fragment(body(self))

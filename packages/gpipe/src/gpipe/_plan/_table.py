@@ -7,8 +7,8 @@ from itertools import accumulate
 from profiler.text import align, format_bytes, format_seconds, format_share
 
 from ..timeline import StageCost
+from ._data import Alternative, PlanData
 from ._memory import DeviceBytes
-from ._plan import Alternative, Plan
 
 _BAR = 24
 _SYMBOLS = {
@@ -17,7 +17,7 @@ _SYMBOLS = {
 }  # fmt: skip
 
 
-def report(plan: Plan) -> str:
+def report(plan: PlanData) -> str:
     """The gist, a line for each stage, a bar for each device, what else was looked at, and how it was found."""
     parts = [heading(plan), _stages(plan), _memory(plan)]
     parts += [_others(plan)] if plan.alternatives else []
@@ -25,7 +25,7 @@ def report(plan: Plan) -> str:
     return "\n\n".join(parts)
 
 
-def heading(plan: Plan) -> str:
+def heading(plan: PlanData) -> str:
     """The gist, in two lines."""
     found, seconds = plan.predicted, plan.predicted.seconds
     between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
@@ -36,7 +36,7 @@ def heading(plan: Plan) -> str:
     )
 
 
-def stage_rows(plan: Plan) -> list[list[str]]:
+def stage_rows(plan: PlanData) -> list[list[str]]:
     """The head and a line for each stage."""
     ends = list(accumulate(plan.sizes))
     rows = [["stage", "device", "layers", "checkpoint", "forward", "backward", "a micro-batch"]]
@@ -56,11 +56,11 @@ def busy(stage: StageCost, mode: str) -> float:
     return stage.forward + stage.backward + (stage.forward if mode != "never" else 0.0)
 
 
-def _stages(plan: Plan) -> str:
+def _stages(plan: PlanData) -> str:
     return align(stage_rows(plan), left=4)
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanData) -> str:
     largest = max([*(each.total for each in plan.predicted.bytes), *(size or 0 for size in plan.memory)])
     rows = [["device", "memory", "", "of"]]
     for j, need in enumerate(plan.predicted.bytes):
@@ -80,7 +80,7 @@ def _bar(need: DeviceBytes, size: int | None, largest: int) -> str:
     return drawn.ljust(room, "_")
 
 
-def alternative_rows(plan: Plan) -> list[list[str]]:
+def alternative_rows(plan: PlanData) -> list[list[str]]:
     """The head and a line for each way to train that was not taken."""
     rows = [["not taken", "chunks", "checkpoint", "balance", "a step", "fullest device", "why"]]
     return rows + [_alternative(each) for each in plan.alternatives]
@@ -94,5 +94,5 @@ def _alternative(other: Alternative) -> list[str]:
     ]  # fmt: skip
 
 
-def _others(plan: Plan) -> str:
+def _others(plan: PlanData) -> str:
     return align(alternative_rows(plan), left=7)

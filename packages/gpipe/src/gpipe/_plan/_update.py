@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import TypeVar
 
 from profiler.text import format_seconds
 
@@ -12,9 +13,11 @@ from ..schedule import Kind
 from ..timeline import Timeline
 from ..timeline._events import SECONDS
 from ._calibrate import learned
-from ._make import plan_of
-from ._plan import Expected, Plan
+from ._data import Expected, PlanData
+from ._outcome import plan_of
 from ._search import Candidate, Space, replayed, search
+
+Plan = TypeVar("Plan", bound=PlanData)
 
 
 def update(plan: Plan, timeline: Timeline) -> Plan:
@@ -33,6 +36,7 @@ def update(plan: Plan, timeline: Timeline) -> Plan:
     factor = took / stay.seconds / before.mid
     note = f"updated: a recorded step took {format_seconds(took)} where {format_seconds(before.mid)} were expected"
     return plan_of(
+        type(plan),
         sorted([stay, *_others(search(space), stay)], key=lambda each: each.seconds),
         space,
         plan.layers,
@@ -52,7 +56,7 @@ def _others(found: list[Candidate], stay: Candidate) -> list[Candidate]:
     return [each for each in found if (each.sizes, each.split) != (stay.sizes, stay.split)]
 
 
-def _expect_step_of(plan: Plan, timeline: Timeline) -> None:
+def _expect_step_of(plan: PlanData, timeline: Timeline) -> None:
     if not isinstance(timeline, Timeline):
         raise TypeError(f"timeline: expected a gpipe.Timeline, as record() yields it, got {type(timeline).__name__}")
     ways = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.BACKWARD, Kind.BACKWARD_INPUT: Kind.BACKWARD}
@@ -73,6 +77,6 @@ def _expect_step_of(plan: Plan, timeline: Timeline) -> None:
             )
 
 
-def _names(plan: Plan, stage: int) -> list[str]:
+def _names(plan: PlanData, stage: int) -> list[str]:
     first = sum(plan.sizes[:stage])
     return [layer.name for layer in plan.layers[first : first + plan.sizes[stage]]]

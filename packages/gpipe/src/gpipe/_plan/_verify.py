@@ -18,7 +18,7 @@ from .._gpipe import GPipe
 from ..engine._settings import with_settings
 from ..timeline import Timeline, record
 from ..timeline._record import Recorder, RunRecorder
-from ._plan import Plan
+from ._data import PlanData
 
 _STEPS = 3
 
@@ -60,7 +60,7 @@ class Verification:
         return align(rows, left=1)
 
 
-def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> Verification:
+def verify(plan: PlanData, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> Verification:
     """See :meth:`Plan.verify`."""
     with as_before(pipe):
         seconds, timeline = timed(pipe, x, y, loss_fn, plan.schedule)

@@ -13,7 +13,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .._current import Section as AnySection
 from .._current import current
+
+Sections = tuple[AnySection, ...]
 
 
 class Section:
@@ -74,9 +77,6 @@ class Section:
                 "another pipe whose layers do, while a run waits for all its layers; call the layers that are needed "
                 "instead of the pipe, and put use_reentrant=True into a torch.utils.checkpoint around a pipe"
             )
-
-
-Sections = tuple[Section, ...]
 
 
 _turns = threading.Condition()

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
 
-from torch import Tensor
-
+from .._current import Store as Store
 from .._current import current, setting
 from ._namespace import Namespace
 
 Key = tuple[Namespace | None, str]
 """A skip: its namespace, if any, and its name there."""
-
-
-class Store(Protocol):
-    """Holds what has been stashed and not popped yet. A ``dict`` is one."""
-
-    def __setitem__(self, key: Key, value: Tensor | None, /) -> None: ...
-
-    def pop(self, key: Key, /) -> Tensor | None: ...
 
 
 def current_store() -> Store:

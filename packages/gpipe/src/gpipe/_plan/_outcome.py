@@ -1,0 +1,88 @@
+"""From what a search found to the plan that says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ..schedule import named
+from ..timeline import simulate
+from ._data import Alternative, Expected, LayerKey, PlanData, Prediction, Remembered
+from ._search import NEAR, Candidate, Space, stops_of
+
+Plan = TypeVar("Plan", bound=PlanData)
+
+SHOWN = 8
+"""So many alternatives are kept."""
+
+
+def plan_of(
+    cls: type[Plan],
+    found: Sequence[Candidate],
+    space: Space,
+    layers: tuple[LayerKey, ...],
+    names: Sequence[str],
+    spread: Expected,
+    notes: Sequence[str],
+    here: Remembered,
+) -> Plan:
+    """The first of those ``found`` as a plan, and the others as alternatives.
+
+    Args:
+        cls: of the plan.
+        found: the best first.
+        space: what was searched.
+        layers: their keys.
+        names: of the devices.
+        spread: how steps are around a replayed one, as factors.
+        notes: how the figures came about.
+        here: what the plan remembers of the model.
+    """
+    best, others = found[0], found[1:]
+    stages, hops = best.costs.stage_costs(best.sizes, best.modes), best.costs.hops(best.sizes)
+    schedule = named(best.schedule, best.chunks, range(len(stages)), stops_of(best), best.split)
+    bubble = simulate(schedule, stages, transfer=hops[1:]).bubble
+    seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
+    return cls(
+        layers=layers,
+        devices=tuple(names),
+        memory=tuple(space.memory),
+        rows=space.measured.rows,
+        sizes=best.sizes,
+        chunks=best.chunks,
+        schedule=best.schedule,
+        modes=best.modes,
+        split=best.split,
+        predicted=Prediction(seconds, best.bytes, space.measured.rows / seconds.mid, bubble),
+        stages=tuple(stages),
+        hops=tuple(hops),
+        alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
+        notes=tuple(notes),
+        _here=replace(here, space=space, chosen=best),
+    )
+
+
+def _alternative(best: Candidate, other: Candidate, factor: float) -> Alternative:
+    return Alternative(
+        other.chunks,
+        other.schedule,
+        other.sizes,
+        other.modes,
+        other.seconds * factor,
+        other.fullest,
+        _reason(best, other),
+    )
+
+
+def _reason(best: Candidate, other: Candidate) -> str:
+    """Why ``other`` was not taken."""
+    slower = other.seconds / best.seconds - 1
+    if other.seconds > best.seconds * (1 + NEAR):
+        return f"{slower:.0%} slower"
+    speed = "as fast" if abs(slower) < 0.005 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+    if other.chunks != best.chunks:
+        return f"{speed}, with {'more' if other.chunks > best.chunks else 'fewer'} chunks"
+    if other.schedule != best.schedule:
+        return f"{speed}, less simple than {best.schedule}"
+    return f"{speed}, holds more"
