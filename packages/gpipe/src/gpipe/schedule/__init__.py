@@ -34,6 +34,7 @@ from ._modes import Stops as Stops
 from ._modes import checkpoint_stops as checkpoint_stops
 from ._named import SCHEDULES as SCHEDULES
 from ._named import named as named
+from ._program import program_of as program_of
 from ._replay import Span as Span
 from ._replay import replay as replay
 from ._schedule import Schedule as Schedule
@@ -65,6 +66,7 @@ __all__ = [
     "merge",
     "named",
     "one_forward_one_backward",
+    "program_of",
     "replay",
     "requirement",
     "start_ticks",

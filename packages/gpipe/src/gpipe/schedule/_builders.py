@@ -113,18 +113,24 @@ def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: S
     Raises:
         ValueError: the stages do not go evenly on the workers, or ``checkpoint_stop`` has another length.
     """
+    expect_even(stages, workers)
+    stops = stop_of_each(checkpoint_stop, stages)
+    walk = tuple(tuple(interleaved_steps(microbatches, workers, r, stops)) for r in range(workers))
+    programs = [[s.action for s in walk[j % workers] if s.stage == j] for j in range(stages)]
+    return Schedule(programs, walk)
+
+
+def expect_even(stages: int, workers: int) -> None:
+    """Raise ValueError unless every worker gets the same number of stages."""
     if workers < 1 or stages % workers:
         raise ValueError(
             f"interleaving deals the same number of stages to every worker: {stages} stages do not go evenly on "
             f"{workers} workers; choose a balance with a multiple of {workers} partitions"
         )
-    stops = stop_of_each(checkpoint_stop, stages)
-    walk = tuple(tuple(_interleaved(microbatches, workers, r, stops)) for r in range(workers))
-    programs = [[s.action for s in walk[j % workers] if s.stage == j] for j in range(stages)]
-    return Schedule(programs, walk)
 
 
-def _interleaved(microbatches: int, workers: int, r: int, stops: Sequence[int]) -> Iterator[Step]:
+def interleaved_steps(microbatches: int, workers: int, r: int, stops: Sequence[int]) -> Iterator[Step]:
+    """The steps of worker r under :func:`interleaved`."""
     # Groups are whole, and steps of micro-batches that do not exist are left out: what remains is still in an order
     # that some run of the whole takes.
     groups = [range(first, first + workers) for first in range(0, microbatches, workers)]

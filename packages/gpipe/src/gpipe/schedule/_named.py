@@ -51,7 +51,7 @@ def lanes(
 ) -> Sequence[Lane]:
     """The steps of each worker under :func:`named`, made while they are read where each stage has a worker."""
     stages = len(placement)
-    orders = _ORDERS.get(name.lower())
+    orders = ORDERS.get(name.lower())
     if orders is None or list(placement) != list(range(stages)):
         return named(name, microbatches, placement, checkpoint_stop, split).on(placement)
     order = orders(microbatches, stages, checkpoint_stop, split)
@@ -68,13 +68,18 @@ def expect_name(name: str, names: Iterable[str]) -> None:
 
 
 def _looped(microbatches: int, placement: Sequence[int], checkpoint_stop: Stops) -> Schedule:
+    return interleaved(microbatches, len(placement), expect_turns(placement), checkpoint_stop)
+
+
+def expect_turns(placement: Sequence[int]) -> int:
+    """How many workers take the stages in turn; ValueError if they do not."""
     workers = len(set(placement))
     if list(placement) != [j % workers for j in range(len(placement))]:
         raise ValueError(
             f"interleaving takes the workers in turn, as in devices=[0, 1, 0, 1]; these stages are on workers "
             f"{list(placement)}"
         )
-    return interleaved(microbatches, len(placement), workers, checkpoint_stop)
+    return workers
 
 
 def _plain(make: Callable[[int, int, Stops], Schedule]) -> Callable[[int, Sequence[int], Stops], Schedule]:
@@ -87,7 +92,7 @@ SCHEDULES: dict[str, Callable[[int, Sequence[int], Stops], Schedule]] = {
     "interleaved": _looped,
     "zero_bubble": _plain(zero_bubble),
 }
-_ORDERS: dict[str, Callable[[int, int, Stops, Collection[int] | None], Making]] = {
+ORDERS: dict[str, Callable[[int, int, Stops, Collection[int] | None], Making]] = {
     "fill_drain": lambda m, n, stop, split: drain_orders(m, n, stop),
     "1f1b": lambda m, n, stop, split: one_by_one_orders(m, n, stop),
     "zero_bubble": split_orders,
