@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from microbatch import Arguments, map_tensors
 
+from ..engine._settings import settings, with_settings
 from ._inputs import Inputs
 from ._script import Structure, restored, structure_of
 from ._skeleton import skeleton
@@ -31,7 +31,6 @@ Returned = dict[str, list[list[Tensor]]]
 LOSS_ONLY = frozenset({"num_items_in_batch"})
 """What Hugging Face's ``Trainer`` gives models to divide their loss by."""
 
-_wanted: ContextVar[Ending | None] = ContextVar("gpipe.ending", default=None)
 _one_at_a_time = threading.RLock()
 
 
@@ -58,18 +57,13 @@ class Ending:
     def __deepcopy__(self, memo: object) -> Ending:
         return self
 
-    @contextmanager
-    def wanted(self) -> Iterator[None]:
+    def wanted(self) -> AbstractContextManager[None]:
         """Inside, the last layer returns what this ending needs, in place of what the model returns."""
-        token = _wanted.set(self)
-        try:
-            yield
-        finally:
-            _wanted.reset(token)
+        return with_settings(ending=self)
 
     @property
     def is_wanted(self) -> bool:
-        return _wanted.get() is self
+        return settings().ending is self
 
     @contextmanager
     def recording(self, net: nn.Module) -> Iterator[Returned]:

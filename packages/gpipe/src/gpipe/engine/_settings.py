@@ -1,4 +1,4 @@
-"""What a caller asks of the runs that begin in a block: to be walked inline, or observed."""
+"""What a caller asks of the runs that begin in a block; workers see it too, also in a recomputation."""
 
 from __future__ import annotations
 
@@ -35,10 +35,17 @@ class Observer(Protocol):
 
 
 class Settings(NamedTuple):
-    """What holds where a run begins."""
+    """What holds where a run begins.
+
+    Attributes:
+        inline: whether to walk on the calling thread.
+        observer: wants to know of the run.
+        ending: of a model that computes its own loss: asks the last layer for what that needs, instead of the output.
+    """
 
     inline: bool = False
     observer: Observer | None = None
+    ending: object = None
 
 
 _settings: ContextVar[Settings] = ContextVar("gpipe.settings", default=Settings())  # noqa: B039 — it cannot change
