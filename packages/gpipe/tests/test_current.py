@@ -18,14 +18,14 @@ def now() -> dict[str, object]:
     return {name: getattr(current, name) for name in NAMES}
 
 
-class Left(Exception):
+class LeftError(Exception):
     """What a block is left by."""
 
 
 def nested(blocks: list[dict[str, int]]) -> None:
     """Enter the blocks one in another, and leave them all by an error."""
     if not blocks:
-        raise Left
+        raise LeftError
     before = now()
     try:
         with setting(**blocks[0]):
@@ -37,7 +37,7 @@ def nested(blocks: list[dict[str, int]]) -> None:
 
 @given(st.lists(st.dictionaries(st.sampled_from(NAMES), st.integers()), max_size=4))
 def test_values_hold_inside_and_what_was_before_afterwards(blocks: list[dict[str, int]]) -> None:
-    with pytest.raises(Left):
+    with pytest.raises(LeftError):
         nested(blocks)
 
 
