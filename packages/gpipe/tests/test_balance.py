@@ -1,7 +1,7 @@
 import inspect
 import re
 from contextlib import nullcontext
-from itertools import accumulate, combinations, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -256,32 +256,6 @@ def test_layers_that_skip_are_balanced_too():
     # The stashing layers keep two tensors, all others one.
     assert balance_by_size(2, model, torch.rand(4, 6), param_scale=0, device="cpu") == [2, 3]
     assert len(balance_by_time(2, model, torch.rand(4, 6), timeout=0.01, device="cpu")) == 2
-
-
-def peaks(sizes, memory, activations, boundary, held, recomputes):
-    """Bytes of each stage, counted by hand."""
-    ends = [0, *accumulate(sizes)]
-    found = []
-    for j, (start, end) in enumerate(pairwise(ends)):
-        whole, entering = sum(activations[start:end]), boundary[start]
-        kept = held[j] * entering + whole if recomputes else held[j] * whole
-        found.append(sum(memory[start:end]) + kept)
-    return found
-
-
-@given(st.data())
-def test_no_balance_has_a_lower_peak_under_the_schedule(data):
-    layers = data.draw(st.integers(1, 7))
-    k = data.draw(st.integers(1, min(3, layers)))
-    numbers = st.lists(st.integers(0, 20), min_size=layers, max_size=layers)
-    memory, activations, boundary = data.draw(numbers), data.draw(numbers), data.draw(numbers)
-    held = data.draw(st.lists(st.integers(1, 4), min_size=k, max_size=k))
-    recomputes = data.draw(st.booleans())
-    mode = module_under_test._MODES["always" if recomputes else "never"]
-    found = module_under_test._least_peak(memory, activations, boundary, held, mode, module_under_test._Cuts([], []))
-    every = [[b - a for a, b in pairwise([0, *cuts, layers])] for cuts in combinations(range(1, layers), k - 1)]
-    arguments = memory, activations, boundary, held, recomputes
-    assert max(peaks(found, *arguments)) == min(max(peaks(sizes, *arguments)) for sizes in every)
 
 
 def test_a_schedule_that_holds_more_on_early_stages_gives_them_fewer_layers():

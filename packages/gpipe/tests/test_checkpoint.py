@@ -523,20 +523,12 @@ class TestInPlace:
             assert_same(pipe, model)
 
     @each_mode
-    def test_after_a_run_without_grad(self, checkpoint: str) -> None:
+    @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+    def test_after_a_run_without_grad(self, checkpoint: str, without_grad: Callable[[], Any]) -> None:
         first, last = linears(2)
         model = nn.Sequential(first, nn.ReLU(inplace=True), last)
         pipe = piped(model, [1, 2], chunks=2, checkpoint=checkpoint)
-        with torch.no_grad():
-            pipe(rows())
-        assert_trains_like(pipe, model)
-
-    @each_mode
-    def test_after_a_run_in_inference_mode(self, checkpoint: str) -> None:
-        first, last = linears(2)
-        model = nn.Sequential(first, nn.ReLU(inplace=True), last)
-        pipe = piped(model, [1, 2], chunks=2, checkpoint=checkpoint)
-        with torch.inference_mode():
+        with without_grad():
             pipe(rows())
         assert_trains_like(pipe, model)
 

@@ -164,6 +164,13 @@ def pipe_of(layers: nn.Sequential, **options: Any) -> GPipe:
     return GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), chunks=3, **options)
 
 
+def assert_sees_the_same(watched: Callable[[nn.Module], list[Tensor]]) -> None:
+    """A pipe and the plain model, both trained by ``watched``, give what it saw, and the same gradients."""
+    pipe, plain = pipe_of(model(TIED)), model(TIED)
+    torch.testing.assert_close(watched(pipe), watched(plain))
+    assert_same(pipe, plain)
+
+
 def assert_tied(module: nn.Module) -> None:
     assert module[0][0] is module[2][0]
     assert module[0][0].weight is module[1][0].weight
@@ -254,9 +261,7 @@ class TestAsInThePlainModel:
             return seen
 
         with place(), way():
-            pipe, plain = pipe_of(model(TIED)), model(TIED)
-            torch.testing.assert_close(watched(pipe), watched(plain))
-            assert_same(pipe, plain)
+            assert_sees_the_same(watched)
 
     def test_a_table_for_words_and_for_logits(self, place: Any, way: Any, how: str) -> None:
         class Head(nn.Module):
@@ -307,9 +312,7 @@ class TestAsInThePlainModel:
             return seen
 
         with place(), way():
-            pipe, plain = pipe_of(model(TIED)), model(TIED)
-            torch.testing.assert_close(watched(pipe), watched(plain))
-            assert_same(pipe, plain)
+            assert_sees_the_same(watched)
 
 
 @places

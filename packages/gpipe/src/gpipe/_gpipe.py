@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from microbatch import Batch, unwrap
 
 from ._batchnorm import DeferredBatchNorm
-from ._flatten import flatten
 from ._flatten._ending import Ending, without_loss_only
 from ._flatten._inputs import Inputs
 from ._flatten._names import divide_names, model_of, no_child_of_the_model
@@ -45,7 +44,8 @@ from .module._devices import (
 )
 from .module._init import means_of
 from .module._layers import Held, expect_replacement, refill, refuse
-from .module._partition import BalanceError, divide, expect_partitions, expect_sequential, recommend_auto_balance
+from .module._partition import BalanceError, divide, expect_partitions, recommend_auto_balance
+from .module._sequential import as_sequential
 from .module._signature import class_for
 from .module._step import Stepping
 from .module._transforms import not_compiled, refuse_transforms
@@ -149,7 +149,7 @@ class GPipe(Stepping):
         self.chunks = chunks
         checkpoint = checked_checkpoint(checkpoint)
         self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-        module = _sequential(module, sample)
+        module = as_sequential(module, sample)
         if balance is None:
             balance = _measured_balance(module, devices, sample)
         sizes = checked_sizes(balance, len(module))
@@ -460,14 +460,6 @@ class GPipe(Stepping):
         """For each partition, the first micro-batch that is not checkpointed."""
         stages = len(self._balance)
         return checkpoint_stops(self._checkpoint if self.training else "never", microbatches, stages)
-
-
-def _sequential(module: nn.Module, sample: Any) -> nn.Sequential:
-    if sample is not None and not isinstance(module, nn.Sequential):
-        return flatten(module, sample)
-    expect_sequential(module)
-    assert isinstance(module, nn.Sequential)
-    return module
 
 
 def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:

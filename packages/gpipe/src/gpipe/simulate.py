@@ -1,9 +1,9 @@
 """What a schedule would take, from what its stages take; nothing is run."""
 
+from .timeline._costs import StageCost as StageCost
+from .timeline._costs import stage_costs as stage_costs
 from .timeline._hops import Link as Link
-from .timeline._simulate import StageCost as StageCost
 from .timeline._simulate import makespan as makespan
 from .timeline._simulate import simulate as simulate
-from .timeline._simulate import stage_costs as stage_costs
 
 __all__ = ["Link", "StageCost", "makespan", "simulate", "stage_costs"]

@@ -13,8 +13,6 @@ from torch import nn
 import profiler
 from profiler import Profile
 
-from .._flatten import flatten
-
 _MANY = Parameter(consume_multiple=True, negative="")
 _YES = Parameter(negative="")
 _SAMPLE = "A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:50257, or package.module:function."
@@ -28,11 +26,6 @@ Devices = Annotated[tuple[str, ...], _MANY]
 Numbers = Annotated[list[int] | None, _MANY]
 Json = Annotated[bool, _YES, Parameter(help="Print JSON.")]
 Switch = Annotated[bool, _YES]
-
-
-def layers_of(model: nn.Module, sample: Any) -> nn.Sequential:
-    """The layers of ``model``."""
-    return model if isinstance(model, nn.Sequential) else flatten(model, sample)
 
 
 def profiled(layers: nn.Sequential, sample: Any, device: str, chunks: int, timeout: float) -> Profile:

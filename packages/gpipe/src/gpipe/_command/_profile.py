@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from profiler.target import model_of, sample_of
 
-from ._inputs import Json, Sample, Target, layers_of, profiled
+from ..module._sequential import as_sequential
+from ._inputs import Json, Sample, Target, profiled
 from ._output import save
 
 
@@ -27,7 +28,7 @@ def profile(
         svg: Save a picture there.
     """
     mini_batch = sample_of(sample)
-    layers = layers_of(model_of(target), mini_batch)
+    layers = as_sequential(model_of(target), mini_batch)
     found = profiled(layers, mini_batch, device, chunks, timeout)
     print(found.to_json() if json else found)
     if svg is not None:

@@ -6,9 +6,10 @@ from profiler.target import model_of, sample_of
 
 from ..balance import balance_cost
 from ..module._arguments import checked_devices
+from ..module._sequential import as_sequential
 from ..simulate import simulate as simulate_schedule
 from ..simulate import stage_costs
-from ._inputs import Devices, Json, Numbers, Sample, Target, layers_of, profiled
+from ._inputs import Devices, Json, Numbers, Sample, Target, profiled
 from ._output import show
 
 
@@ -37,7 +38,7 @@ def simulate(
         html: Save the timeline there, as a page.
     """
     mini_batch = sample_of(sample)
-    layers = layers_of(model_of(target), mini_batch)
+    layers = as_sequential(model_of(target), mini_batch)
     places = checked_devices(devices, len(devices))
     measured = profiled(layers, mini_batch, str(places[0]), chunks, timeout)
     sizes = balance_cost(measured.seconds, len(places)) if balance is None else balance

@@ -9,8 +9,9 @@ from profiler.target import model_of, sample_of
 from .._check._loss import mean_square
 from .._gpipe import GPipe
 from ..balance import balance_by_parameters
+from ..module._sequential import as_sequential
 from ..timeline import record
-from ._inputs import Devices, Json, Numbers, Sample, Target, layers_of
+from ._inputs import Devices, Json, Numbers, Sample, Target
 from ._output import show
 
 
@@ -39,7 +40,7 @@ def timeline(
         html: Save the timeline there, as a page.
     """
     mini_batch = sample_of(sample)
-    layers = layers_of(model_of(target), mini_batch)
+    layers = as_sequential(model_of(target), mini_batch)
     sizes = balance_by_parameters(len(devices), layers) if balance is None else balance
     pipe = GPipe(layers, sizes, devices=devices, chunks=chunks, checkpoint=checkpoint)
     with closing(pipe):

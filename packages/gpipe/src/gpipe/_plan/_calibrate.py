@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import accumulate
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,45 +20,65 @@ from ..schedule import Kind
 from ..timeline import Timeline
 from ._costs import SPLITTING, Measured
 from ._data import Expected
-from ._search import Candidate, replayed
+from ._search import Candidate, Space, replayed
 from ._verify import timed
 
 _STEPS = 5
 
+UNSURE = Expected(0.88, 1.0, 1.25)
+"""How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
+
+
+class Calibrated(NamedTuple):
+    """What is known after some steps of training.
+
+    Attributes:
+        space: to search again, with the costs that were learned.
+        spread: the factors on a replayed step for the quickest, the median and the slowest step.
+        note: for the reader of the plan.
+    """
+
+    space: Space
+    spread: Expected
+    note: str
+
 
 def calibrated(
-    measured: Measured,
+    space: Space,
     candidate: Candidate,
     model: nn.Sequential,
     devices: Sequence[torch.device],
     x: Any,
     y: Any,
     loss_fn: Callable[[Any, Any], Any] | None,
-) -> tuple[Measured, Expected]:
-    """Costs with what was learned from some steps of a copy of ``model``, and how steps were spread around those.
+) -> Calibrated:
+    """What some steps of a copy of ``model`` tell of its costs; nothing if there is no memory for a copy.
 
     Args:
-        measured: the costs so far.
+        space: what was searched.
         candidate: the way to train that is tried.
         model: stays as it is.
         devices: of the stages.
         x, y: a mini-batch.
         loss_fn: None for the sum of the outputs.
-
-    Returns:
-        The costs, and the factors on a replayed step for the quickest, the median and the slowest step.
     """
-    pipe = GPipe(
-        copy.deepcopy(model), candidate.sizes, devices=devices, chunks=candidate.chunks, checkpoint=candidate.modes
-    )
     try:
-        pipe.zero_grad()
-        seconds, timeline = timed(pipe, x, y, loss_fn or sum_of_outputs, candidate.schedule, _STEPS)
-    finally:
-        pipe.close()
-    found = learned(measured, candidate, timeline)
-    expected = replayed(replace(candidate, costs=found.cut(candidate.chunks)))
-    return found, Expected(*(value / expected for value in (min(seconds), median(seconds), max(seconds))))
+        pipe = GPipe(
+            copy.deepcopy(model), candidate.sizes, devices=devices, chunks=candidate.chunks, checkpoint=candidate.modes
+        )
+        with closing(pipe):
+            pipe.zero_grad()
+            seconds, timeline = timed(pipe, x, y, loss_fn or sum_of_outputs, candidate.schedule, _STEPS)
+    except torch.OutOfMemoryError:
+        return Calibrated(space, UNSURE, "not calibrated: there was no memory for a copy of the model")
+    measured = learned(space.measured, candidate, timeline)
+    expected = replayed(replace(candidate, costs=measured.cut(candidate.chunks)))
+    return Calibrated(
+        replace(space, measured=measured),
+        Expected(*(value / expected for value in (min(seconds), median(seconds), max(seconds)))),
+        f"calibrated by steps of a copy: cells in the pipe made a step {expected / replayed(candidate):.2f} times as "
+        "long as layers alone",
+    )
 
 
 def learned(measured: Measured, candidate: Candidate, timeline: Timeline) -> Measured:

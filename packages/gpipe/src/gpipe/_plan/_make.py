@@ -14,8 +14,8 @@ from microbatch import check
 from profiler import Profile
 
 from .._flatten._shapes import expect_data
-from .._gpipe import _sequential
 from ..module._arguments import Device, checked_devices, checked_flag
+from ..module._sequential import as_sequential
 from ._arguments import (
     SCHEDULES,
     OptimizerChoice,
@@ -26,7 +26,7 @@ from ._arguments import (
     read_modes,
     read_schedules,
 )
-from ._calibrate import calibrated
+from ._calibrate import UNSURE, calibrated
 from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
 from ._fake import FAKE, Fake, read_fake
@@ -34,10 +34,7 @@ from ._infeasible import Relaxation, explain
 from ._measure import count, measure, rows_of
 from ._outcome import plan_of
 from ._plan import Plan
-from ._search import Candidate, Space, replayed, search
-
-UNSURE = Expected(0.88, 1.0, 1.25)
-"""How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
+from ._search import Space, search
 
 GUESSED = Expected(0.5, 1.0, 2.0)
 """The same where nothing ran."""
@@ -102,64 +99,58 @@ def plan(
     check(sample)
     calibrate = checked_flag("calibrate", calibrate)
     loss_fn = read_loss(loss_fn, target)
-    layers = _sequential(model, sample)
+    layers = as_sequential(model, sample)
     if not len(layers):
         raise ValueError("model: expected at least one layer, got none")
     fake = read_fake(devices)
-    places = [torch.device("meta")] * min(fake.count, len(layers)) if fake else checked_devices(devices, len(layers))
-    if not places:
-        raise ValueError("devices: expected at least one, got none")
+    places = _places(devices, fake, len(layers))
     names = [f"{FAKE}{fake.name}" if fake else str(place) for place in places]
     numbers = read_chunks(chunks, rows_of(sample))
     room = read_memory(fake.memory if fake and memory is None else memory, places)
     modes, schedules = read_modes(checkpoint, len(places)), read_schedules(schedule)
-    state = optimizer_bytes(optimizer, layers)
+    given = {"target": target, "loss_fn": loss_fn, "optimizer": optimizer_bytes(optimizer, layers)}
     known = _expect_fit(profile, layers)
     if not fake and (known is None or calibrate):
         expect_data(layers, "plan")
-    rest = [m for m in numbers if rows_of(sample) > m] if chunks is None else []  # micro-batches of more than a row
-    given = {"target": target, "loss_fn": loss_fn, "optimizer": state, "known": known}
     look = partial(count, layers, sample, fake, len(places)) if fake else partial(measure, layers, sample, places)
-    try:
-        measured = look(numbers, **given)
-    except ValueError:
-        # Batch norm, for one, refuses a single row.
-        if known is not None or not rest or rest == numbers:
-            raise
-        numbers = rest
-        measured = look(numbers, **given)
+    look = partial(look, known=known, **given)
+    measured, numbers = _measured(look, numbers, rows_of(sample) if chunks is None and known is None else None)
     space = Space(measured, numbers, schedules, modes, room)
     found = search(space)
     if not found:
         raise explain(space, names, _relaxations(space, layers, optimizer))
     spread, notes = (GUESSED, [_guessed(fake)]) if fake else (UNSURE, [_how(measured, layers)])
     if calibrate and not fake:
-        space, spread, note = _calibrated(space, found[0], layers, places, sample, target, loss_fn)
+        space, spread, note = calibrated(space, found[0], layers, places, sample, target, loss_fn)
         found, notes = search(space) or found, [*notes, note]
     here = Remembered(loss_fn=loss_fn, sample=sample)
     return plan_of(Plan, found, space, layer_keys(layers), names, spread, notes, here)
 
 
-def _calibrated(
-    space: Space,
-    best: Candidate,
-    layers: nn.Sequential,
-    places: Sequence[torch.device],
-    x: Any,
-    y: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-) -> tuple[Space, Expected, str]:
+def _places(devices: Iterable[Device] | str, fake: Fake | None, layers: int) -> list[torch.device]:
+    """The device of each stage, of which there are no more than layers; ``meta`` for devices that are not there."""
+    places = [torch.device("meta")] * min(fake.count, layers) if fake else checked_devices(devices, layers)
+    if not places:
+        raise ValueError("devices: expected at least one, got none")
+    return places
+
+
+def _measured(look: Callable[[list[int]], Measured], chunks: list[int], rows: int | None) -> tuple[Measured, list[int]]:
+    """The costs, and the numbers of chunks that they are for.
+
+    Args:
+        look: measures for some numbers of chunks.
+        chunks: those that are wanted.
+        rows: of the sample, if numbers of chunks with which a micro-batch is a single row may be left out.
+    """
     try:
-        measured, spread = calibrated(space.measured, best, layers, places, x, y, loss_fn)
-    except torch.OutOfMemoryError:
-        return space, UNSURE, "not calibrated: there was no memory for a copy of the model"
-    learned = replace(best, costs=measured.cut(best.chunks))
-    change = replayed(learned) / replayed(best)
-    return (
-        replace(space, measured=measured),
-        spread,
-        f"calibrated by steps of a copy: cells in the pipe made a step {change:.2f} times as long as layers alone",
-    )
+        return look(chunks), chunks
+    except ValueError:
+        # Batch norm, for one, refuses a single row.
+        rest = [m for m in chunks if rows is not None and rows > m]
+        if not rest or rest == chunks:
+            raise
+    return look(rest), rest
 
 
 def _guessed(fake: Fake) -> str:

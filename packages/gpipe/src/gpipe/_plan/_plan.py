@@ -11,9 +11,10 @@ from torch import nn
 
 from profiler import html
 
-from .._gpipe import GPipe, _sequential
+from .._gpipe import GPipe
 from .._saving import save
 from ..module._arguments import Device
+from ..module._sequential import as_sequential
 from ..timeline import Timeline
 from ._data import LayerKey, PlanData, layer_keys
 from ._fake import FAKE
@@ -71,7 +72,7 @@ class Plan(PlanData):
                 f"devices: the plan is for {len(self.devices)} devices that are not there ({self.devices[0]}); give "
                 "real ones, as in plan.build(model, devices=[...])"
             )
-        layers = _sequential(model, self._here.sample if sample is None else sample)
+        layers = as_sequential(model, self._here.sample if sample is None else sample)
         self._expect(layer_keys(layers))
         pipe = GPipe(
             layers,

@@ -1,0 +1,116 @@
+"""What a stage takes for a micro-batch, as it is known or from a profile of its layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+from profiler import LayerProfile, Profile
+
+from ..schedule import Kind
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage takes for one micro-batch.
+
+    Attributes:
+        forward, backward, recompute: seconds; a recomputation takes those of the forward, unless told otherwise.
+        backward_input, backward_weight: the seconds of the two parts of a split backward; what is not told of them is
+            the rest of the backward, or half of it each.
+        activation_bytes: what the stage keeps for the backward.
+        boundary_bytes: of the stage's input. They cross the link before it, forwards as a value and backwards as a
+            gradient, and are all that a checkpointed micro-batch keeps until its recomputation.
+        layers: their names, as text for people.
+        timed: whether times are seconds. Where nothing was measured they are ticks, and only bytes are known.
+
+    >>> StageCost(forward=1, backward=3, backward_input=1).seconds("backward_weight")
+    2
+    """
+
+    forward: float
+    backward: float
+    recompute: float | None = None
+    backward_input: float | None = None
+    backward_weight: float | None = None
+    activation_bytes: int = 0
+    boundary_bytes: int = 0
+    layers: str = ""
+    timed: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[:-2]:
+            value = getattr(self, field.name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{field.name}: expected a number that is not negative, got {value!r}")
+        for part in (self.backward_input, self.backward_weight):
+            if None in (self.backward_input, self.backward_weight) and part is not None and part > self.backward:
+                raise ValueError(
+                    f"backward: {self.backward!r} seconds are less than the {part!r} of one of its parts; give both"
+                )
+
+    def seconds(self, kind: Kind) -> float:
+        """How long an action of this kind takes."""
+        if kind == Kind.RECOMPUTE:
+            return self.forward if self.recompute is None else self.recompute
+        if kind == Kind.BACKWARD_INPUT:
+            return self._part(self.backward_input, self.backward_weight)
+        if kind == Kind.BACKWARD_WEIGHT:
+            return self._part(self.backward_weight, self.backward_input)
+        return self.forward if kind == Kind.FORWARD else self.backward
+
+    def _part(self, own: float | None, other: float | None) -> float:
+        if own is not None:
+            return own
+        return self.backward / 2 if other is None else self.backward - other
+
+
+def stage_costs(
+    profile: Profile, balance: Sequence[int], chunks: int | None = None, *, input_bytes: int = 0
+) -> list[StageCost]:
+    """The cost of each stage, from a profile of the layers.
+
+    Args:
+        profile: of the model, on a micro-batch.
+        balance: how many layers each stage has.
+        chunks: into how many micro-batches the mini-batch will be cut. If this is not what was profiled, seconds and
+            bytes are taken to be in proportion.
+        input_bytes: of a micro-batch's input, which the first stage keeps if it is checkpointed.
+
+    A profile without seconds, as of a model on ``meta``, tells bytes alone: each stage then takes one tick for a
+    forward and two for a backward, and timelines say ticks. The most that a stage keeps depends on the order alone.
+
+    On CUDA a stage gets a copy of its input, which it keeps too; on a CPU this is the output that the stage before
+    keeps anyhow.
+
+    Raises ValueError if the balance does not fit.
+    """
+    if sum(balance) != len(profile) or min(balance, default=1) < 1:
+        raise ValueError(
+            f"balance: expected positive numbers that sum up to {len(profile)} layers, got {list(balance)}"
+        )
+    if chunks is not None and chunks < 1:
+        raise ValueError(f"chunks: expected a positive number of micro-batches, got {chunks}")
+    scale = 1.0 if chunks is None else profile.chunks / chunks
+    ends = list(accumulate(balance))
+    stages = [profile.layers[end - size : end] for end, size in zip(ends, balance, strict=True)]
+    inputs = [input_bytes, *(round(layers[-1].output_bytes * scale) for layers in stages[:-1])]
+    copied = profile.device.startswith("cuda")
+    return [
+        _stage_cost(layers, scale, boundary, boundary if copied and j else 0)
+        for j, (layers, boundary) in enumerate(zip(stages, inputs, strict=True))
+    ]
+
+
+def _stage_cost(layers: Sequence[LayerProfile], scale: float, boundary: int, copied: int) -> StageCost:
+    timed = all(layer.seconds is not None for layer in layers)
+    return StageCost(
+        forward=scale * sum(layer.forward_seconds or 0.0 for layer in layers) if timed else 1.0,
+        backward=scale * sum(layer.backward_seconds or 0.0 for layer in layers) if timed else 2.0,
+        activation_bytes=round(scale * sum(layer.saved_bytes for layer in layers)) + copied,
+        boundary_bytes=boundary,
+        layers=", ".join(layer.name for layer in layers),
+        timed=timed,
+    )
