@@ -1,0 +1,1 @@
+"""The same model, schedule and checkpoint in several processes."""

@@ -1,0 +1,229 @@
+"""What stages send each other as bytes: a form, which all messages of a kind have in common, and the data of tensors.
+
+The form is JSON, so that nothing which arrives can run code, and need be sent only once for each kind of message::
+
+    (x, {"mask": None}) --> ["activation", [["float32", [8, 64], null, true]], [],
+                             ["tuple", [["tensor"], ["dict", ["mask"], [null]]]]]   and 2048 bytes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microbatch import flatten, unflatten
+
+from ..values._leaves import Activation
+from ..values._sharing import parted
+from ._constants import read, written
+from ._skeletons import UnkeyedError, skeleton
+from ._tensors import Dense, Sparse, bytes_of, facts, form_from, laid_out, parts_of
+from ._trees import UnwrittenError, path_of, read_tree, written_tree
+
+Payload = Activation | list[Tensor | None]
+
+
+class Form:
+    """The kind of a message: its tree, and of each tensor all but the data. Forms are equal if their texts are.
+
+    Attributes:
+        text: JSON, the same in every process.
+        sizes: bytes of the data of each tensor, in order; a sparse tensor has one for each of its parts, such as
+            indices and values.
+    """
+
+    __slots__ = ("_hash", "_put", "_tensors", "sizes", "text")
+
+    def __init__(self, tensors: Sequence[Dense | Sparse | None], kind: str, *details: Any, put: Any = None) -> None:
+        self._tensors = tensors
+        self._put: Callable[[Any], Payload] | None = put
+        self.sizes = tuple([size for tensor in tensors if tensor is not None for size in tensor.sizes])
+        message = [kind, [None if each is None else each.json() for each in tensors], *details]
+        self.text = json.dumps(message, separators=(",", ":"), allow_nan=False)
+        self._hash = hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Form) and self.text == other.text)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Form.parse({self.text!r})"
+
+    @classmethod
+    def parse(cls, text: str) -> Form:
+        """The form of that text.
+
+        Args:
+            text: :attr:`text` of a form, in any process.
+
+        Returns:
+            A form with that text.
+
+        Raises:
+            ValueError: there is none, or it names a class that is not what it says.
+        """
+        try:
+            form = cls._read(*json.loads(text))
+        except Exception as error:  # whatever it is, the text is wrong: none of it has been called
+            raise ValueError(f"cannot read the form of a message: {error}; got {text[:200]}") from error
+        if form.text != text:
+            raise ValueError(f"expected the form of a message as {form.text[:200]}; got {text[:200]}")
+        return form
+
+    @classmethod
+    def _read(cls, kind: str, tensors: list[Any], ties: Sequence[int] = (), tree: Any = None) -> Form:
+        if kind == "gradients":
+            return cls([None if each is None else form_from(each) for each in tensors], kind, put=list)
+        known = [form_from(each) for each in tensors]
+        leaves: list[Any] = []
+        spec = read_tree(tree, lambda leaf: HOLE if leaf == _TENSOR else read(leaf), leaves)
+        if sum(leaf is HOLE for leaf in leaves) != len(known) or len(ties) not in (0, len(known)):
+            raise ValueError(f"{len(known)} tensors do not fit the tree, or their ties")
+        if kind != "activation" or not all(type(tie) is int for tie in ties):
+            raise ValueError(f"{kind!r} with ties {ties} is no message")
+        again = written_tree(spec, iter([_TENSOR if leaf is HOLE else written(leaf) for leaf in leaves]))
+        return cls(known, kind, ties, again, put=_how_to_put(leaves, spec, tuple(ties)))
+
+    def rebuild(self, data: Sequence[Tensor]) -> Payload:
+        """The message, in the memory of what has arrived.
+
+        Args:
+            data: for each of :attr:`sizes` a flat uint8 tensor of as many bytes, on any device.
+
+        Returns:
+            What :func:`form_of` was given, without its graph: the tensors are leaves.
+
+        Raises:
+            ValueError: the data do not fit, or a class cannot be made of its branches.
+        """
+        self._expect(data)
+        put = self._put or self._putting()
+        arriving = iter(data)
+        try:
+            return put(tuple([None if each is None else each.rebuilt(arriving) for each in self._tensors]))
+        except Exception as error:
+            raise ValueError(f"cannot put a message together: {error}; its form is {self.text[:200]}") from error
+
+    def _putting(self) -> Callable[[Any], Payload]:
+        self._put = Form.parse(self.text)._put
+        assert self._put is not None
+        return self._put
+
+    def _expect(self, data: Sequence[Tensor]) -> None:
+        if len(data) != len(self.sizes) or not all(map(_is_flat, data, self.sizes)):
+            got = ", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in data)
+            raise ValueError(f"expected flat contiguous uint8 tensors of {list(self.sizes)} bytes; got {got}")
+
+    def data(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """The data of other tensors of this form, none of them sparse."""
+        present: list[Any] = [pair for pair in zip(tensors, self._tensors, strict=True) if pair[0] is not None]
+        return [bytes_of(laid_out(*pair), size) for pair, size in zip(present, self.sizes, strict=True)]
+
+
+HOLE = object()
+"""A leaf where a tensor goes."""
+
+_TENSOR = ["tensor"]
+
+
+def _is_flat(data: Tensor, size: int) -> bool:
+    return data.dtype is torch.uint8 and data.shape == (size,) and data.is_contiguous()
+
+
+def _how_to_put(leaves: Sequence[Any], spec: Any, ties: Sequence[int]) -> Callable[[tuple[Tensor, ...]], Activation]:
+    """How tensors become an activation; a tensor, or a tuple of tensors, without a walk through the tree."""
+    whole = all(leaf is HOLE for leaf in leaves)
+    if whole and spec.is_leaf():
+        return lambda tensors: Activation(tensors[0], tensors, ties)
+    if whole and spec.type is tuple and all(child.is_leaf() for child in spec.children()):
+        return lambda tensors: Activation(tensors, tensors, ties)
+
+    def put(tensors: tuple[Tensor, ...]) -> Activation:
+        arriving = iter(tensors)
+        value = unflatten([next(arriving) if leaf is HOLE else leaf for leaf in leaves], spec)
+        return Activation(value, tensors, ties)
+
+    return put
+
+
+def form_of(payload: Payload) -> tuple[Form, list[Tensor]]:
+    """The form of a message, and its data.
+
+    Forms of what is made of tensors, tuples, lists, dicts and plain constants are looked up by what distinguishes them;
+    those of other trees are written each time.
+
+    Args:
+        payload: an activation, or gradients.
+
+    Returns:
+        The form, and for each of its sizes a flat uint8 tensor of as many bytes on the device of the tensor: its own
+        memory where it is dense, else a copy. The ties in the form are those after :func:`parted`, since what arrives
+        has memory of its own.
+
+    Raises:
+        TypeError: something in it cannot be sent; names its path, and what can be done.
+    """
+    tensors: Sequence[Tensor | None] = payload.tensors if isinstance(payload, Activation) else payload
+    try:
+        key = *_kind(payload), *map(facts, tensors)
+    except UnkeyedError:
+        return _written(payload)
+    form = _forms.get(key)
+    if form is not None:
+        return form, form.data(tensors)
+    form, data = _written(payload)
+    if len(_forms) >= _MOST:  # as where shapes are others each time
+        _forms.clear()
+    _forms[key] = form
+    return form, data
+
+
+def _kind(payload: Payload) -> tuple[Any, ...]:
+    return (skeleton(payload.value), *payload.ties, list) if isinstance(payload, Activation) else ()
+
+
+_forms: dict[Any, Form] = {}
+_MOST = 1024
+
+
+def _written(payload: Payload) -> tuple[Form, list[Tensor]]:
+    try:
+        return _of_activation(payload) if isinstance(payload, Activation) else _of_gradients(payload)
+    except UnwrittenError as error:
+        raise TypeError(f"{path_of(error)} {error}") from error.__cause__
+
+
+def _of_gradients(gradients: Sequence[Tensor | None]) -> tuple[Form, list[Tensor]]:
+    known: list[Dense | Sparse | None] = []
+    data: list[Tensor] = []
+    for k, gradient in enumerate(gradients):
+        try:
+            tensor, parts = (None, []) if gradient is None else parts_of(gradient)
+        except TypeError as error:
+            raise TypeError(f"gradient {k} {error}") from None
+        known.append(tensor)
+        data += parts
+    return Form(known, "gradients", put=list), data
+
+
+def _of_activation(activation: Activation) -> tuple[Form, list[Tensor]]:
+    known: list[Dense | Sparse] = []
+    data: list[Tensor] = []
+
+    def each(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return written(leaf)
+        tensor, parts = parts_of(leaf)
+        known.append(tensor)
+        data.extend(parts)
+        return _TENSOR
+
+    leaves, spec = flatten(activation.value)
+    tree = written_tree(spec, map(each, leaves))
+    return Form(known, "activation", [*parted(activation).ties], tree), data
