@@ -1,40 +1,117 @@
-"""What users call says what it takes and what it gives."""
+"""What users call says what it takes, what it gives, and what it raises, in sections as Google writes them."""
 
+from __future__ import annotations
+
+import ast
+import functools
 import importlib
 import inspect
+import pkgutil
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-MODULES = ("blockpartition", "microbatch", "streams", "profiler", "profiler.text", "profiler.svg", "gpipe.balance")
+PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
+Function = Callable[..., Any]
 
 
-def functions(module):
-    """The public functions, by name."""
-    names = importlib.import_module(module).__all__
-    found = {name: getattr(importlib.import_module(module), name) for name in names}
-    return {name: each for name, each in found.items() if inspect.isfunction(each)}
+def modules(package: str) -> Iterator[Any]:
+    """The package, and its modules that say what they offer."""
+    top = importlib.import_module(package)
+    names = [each.name for each in pkgutil.iter_modules(top.__path__) if not each.name.startswith("_")]
+    offered = [importlib.import_module(f"{package}.{name}") for name in names if name != "__main__"]
+    yield from [top, *(module for module in offered if hasattr(module, "__all__"))]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_public_functions_have_sections_for_arguments_and_results(module):
-    bare = []
-    for name, function in functions(module).items():
-        signature, text = inspect.signature(function), inspect.getdoc(function) or ""
-        if signature.parameters and "Args:" not in text:
-            bare.append(f"{name}: Args")
-        if signature.return_annotation not in (None, "None") and "Returns:" not in text:
-            bare.append(f"{name}: Returns")
-    assert not bare
+def functions(package: str) -> dict[str, Function]:
+    """The public functions, and those methods of public classes that say something of their own."""
+    found: dict[str, Function] = {}
+    for module in modules(package):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if inspect.isfunction(thing):
+                found[f"{module.__name__}.{name}"] = thing
+            elif inspect.isclass(thing):
+                found |= {f"{thing.__module__}.{name}.{own}": method for own, method in methods(thing)}
+    return found
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_the_arguments_are_those_of_the_signature(module):
-    wrong = []
-    for name, function in functions(module).items():
-        text = inspect.getdoc(function) or ""
-        after = text.partition("Args:\n")[2]
-        entries = [line for line in after.partition("\n\n")[0].splitlines() if line[:5].strip() and line[:4] == "    "]
-        told = {each.strip(" *") for line in entries for each in line.partition(":")[0].split(",")}
-        if after and not told <= set(inspect.signature(function).parameters):
-            wrong.append((name, sorted(told)))
-    assert not wrong
+def methods(cls: type) -> Iterator[tuple[str, Function]]:
+    for name, value in vars(cls).items():
+        function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        if inspect.isfunction(function) and not name.startswith("_") and not is_told_by_a_base(cls, name, function):
+            yield name, inspect.unwrap(function)
+
+
+def is_told_by_a_base(cls: type, name: str, function: Function) -> bool:
+    above = [getattr(base, name) for base in cls.__mro__[1:] if hasattr(base, name)]
+    return any(function.__doc__ in (None, base.__doc__) for base in above)
+
+
+UNFINISHED = {"gpipe.schedule.named"}
+"""Their docstrings are being rewritten."""
+
+each_function = pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(each, id=name)
+        for package in PACKAGES
+        for name, each in functions(package).items()
+        if name not in UNFINISHED
+    ],
+)
+
+
+def parameters(function: Function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+
+
+def section(function: Function, name: str) -> str:
+    """The text of a section of the docstring, without the indentation; empty if there is none."""
+    found = re.search(rf"^{name}:\n((?:    .*\n?|\n)*)", inspect.getdoc(function) or "", re.M)
+    return textwrap.dedent(found[1]) if found else ""
+
+
+@functools.cache
+def body(function: Function) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def is_method(function: Function) -> bool:
+    return "." in function.__qualname__
+
+
+@each_function
+def test_it_says_what_it_takes(function: Function) -> None:
+    assert section(function, "Args") or not parameters(function)
+
+
+@each_function
+def test_the_arguments_are_those_of_the_signature(function: Function) -> None:
+    entries = re.findall(r"^(\w[\w*, ]*):", section(function, "Args"), re.M)
+    told = [name.strip(" *") for entry in entries for name in entry.split(",")]
+    assert set(told) <= set(parameters(function))
+    assert len(told) == len(set(told))
+
+
+@each_function
+def test_it_says_what_it_gives(function: Function) -> None:
+    """The summary of a method that takes nothing says it, as that of a property does."""
+    gives = inspect.signature(function).return_annotation not in (None, "None")
+    named = section(function, "Returns") or section(function, "Yields")
+    assert named or not gives or (is_method(function) and not parameters(function))
+
+
+@each_function
+def test_it_says_what_it_raises(function: Function) -> None:
+    raises = any(isinstance(node, ast.Raise) and node.exc is not None for node in ast.walk(body(function)))
+    assert section(function, "Raises") or not raises
+    assert not re.search(r"^ *Raises? \w*Error", inspect.getdoc(function) or "", re.M) or section(function, "Raises")
+
+
+def test_methods_count_too() -> None:
+    assert {"gpipe._gpipe.GPipe.forward", "gpipe.balance.balance_cost"} <= functions("gpipe").keys()
+    assert not any("GPipe.cuda" in name for name in functions("gpipe"))

@@ -50,7 +50,17 @@ class DeferredBatchNorm(_BatchNorm):
         self._seen = Moments()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """As batch norm: ``input`` of shape (N, C) or (N, C, ...)."""
+        """Normalise a micro-batch, and take in its statistics.
+
+        Args:
+            input: of shape (N, C) or (N, C, ...).
+
+        Returns:
+            A tensor of the same shape.
+
+        Raises:
+            ValueError: ``input`` has fewer than two dimensions.
+        """
         self._check_input_dim(input)
         if not self.training:
             return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
@@ -63,7 +73,14 @@ class DeferredBatchNorm(_BatchNorm):
         """``module`` with every batch norm that tracks statistics replaced by a deferred one, also inside of it.
 
         Parameters, running statistics and ``training`` are taken over. ``SyncBatchNorm``, lazy layers, and those that
-        track nothing stay as they are. Returns ``module`` itself unless it is a batch norm.
+        track nothing stay as they are.
+
+        Args:
+            module: changed in place, unless it is a batch norm itself.
+            chunks: micro-batches of a mini-batch, where no pipe says it.
+
+        Returns:
+            ``module``, or the deferred batch norm that replaces it.
         """
         if isinstance(module, DeferredBatchNorm):
             module.chunks = chunks
@@ -102,7 +119,11 @@ class DeferredBatchNorm(_BatchNorm):
             self._seen = Moments()
 
     def update(self, seen: Moments) -> None:
-        """Move the running statistics towards those of the mini-batch that was ``seen``, as batch norm does."""
+        """Move the running statistics towards those of the mini-batch that was ``seen``, as batch norm does.
+
+        Args:
+            seen: count, mean and deviation of each channel.
+        """
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None

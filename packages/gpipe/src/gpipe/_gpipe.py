@@ -223,6 +223,9 @@ class GPipe(Stepping):
                 the first device (moved there if they are not). The output is on the last. ``Replicate(...)`` around
                 one, or ``in_spec``, hands it whole to every micro-batch.
 
+        Returns:
+            What the wrapped module returns for the whole mini-batch, on the last device.
+
         Raises:
             TypeError, ValueError: ``input`` cannot be cut into micro-batches, or the output not be put together.
         """
@@ -343,7 +346,17 @@ class GPipe(Stepping):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Change the dtype of parameters and buffers, as any module does; their device is the pipe's business."""
+        """Change the dtype of parameters and buffers, as any module does; moves to a device are refused.
+
+        Args:
+            args, kwargs: as of ``torch.nn.Module.to``, without a device.
+
+        Returns:
+            The pipe.
+
+        Raises:
+            TypeError: a device is given.
+        """
         if torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
             raise moving_denied("to()")
         return super().to(*args, **kwargs)

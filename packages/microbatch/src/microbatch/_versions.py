@@ -23,6 +23,10 @@ class Versions:
 
         All are kept as they are. So `source` is best a detached alias: it counts with its tensor, holds no graph, and
         still counts when the tensor itself is dropped.
+
+        Args:
+            source: what was cut.
+            chunks: what it was cut into.
         """
         if not source.is_inference():  # inference tensors count nothing: autograd never saves them
             self._ties.append(_Tie(source, chunks))

@@ -34,7 +34,14 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, torch.dtype]] = {}
 
     def alive(self, without: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes of the storages born so far and not dead yet, except those of the tensors in ``without``."""
+        """Bytes of the storages born so far and not dead yet, except those of the tensors in ``without``.
+
+        Args:
+            without: tensors that do not count.
+
+        Returns:
+            Bytes.
+        """
         self._bury()
         others = {storage._cdata for tensor in without for storage in storages(tensor)}
         living = ((key, ref()) for key, (ref, _, _) in self._alive.items() if key not in others)

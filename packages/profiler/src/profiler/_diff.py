@@ -18,7 +18,17 @@ class LayerChange:
     after: LayerProfile | None
 
     def ratio(self, by: str) -> float | None:
-        """After ÷ before of the figure `by`; None where a side lacks it or it was 0."""
+        """After ÷ before of the figure `by`; None where a side lacks it or it was 0.
+
+        Args:
+            by: the name of a figure, as of :meth:`Profile.costs`.
+
+        Returns:
+            The ratio, or None.
+
+        Raises:
+            ValueError: there is no figure of this name.
+        """
         if by not in COSTS:
             raise ValueError(f"by: expected one of {', '.join(COSTS)}, got {by!r}")
         if self.before is None or self.after is None:

@@ -29,7 +29,14 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
         super().__setitem__(key, value)
 
     def pop(self, key: Hashable) -> torch.Tensor | None:  # type: ignore[override]
-        """Hands `key` over as an input, cut off from the layer that stashed it, unless that is the same layer."""
+        """Hands `key` over as an input, cut off from the layer that stashed it, unless that is the same layer.
+
+        Args:
+            key: of the skip.
+
+        Returns:
+            What was stashed, detached unless this layer stashed it; None if None was.
+        """
         value = super().pop(key)
         return value if value is None or key in self._stashed else enter(value)
 

@@ -37,6 +37,9 @@ def load(path: str, what: str = "target") -> Any:
         path: the module, a colon, and a name in it, perhaps with dots.
         what: what it is for, to name it in errors.
 
+    Returns:
+        Whatever has this name.
+
     Raises:
         UnusableError: there is no such module or name, or the module fails as it is imported.
     """
@@ -59,6 +62,12 @@ def load(path: str, what: str = "target") -> Any:
 def model_of(path: str) -> nn.Module:
     """The model that ``package.module:build`` is or makes.
 
+    Args:
+        path: of a module of torch, or of a function without arguments that makes one.
+
+    Returns:
+        The model.
+
     Raises:
         UnusableError: as :func:`load`; or the function fails, or makes no module.
     """
@@ -76,6 +85,9 @@ def sample_of(texts: Sequence[str], what: str = "sample") -> Any:
     Args:
         texts: one for each argument.
         what: what it is for, to name it in errors.
+
+    Returns:
+        A tensor, a dict of tensors by name, or a tuple of them.
 
     Raises:
         UnusableError: a text is none of those, or only some have names.

@@ -70,6 +70,9 @@ class Context:
     def capture(cls) -> Context:
         """The context of this thread, now.
 
+        Returns:
+            A context that any thread can apply, any number of times.
+
         Raises:
             RuntimeError: inside ``torch.func`` (``vmap``, ``grad``, ``jvp`` …), whose levels belong to one thread.
         """

@@ -47,7 +47,11 @@ class Task(Generic[Result]):
             return self._compute()
 
     def finalize(self, result: Result) -> None:
-        """Do the second half, given what :meth:`compute` returned."""
+        """Do the second half, given what :meth:`compute` returned.
+
+        Args:
+            result: of :meth:`compute`.
+        """
         if self._finalize is None:
             return
         with use_stream(self.stream):
@@ -58,7 +62,12 @@ class Task(Generic[Result]):
         return True
 
     def answer(self, answer: Answer, out_queue: OutQueue) -> None:
-        """Called by the worker, once, with what came of :meth:`compute`."""
+        """Called by the worker, once, with what came of :meth:`compute`.
+
+        Args:
+            answer: the task and its result, or what was raised.
+            out_queue: that of the worker.
+        """
         out_queue.put(answer)
 
 

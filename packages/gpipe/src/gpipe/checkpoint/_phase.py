@@ -11,10 +11,18 @@ from .._current import current
 
 
 def is_checkpointing() -> bool:
-    """Whether the calling layer runs in a forward whose graph will be rebuilt later."""
+    """Whether the calling layer runs in a forward whose graph will be rebuilt later.
+
+    Returns:
+        False outside of pipes, and where no backward will come.
+    """
     return current.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether the calling layer runs in a recomputation. Layers that count or log may want to skip it."""
+    """Whether the calling layer runs in a recomputation. Layers that count or log may want to skip it.
+
+    Returns:
+        False outside of pipes.
+    """
     return current.recomputing

@@ -71,6 +71,9 @@ def inline() -> Iterator[None]:
     For ``breakpoint()`` in a layer, profilers that see one thread only, and tests that want one order of events. A
     backward runs inline if its forward did.
 
+    Returns:
+        A context manager.
+
     >>> with inline():
     ...     settings().inline
     True

@@ -64,6 +64,12 @@ class BalanceError(ValueError):
 def recommend_auto_balance(message: str) -> str:
     """``message``, and how to get a balance that fits.
 
+    Args:
+        message: what is wrong.
+
+    Returns:
+        A text of several lines.
+
     >>> print(recommend_auto_balance("no balance"))
     no balance
     <BLANKLINE>

@@ -54,7 +54,14 @@ class Residual(nn.Module):
         self.join = join
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes and returns one tensor."""
+        """What ``join`` makes of the layers' output and the shortcut's.
+
+        Args:
+            x: a tensor.
+
+        Returns:
+            A tensor.
+        """
         y = x
         for _, layer in self.body():
             y = layer(y)

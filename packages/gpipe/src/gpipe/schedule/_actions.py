@@ -64,7 +64,14 @@ Walk = tuple[tuple[Step, ...], ...]
 
 
 def requirement(step: Step) -> tuple[Step, ...]:
-    """The steps of another stage one of which makes what this one consumes, if there is such a stage."""
+    """The steps of another stage one of which makes what this one consumes, if there is such a stage.
+
+    Args:
+        step: an action of a stage.
+
+    Returns:
+        None, one, or two, of which a schedule has one.
+    """
     stage, (kind, i) = step
     if kind == Kind.FORWARD:
         return (Step(stage - 1, Action(Kind.FORWARD, i)),)

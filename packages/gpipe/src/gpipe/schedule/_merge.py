@@ -16,7 +16,15 @@ def start_ticks(programs: Sequence[Program], placement: Sequence[int]) -> dict[S
     Of several stages of a worker that could start at the same tick the last one goes first: that sends micro-batches on
     their way out, and the fewest are held.
 
-    Raises ValueError if the programs wait for each other for ever, naming where.
+    Args:
+        programs: of each stage.
+        placement: the worker of each stage, counted from 0.
+
+    Returns:
+        The tick of each step, counted from 0.
+
+    Raises:
+        ValueError: the programs wait for each other for ever; names where.
     """
     return _Ticks(programs, placement).run()
 
@@ -72,6 +80,16 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
     """The steps of each worker: the programs of its stages in the order of :func:`start_ticks`.
 
     With all stages on one worker this is an order in which nothing ever waits.
+
+    Args:
+        programs: of each stage.
+        placement: the worker of each stage, counted from 0.
+
+    Returns:
+        For each worker, its steps in order.
+
+    Raises:
+        ValueError: the programs wait for each other for ever; names where.
 
     >>> from gpipe.schedule import fill_drain, halves
     >>> print(*merge(halves(fill_drain(2, 2))[0], (0, 0))[0])

@@ -33,7 +33,11 @@ def replay(
         duration: how long a step takes.
         transfer: how long the result of a step takes to arrive at the step that needs it.
 
-    Raises ValueError if the workers wait for each other for ever, naming where.
+    Returns:
+        When each step begins and ends, and how long its worker waited before.
+
+    Raises:
+        ValueError: the workers wait for each other for ever; names where.
     """
     present = {step for steps in walk for step in steps}
     spans: dict[Step, Span] = {}

@@ -52,7 +52,14 @@ class Schedule(tuple[Program, ...]):
         An action without ``@stage`` belongs to the stage of its line's number. Dots, which draw idle time, and what
         follows ``#`` are passed over.
 
-        Raises ValueError naming line and word if something cannot be read.
+        Args:
+            text: as ``str()`` of a schedule, perhaps with dots and comments.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            ValueError: something cannot be read; names line and word.
 
         >>> from gpipe.schedule import fill_drain
         >>> Schedule.parse("F0 F1 . . B1 B0  # all forwards first") == fill_drain(2, 1)
@@ -72,7 +79,14 @@ class Schedule(tuple[Program, ...]):
         Where ``walk`` was written for other workers, steps go in the order in which those would begin them: so any two
         that share a worker here and there keep their order.
 
-        Raises ValueError if the workers that it was written for would wait for each other for ever.
+        Args:
+            placement: the worker of each stage, counted from 0.
+
+        Returns:
+            For each worker, its steps in order.
+
+        Raises:
+            ValueError: the workers that it was written for would wait for each other for ever.
         """
         if self.walk is None:
             return merge(self, placement)
@@ -81,7 +95,13 @@ class Schedule(tuple[Program, ...]):
     def recomputing(self, checkpoint_stop: Stops) -> Schedule:
         """The same with a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
 
-        That is a number, or one for each stage. Where there is one already, it stays where it is.
+        A recomputation that is there already stays where it is.
+
+        Args:
+            checkpoint_stop: a number, or one for each stage.
+
+        Returns:
+            A new schedule.
 
         >>> print(Schedule.parse("F0 F1 B0 B1").recomputing(1))
         F0 F1 R0 B0 B1

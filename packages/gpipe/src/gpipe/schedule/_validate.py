@@ -14,6 +14,14 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
 
     Every stage does each forward once, and after it either one backward or one backward for the inputs and then one for
     the weights, with at most one recomputation before; and the workers never wait for each other for ever.
+
+    Args:
+        schedule: the program of each stage.
+        microbatches: how many there have to be.
+        placement: the worker of each stage.
+
+    Raises:
+        ValueError: it does not; names the first action that is missing, or in the wrong place.
     """
     if len(schedule) != len(placement):
         raise ValueError(f"the schedule is for {len(schedule)} stages, the pipe has {len(placement)}")
@@ -62,7 +70,14 @@ def _expect_complete(j: int, i: int, seen: set[Action]) -> None:
 
 
 def in_flight(program: Program) -> int:
-    """The most micro-batches of which a stage with this program holds something at once."""
+    """The most micro-batches of which a stage with this program holds something at once.
+
+    Args:
+        program: the actions of a stage.
+
+    Returns:
+        A number of micro-batches.
+    """
     held = most = 0
     splits = any(action.kind == Kind.BACKWARD_WEIGHT for action in program)
     for kind, _ in program:

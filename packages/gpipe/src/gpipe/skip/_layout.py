@@ -27,16 +27,38 @@ class SkipLayout:
         self.routes = [route for route in routes if route.source != route.target]
 
     def requires_copy(self, ns: Namespace | None, name: str) -> bool:
-        """Whether the skip goes from one partition to another."""
+        """Whether the skip goes from one partition to another.
+
+        Args:
+            ns: the namespace of the skip.
+            name: its name there.
+
+        Returns:
+            False also if it is popped where it was stashed.
+        """
         return any(route.key == (ns, name) for route in self.routes)
 
     def copy_policy(self, target: int) -> Iterator[tuple[int, Namespace | None, str]]:
-        """The skips that partition ``target`` pops: where they come from, namespace and name."""
+        """The skips that partition ``target`` pops: where they come from, namespace and name.
+
+        Args:
+            target: the index of a partition.
+
+        Returns:
+            For each of them the index of the partition that stashes it, its namespace, and its name.
+        """
         return ((route.source, *route.key) for route in self.routes if route.target == target)
 
 
 def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
-    """The skips between ``partitions``, in the order in which they are stashed."""
+    """The skips between ``partitions``, in the order in which they are stashed.
+
+    Args:
+        partitions: in order.
+
+    Returns:
+        Which skips go from where to where.
+    """
     sources: dict[Key, int] = {}
     targets: dict[Key, int] = {}
     for j, partition in enumerate(partitions):

@@ -43,7 +43,14 @@ class Skippable(nn.Module):
     _commands: ClassVar[Callable[..., Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own ``forward`` and carry out what it yields."""
+        """Run the layer's own ``forward`` and carry out what it yields.
+
+        Args:
+            args, kwargs: as of the layer.
+
+        Returns:
+            What the layer returns.
+        """
         commands = type(self)._commands(self, *args, **kwargs)
         if not isinstance(commands, Generator):
             self._expect_all(set())
@@ -60,7 +67,14 @@ class Skippable(nn.Module):
             done.add(command.name)
 
     def isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> Any:
-        """Put the skips of this layer, or ``only`` those named, into a namespace; the layer itself.
+        """Put the skips of this layer, or ``only`` those named, into a namespace.
+
+        Args:
+            ns: the namespace.
+            only: names; by default all that the layer declares.
+
+        Returns:
+            The layer itself.
 
         Raises:
             TypeError: ``ns`` is no :class:`Namespace`, or ``only`` is a str instead of a list of names.
@@ -76,7 +90,14 @@ class Skippable(nn.Module):
         return self
 
     def key(self, name: str) -> Key:
-        """The skip that ``name`` means in this layer."""
+        """The skip that ``name`` means in this layer.
+
+        Args:
+            name: as the layer declares it.
+
+        Returns:
+            The namespace that the layer has for it, and the name.
+        """
         return self._by_name().get(name), name
 
     def stashable(self) -> list[Key]:
@@ -88,7 +109,14 @@ class Skippable(nn.Module):
         return [self.key(name) for name in sorted(self.poppable_names)]
 
     def route_skips(self, store: Store) -> AbstractContextManager[None]:
-        """Inside, this layer stashes to ``store`` and pops from it, as profilers need that run it alone."""
+        """Inside, this layer stashes to ``store`` and pops from it, as profilers need that run it alone.
+
+        Args:
+            store: a dict, or whatever else holds skips.
+
+        Returns:
+            A context manager.
+        """
         return routed(store)
 
     def _by_name(self) -> dict[str, Namespace]:
@@ -127,7 +155,11 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         stash: the names it stashes, each exactly once in a forward.
         pop: the names it pops, likewise.
 
-    Raises TypeError if a str is given where a list of names is meant.
+    Returns:
+        What makes a class whose objects are :class:`Skippable`.
+
+    Raises:
+        TypeError: a str is given where a list of names is meant.
     """
     stashes, pops = _names("stash", stash), _names("pop", pop)
 

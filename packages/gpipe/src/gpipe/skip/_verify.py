@@ -11,7 +11,14 @@ from ._store import Key
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Raise TypeError, with a list of all that is wrong, unless every skip is stashed once, and later popped once."""
+    """Raise TypeError, with a list of all that is wrong, unless every skip is stashed once, and later popped once.
+
+    Args:
+        module: all layers, in order.
+
+    Raises:
+        TypeError: a skip is declared twice, popped before it is stashed, or missing on one side; lists all of these.
+    """
     problems = list(_problems(module))
     if problems:
         bullets = "\n".join(f"* {problem}" for problem in problems)

@@ -52,7 +52,14 @@ class StageCost:
                 )
 
     def seconds(self, kind: Kind) -> float:
-        """How long an action of this kind takes."""
+        """How long an action of this kind takes.
+
+        Args:
+            kind: of the action.
+
+        Returns:
+            Seconds, or ticks.
+        """
         if kind == Kind.RECOMPUTE:
             return self.forward if self.recompute is None else self.recompute
         if kind == Kind.BACKWARD_INPUT:
@@ -85,7 +92,11 @@ def stage_costs(
     On CUDA a stage gets a copy of its input, which it keeps too; on a CPU this is the output that the stage before
     keeps anyhow.
 
-    Raises ValueError if the balance does not fit.
+    Returns:
+        A cost for each stage.
+
+    Raises:
+        ValueError: the balance does not fit, or ``chunks`` is below 1.
     """
     if sum(balance) != len(profile) or min(balance, default=1) < 1:
         raise ValueError(

@@ -34,6 +34,9 @@ def record(*, memory: bool = False) -> Iterator[Timeline]:
         memory: also count the bytes of activations that each stage holds, by storage. That looks at every operation, so
             that times are not to be trusted then.
 
+    Returns:
+        A context manager, whose value is the timeline.
+
     >>> from torch import nn
     >>> from gpipe import GPipe
     >>> pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu", "cpu"], chunks=2)

@@ -57,7 +57,17 @@ class Timeline(Events):
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Timeline:
-        """The timeline that was saved as ``.json``; ValueError if the file is anything else."""
+        """The timeline that was saved as ``.json``.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            An equal timeline.
+
+        Raises:
+            ValueError: the file is anything else.
+        """
         events = read(Path(fspath(path)).read_text(encoding="utf-8"))
         return cls(events.events, events.workers, events.unit)
 
