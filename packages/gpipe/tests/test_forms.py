@@ -5,7 +5,11 @@ from __future__ import annotations
 import enum
 import json
 import math
+import os
+import shelve
+import sys
 from collections import OrderedDict, UserDict, defaultdict, deque
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -18,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree
 
+from gpipe.distributed import _forms
 from gpipe.distributed._forms import Form, form_of
 from gpipe.values._aliases import packed, unpacked
 from gpipe.values._leaves import Activation
@@ -56,6 +61,11 @@ class Mode(enum.Enum):
     EVAL = "eval"
 
 
+class Level(enum.IntEnum):
+    LOW = 0
+    HIGH = 1
+
+
 class Bits(enum.Flag):
     A = enum.auto()
     B = enum.auto()
@@ -77,7 +87,7 @@ DTYPES = [
 ]
 
 KEYS = st.one_of(
-    *(st.text(max_size=3), st.integers(-2, 2), st.booleans(), st.none(), st.sampled_from(Mode)),
+    *(st.text(max_size=3), st.integers(-2, 2), st.booleans(), st.none(), st.sampled_from([*Mode, *Level])),
     st.tuples(st.integers(0, 2), st.text(max_size=1)),
 )
 
@@ -87,7 +97,21 @@ CONSTANTS = st.one_of(
         [
             *(torch.float8_e5m2, torch.device("cuda", 1), torch.strided, torch.channels_last, torch.Size([2, 0]), ...),
             *(range(1, 9, 2), slice(None, 3), slice(torch.Size([1]), "a"), Decimal("0.10"), Fraction(1, 3)),
-            *(Bits.A, Bits.A | Bits.B, Bits(0), Mode, Pair, int, type(None), 2**70, -(2**63), math.nan, -0.0, "\ud800"),
+            *(
+                Bits.A,
+                Bits.A | Bits.B,
+                Bits(0),
+                Level.HIGH,
+                Mode,
+                Pair,
+                int,
+                type(None),
+                2**70,
+                -(2**63),
+                math.nan,
+                -0.0,
+                "\ud800",
+            ),
         ]
     ),
 )
@@ -231,6 +255,16 @@ def test_forms_are_equal_if_and_only_if_their_texts_are(payloads: list[Any]) -> 
             assert (a == b) == (a.text == b.text)
 
 
+@given(st.one_of(activations(), GRADIENTS))
+def test_a_form_that_is_looked_up_is_the_one_that_would_be_written(payload: Any) -> None:
+    """Also after all the other payloads of this test, which 1, True and 1.0 might be mistaken for."""
+    looked_up, data = form_of(payload)
+    fresh, others = _forms._written(payload)
+    assert looked_up == fresh
+    for a, b in zip(data, others, strict=True):
+        assert torch.equal(a, b)
+
+
 VIEWS = [
     lambda t: (t, t[:, :1]),
     lambda t: {"x": t, "again": [t, None, 3], "all": t.t()},
@@ -319,8 +353,17 @@ def test_gradients_that_cannot_be_sent_are_refused_by_their_number() -> None:
 
 
 class Plain:
+    """No tree: making one would be seen."""
+
     def __init__(self, *args: Any) -> None:
         raise AssertionError("was called")
+
+
+class Picky(UserDict):  # type: ignore[type-arg]
+    """A mapping that cannot be made of a dict."""
+
+    def __init__(self, one: Any, two: Any) -> None:
+        super().__init__(one, two=two)
 
 
 def _tree(tree: Any, tensors: Any = ()) -> str:
@@ -373,6 +416,71 @@ FORGED = [
 def test_forged_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="form of a message"):
         Form.parse(text)
+
+
+@given(st.one_of(activations(), GRADIENTS), st.data())
+def test_a_damaged_text_is_refused_or_describes_another_message(payload: Any, data: st.DataObject) -> None:
+    text = form_of(payload)[0].text
+    start = data.draw(st.integers(0, len(text)))
+    stop = data.draw(st.integers(start, min(len(text), start + 8)))
+    damaged = text[:start] + data.draw(st.text('[]",{}0123456789:nultre', max_size=4)) + text[stop:]
+    with suppress(ValueError):  # and nothing else
+        assert Form.parse(damaged).text == damaged
+
+
+@pytest.mark.parametrize("word", ["namedtuple", "dataclass", "mapping", "node", "enum", "class", "defaultdict"])
+def test_no_function_or_class_is_called_by_its_name(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(os, "system", called.append)
+    monkeypatch.setattr(Plain, "__init__", lambda self, *args: called.append(args))
+    for name in ("os:system", "posix:system", f"{HERE}:Plain", "builtins:eval", "subprocess:Popen"):
+        for details in ([["command"], ["ls"]], [["ls"]], [None, ["ls"]]):
+            with pytest.raises(ValueError, match="form of a message"):
+                Form.parse(_tree([word, name, *details]))
+    assert not called
+
+
+def test_nothing_is_imported() -> None:
+    with pytest.raises(ValueError, match="import it on every rank"):
+        Form.parse(_tree(["class", "antigravity:X"]))
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [["mapping", f"{HERE}:Picky", ["x"], [1]], ["mapping", "shelve:Shelf", [["bytes", "78"]], [["bytes", "80"]]]],
+)
+def test_a_class_that_cannot_be_made_of_its_branches_is_refused(tree: Any) -> None:
+    assert shelve.Shelf  # which would unpickle its items
+    with pytest.raises(ValueError, match=r"cannot put a message together: .* cannot be made of its parts"):
+        Form.parse(_tree(tree)).rebuild([])
+
+
+def test_indices_outside_of_a_sparse_tensor_are_refused() -> None:
+    form, (indices, values) = form_of([torch.eye(2).to_sparse()])
+    with pytest.raises(ValueError, match="cannot put a message together"):
+        form.rebuild([torch.full_like(indices, 77), values])
+
+
+def test_numbers_of_numpy_arrive() -> None:
+    numpy = pytest.importorskip("numpy")
+    value = (numpy.float32(0.1), numpy.int64(3), numpy.complex128(1j), numpy.float64("nan"))
+    found = arrived(Activation(value)).value
+    assert list(map(repr, found)) == list(map(repr, value))
+    assert list(map(type, found)) == list(map(type, value))
+
+
+def test_the_default_device_is_not_asked() -> None:
+    x = torch.ones(2, 3)
+    with torch.device("meta"):
+        found = arrived([x, x.to_sparse()])
+    assert [each.device.type for each in found] == ["cpu", "cpu"]
+
+
+def test_forms_are_not_kept_forever() -> None:
+    for k in range(2 * _forms._MOST):
+        form_of(Activation(("step", k)))
+    assert len(_forms._forms) <= _forms._MOST
 
 
 def test_data_of_another_size_are_refused() -> None:

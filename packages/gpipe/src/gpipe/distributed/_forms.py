@@ -70,8 +70,12 @@ class Form:
         """
         try:
             form = cls._read(*json.loads(text))
-        except Exception as error:  # whatever it is, the text is wrong: none of it has been called
+        except ValueError as error:
             raise ValueError(f"cannot read the form of a message: {error}; got {text[:200]}") from error
+        except Exception as error:  # nothing of it has been called: it has lists, names or numbers where others belong
+            raise ValueError(
+                f"cannot read the form of a message: it is not built like one; got {text[:200]}"
+            ) from error
         if form.text != text:
             raise ValueError(f"expected the form of a message as {form.text[:200]}; got {text[:200]}")
         return form
@@ -122,8 +126,13 @@ class Form:
 
     def data(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The data of other tensors of this form, none of them sparse."""
-        present: list[Any] = [pair for pair in zip(tensors, self._tensors, strict=True) if pair[0] is not None]
-        return [bytes_of(laid_out(*pair), size) for pair, size in zip(present, self.sizes, strict=True)]
+        sizes = iter(self.sizes)
+        forms: Any = self._tensors
+        return [
+            bytes_of(tensor if tensor.stride() == dense.stride else laid_out(tensor), next(sizes))
+            for tensor, dense in zip(tensors, forms, strict=True)
+            if tensor is not None
+        ]
 
 
 HOLE = object()
@@ -169,23 +178,26 @@ def form_of(payload: Payload) -> tuple[Form, list[Tensor]]:
     Raises:
         TypeError: something in it cannot be sent; names its path, and what can be done.
     """
-    tensors: Sequence[Tensor | None] = payload.tensors if isinstance(payload, Activation) else payload
+    tensors: Any
     try:
-        key = *_kind(payload), *map(facts, tensors)
+        if isinstance(payload, Activation):
+            tensors = payload.tensors
+            key = skeleton(payload.value), (*payload.ties,), *map(facts, tensors)
+        else:
+            tensors = payload
+            key = list, *map(facts, tensors)
     except UnkeyedError:
         return _written(payload)
     form = _forms.get(key)
-    if form is not None:
-        return form, form.data(tensors)
+    return _remembered(key, payload) if form is None else (form, form.data(tensors))
+
+
+def _remembered(key: Any, payload: Payload) -> tuple[Form, list[Tensor]]:
     form, data = _written(payload)
     if len(_forms) >= _MOST:  # as where shapes are others each time
         _forms.clear()
     _forms[key] = form
     return form, data
-
-
-def _kind(payload: Payload) -> tuple[Any, ...]:
-    return (skeleton(payload.value), *payload.ties, list) if isinstance(payload, Activation) else ()
 
 
 _forms: dict[Any, Form] = {}

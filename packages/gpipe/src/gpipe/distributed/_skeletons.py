@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
 from types import EllipsisType, NoneType
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree
 
-from microbatch import Arguments
+from ..values._aliases import Aliased
 
 
 class UnkeyedError(Exception):
@@ -18,16 +20,19 @@ def skeleton(value: Any) -> Any:
     """Equal for values of the same types with the same constants, whatever their tensors are.
 
     Raises:
-        UnkeyedError: there are other types in it than tensors, tuples, lists, dicts, :class:`microbatch.Arguments`
-            and plain constants.
+        UnkeyedError: there is more in it than tensors, tuples, lists, dicts, named tuples and plain constants.
     """
     kind = type(value)
     if kind is Tensor:
         return None
-    if kind is tuple or kind is list or kind is Arguments:
+    if kind is tuple or kind is list:
         return kind, *map(skeleton, value)
-    if kind is dict:
+    if kind is dict or kind is OrderedDict:
         return kind, *map(_constant, value), *map(skeleton, value.values())
+    if kind is Aliased:
+        return kind, len(value.sources), *_of_plan(value.plan)
+    if isinstance(value, tuple) and _is_named(kind):
+        return kind, *map(skeleton, value)
     return None if isinstance(value, Tensor) else _constant(value)
 
 
@@ -40,3 +45,27 @@ def _constant(value: Any) -> Any:
 
 
 _CONSTANTS = frozenset({NoneType, EllipsisType, bool, int, str, bytes})
+
+
+def _is_named(kind: type) -> bool:
+    """Whether it is a named tuple that is no more than its fields."""
+    return kind not in _pytree.SUPPORTED_NODES and _pytree.is_namedtuple_class(kind)
+
+
+def _of_plan(plan: Any) -> tuple[Any, ...]:
+    leaves = [_constant(constant) if k is None else k for k, constant in plan.leaves]
+    return tuple(plan.views), *leaves, _of_spec(plan.tree)
+
+
+def _of_spec(spec: Any) -> Any:
+    kind, context = spec.type, spec.context
+    if spec.is_leaf():
+        return None
+    children = map(_of_spec, spec.children())
+    if kind is tuple or kind is list:
+        return kind, *children
+    if kind is dict or kind is OrderedDict:
+        return kind, *map(_constant, context), *children
+    if kind is namedtuple:
+        return context, *children
+    raise UnkeyedError

@@ -38,14 +38,15 @@ class Dense(NamedTuple):
 
     def rebuilt(self, data: Iterator[Tensor]) -> Tensor:
         """The tensor in the memory of the next of ``data``."""
+        dtype, shape, stride, requires_grad = self
         flat = next(data)
-        offset, rest = divmod(int(flat.storage_offset()), self.dtype.itemsize)
-        if rest:  # torch reads no element from an address that is no multiple of its size
-            flat, offset = flat.clone(), 0
+        start = int(flat.storage_offset())
+        if start % dtype.itemsize:  # torch reads no element from an address that is no multiple of its size
+            flat, start = flat.clone(), 0
         # Not by views: those have a version counter in common, and would keep the bytes as their base.
-        tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
-        tensor.set_(flat.untyped_storage(), offset, self.shape, self.stride)
-        return tensor.requires_grad_() if self.requires_grad else tensor
+        tensor = torch.empty(0, dtype=dtype, device=flat.device)
+        tensor.set_(flat.untyped_storage(), start // dtype.itemsize, shape, stride)
+        return tensor.requires_grad_() if requires_grad else tensor
 
 
 class Sparse(NamedTuple):
@@ -71,15 +72,18 @@ class Sparse(NamedTuple):
         parts = [part.rebuilt(data) for part in self.parts]
         if self.layout is torch.sparse_coo:
             indices, values = parts
-            tensor = torch.sparse_coo_tensor(
-                indices, values, self.shape, is_coalesced=self.coalesced, check_invariants=False
-            )
+            how: Any = {"is_coalesced": self.coalesced}
+            tensor = torch.sparse_coo_tensor(indices, values, self.shape, **how, **_common(values))
         else:
             rows, columns, values = parts
-            tensor = torch.sparse_compressed_tensor(
-                rows, columns, values, self.shape, layout=self.layout, check_invariants=False
-            )
+            how = {"layout": self.layout}
+            tensor = torch.sparse_compressed_tensor(rows, columns, values, self.shape, **how, **_common(values))
         return tensor.requires_grad_(self.requires_grad)
+
+
+def _common(values: Tensor) -> dict[str, Any]:
+    """Kernels trust the indices; an accelerator would have to wait for a look at them."""
+    return {"device": values.device, "check_invariants": values.device.type == "cpu"}
 
 
 def facts(tensor: Tensor | None) -> Facts | None:
@@ -101,7 +105,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 def _is_special(tensor: Tensor) -> bool:
     """Whether there is more to the tensor than its memory, or less."""
     lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
-    return lazy or tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    return lazy or tensor.is_meta or tensor.is_nested or tensor.is_quantized
 
 
 def _dense_of(known: Any) -> Dense:
@@ -120,7 +124,7 @@ def parts_of(tensor: Tensor) -> tuple[Dense | Sparse, list[Tensor]]:
     """The form of any tensor, and its data. Raises TypeError if there is none."""
     try:
         form = _dense_of(facts(tensor))
-        return form, [bytes_of(laid_out(tensor, form), *form.sizes)]
+        return form, [bytes_of(tensor if tensor.stride() == form.stride else laid_out(tensor), *form.sizes)]
     except UnkeyedError:
         return _special_parts(tensor)
 
@@ -138,9 +142,9 @@ def _special_parts(tensor: Tensor) -> tuple[Dense | Sparse, list[Tensor]]:
     return sparse, [data for _, flat in pieces for data in flat]
 
 
-def laid_out(tensor: Tensor, form: Dense) -> Tensor:
-    """``tensor``, or a copy with the strides of its form."""
-    return tensor if tensor.stride() == form.stride else tensor.detach().clone(memory_format=torch.contiguous_format)
+def laid_out(tensor: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
