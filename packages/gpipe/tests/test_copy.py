@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gpipe.skip import inspect_skip_layout
 from gpipe.transport import _copy
-from gpipe.transport._channels import Channels
+from gpipe.transport._channels import Channels, Nearby
 from gpipe.transport._copy import Copy, CopyStreams, Place, can_pin, carrier
-from gpipe.transport._link import Channel
+from gpipe.transport._link import Link
 from gpipe.values._leaves import Activation
 from streams import CPUStream
 
@@ -28,6 +28,12 @@ def place(index: int | None) -> tuple[torch.device, FakeStream, CopyStreams]:
     """Of a stage on a device of its own; its tensors are in the memory of the CPU all the same."""
     device = torch.device("cpu" if index is None else "xpu", index)
     return device, _copy.new_stream(device), CopyStreams.on(device)
+
+
+def connected(ends: list[tuple[torch.device, FakeStream, CopyStreams]]) -> Channels:
+    """The channels of stages at ``ends``."""
+    connect = Nearby(dict(enumerate(ends)), Link, None, lambda: True)
+    return Channels(range(len(ends)), len(ends), inspect_skip_layout([]), connect)
 
 
 @pytest.fixture
@@ -45,7 +51,7 @@ def test_the_reader_comes_after_the_copy_and_the_copy_after_the_source(places, s
     """Property: whatever was sent, and whatever both have queued meanwhile."""
     with accelerator("xpu"):
         ends = [place(index) for index in places]
-        channels = Channels(ends, inspect_skip_layout([]), Channel)
+        channels = connected(ends)
         between = channels._main[1]
         for i, (kind, queued) in enumerate(sends):
             source, target = ends if kind == "value" else ends[::-1]
@@ -74,7 +80,7 @@ def test_what_comes_does_not_wait_for_what_goes():
     """Under 1F1B a stage computes while the next value arrives: its stream must not wait for the output's."""
     with accelerator("xpu"):
         ends = [place(0), place(1), place(2)]
-        first, second = Channels(ends, inspect_skip_layout([]), Channel)._main[1:3]
+        first, second = (connected(ends)._main[j] for j in (1, 2))
         middle, (values_in, values_out, gradients_in, gradients_out) = ends[1][1], ends[1][2]
         assert len({values_in, values_out, gradients_in, gradients_out, middle}) == 5
         middle.work()

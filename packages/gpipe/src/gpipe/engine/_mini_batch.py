@@ -25,12 +25,13 @@ class MiniBatch:
         placement: the worker of each stage.
         checkpoint_stops: of each stage; micro-batches below it are checkpointed, if a backward will come.
         loss: where micro-batches end, or turn around, if they do so inside the run.
+        rng: where the random numbers of the run come from.
 
     Attributes:
         size: what a walk depends on: micro-batches, checkpoint stops, and the worker of each stage.
         keeps: whether a backward will come; if not, no cell is kept.
         context: what the caller of the forward saw, for workers and recomputations.
-        rng: where the random numbers of the run come from.
+        rng: the same.
         deferred: takes care of leaves whose gradients accumulate out of sight, of all stages.
         accumulated: gradients that are kept out of ``.grad`` until they are whole.
         kept_nodes: parameters with a node in autograd that somebody keeps, which must run once, with the whole sum.
@@ -43,13 +44,14 @@ class MiniBatch:
         microbatches: int,
         checkpoint_stops: tuple[int, ...],
         loss: Losses | None,
+        rng: RunRNG,
     ) -> None:
         self.microbatches = microbatches
         self.keeps = torch.is_grad_enabled()
-        self.checkpoint_stops = checkpoint_stops if self.keeps else (0,) * len(stages)
+        self.checkpoint_stops = checkpoint_stops if self.keeps else (0,) * len(checkpoint_stops)
         self.size = microbatches, self.checkpoint_stops, placement
         self.context = callers_context()
-        self.rng = RunRNG()
+        self.rng = rng
         self.loss = loss
         self.deferred = DeferredGradients() if loss is None else loss.held
         self.accumulated = [] if loss is None else [loss.grown]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress, islice
 from operator import attrgetter
 from typing import Any
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from microbatch import Batch, Versions
 from streams import AbstractStream, add_note
 
+from ..checkpoint._random import RunRNG
 from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
-from ..transport._channels import Channels
+from ..transport._channels import Channels, Connect, Nearby
 from ..transport._copy import CopyStreams
-from ..transport._link import Channel, Link, stall_seconds
+from ..transport._link import Link, stall_seconds
 from ..values._aliases import Aliased, packed
 from ..values._leaves import Activation, detach_leaves
 from ..values._sharing import KEPT, SEEN, among, flag_aliases, overlap, released, ties_of, with_ties
@@ -26,6 +27,7 @@ from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import refuse_data_parallel
 from ._draws import DrawFacts
+from ._failures import Failures
 from ._loss import LossStage
 from ._losses import Losses
 from ._run import Run
@@ -51,7 +53,11 @@ class Pipeline:
         devices: of the stages.
         on_accelerator: whether the work of any stage is queued on streams.
         loss_facts: whether losses draw random numbers, as far as runs have shown.
+        count: how many stages there are.
+        line: whose steps the caller's thread does, if it does them itself: all stages are on one worker then.
     """
+
+    line = 0
 
     def __init__(
         self, stages: Sequence[Stage], layout: SkipLayout, copy_streams: Sequence[CopyStreams], workers: Workers
@@ -61,13 +67,31 @@ class Pipeline:
         self.on_accelerator = any(stage.on_accelerator for stage in stages)
         self.workers = workers
         self.loss_facts = DrawFacts()
+        self.count = len(stages)
         self._layout = layout
         self._copy_streams = copy_streams
 
     @property
     def placement(self) -> tuple[int, ...]:
         """The worker of each stage, in a run that begins here and now."""
-        return (0,) * len(self.stages) if settings().inline else self.workers.placement
+        return (0,) * self.count if settings().inline else self.workers.placement
+
+    @property
+    def threads(self) -> Workers | None:
+        """The workers; None where the caller's thread does their work."""
+        return None if settings().inline else self.workers
+
+    def random_numbers(self) -> RunRNG:
+        """Where the random numbers of a run that begins come from."""
+        return RunRNG()
+
+    def failures(self) -> Failures:
+        """Where the failures of a run that begins are collected."""
+        return Failures()
+
+    def together(self, run: Run) -> AbstractContextManager[None]:
+        """Around all that a run does: those who take part in it end together. Here there is nobody else."""
+        return nullcontext()
 
     def forward(
         self, batches: Sequence[Batch], checkpoint_stops: tuple[int, ...], versions: Versions
@@ -83,7 +107,7 @@ class Pipeline:
                 comes.
             versions: how in-place changes of the micro-batches and of what they were cut from reach each other.
         """
-        entering = _entering(batches)
+        entering = self.entering(batches)
         with self.workers.section.entered():
             run = Run(self, len(batches), checkpoint_stops)
             try:
@@ -121,11 +145,13 @@ class Pipeline:
             before = _Gradients([p for stage in self.stages for p in stage.module.parameters()])
             mixed = 0
             try:
-                entering = _entering(batches)
-                gradients = _spread(entering, run.train(entering, walk))
+                with self.together(run):
+                    entering = self.entering(batches)
+                    found = run.train(entering, walk)
+                gradients = _spread(entering, found)
                 leaves, whole = run.whole()
                 mixed = len(batches)
-                inputs, flowing = _flowing(batches, gradients, loss.scale)
+                inputs, flowing = _flowing(batches[: len(gradients)], gradients, loss.scale)
                 # In one backward: a leaf may be both above and in the loss, and hooks may wait for several gradients.
                 accumulate_whole([*inputs, *leaves], [*flowing, *whole])
             except BaseException as error:
@@ -138,19 +164,27 @@ class Pipeline:
     def evaluate(self, batches: Sequence[Batch], losses: Losses) -> None:
         """Put each micro-batch through all stages and into ``losses``, without gradients."""
         with self.workers.section.entered(), torch.no_grad():
-            run = Run(self, len(batches), (0,) * len(self.stages), losses)
+            run = Run(self, len(batches), (0,) * self.count, losses)
             try:
-                run.evaluate(_entering(batches))
+                with self.together(run):
+                    run.evaluate(self.entering(batches))
             finally:
                 self._keep(run)
 
-    def channels(
-        self, streams: Sequence[AbstractStream], link: type[Link[Any]], is_cancelled: Callable[[], bool]
-    ) -> Channels:
-        """All channels of a run whose stages compute on ``streams``; ``is_cancelled`` as for :class:`Link`."""
-        places = list(zip(self.devices, streams, self._copy_streams, strict=True))
-        channel = partial(Channel, link=link, stall_timeout=stall_seconds(), is_cancelled=is_cancelled)
-        return Channels(places, self._layout, channel)
+    def entering(self, batches: Sequence[Batch]) -> list[Activation]:
+        """The micro-batches as the first stage takes them; none where that is elsewhere."""
+        return _entering(batches)
+
+    def channels(self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Failures) -> Channels:
+        """All channels of a run whose stages compute on ``streams``."""
+        numbers = [stage.index for stage in self.stages]
+        places = dict(zip(numbers, zip(self.devices, streams, self._copy_streams, strict=True), strict=True))
+        connect = self.connect(Nearby(places, link, stall_seconds(), failures.forestall_current), failures)
+        return Channels(numbers, self.count, self._layout, connect)
+
+    def connect(self, nearby: Nearby, failures: Failures) -> Connect:
+        """What makes the channels of a run."""
+        return nearby
 
     def _keep(self, run: Run) -> None:
         """Keep the facts that ``run`` has found, for the next one; also those of one that failed."""

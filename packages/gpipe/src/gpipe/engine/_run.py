@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from streams import AbstractStream, Context, CPUStream, current_stream, use_stream, wait_stream
 
 from .._current import current
-from ..checkpoint._random import OUTSIDE
+from ..checkpoint._random import OUTSIDE, RunRNG
 from ..schedule import Action, Step, Walk
 from ..transport._link import Channel, Link
 from ..transport._ports import Ports
@@ -22,7 +22,7 @@ from ..values._leaves import Activation
 from ._autograd_calls import accumulate_whole
 from ._capture import expect_no_capture
 from ._deferred_gradients import summed
-from ._draws import Draws
+from ._draws import DrawFacts, Draws
 from ._exclusive import involved, serving
 from ._facts import StageFacts
 from ._failures import Failures
@@ -31,15 +31,73 @@ from ._losses import Losses
 from ._mini_batch import MiniBatch, callers_context
 from ._scale import Scale
 from ._settings import Observer, settings
+from ._stage import Stage
 from ._stage_runner import ACTIONS, StageRunner
 from ._sweep import FREE_THREADED
 from ._tied import Tied
 from ._walks import forwards_and_backwards
-
-if TYPE_CHECKING:
-    from ._pipeline import Pipeline
+from ._workers import Workers
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Share(Protocol):
+    """The part of a pipeline that is in this process: the whole of it, or some stages.
+
+    Attributes:
+        stages: those that are here, in order.
+        devices: of these.
+        on_accelerator: whether the work of any is queued on streams.
+        placement: the worker of each stage of the pipeline, wherever it is.
+        workers: the threads for the stages that are here.
+        threads: the same; None if the caller's thread does all the steps itself.
+        line: of which worker it does the steps then.
+        loss_facts: whether losses draw random numbers, as far as runs have shown.
+    """
+
+    stages: Sequence[Stage]
+    devices: list[torch.device]
+    on_accelerator: bool
+    workers: Workers
+    line: int
+    loss_facts: DrawFacts
+
+    @property
+    def placement(self) -> tuple[int, ...]: ...
+
+    @property
+    def threads(self) -> Workers | None: ...
+
+    def random_numbers(self) -> RunRNG:
+        """Where the random numbers of a run that begins come from."""
+
+    def failures(self) -> Failures:
+        """Where the failures of a run that begins are collected."""
+
+    def channels(self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Failures) -> Connections:
+        """The channels of a run whose stages compute on ``streams``."""
+
+
+class Connections(Protocol):
+    """The channels of a run.
+
+    Attributes:
+        entrance, exit: the channels whose other end is the owner of the run.
+        arrivals: where values come into each stage that is here.
+        departures: where they leave it.
+    """
+
+    entrance: Channel
+    exit: Channel
+
+    @property
+    def arrivals(self) -> Mapping[int, Channel | Ports]: ...
+
+    @property
+    def departures(self) -> Mapping[int, Channel | Ports]: ...
+
+    def cancel(self) -> None:
+        """Cancel what anybody waits for, and will wait for."""
 
 
 class Run:
@@ -48,7 +106,7 @@ class Run:
     The owner of the run puts values in at the entrance and takes them out at the exit; gradients go the other way.
 
     Args:
-        pipeline: whose stages and workers these are.
+        share: whose stages and workers these are.
         microbatches: how many there are.
         checkpoint_stops: of each stage; micro-batches below it are checkpointed.
         loss: where micro-batches end, or turn around, if they do so inside the run.
@@ -57,36 +115,47 @@ class Run:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        share: Share,
         microbatches: int,
         checkpoint_stops: tuple[int, ...],
         loss: Losses | None = None,
         observer: Observer | None = None,
     ) -> None:
-        stages, chosen = pipeline.stages, settings()
+        stages, chosen = share.stages, settings()
         observer = chosen.observer or observer
-        self.mini_batch = MiniBatch(stages, pipeline.placement, microbatches, checkpoint_stops, loss)
+        self.mini_batch = MiniBatch(
+            stages, share.placement, microbatches, checkpoint_stops, loss, share.random_numbers()
+        )
         if loss is not None:
-            draws = Draws(frozenset([OUTSIDE]), pipeline.loss_facts)
+            draws = Draws(frozenset([OUTSIDE]), share.loss_facts)
             loss.begin(self.mini_batch.rng, stages[-1].numbers.stop, draws)
-        self._workers = None if chosen.inline else pipeline.workers
-        self._devices = pipeline.devices
-        self._on_accelerator = pipeline.on_accelerator
+        self._workers = share.threads
+        self._line = share.line
+        self._devices = share.devices
+        self._on_accelerator = share.on_accelerator
         if self._on_accelerator:
             expect_no_capture(self._devices)
         self._streams = self._current_streams() if self._on_accelerator else [CPUStream] * len(stages)
-        self._observer = None if observer is None else observer.begin(pipeline.workers.placement)
-        self._failures = Failures()
-        self._channels = pipeline.channels(
-            self._streams, Link if self._observer is None else self._observer.link, self._failures.forestall_current
+        self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
+        self._observer = None if observer is None else observer.begin(share.workers.placement)
+        self._failures = share.failures()
+        self._channels = share.channels(
+            self._streams, Link if self._observer is None else self._observer.link, self._failures
         )
         self._tied = Tied(stages)
-        departures: list[Channel | Ports | Losses] = [*self._channels.departures]
-        if loss is not None:
-            departures[-1] = loss
-        ends = zip(stages, self._channels.arrivals, departures, self._tied.leaves, strict=True)
-        self._runners = [StageRunner(self.mini_batch, *each) for each in ends]
-        self._layers = [runner.layers for runner in self._runners]
+        self._runners = {
+            stage.index: StageRunner(self.mini_batch, stage, self._arrival(stage), self._departure(stage), tied)
+            for stage, tied in zip(stages, self._tied.leaves, strict=True)
+        }
+        self._layers = [runner.layers for runner in self._runners.values()]
+
+    def _arrival(self, stage: Stage) -> Channel | Ports:
+        return self._channels.arrivals[stage.index]
+
+    def _departure(self, stage: Stage) -> Channel | Ports | Losses:
+        last = len(self.mini_batch.checkpoint_stops) - 1
+        loss = self.mini_batch.loss
+        return loss if loss is not None and stage.index == last else self._channels.departures[stage.index]
 
     def _sweep(self) -> None:
         """When nobody holds this run any more: let the workers free what they have made for it."""
@@ -145,13 +214,14 @@ class Run:
         """
         for i, each in enumerate(inputs):
             self._channels.entrance.put_values(i, each)
-        for j in {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}:
-            self._layers[j].look_for_hooks()
+        split = {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}
+        for j in split & self._runners.keys():
+            self._runners[j].layers.look_for_hooks()
         try:
             self._walk(walk, self.mini_batch.context)
         finally:  # a refused recomputation promises that the next run knows who draws
             self._look_for_draws()
-        return [self._channels.entrance.get_gradients(i) for i in range(self.mini_batch.microbatches)]
+        return [self._channels.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def whole(self) -> tuple[list[Tensor], list[Tensor]]:
         """The leaves that were kept out of ``.grad``, and their gradients, scaled; everything else is given back."""
@@ -168,7 +238,7 @@ class Run:
     @property
     def mixed(self) -> int:
         """How many micro-batches may have added to gradients that were there before."""
-        return max(runner.mixed for runner in self._runners)
+        return max(runner.mixed for runner in self._runners.values())
 
     def _walk(self, walk: Walk, context: Context) -> None:
         """Let every worker walk its steps; raise the earliest failure if there is any."""
@@ -185,7 +255,7 @@ class Run:
     def _run_all(self, walk: Walk, context: Context) -> None:
         if self._workers is None:
             with serving(involved()):
-                self._do(walk[0], context)
+                self._do(walk[self._line], context)
         else:
             works = [partial(self._do, steps, context) for steps in walk]
             placement = self.mini_batch.size[-1]
@@ -231,7 +301,7 @@ class Run:
     def _do_on_stream(self, do: Callable[[StageRunner, Action], None], runner: StageRunner, action: Action) -> None:
         # Workers are on the stream of their stages all the time. A backward may come on another one than the forward,
         # and a recomputation would be queued there, past everything that waits for the stage's.
-        with use_stream(self._streams[runner.stage.index]):
+        with use_stream(self._stream_of[runner.stage.index]):
             do(runner, action)
 
     def _look_for_draws(self) -> None:

@@ -159,22 +159,30 @@ def divide(
     """
     expect_sequential(module)
     balance = checked_balance(balance, len(module))
-    _refuse_duplicate_layers(list(module._modules.items()))
+    partitions = partitions_of(module, balance)
     if len(balance) > len(devices):
         raise IndexError(
             f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {len(balance)}); a device "
             "may be given several times"
         )
     places = [parsed_device(device, f"devices[{j}]") for j, device in enumerate(devices[: len(balance)])]
-    partitions = nn.ModuleList(
-        _partition(block, module.training) for block in _blocks(list(module._modules.items()), balance)
-    )
     expect_shareable(list(partitions), places)
     if means is None:
-        _move(module, partitions, places)
+        move_partitions(partitions, places)
     else:
         _materialize(module, partitions, places, means)
     return partitions, balance, places
+
+
+def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleList:
+    """The partitions of ``module``, with its layers as they are and where they are.
+
+    Raises:
+        ValueError: a layer occurs twice.
+    """
+    _refuse_duplicate_layers(list(module._modules.items()))
+    blocks = _blocks(list(module._modules.items()), balance)
+    return nn.ModuleList(_partition(block, module.training) for block in blocks)
 
 
 def _partition(block: Sequence[Named], training: bool) -> Partition:
@@ -184,12 +192,16 @@ def _partition(block: Sequence[Named], training: bool) -> Partition:
     return partition
 
 
-def _move(module: nn.Module, partitions: nn.ModuleList, places: Sequence[torch.device]) -> None:
-    """Move each partition to its place, after a look at all of them."""
+def move_partitions(partitions: nn.ModuleList, places: Sequence[torch.device]) -> None:
+    """Move each partition to its place, after a look at all of them.
+
+    Raises:
+        ValueError: a place cannot hold its partition. Then none has moved.
+    """
     for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
         expect_movable(partition, place, j)
         expect_no_graphs(partition, place, j)
-    with untouched_on_failure(module):
+    with untouched_on_failure(partitions):
         move_all(list(partitions), places)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -135,12 +135,11 @@ class Stepping(nn.Module):
         >>> pipe.step(torch.zeros(8, 4), torch.zeros(8, 2), loss_fn=nn.functional.mse_loss).requires_grad
         False
         """
-        expect_grad_mode()
         options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
         call = Call("step", (*LossOptions._fields, "schedule"), input, target, arguments)
-        batches, losses = self._with_losses(LossStage, call, options)
+        batches, losses = self._with_losses(LossStage, call, options, schedule)
         self._train(batches, losses, schedule)
-        return returned(losses, batches, self.out_spec, options)
+        return self._returned(losses, batches, options)
 
     @overload
     def evaluate(
@@ -200,6 +199,9 @@ class Stepping(nn.Module):
         call = Call("evaluate", LossOptions._fields, input, target, arguments)
         batches, losses = self._with_losses(Losses, call, options)
         self._pipeline.evaluate(batches, losses)
+        return self._returned(losses, batches, options)
+
+    def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
         return returned(losses, batches, self.out_spec, options)
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
@@ -207,16 +209,24 @@ class Stepping(nn.Module):
         expect_proportional(batches)
         return batches, versions
 
-    def _with_losses(self, kind: type[Kind], call: Call, options: LossOptions) -> tuple[list[Batch], Kind]:
+    def _with_losses(
+        self, kind: type[Kind], call: Call, options: LossOptions, schedule: Schedule | str | None = None
+    ) -> tuple[list[Batch], Kind]:
         """The micro-batches of a step or an evaluation, and what computes their losses."""
-        refuse_transforms()
-        if not self._devices:
-            raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
-        refuse_hooks(self, call.method)
+        self._expect_fit(kind, call)
         inputs, target = called_with(next(self.children()), call)
         batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
         device = self._pipeline.stages[-1].device
         return batches, losses_of(kind, options, target, batches, self._chunks, device)
+
+    def _expect_fit(self, kind: type[Losses], call: Call) -> None:
+        """Raise unless this pipe can compute losses here and now."""
+        if kind is LossStage:
+            expect_grad_mode()
+        refuse_transforms()
+        if not self._devices:
+            raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
+        refuse_hooks(self, call.method)
 
     @abstractmethod
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:

@@ -2,53 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
 
 from ..skip import SkipLayout
 from ._copy import StagePlace, carriers
-from ._link import Channel
+from ._link import Channel, Link
 from ._ports import Ports
 
 
-class Channels:
-    """Connects stages at ``places``.
+class Connect(Protocol):
+    """Makes the channels of a run."""
+
+    def end(self, name: str) -> Channel:
+        """One whose other end is the owner of the run."""
+
+    def between(self, a: int, b: int, number: int, name: str) -> Channel:
+        """One from stage ``a`` to stage ``b``; it has that number among all channels between stages."""
+
+
+class Nearby:
+    """Connects stages of this process.
 
     Args:
-        channel: makes a channel, given its name and how payloads go forth and back.
+        places: of the stages, by their numbers.
+        link: the class of the links.
+        stall_timeout, is_cancelled: as for :class:`Link`.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[int, StagePlace],
+        link: type[Link[Any]],
+        stall_timeout: float | None,
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        self._places = places
+        self._channel = partial(Channel, link=link, stall_timeout=stall_timeout, is_cancelled=is_cancelled)
+
+    def end(self, name: str) -> Channel:
+        return self._channel(name)
+
+    def between(self, a: int, b: int, number: int, name: str) -> Channel:
+        source, target = self._places[a], self._places[b]
+        on_cpu = source[0].type == target[0].type == "cpu"  # where nothing is copied
+        return self._channel(name) if on_cpu else self._channel(name, *carriers(source, target))
+
+
+class Channels:
+    """Connects stages.
+
+    Args:
+        stages: those that are here.
+        count: how many there are, with those in other processes.
+        layout: which skips go from where to where.
+        connect: makes the channels.
 
     Attributes:
         entrance, exit: the channels whose other end is the owner of the run.
-        arrivals: where values come into each stage.
+        arrivals: where values come into each stage that is here, by its number.
         departures: where they leave it.
     """
 
-    def __init__(self, places: Sequence[StagePlace], layout: SkipLayout, channel: Callable[..., Channel]) -> None:
-        def between(a: int, b: int, what: str) -> Channel:
-            name = f"{what}between partitions {a} and {b}"
-            on_cpu = places[a][0].type == places[b][0].type == "cpu"  # where nothing is copied
-            return channel(name) if on_cpu else channel(name, *carriers(places[a], places[b]))
-
-        self.entrance = channel("at the input")
-        self.exit = channel("at the output")
-        self._main = [self.entrance, *[between(j, j + 1, "") for j in range(len(places) - 1)], self.exit]
+    def __init__(self, stages: Collection[int], count: int, layout: SkipLayout, connect: Connect) -> None:
+        self.entrance = connect.end("at the input")
+        self.exit = connect.end("at the output")
+        here = {*stages}
+        self._main = {0: self.entrance, count: self.exit}
+        for j in range(1, count):
+            if not here.isdisjoint((j - 1, j)):
+                self._main[j] = connect.between(j - 1, j, j, f"between partitions {j - 1} and {j}")
+        self.arrivals: dict[int, Channel | Ports] = {j: self._main[j] for j in stages}
+        self.departures: dict[int, Channel | Ports] = {j: self._main[j + 1] for j in stages}
         self._skips: list[Channel] = []
-        self.arrivals: list[Channel | Ports] = [*self._main[:-1]]
-        self.departures: list[Channel | Ports] = [*self._main[1:]]
         if layout.routes:
-            self._skips = [between(route.source, route.target, f"of skip {route.key[1]!r} ") for route in layout.routes]
-            self._add_ports(layout)
+            self._add_skips(layout, count, connect)
 
-    def _add_ports(self, layout: SkipLayout) -> None:
+    def _add_skips(self, layout: SkipLayout, count: int, connect: Connect) -> None:
         """Let skips come and go beside the main channel, where stages have any."""
-        routed = list(zip(layout.routes, self._skips, strict=True))
-        for j in {route.target for route in layout.routes}:
-            popped = [channel for route, channel in routed if route.target == j]
-            self.arrivals[j] = Ports([self._main[j], *popped])
-        for j in {route.source for route in layout.routes}:
-            stashed = [channel for route, channel in routed if route.source == j]
-            self.departures[j] = Ports([self._main[j + 1], *stashed])
+        popped: dict[int, list[Channel]] = {}
+        stashed: dict[int, list[Channel]] = {}
+        for number, (key, source, target) in enumerate(layout.routes, start=count):
+            if source in self.departures or target in self.arrivals:
+                name = f"of skip {key[1]!r} between partitions {source} and {target}"
+                self._skips.append(connect.between(source, target, number, name))
+                popped.setdefault(target, []).append(self._skips[-1])
+                stashed.setdefault(source, []).append(self._skips[-1])
+        for j in popped.keys() & self.arrivals.keys():
+            self.arrivals[j] = Ports([self._main[j], *popped[j]])
+        for j in stashed.keys() & self.departures.keys():
+            self.departures[j] = Ports([self._main[j + 1], *stashed[j]])
 
     def cancel(self) -> None:
         """Cancel what anybody waits for, and will wait for."""
-        for channel in (*self._main, *self._skips):
+        for channel in chain(self._main.values(), self._skips):
             channel.cancel()

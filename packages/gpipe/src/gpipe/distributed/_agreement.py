@@ -1,0 +1,102 @@
+"""Before anything begins: have all ranks checked what they were given, and been given the same?"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ._errors import RemoteError
+from ._rendezvous import Word
+
+
+class Meeting(Protocol):
+    """Where ranks meet."""
+
+    def meet(self, word: Word) -> list[Word]: ...
+
+
+class Agreement:
+    """What all ranks must say alike, and what some tell the others.
+
+    Attributes:
+        alike: by names that a user knows; filled by each rank.
+        told: filled by a rank that knows something.
+        heard: what each rank has told, after the meeting.
+    """
+
+    def __init__(self) -> None:
+        self.alike: dict[str, Any] = {}
+        self.told: dict[str, Any] = {}
+        self.heard: list[dict[str, Any]] = []
+
+
+@contextmanager
+def agreement(meeting: Meeting, ranks: tuple[int, ...]) -> Iterator[Agreement]:
+    """Around what each rank checks by itself; all ranks come to the end of it, where they meet.
+
+    Args:
+        meeting: where.
+        ranks: what members are called in errors.
+
+    Raises:
+        RemoteError: on ranks where all was right, if another one raised something.
+        ValueError: on all, if they said something else of what must be alike.
+    """
+    found, error = Agreement(), None
+    try:
+        yield found
+    except Exception as failed:
+        error = failed
+    word = {"alike": found.alike, "told": found.told}
+    said = meeting.meet(word if error is None else {"error": f"{type(error).__name__}: {error}"})
+    if error is not None:
+        raise error
+    for k, each in enumerate(said):
+        if "error" in each:
+            raise RemoteError(f"rank {ranks[k]} could not begin: {each['error']}")
+    _expect_alike([each["alike"] for each in said], ranks)
+    found.heard = [each["told"] for each in said]
+
+
+def _expect_alike(said: list[dict[str, Any]], ranks: tuple[int, ...]) -> None:
+    for name, first in said[0].items():
+        for k, each in enumerate(said):
+            if each.get(name) != first:
+                raise ValueError(
+                    f"the ranks disagree: {name} is {first!r} on rank {ranks[0]}, but {each.get(name)!r} on rank "
+                    f"{ranks[k]}; give all of them the same"
+                )
+
+
+def described(module: nn.Sequential) -> dict[str, Any]:
+    """What of a model all ranks must have alike: its layers, what they hold, and the versions of what computes them."""
+    return {
+        "layers of the model": _digest((name, type(layer).__qualname__) for name, layer in module.named_children()),
+        "parameters and buffers of the model": _digest(
+            (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+            for own in (module.named_parameters(), module.named_buffers())
+            for name, tensor in own
+        ),
+        "version of torch": torch.__version__,
+        "version of gpipe": _version(),
+        "version of Python": ".".join(map(str, sys.version_info[:2])),
+    }
+
+
+def _digest(facts: Iterator[tuple[Any, ...]]) -> str:
+    listed = list(facts)
+    return f"{len(listed)} of digest {hashlib.sha256(repr(listed).encode()).hexdigest()[:12]}"
+
+
+def _version() -> str:
+    try:
+        return version("gpipe-torch")
+    except PackageNotFoundError:  # used from its sources
+        return "unknown"

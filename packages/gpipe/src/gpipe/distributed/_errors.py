@@ -1,0 +1,25 @@
+"""What goes wrong between processes."""
+
+from __future__ import annotations
+
+
+class RemoteError(RuntimeError):
+    """Another rank failed, and so this one's step was given up. The text says which, where, and how."""
+
+
+class LostRankError(ConnectionError):
+    """Another rank ended, or does not answer. The pipe is of no use any more: the processes have to start again."""
+
+
+class UnreachableError(Exception):
+    """A message could not be sent or received. Never reaches the caller.
+
+    Attributes:
+        member: with whom.
+        silent: whether the time was over; if not, the connection has ended.
+    """
+
+    def __init__(self, member: int, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.member = member
+        self.silent = "imed out" in str(error)

@@ -1,0 +1,62 @@
+"""Losses that another rank computes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..engine._loss import LossStage
+from ..engine._scale import Scale
+
+
+class Verdict(NamedTuple):
+    """What all ranks know of the losses of a mini-batch in the end.
+
+    Attributes:
+        loss: of the whole.
+        metrics: of the whole, if there are any.
+        scale: what gradients are to be multiplied by.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Any] | None
+    scale: float
+
+
+class FarLoss(LossStage):
+    """Stands for the losses on a rank that does not have the last stage.
+
+    Attributes:
+        verdict: known when all ranks have met.
+    """
+
+    verdict: Verdict
+
+    def __init__(self) -> None:
+        super().__init__(_elsewhere, (), (), ())
+        self._counts_itself = False
+
+    @property
+    def scales(self) -> bool:
+        return self._counts_itself
+
+    @scales.setter
+    def scales(self, counts: bool) -> None:
+        self._counts_itself = self._counts_itself or counts
+
+    @property
+    def scale(self) -> Scale:
+        return self.verdict.scale
+
+    @property
+    def loss(self) -> Tensor:
+        return self.verdict.loss
+
+    @property
+    def metrics(self) -> dict[str, Any] | None:
+        return self.verdict.metrics
+
+
+def _elsewhere(*_: Any) -> Any:
+    raise AssertionError("the last stage is on another rank")

@@ -1,0 +1,219 @@
+"""Messages from one rank to another, over one direction of a channel.
+
+A message is a head, perhaps the text of its form, and the data of tensors. A small one is a single transfer, since each
+has to be waited for; the parts of a large one are transfers of their own, into memory of their own::
+
+    [microbatch, form, bytes of its text, flag, 1 | text | data | data ...]
+    [microbatch, form, bytes of its text, flag, 0]  [text]  [data]  [data] ...
+
+Both ends number the forms (:mod:`gpipe.distributed._forms`) that have passed, so that the text of each comes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..values._describe import Cancelled
+from ._errors import UnreachableError
+from ._forms import Form, form_of
+
+SMALL: Final = 2**15
+"""Bytes of a message that is sent in one transfer. A receiver has memory for so many ready before it comes."""
+
+POISON: Final = -1
+"""In the place of a micro-batch: nothing more comes in this run."""
+
+_HEAD = 5 * 8
+_ALIGN = 16  # so that the data of any dtype can be looked at in place
+
+
+class Peer:
+    """A member of a group, as the other end of messages with one tag.
+
+    Args:
+        group: over which they go.
+        member: who it is.
+        tag: of these messages, among all between the two.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, member: int, tag: int) -> None:
+        self.member = member
+        self._group = group
+        self._tag = tag
+
+    def send(self, data: Tensor) -> Any:
+        """Begin to send; ``data`` must stay as it is until this has been waited for."""
+        try:
+            return self._group.send([data], self.member, self._tag)
+        except RuntimeError as error:
+            raise UnreachableError(self.member, error) from None
+
+    def receive(self, data: Tensor) -> Any:
+        """Begin to receive into ``data``, which may be larger than what comes."""
+        try:
+            return self._group.recv([data], self.member, self._tag)
+        except RuntimeError as error:
+            raise UnreachableError(self.member, error) from None
+
+    def wait(self, work: Any, timeout: timedelta | None = None) -> None:
+        """Wait until a transfer is done; for as long as the group does if there is no ``timeout``."""
+        try:
+            work.wait() if timeout is None else work.wait(timeout)
+        except RuntimeError as error:
+            raise UnreachableError(self.member, error) from None
+
+
+class Sender:
+    """The near end. Nothing but :meth:`forget` and :meth:`flush` waits."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self._forms: dict[Form, int] = {}
+        self._under_way: dict[int, list[tuple[Any, Tensor]]] = {}
+
+    def put(self, microbatch: int, payload: Any, *, flag: bool = False) -> None:
+        """Send the payload of a micro-batch on its way."""
+        form, data = form_of(payload)
+        text = b""
+        if form not in self._forms:
+            self._forms[form] = len(self._forms)
+            text = form.text.encode()
+        self._send(microbatch, (microbatch, self._forms[form], len(text), flag), [_bytes(text), *data])
+
+    def poison(self, why: bytes) -> None:
+        """Say that nothing more comes in this run, and why."""
+        self._send(POISON, (POISON, 0, len(why), False), [_bytes(why)])
+
+    def forget(self, microbatch: int) -> None:
+        """Let the memory go of what has been sent for a micro-batch, which has arrived, or soon will."""
+        for work, _ in self._under_way.pop(microbatch, ()):
+            self.peer.wait(work)
+
+    def flush(self) -> None:
+        """Wait until everything has arrived."""
+        for microbatch in [*self._under_way]:
+            self.forget(microbatch)
+
+    def _send(self, microbatch: int, head: tuple[int, int, int, bool], parts: Sequence[Tensor]) -> None:
+        parts = [part.cpu() for part in parts if len(part)]
+        places, total = _places([len(part) for part in parts])
+        small = total <= SMALL
+        frame = torch.empty(total if small else _HEAD, dtype=torch.uint8)
+        frame[:_HEAD].view(torch.int64).copy_(torch.tensor((*head, small)))
+        if small:
+            for place, part in zip(places, parts, strict=True):
+                frame[place : place + len(part)] = part
+            parts = ()
+        transfers = [(self.peer.send(part), part) for part in (frame, *parts)]
+        self._under_way.setdefault(microbatch, []).extend(transfers)
+
+
+class Receiver:
+    """The far end, which puts tensors on ``device``.
+
+    Attributes:
+        poisoned: why nothing more comes in this run; None while something does.
+    """
+
+    def __init__(self, peer: Peer, device: torch.device) -> None:
+        self.peer = peer
+        self.poisoned: bytes | None = None
+        self._device = device
+        self._forms: list[Form] = []
+        self._expected = 0
+        self._posted: tuple[Any, Tensor] | None = None
+
+    def expect(self, messages: int) -> None:
+        """A run begins, in which so many messages come."""
+        self._expected = messages
+        self.poisoned = None
+        if messages:
+            self._post()
+
+    def get(self) -> tuple[int, bool, Any]:
+        """Wait for the next message: its micro-batch, flag, and payload.
+
+        Raises:
+            Cancelled: nothing more comes; :attr:`poisoned` says why.
+        """
+        if self.poisoned is not None:
+            raise Cancelled
+        frame = self._frame()
+        microbatch, number, size, flag, small = frame[:_HEAD].view(torch.int64).tolist()
+        parts = _Parts(self.peer, frame if small else None)
+        (text,) = parts.take([size])
+        if microbatch == POISON:
+            self.poisoned = bytes(text.tolist())
+            raise Cancelled
+        if size:
+            self._forms.append(Form.parse(bytes(text.tolist()).decode()))
+        form = self._forms[number]
+        data = parts.take(form.sizes)
+        self._expected -= 1
+        if self._expected > 0:
+            self._post()
+        return microbatch, bool(flag), form.rebuild([part.to(self._device) for part in data])
+
+    def drain(self) -> None:
+        """After a run that has failed: take everything up to the poison."""
+        try:
+            while True:
+                self.get()
+        except Cancelled:
+            pass
+
+    def _frame(self) -> Tensor:
+        self._post()
+        assert self._posted is not None
+        work, frame = self._posted
+        self.peer.wait(work)
+        self._posted = None
+        return frame
+
+    def _post(self) -> None:
+        """Have memory ready for the next message, so that it may come before anybody asks for it."""
+        if self._posted is None:
+            frame = torch.empty(SMALL, dtype=torch.uint8)
+            self._posted = self.peer.receive(frame), frame
+
+
+class _Parts:
+    """What follows the head of a message: in its ``frame``, or in transfers of their own if there is none."""
+
+    def __init__(self, peer: Peer, frame: Tensor | None) -> None:
+        self._peer = peer
+        self._frame = frame
+        self._end = _HEAD
+
+    def take(self, sizes: Sequence[int]) -> list[Tensor]:
+        """The next ones, of so many bytes, each in memory of its own."""
+        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        present = [part for part in parts if len(part)]
+        if self._frame is None:
+            for work in [self._peer.receive(part) for part in present]:
+                self._peer.wait(work)
+        else:
+            places, self._end = _places([len(part) for part in present], self._end)
+            for place, part in zip(places, present, strict=True):
+                part.copy_(self._frame[place : place + len(part)])
+        return parts
+
+
+def _places(sizes: Sequence[int], begin: int = _HEAD) -> tuple[list[int], int]:
+    """Where in a frame parts of these sizes begin, after ``begin``, and where the last one ends."""
+    ends = [*accumulate(sizes, lambda end, size: -(-end // _ALIGN) * _ALIGN + size, initial=begin)]
+    return [end - size for end, size in zip(ends[1:], sizes, strict=True)], ends[-1]
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else _NOTHING
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)

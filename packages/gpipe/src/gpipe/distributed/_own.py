@@ -1,0 +1,63 @@
+"""What a rank keeps of the model: its own stages, on its own devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..module._arguments import Device, parsed_device
+from ..module._devices import untouched_on_failure
+from ..module._init import Means, expect_materializable, materialize
+from ..module._partition import move_partitions, partitions_of
+
+
+class Share(NamedTuple):
+    """The stages of a rank, and what they are cut from.
+
+    Attributes:
+        every: the partitions of all stages; those of other ranks are as they were.
+        partitions: those of this rank.
+        devices: of these.
+    """
+
+    every: list[nn.Module]
+    partitions: nn.ModuleList
+    devices: list[torch.device]
+
+
+def own_share(
+    module: nn.Sequential,
+    balance: Sequence[int],
+    ranks: Sequence[int],
+    me: int,
+    device: Device | Sequence[Device],
+    means: Means | None,
+) -> Share:
+    """Cut ``module``, and put the partitions of rank ``me`` on their devices, with data if ``means`` say so.
+
+    Raises:
+        TypeError, ValueError: a device is missing, or cannot hold its partition. Then no layer has moved.
+    """
+    every = partitions_of(module, balance)
+    own = nn.ModuleList(partition for partition, rank in zip(every, ranks, strict=True) if rank == me)
+    places = _places(device, len(own))
+    if means is not None:
+        expect_materializable(dict(module.named_children()), places, means)
+    with untouched_on_failure(own):
+        if means is not None:
+            materialize(own, places, means)
+        move_partitions(own, places)
+    return Share(list(every), own, places)
+
+
+def _places(device: Any, count: int) -> list[torch.device]:
+    """The device of each of the stages of a rank."""
+    given = list(device) if isinstance(device, (list, tuple)) else [device] * count
+    if len(given) != count:
+        raise ValueError(
+            f"device: expected one, or one for each of the {count} stages of this rank; got {len(given)}: {device!r}"
+        )
+    return [parsed_device(each, f"device[{j}]" if given is device else "device") for j, each in enumerate(given)]

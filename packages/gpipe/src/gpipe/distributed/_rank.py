@@ -1,0 +1,294 @@
+"""This process's share of a pipe whose stages are in several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from microbatch import Batch
+
+from .._batchnorm import DeferredBatchNorm
+from .._gpipe import _sequential
+from ..engine._loss import LossStage
+from ..engine._losses import Losses
+from ..engine._stage import stages_of
+from ..engine._workers import Workers
+from ..module._arguments import Device, checked_checkpoint, checked_chunks, checked_flag, checked_modes, whole
+from ..module._cut import checked
+from ..module._hooks import pre_hooked
+from ..module._init import means_of
+from ..module._keywords import Call, called_with
+from ..module._partition import checked_balance
+from ..module._step import Stepping
+from ..module._training import LossOptions, losses_of, returned
+from ..module._transforms import refuse_transforms
+from ..schedule import SCHEDULES, Choice, Schedule, checkpoint_stops
+from ..schedule._named import expect_name
+from ..skip import inspect_skip_layout, verify_skippables
+from ..transport._copy import CopyStreams
+from ..values._gather import gathered
+from ..values._leaves import Arguments
+from ._agreement import agreement, described
+from ._far_loss import FarLoss
+from ._groups import open_groups
+from ._own import Share, own_share
+from ._pipeline import RankPipeline
+from ._random import next_seed
+from ._rendezvous import Rendezvous
+
+Kind = TypeVar("Kind", bound=Losses)
+
+
+class Rank(Stepping):
+    """This process's share of a pipe: the layers of its stages, under the model's own names.
+
+    Every process of a group makes one of the same model with the same arguments, and calls the same methods in the
+    same order. Each does its part of the schedule, and sends activations and gradients to its neighbours. What comes
+    out is what :class:`gpipe.GPipe` computes in one process: the same loss, on all ranks, and the same gradients.
+
+    Args:
+        module: the whole model, as :class:`gpipe.GPipe` takes it. Only this rank's layers are kept, and moved to its
+            device; a model on ``meta`` gets memory for these alone, by ``init``.
+        balance: how many layers each stage gets.
+        sample: see :class:`gpipe.GPipe`.
+        chunks: how many micro-batches to cut a mini-batch into.
+        checkpoint: which micro-batches are recomputed: a mode, or one for each stage.
+        deferred_batch_norm: see :class:`gpipe.GPipe`.
+        ranks: for each stage the number, in the group, of the process that has it. By default stage j is on process
+            j modulo their number, as for ``"interleaved"``; ``[0, 1, 1, 0]`` is a V.
+        group: the processes that take part; all by default. A gloo group of the same processes carries the messages.
+        device: of this rank's stages; the CPU by default. Or a list with one for each stage of this rank.
+        in_spec, out_spec: see :class:`gpipe.GPipe`.
+        init: see :class:`gpipe.GPipe`; called for this rank's layers alone.
+        timeout: how long to wait for another rank before it counts as lost; by default as long as ``group`` does.
+
+    Attributes:
+        stages: the numbers of the stages of this rank, a list of int.
+        balance: layers of each stage of the model, a list of int.
+        ranks: the process of each stage, a list of int.
+        partitions: an ``nn.ModuleList`` with the layers of each stage of this rank.
+
+    Raises:
+        RuntimeError: there is no process group, or this process is not in it.
+        ValueError, TypeError: as :class:`gpipe.GPipe`; ``ranks`` does not fit; the ranks disagree. On every rank.
+
+    >>> # torchrun --nproc-per-node 2 train.py
+    >>> dist.init_process_group("gloo")  # doctest: +SKIP
+    >>> rank = Rank(model, balance=[2, 1], chunks=4)  # doctest: +SKIP
+    >>> loss = rank.step(x, y, loss_fn=loss_fn)  # doctest: +SKIP
+    """
+
+    _partitions: nn.ModuleList
+    _pipeline: RankPipeline
+
+    def __init__(
+        self,
+        module: nn.Module,
+        balance: Iterable[int],
+        *,
+        sample: Any = None,
+        chunks: int = 1,
+        checkpoint: str | Iterable[str] = "except_last",
+        deferred_batch_norm: bool = False,
+        ranks: Iterable[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: Device | Sequence[Device] = "cpu",
+        in_spec: Any = None,
+        out_spec: Any = None,
+        init: Any = None,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_spec, self.out_spec = in_spec, out_spec
+        self._groups = groups = open_groups(group, _seconds(timeout))
+        rendezvous = Rendezvous(groups)
+        with agreement(rendezvous, groups.members) as found:
+            self._chunks = checked_chunks(chunks)
+            self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
+            means = means_of(init)
+            layers = _sequential(module, sample)
+            verify_skippables(layers)
+            self._balance = checked_balance(balance, len(layers))
+            self._checkpoint = checked_modes(checked_checkpoint(checkpoint), len(self._balance))
+            self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
+            found.alike = {"balance": self._balance, "ranks": self._ranks, **described(layers)}
+            found.alike["deferred_batch_norm"] = self._deferred
+        with agreement(rendezvous, groups.members):
+            share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
+            if self._deferred:
+                DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
+        self.training = layers.training
+        for partition in share.partitions:
+            self._modules.update(partition._modules)
+        # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
+        self.__dict__["_partitions"] = share.partitions
+        self._devices = share.devices
+        self._pipeline = self._laid_out(share, rendezvous)
+
+    def _laid_out(self, share: Share, rendezvous: Rendezvous) -> RankPipeline:
+        """What the engine sees of the layers."""
+        groups, layout = self._groups, inspect_skip_layout(share.every)
+        places = iter(share.devices)
+        devices = [next(places) if rank == groups.me else torch.device("cpu") for rank in self._ranks]
+        stages = [stage for stage in stages_of(share.every, devices, layout) if self._ranks[stage.index] == groups.me]
+        streams = [CopyStreams.on(each) for each in share.devices]
+        workers = Workers.for_owner(self, share.devices)
+        return RankPipeline(stages, layout, streams, workers, groups, self._ranks, rendezvous)
+
+    @property
+    def stages(self) -> list[int]:
+        """The numbers of the stages of this rank."""
+        return [stage.index for stage in self._pipeline.stages]
+
+    @property
+    def balance(self) -> list[int]:
+        """Layers of each stage of the model."""
+        return list(self._balance)
+
+    @property
+    def ranks(self) -> list[int]:
+        """For each stage the number, in the group, of the process that has it."""
+        return list(self._ranks)
+
+    @property
+    def partitions(self) -> nn.ModuleList:
+        """The layers of each stage of this rank."""
+        return self._partitions
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute in the pipeline, without gradients.
+
+        Args:
+            args, kwargs: as for the model, on the first rank; others need not give any.
+
+        Returns:
+            What the model gives on the rank of the last stage, None on the others.
+        """
+        refuse_transforms()
+        given = args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+        batches, seed = self._agreed("forward", None, lambda: given)
+        self._pipeline.begin(len(batches), seed, None, backwards=False)
+        outputs = self._pipeline.outputs(batches)
+        return gathered(outputs, [batch.rows for batch in batches], self.out_spec) if self._pipeline.ends else None
+
+    def train(self, mode: bool = True) -> Rank:
+        super().train(mode)
+        for partition in self._partitions:
+            partition.training = mode
+        return self
+
+    def extra_repr(self) -> str:
+        return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
+
+    def _with_losses(
+        self, kind: type[Kind], call: Call, options: LossOptions, schedule: Schedule | str | None = None
+    ) -> tuple[list[Batch], Kind]:
+        """As of any pipe where the mini-batch is; elsewhere its rows, and losses that stand for those at the end."""
+
+        def given() -> Any:
+            self._expect_fit(kind, call)
+            return called_with(next(self.children()), call)[0] if self._pipeline.begins else None
+
+        batches, seed = self._agreed(call.method, schedule, given)
+        losses: Any = FarLoss()
+        self._pipeline.begin(len(batches), seed, losses, backwards=kind is LossStage)
+        if self._pipeline.ends:
+            losses = self._pipeline.loss = self._losses(kind, call, options, batches)
+        return batches, losses
+
+    def _losses(self, kind: type[Kind], call: Call, options: LossOptions, batches: Sequence[Batch]) -> Kind:
+        """What computes the losses, on the rank of the last stage."""
+        target = call.arguments.get("target") if call.target is None else call.target
+        try:
+            return losses_of(kind, options, target, batches, self._chunks, self._pipeline.stages[-1].device)
+        except Exception as error:
+            self._pipeline.call_off(error)
+
+    def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
+        stops = checkpoint_stops(self._checkpoint if self.training else "never", len(batches), len(self._balance))
+        self._pipeline.train(batches, stops, loss, _chosen(schedule, len(self._balance)))
+
+    def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
+        if not self._pipeline.ends:
+            options = options._replace(return_outputs=False)
+        return returned(losses, batches, self.out_spec, options)
+
+    def _agreed(
+        self, method: str, schedule: Schedule | str | None, given: Callable[[], Any]
+    ) -> tuple[list[Batch], int]:
+        """The micro-batches, or how many rows they have where they are on another rank; and the seed of the run.
+
+        Args:
+            given: checks what this rank was given; the mini-batch, on the rank of the first stage.
+        """
+        batches: list[Any] = []
+        with agreement(self._pipeline, self._groups.members) as found:
+            found.alike = {
+                "the method that is called": method,
+                "schedule": None if schedule is None else str(schedule),
+                "training": self.training,
+                "chunks": self._chunks,
+                "checkpoint": self._checkpoint,
+            }
+            _expect_schedule(schedule)
+            inputs = given()
+            if self._pipeline.begins:
+                batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
+                found.told = {"rows": [batch.rows for batch in batches], "seed": next_seed()}
+        first = found.heard[self._ranks[0]]
+        return batches or [_Rows(tuple(rows)) for rows in first["rows"]], first["seed"]
+
+
+class _Rows(NamedTuple):
+    """A micro-batch on another rank.
+
+    Attributes:
+        rows: how many it has, by tensor.
+    """
+
+    rows: tuple[int, ...]
+
+
+def _checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:
+    """The member of each stage; all members have one."""
+    if ranks is None:
+        if stages < members:
+            raise ValueError(
+                f"balance: {stages} stages cannot be divided among the {members} processes of the group; give at least "
+                "as many, or a smaller group"
+            )
+        return [j % members for j in range(stages)]
+    found = [whole(rank) for rank in ranks]
+    if len(found) != stages or {*found} != {*range(members)}:
+        raise ValueError(
+            f"ranks: expected for each of the {stages} stages the number of a process, with each of the {members} "
+            f"processes of the group among them; got {found}"
+        )
+    return found
+
+
+def _expect_schedule(schedule: Schedule | str | None) -> None:
+    if isinstance(schedule, str):
+        expect_name(schedule, SCHEDULES)
+    elif not isinstance(schedule, Schedule | None):
+        raise TypeError(
+            f"schedule must be a name such as '1f1b', or a gpipe.schedule.Schedule; got {type(schedule).__name__}"
+        )
+
+
+def _chosen(schedule: Schedule | str, stages: int) -> Schedule | Choice:
+    """``schedule``, with all stages split where it splits any: each rank knows only its own cells."""
+    return Choice(schedule.lower(), tuple(range(stages))) if isinstance(schedule, str) else schedule
+
+
+def _seconds(timeout: float | timedelta | None) -> timedelta | None:
+    if timeout is None or isinstance(timeout, timedelta):
+        return timeout
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, or a timedelta; got {timeout!r}")
+    return timedelta(seconds=timeout)
