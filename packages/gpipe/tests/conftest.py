@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from .sweeps import sweeps as sweeps
+from .worlds import World
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +28,18 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Callable[[int], World]]:
+    """Processes that talk to each other, by their number; those of the same number are the same."""
+    opened: dict[int, World] = {}
+
+    def of(size: int) -> World:
+        if size not in opened or not all(process.is_alive() for process in opened[size].processes):
+            opened[size] = World(size)
+        return opened[size]
+
+    yield of
+    for each in opened.values():
+        each.close()

@@ -1,1 +1,6 @@
-"""The same model, schedule and checkpoint in several processes."""
+"""The same pipe with its stages in several processes, as ``torchrun`` starts them."""
+
+from ._errors import LostRankError, RemoteError
+from ._rank import Rank
+
+__all__ = ["LostRankError", "Rank", "RemoteError"]

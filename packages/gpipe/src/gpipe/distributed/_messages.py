@@ -141,7 +141,7 @@ class Receiver:
         """Wait for the next message: its micro-batch, flag, and payload.
 
         Raises:
-            Cancelled: nothing more comes; :attr:`poisoned` says why.
+            Cancelled: nothing more comes; ``poisoned`` says why.
         """
         if self.poisoned is not None:
             raise Cancelled

@@ -22,7 +22,7 @@ from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._channels import Crossings, Reach
 from ._errors import LostRankError, RemoteError, UnreachableError
-from ._failures import RankFailures
+from ._failures import BEFORE, RankFailures
 from ._far_loss import FarLoss
 from ._groups import Groups
 from ._random import AgreedRNG, take_seed
@@ -169,7 +169,7 @@ class RankPipeline(Pipeline):
         word: Word = {"failed": True, "drew": self._rng.drew}
         if not isinstance(error, Cancelled):
             notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-            word["when"] = self._failures.earliest or (-1.0, -1)
+            word["when"] = list(self._failures.earliest or BEFORE)
             word["what"] = f"{type(error).__name__}: {error}{notes}"
         return word
 

@@ -13,7 +13,6 @@ from torch import nn
 from microbatch import Batch
 
 from .._batchnorm import DeferredBatchNorm
-from .._gpipe import _sequential
 from ..engine._loss import LossStage
 from ..engine._losses import Losses
 from ..engine._stage import stages_of
@@ -24,6 +23,7 @@ from ..module._hooks import pre_hooked
 from ..module._init import means_of
 from ..module._keywords import Call, called_with
 from ..module._partition import checked_balance
+from ..module._sequential import as_sequential
 from ..module._step import Stepping
 from ..module._training import LossOptions, losses_of, returned
 from ..module._transforms import refuse_transforms
@@ -111,7 +111,7 @@ class Rank(Stepping):
             self._chunks = checked_chunks(chunks)
             self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
             means = means_of(init)
-            layers = _sequential(module, sample)
+            layers = as_sequential(module, sample)
             verify_skippables(layers)
             self._balance = checked_balance(balance, len(layers))
             self._checkpoint = checked_modes(checked_checkpoint(checkpoint), len(self._balance))

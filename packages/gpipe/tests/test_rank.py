@@ -1,0 +1,285 @@
+"""Ranks compute what one process does, bit for bit: random models, cuts, placements and schedules over gloo."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+from gpipe.distributed import Rank
+from gpipe.schedule import checkpoint_stops
+
+from .models import Recipe, main_of, recipes
+from .schedules import CHOICES, some_schedule
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+    pytest.mark.timeout(300),
+]
+
+SLOW = settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+    max_examples=max(10, settings().max_examples // 4),
+)
+
+
+@SLOW
+@given(
+    recipes(),
+    st.sampled_from([2, 3]),
+    st.integers(0, 2**16),
+    st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]) | CHOICES,
+    st.booleans(),
+)
+def test_ranks_are_one_process(worlds, recipe: Recipe, size: int, seed: int, schedule: Any, counted: bool):
+    layers = len(recipe.model())
+    assume(layers >= size)
+    stages = min(layers, max(size, recipe.stages))
+    modes = (
+        recipe.checkpoint if isinstance(recipe.checkpoint, str) else (*recipe.checkpoint, "never", "always")[:stages]
+    )
+    recipe = replace(recipe, stages=stages, checkpoint=modes)
+    worlds(size).run(_expect_as_in_one_process, recipe, _placement(stages, size, seed), schedule, counted)
+
+
+def _placement(stages: int, size: int, seed: int) -> list[int]:
+    """A process for each stage, and a stage for each process."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks = [*range(size), *torch.randint(size, (stages - size,), generator=generator).tolist()]
+    return [ranks[k] for k in torch.randperm(stages, generator=generator).tolist()]
+
+
+def _expect_as_in_one_process(recipe: Recipe, ranks: list[int], schedule: Any, counted: bool) -> None:
+    model = recipe.model()
+    options = {
+        "chunks": recipe.chunks,
+        "checkpoint": recipe.modes(recipe.stages),
+        "deferred_batch_norm": recipe.deferred,
+    }
+    balance = recipe.balance(len(model))
+    one = GPipe(copy.deepcopy(model), balance, devices=[f"cpu:{rank}" for rank in ranks], **options)
+    rank = Rank(model, balance, ranks=ranks, **options)
+    for x in recipe.batches():
+        own = _schedule(schedule, x, recipe, ranks)
+        found, expected = _trained(rank, x, own, counted), _trained(one, x, own, counted)
+        if isinstance(expected, str):
+            assert isinstance(found, str)
+            return
+        assert_same(found, expected)
+    one.close()
+
+
+def _schedule(schedule: Any, x: Tensor, recipe: Recipe, ranks: list[int]) -> Any:
+    if isinstance(schedule, str):
+        return schedule
+    m = len(x.chunk(recipe.chunks))
+    stops = checkpoint_stops(recipe.modes(recipe.stages), m, recipe.stages) if recipe.training else (0,)
+    return some_schedule(schedule, m, ranks, max(stops), in_order=True)
+
+
+def _trained(pipe: Any, x: Tensor, schedule: Any, counted: bool) -> dict[str, Any] | str:
+    """All that a step leaves behind; the name of the error if it fails."""
+    torch.manual_seed(1)
+    try:
+        with gpipe.inline():
+            loss = pipe.step(x.clone(), loss_fn=_counted if counted else _mean, schedule=schedule)
+    except Exception as error:
+        return type(error).__name__
+    state = {f"buffer {name}": buffer.clone() for name, buffer in pipe.named_buffers()}
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in pipe.named_parameters()}
+    return {"loss": loss, "generator": torch.get_rng_state(), **state, **gradients}
+
+
+def _mean(output: Any) -> Tensor:
+    return main_of(output).square().mean()
+
+
+def _counted(output: Any) -> tuple[Tensor, int]:
+    x = main_of(output)
+    return x.square().sum(), x.numel()
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """All that is here is as in one process."""
+    torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0, equal_nan=True)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())])
+
+
+def batch(rows: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 6, generator=generator), torch.randn(rows, 6, generator=generator)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "1f1b", "zero_bubble"])
+def test_stages_in_turn(worlds, schedule: str):
+    worlds(2).run(_expect_in_turn, schedule)
+
+
+def _expect_in_turn(schedule: str) -> None:
+    rank = Rank(network(), [2, 2, 2, 2], chunks=4)
+    assert rank.ranks == [0, 1, 0, 1]
+    assert rank.stages == [dist.get_rank(), dist.get_rank() + 2]
+    loss = rank.step(*batch(), loss_fn=nn.functional.mse_loss, schedule=schedule)
+    plain, (x, y) = network(), batch()
+    expected = nn.functional.mse_loss(plain(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+def test_outputs_are_on_the_last_rank(worlds):
+    first, last = worlds(2).run(_output)
+    assert first is None
+    torch.testing.assert_close(last, network()(batch()[0]))
+
+
+def _output() -> Tensor | None:
+    output = Rank(network(), [4, 4], chunks=3)(batch()[0])
+    assert output is None or not output.requires_grad
+    return output
+
+
+def test_evaluation(worlds):
+    first, last = worlds(2).run(_evaluated)
+    x, y = batch()
+    assert first == last
+    torch.testing.assert_close(first, nn.functional.mse_loss(network()(x), y).item())
+
+
+def _evaluated() -> float:
+    x, y = batch()
+    here = dist.get_rank()
+    rank = Rank(network(), [4, 4], chunks=3).eval()
+    return rank.evaluate(x if here == 0 else None, y if here == 1 else None, loss_fn=nn.functional.mse_loss).item()
+
+
+def test_metrics_are_on_all_ranks(worlds):
+    found = worlds(2).run(_with_metrics)
+    assert found[0][1] == found[1][1]
+    assert found[0][1]["rows"] == 3.0
+    assert found[0][0] is None
+    assert found[1][0].shape == (12, 6)
+
+
+def _with_metrics() -> Any:
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        return (output - target).square().mean(), {"rows": len(output)}
+
+    rank = Rank(network(), [4, 4], chunks=4)
+    _, metrics, *outputs = rank.step(*batch(), loss_fn=loss_fn, return_outputs=True)
+    return outputs[0] if outputs else None, metrics
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"balance": [3, 5]}, "balance is .* on rank 0, but"),
+        ({"chunks": 3}, "chunks is"),
+        ({"ranks": [1, 0]}, "ranks is"),
+        ({"checkpoint": "always"}, "checkpoint is"),
+        ({"model": nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])}, "the model is"),
+    ],
+)
+def test_ranks_that_disagree_are_told(worlds, change: dict[str, Any], message: str):
+    for succeeded, text in worlds(2).answers(_disagree, change):
+        assert not succeeded
+        assert "ValueError: the ranks disagree" in text
+        assert re.search(message, text)
+    worlds(2).run(_expect_in_turn, "1f1b")
+
+
+def _disagree(change: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"model": network(), "balance": [4, 4], "chunks": 4, "checkpoint": "never"}
+    if dist.get_rank() == 1:
+        options |= change
+    rank = Rank(options.pop("model"), **options)
+    rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+
+
+class Fails(nn.Module):
+    """Raises when it is told to, on one micro-batch, in its forward or backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when: tuple[str, int] | None = None
+        self.error: type[BaseException] = ArithmeticError
+
+    def forward(self, x: Tensor) -> Tensor:
+        microbatch = gpipe._current.current.microbatch
+        phase = "recompute" if gpipe.is_recomputing() else "forward"
+        if (phase, microbatch) == self.when:
+            raise self.error("planted")
+        if ("backward", microbatch) == self.when and x.requires_grad:
+            x.register_hook(self._fail)
+        return x * 1.0
+
+    def _fail(self, _: Tensor) -> None:
+        raise self.error("planted")
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_failure_reaches_all_ranks(worlds, error: type[BaseException], phase: str, schedule: str):
+    for microbatch in range(3):
+        for where in range(2):
+            found = worlds(2).run(_fail, [(where, phase, microbatch)], error, schedule)
+            assert found[where] == (error.__name__, "planted")
+            kind, text = found[1 - where]
+            assert kind == "RemoteError"
+            assert text.startswith(f"rank {where} failed: {error.__name__}: planted\n  in partition {where} ")
+            assert f"micro-batch {microbatch} of 3, {phase}" in text
+
+
+def test_of_two_failures_the_earlier_one_is_told(worlds):
+    for _ in range(5):
+        found = worlds(2).run(_fail, [(0, "forward", 2), (1, "forward", 0)], ArithmeticError, "fill_drain")
+        assert [kind for kind, _ in found] == ["RemoteError", "ArithmeticError"]
+
+
+def _fail(where: list[tuple[int, str, int]], error: type[BaseException], schedule: str) -> tuple[str, str]:
+    """What the step raises; the one before and the one after it are right."""
+    model = nn.Sequential(nn.Linear(6, 6), Fails(), nn.Linear(6, 6), Fails())
+    rank = Rank(copy.deepcopy(model), [2, 2], chunks=3, checkpoint="always")
+    _expect_right(rank, model, schedule)
+    for own, phase, microbatch in where:
+        if own == dist.get_rank():
+            fails = rank.partitions[0][1]
+            fails.when, fails.error = (phase, microbatch), error
+    try:
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss, schedule=schedule)
+    except BaseException as raised:
+        found = type(raised).__name__, str(raised)
+    else:
+        raise AssertionError("the step has not failed")
+    for partition in rank.partitions:
+        partition[1].when = None
+    _expect_right(rank, model, schedule)
+    return found
+
+
+def _expect_right(rank: Rank, model: nn.Sequential, schedule: str) -> None:
+    rank.zero_grad()
+    model.zero_grad()
+    x, y = batch()
+    loss = rank.step(x, y, loss_fn=nn.functional.mse_loss, schedule=schedule)
+    expected = nn.functional.mse_loss(model(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
