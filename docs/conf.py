@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import gpipe
+
+sys.path.insert(0, str(Path(__file__).parent))
+from catalogue import filled
 
 project = "gpipe"
 version = release = gpipe.__version__
@@ -51,5 +56,10 @@ def definitions(paragraph: list[str]) -> list[str]:
     return defined
 
 
+def list_errors(app: Any, page: str, source: list[str]) -> None:
+    source[0] = filled(source[0])
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", list_errors)
     app.connect("autodoc-process-docstring", explain_names)

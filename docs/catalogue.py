@@ -1,0 +1,141 @@
+"""The catalogue of errors, from the sources: what each package raises, with <holes> for what differs.
+
+It reads the text of the sources and runs nothing, so every message is found, also those that no test raises.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGES = Path(__file__).parents[1] / "packages"
+HOLE = re.compile(r"<[^<>]+>")
+MARK = re.compile(r"<!-- errors: (\S+) -->")
+
+
+class Message(NamedTuple):
+    """What an error says.
+
+    Attributes:
+        topic: where it is raised: a module, or the folder of modules that it is in, such as ``gpipe.schedule``.
+        kind: the name of its type.
+        text: ``<name>`` stands for what differs.
+    """
+
+    topic: str
+    kind: str
+    text: str
+
+
+def filled(page: str) -> str:
+    """``page`` with a list of messages in place of each ``<!-- errors: topic -->``; ``*`` is any topic left."""
+    topics = set(MARK.findall(page))
+    return MARK.sub(lambda mark: listed(chosen(mark[1], topics)), page)
+
+
+def chosen(topic: str, others: set[str]) -> Iterator[Message]:
+    package = topic.partition(".")[0]
+    for message in messages(package):
+        if message.topic == topic or (topic.endswith("*") and message.topic not in others):
+            yield message
+
+
+def listed(found: Iterable[Message]) -> str:
+    return "\n".join(f"- **{each.kind}**: `` {each.text} ``" for each in found)
+
+
+@cache
+def messages(package: str) -> list[Message]:
+    """All messages of a package, each once, by topic."""
+    source = PACKAGES / package / "src"
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in source.rglob("*.py")}
+    kinds = errors_of(trees.values())
+    topics = {
+        file: ".".join(part.strip("_") for part in file.relative_to(source).with_suffix("").parts[:2]) for file in trees
+    }
+    return sorted({Message(topics[file], *found) for file, tree in trees.items() for found in errors_in(tree, kinds)})
+
+
+def errors_of(trees: Iterable[ast.Module]) -> set[str]:
+    """The names of what is raised: Python's own errors, and classes that are made of them."""
+    own = {name for name, it in vars(builtins).items() if isinstance(it, type) and issubclass(it, Exception)}
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return own | {each.name for each in classes if any(ast.unparse(base) in own for base in each.bases)}
+
+
+def errors_in(tree: ast.Module, kinds: set[str]) -> Iterator[tuple[str, str]]:
+    """Type and text of each error that is made in a module, to be raised there or by whoever called."""
+    words = Words(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds and node.args:
+            text = " ".join(words.of(node.args[0]).split())
+            if re.search("[a-z]{2}", HOLE.sub("", text)):  # more than a name that is handed on
+                yield node.func.id, text
+
+
+class Words:
+    """What the expressions of a module say, as far as they are written there."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        self._elsewhere = {ast.unparse(node.targets[0]): node.value for node in assigned}
+        self._elsewhere |= {each.name: text for each in functions if (text := only_return(each)) is not None}
+
+    def of(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(self.of, node.values))
+        if isinstance(node, ast.FormattedValue):
+            return self.of(node.value)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self.of(node.left) + self.of(node.right)
+        if isinstance(node, ast.IfExp):
+            return f"({self.of(node.body)} | {self.of(node.orelse)})"
+        return self._written_elsewhere(node) or f"<{name_of(node)}>"
+
+    def _written_elsewhere(self, node: ast.expr) -> str:
+        """In what a function is given, in the function, or in a constant."""
+        given, function = (node.args[:1], node.func) if isinstance(node, ast.Call) else ([], node)
+        candidates = [*given, self._elsewhere.get(ast.unparse(function).rpartition(".")[2])]
+        return next((self.of(each) for each in candidates if is_text(each)), "")
+
+
+def is_text(node: ast.expr | None) -> bool:
+    if isinstance(node, ast.BinOp):
+        return is_text(node.left) or is_text(node.right)
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def only_return(function: ast.FunctionDef) -> ast.expr | None:
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    return returned[0] if len(returned) == 1 else None
+
+
+def name_of(node: ast.expr) -> str:
+    """What to call the value of an expression."""
+    if isinstance(node, ast.Attribute):
+        return name_of(node.value) if node.attr == "__name__" else node.attr.strip("_")
+    if isinstance(node, ast.Call):
+        return name_of_call(node)
+    if isinstance(node, (ast.Subscript, ast.Starred)):
+        return name_of(node.value)
+    if isinstance(node, (ast.GeneratorExp, ast.ListComp)):
+        return name_of(node.elt)
+    return ast.unparse(node).strip("_")
+
+
+def name_of_call(node: ast.Call) -> str:
+    called = ast.unparse(node.func).rpartition(".")[2].strip("_")
+    given = [name_of(each) for each in node.args]
+    if called in ("len", "type"):
+        return f"{'number' if called == 'len' else 'type'} of {given[0]}"
+    if called in ("join", "str", "repr", "list", "tuple", "sorted", "map", "dict", "set"):
+        return given[-1]
+    return called

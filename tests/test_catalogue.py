@@ -1,0 +1,103 @@
+"""The catalogue of errors has what is raised, and what its page says of it is about messages that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from itertools import chain
+
+import pytest
+import torch
+from docs.catalogue import HOLE, MARK, errors_in, filled, messages
+from torch import nn
+
+import blockpartition
+import microbatch
+from gpipe import GPipe
+from gpipe.schedule import Schedule, validate
+from profiler import profile
+
+from .pages import ROOT
+
+PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
+PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+NEEDS_GRAD = torch.ones(4, 2, requires_grad=True)
+ALL = list(chain.from_iterable(map(messages, PACKAGES)))
+
+
+def pipe(**changed: object) -> GPipe:
+    settings = {"balance": [1, 1], "devices": ["cpu", "cpu"], "chunks": 2, **changed}
+    return GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **settings)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("raise ValueError('no rows at all')", "no rows at all"),
+        ("raise ValueError(f'{name!r} of {len(costs)} {type(x).__name__}')", "<name> of <number of costs> <type of x>"),
+        ("raise ValueError('one of ' + ', '.join(map(repr, names)))", "one of <names>"),
+        ('raise ValueError(f\'a device{"" if n == 1 else "s"} too many\')', "a device( | s) too many"),
+        ("_HINT = 'use one'\nraise ValueError(f'no more; {_HINT}')", "no more; use one"),
+        ("def why(x): return f'it is {x}'\nraise ValueError(why(3))", "it is <x>"),
+        ("def denied(): return ValueError('it is denied')", "it is denied"),
+        ("raise ValueError('twice  as\\n many')", "twice as many"),
+    ],
+)
+def test_messages_are_read_however_they_are_made(source: str, text: str) -> None:
+    assert list(errors_in(ast.parse(source), {"ValueError"})) == [("ValueError", text)]
+
+
+@pytest.mark.parametrize("source", ["raise AttributeError(name)", "raise", "raise error", "print('no error')"])
+def test_what_has_no_text_of_its_own_is_left_out(source: str) -> None:
+    assert list(errors_in(ast.parse(source), {"AttributeError"})) == []
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda: pipe(balance=[1, 2]),
+        lambda: pipe(balance=None),
+        lambda: pipe(devices=["cpu"]),
+        lambda: pipe(chunks=0),
+        lambda: pipe(checkpoint="sometimes"),
+        lambda: pipe().cuda(),
+        lambda: pipe().step(torch.ones(4, 2), loss_fn=lambda output: output),
+        lambda: pipe().step(torch.ones(4, 2), torch.ones(5, 2), loss_fn=nn.functional.mse_loss),
+        lambda: pipe().step(torch.ones(4, 2), loss_fn=torch.sum, schedule="1f2b"),
+        lambda: torch.autograd.grad(pipe()(NEEDS_GRAD).sum(), NEEDS_GRAD),
+        lambda: Schedule.parse("F0 G1"),
+        lambda: validate(Schedule.parse("F0 B0 B0"), 1, [0]),
+        lambda: microbatch.scatter("rows", 2),
+        lambda: blockpartition.solve([1, -1], 2),
+        lambda: blockpartition.solve([1], 2),
+        lambda: profile(nn.Linear(2, 2), torch.ones(2, 2), chunks=0),
+    ],
+)
+def test_what_is_raised_is_in_the_catalogue(fail: Callable[[], object]) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 — of whatever type
+        fail()
+    said = " ".join(str(caught.value).split())
+    fitting = [each for each in ALL if len(HOLE.sub("", each.text)) > 12 and pattern(each.text).match(said)]
+    assert type(caught.value).__name__ in {each.kind for each in fitting}, said
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """Whatever may stand in the holes, and any of the alternatives."""
+    parts = [re.escape(part) for part in HOLE.split(text)]
+    return re.compile(re.sub(r"\\\(((?:[^()]|\\\|)*?)\\ \\\|\\ (.*?)\\\)", r"(?:\1|\2)", ".*".join(parts)), re.DOTALL)
+
+
+def test_what_the_page_explains_is_raised() -> None:
+    explained = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
+    assert len(explained) > 20
+    assert [each for each in explained if not any(each in message.text for message in ALL)] == []
+
+
+def test_every_message_is_on_the_page_once() -> None:
+    listed = re.findall(r"^- \*\*(\w+)\*\*: `` (.*) ``$", filled(PAGE), re.MULTILINE)
+    assert sorted(listed) == sorted((each.kind, each.text) for each in ALL)
+
+
+def test_every_section_has_messages() -> None:
+    assert [topic for topic in MARK.findall(PAGE) if not filled(f"<!-- errors: {topic} -->")] == []
