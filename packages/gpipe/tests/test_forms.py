@@ -41,6 +41,12 @@ class Sample:
     label: Any = None
 
 
+@dataclass
+class Registered:
+    x: Any
+    name: str = "constant"
+
+
 class Scaled(UserDict):  # type: ignore[type-arg]
     """A mapping that nobody registered."""
 
@@ -71,6 +77,7 @@ class Bits(enum.Flag):
     B = enum.auto()
 
 
+_pytree.register_dataclass(Registered)
 _pytree.register_pytree_node(Output, lambda o: (list(o.values()), list(o)), lambda v, k: Output(zip(k, v, strict=True)))
 _pytree.register_pytree_node(
     Graph,
@@ -143,7 +150,9 @@ def tensors(draw: st.DrawFn, *, sparse: bool = True) -> Tensor:
             tensor = tensor.to_sparse(draw(st.integers(1, tensor.dim())))
             tensor = tensor.coalesce() if draw(st.booleans()) else torch.cat([tensor, tensor])
         case "csr" if tensor.dim() == 2 and dtype is torch.float64:
-            tensor = draw(st.sampled_from([tensor.to_sparse_csr(), tensor.to_sparse_csc()]))
+            tensor = draw(
+                st.sampled_from([tensor.to_sparse_csr(), tensor.to_sparse_csc(), tensor.to_sparse_bsr((1, 1))])
+            )
     floating = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach().requires_grad_(floating and draw(st.booleans()))
 
@@ -156,6 +165,7 @@ def _trees(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         *(some, some.map(tuple), some.map(deque), some.map(lambda each: deque(each, 4)), items),
         *(items.map(OrderedDict), items.map(lambda each: defaultdict(list, each)), items.map(Scaled)),
         *(items.map(lambda each: Output(each)), two.map(lambda each: Pair(*each)), two.map(lambda each: Sample(*each))),
+        children.map(Registered),
         children.map(lambda each: Graph(each, frozenset("ab"))),
         st.tuples(some.map(tuple), st.dictionaries(st.text(max_size=2), children, max_size=2)).map(
             lambda each: Arguments(*each)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..values._memory import fills
 from ._constants import read, written
 from ._skeletons import UnkeyedError
 
@@ -226,13 +227,3 @@ def contiguous(shape: torch.Size) -> tuple[int, ...]:
         strides.append(size)
         size *= max(length, 1)
     return tuple(reversed(strides))
-
-
-def fills(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether the elements of such a tensor fill its memory, each in a place of its own."""
-    size = 1
-    for step, length in sorted(zip(stride, shape, strict=True)) if 0 not in shape else ():
-        if length != 1 and step != size:
-            return False
-        size *= length
-    return True

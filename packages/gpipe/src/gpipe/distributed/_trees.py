@@ -6,6 +6,7 @@ it is what the message says: a named tuple, a dataclass, a mapping, or a node re
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -148,7 +149,7 @@ def _written_context(kind: type, context: Any) -> Any:
     how = _pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
     try:
         if how is not None and how.to_dumpable_context is not None:
-            return how.to_dumpable_context(context)
+            return json.loads(json.dumps(how.to_dumpable_context(context), allow_nan=False))
         return _owned(kind, written(context))
     except Exception as error:
         raise TypeError(
@@ -181,18 +182,18 @@ _WRITERS: dict[Any, Callable[[Any], list[Any]]] = {
 }
 
 
-def read_tree(json: Any, leaf: Callable[[Any], Any], leaves: list[Any]) -> Spec:
+def read_tree(tree: Any, leaf: Callable[[Any], Any], leaves: list[Any]) -> Spec:
     """The tree that :func:`written_tree` has written. Raises ValueError if it has not.
 
     Args:
-        json: what was written.
+        tree: what was written.
         leaf: what a leaf is, given its JSON.
         leaves: where they go, in order.
     """
-    if not isinstance(json, list) or json[0] not in _READERS:
-        leaves.append(leaf(json))
+    if not isinstance(tree, list) or tree[0] not in _READERS:
+        leaves.append(leaf(tree))
         return _LEAF
-    word, *details, branches = json
+    word, *details, branches = tree
     children = [read_tree(branch, leaf, leaves) for branch in branches]
     kind, context = _READERS[word](len(children), *details)
     return _pytree.TreeSpec(kind, context, children)
@@ -202,8 +203,8 @@ Node = tuple[Any, Any]
 """The type and the context of a node."""
 
 
-def _names(json: list[Any], count: int) -> list[Any]:
-    names = [read(name) for name in json]
+def _names(keys: list[Any], count: int) -> list[Any]:
+    names = [read(key) for key in keys]
     if len(set(names)) != count or len(names) != count:
         raise ValueError(f"{count} branches cannot have the keys {names}")
     return names
@@ -221,33 +222,33 @@ def _named_tuple(count: int, name: str) -> Node:
     return namedtuple, kind
 
 
-def _dataclass(count: int, name: str, json: list[Any]) -> Node:
+def _dataclass(count: int, name: str, keys: list[Any]) -> Node:
     kind = class_of(name)
-    names = _names(json, count)
+    names = _names(keys, count)
     fitting = not issubclass(kind, Mapping) and kind not in _pytree.SUPPORTED_NODES and is_dataclass(kind)
     _expect(fitting and [field.name for field in fields(kind)] == names, kind, f"dataclass of {names}")
     return _OPENED, _SHAPE(kind, tuple(names))
 
 
-def _mapping(count: int, name: str, json: list[Any]) -> Node:
+def _mapping(count: int, name: str, keys: list[Any]) -> Node:
     kind = class_of(name)
     _expect(issubclass(kind, Mapping) and kind not in _pytree.SUPPORTED_NODES, kind, "mapping")
-    return _OPENED, _SHAPE(kind, tuple(_names(json, count)))
+    return _OPENED, _SHAPE(kind, tuple(_names(keys, count)))
 
 
-def _default(count: int, factory: str | None, json: list[Any]) -> Node:
+def _default(count: int, factory: str | None, keys: list[Any]) -> Node:
     kind = None if factory is None else class_of(factory)
     _expect(kind is None or _is_builtin(kind), kind or object, "factory of defaults")
-    return defaultdict, [kind, _names(json, count)]
+    return defaultdict, [kind, _names(keys, count)]
 
 
-def _registered(count: int, name: str, json: Any) -> Node:
+def _registered(count: int, name: str, context: Any) -> Node:
     kind = class_of(name)
     _expect(kind in _pytree.SUPPORTED_NODES and kind not in _WRITERS, kind, "node registered with torch.utils._pytree")
     how = _pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
     if how is not None and how.from_dumpable_context is not None:
-        return kind, how.from_dumpable_context(json)
-    return kind, read(_owned(kind, json))
+        return kind, how.from_dumpable_context(context)
+    return kind, read(_owned(kind, context))
 
 
 def _aliased(count: int, views: list[Any], tree: Any) -> Node:
@@ -260,8 +261,8 @@ def _aliased(count: int, views: list[Any], tree: Any) -> Node:
     return Aliased, Plan(found, leaves, spec)
 
 
-def _planned(json: Any) -> tuple[int | None, Any]:
-    return (json[1], None) if isinstance(json, list) and json[0] == "view" else (None, read(json))
+def _planned(leaf: Any) -> tuple[int | None, Any]:
+    return (leaf[1], None) if isinstance(leaf, list) and leaf[0] == "view" else (None, read(leaf))
 
 
 def _view(source: int, shape: Any = None, stride: Any = (), offset: int = 0, dtype: Any = None, *flags: bool) -> View:

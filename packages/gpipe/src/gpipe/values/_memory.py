@@ -37,11 +37,14 @@ def extent(tensor: Tensor) -> int:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory, each in a place of its own; then a clone is laid out alike."""
-    if tensor.is_contiguous():
-        return True
+    return tensor.is_contiguous() or fills(tensor.shape, tensor.stride())
+
+
+def fills(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements of such a tensor fill its memory."""
     size = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length != 1 and stride != size:
+    for step, length in sorted(zip(stride, shape, strict=True)) if 0 not in shape else ():
+        if length != 1 and step != size:
             return False
         size *= length
     return True
