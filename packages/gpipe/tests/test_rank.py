@@ -283,3 +283,67 @@ def _expect_right(rank: Rank, model: nn.Sequential, schedule: str) -> None:
     torch.testing.assert_close(loss, expected.detach())
     for name, parameter in rank.named_parameters():
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+
+
+class Tied(nn.Module):
+    """A linear layer with the weight of another one."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def tied() -> nn.Sequential:
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    layers = [first, nn.Tanh(), Tied(second), nn.Tanh(), second, nn.Tanh(), Tied(first), Tied(second)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(("size", "balance"), [(2, [2, 2, 2, 2]), (3, [2, 2, 4]), (2, [3, 5])])
+def test_weights_of_several_ranks_stay_alike(worlds, schedule: str, size: int, balance: list[int]):
+    worlds(size).run(_expect_tied, schedule, balance)
+
+
+def _expect_tied(schedule: str, balance: list[int]) -> None:
+    plain = tied()
+    other = tied()
+    if dist.get_rank():
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(1.0)  # as of another seed; but what is shared has the values of the first that has it
+    rank = Rank(other, balance, chunks=4)
+    with torch.no_grad():
+        for name, parameter in rank.named_parameters():
+            parameter.copy_(dict(plain.named_parameters(remove_duplicate=False))[name])
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (plain, rank)]
+    x, y = batch()
+    for _ in range(3):
+        (nn.functional.mse_loss(plain(x), y) / 2).backward()
+        (nn.functional.mse_loss(plain(x), y) / 2).backward()
+        for _ in range(2):
+            rank.step(x, y, loss_fn=lambda a, b: nn.functional.mse_loss(a, b) / 2, schedule=schedule)
+        names = dict(plain.named_parameters(remove_duplicate=False))
+        for name, parameter in rank.named_parameters():
+            torch.testing.assert_close(parameter.grad, names[name].grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter, names[name])
+
+
+def test_shared_weights_have_the_values_of_the_first_rank(worlds):
+    first, last = worlds(2).run(_shared_value)
+    torch.testing.assert_close(first, last)
+
+
+def _shared_value() -> Tensor:
+    torch.manual_seed(dist.get_rank())
+    layer = nn.Linear(6, 6)
+    rank = Rank(nn.Sequential(layer, Tied(layer)), [1, 1])
+    return next(iter(rank.children())).weight.detach()

@@ -12,6 +12,7 @@ from ..module._arguments import Device, parsed_device
 from ..module._devices import untouched_on_failure
 from ..module._init import Means, expect_materializable, materialize
 from ..module._partition import move_partitions, partitions_of
+from ._tied import Twin, twins_of
 
 
 class Share(NamedTuple):
@@ -21,11 +22,13 @@ class Share(NamedTuple):
         every: the partitions of all stages; those of other ranks are as they were.
         partitions: those of this rank.
         devices: of these.
+        twins: what of these other ranks have too.
     """
 
     every: list[nn.Module]
     partitions: nn.ModuleList
     devices: list[torch.device]
+    twins: list[Twin]
 
 
 def own_share(
@@ -44,13 +47,14 @@ def own_share(
     every = partitions_of(module, balance)
     own = nn.ModuleList(partition for partition, rank in zip(every, ranks, strict=True) if rank == me)
     places = _places(device, len(own))
+    twins = twins_of(list(every), ranks, me)
     if means is not None:
         expect_materializable(dict(module.named_children()), places, means)
     with untouched_on_failure(own):
         if means is not None:
             materialize(own, places, means)
         move_partitions(own, places)
-    return Share(list(every), own, places)
+    return Share(list(every), own, places, twins)
 
 
 def _places(device: Any, count: int) -> list[torch.device]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from microbatch import Batch
 
@@ -27,6 +28,7 @@ from ._far_loss import FarLoss
 from ._groups import Groups
 from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Word
+from ._tied import Twin, Twins
 from ._verdict import verdict_of, written
 
 
@@ -39,6 +41,7 @@ class RankPipeline(Pipeline):
         groups: the ranks, and over what they talk.
         ranks: that of each stage, of all ranks.
         rendezvous: where the ranks meet.
+        twins: tensors that other ranks have too.
 
     Attributes:
         loss: of the run that is under way.
@@ -56,6 +59,7 @@ class RankPipeline(Pipeline):
         groups: Groups,
         ranks: Sequence[int],
         rendezvous: Rendezvous,
+        twins: Sequence[Twin],
     ) -> None:
         super().__init__(stages, layout, copy_streams, workers)
         self.count = len(ranks)
@@ -67,7 +71,10 @@ class RankPipeline(Pipeline):
         self._rendezvous = rendezvous
         devices = dict(zip([stage.index for stage in stages], self.devices, strict=True))
         self._crossings = Crossings(groups, ranks, layout, devices)
+        self._twins = Twins(twins, groups, 2 * (len(ranks) + len(layout.routes)))
         self._lost: LostRankError | None = None
+        with self._reaching():
+            self._twins.spread_values()
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -84,6 +91,24 @@ class RankPipeline(Pipeline):
 
     def entering(self, batches: Sequence[Batch]) -> list[Activation]:
         return super().entering(batches) if self.begins else []
+
+    def tied_elsewhere(self, stage: Stage) -> list[Tensor]:
+        return self._twins.trained(stage.module)
+
+    def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
+        leaves, whole = run.whole()
+        with self._reaching():
+            found = self._twins.summed(dict(zip(leaves, whole, strict=True)))
+        return list(found), list(found.values())
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Around messages outside of a run."""
+        try:
+            yield
+        except UnreachableError as error:
+            self._lost = self._rendezvous.lost([error.member])
+            raise self._lost from None
 
     def meet(self, word: Word) -> list[Word]:
         """Say something to all ranks, and hear what each has said."""

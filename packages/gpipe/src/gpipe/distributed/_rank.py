@@ -138,7 +138,7 @@ class Rank(Stepping):
         stages = [stage for stage in stages_of(share.every, devices, layout) if self._ranks[stage.index] == groups.me]
         streams = [CopyStreams.on(each) for each in share.devices]
         workers = Workers.for_owner(self, share.devices)
-        return RankPipeline(stages, layout, streams, workers, groups, self._ranks, rendezvous)
+        return RankPipeline(stages, layout, streams, workers, groups, self._ranks, rendezvous, share.twins)
 
     @property
     def stages(self) -> list[int]:

@@ -149,7 +149,7 @@ class Pipeline:
                     entering = self.entering(batches)
                     found = run.train(entering, walk)
                 gradients = _spread(entering, found)
-                leaves, whole = run.whole()
+                leaves, whole = self.whole(run)
                 mixed = len(batches)
                 inputs, flowing = _flowing(batches[: len(gradients)], gradients, loss.scale)
                 # In one backward: a leaf may be both above and in the loss, and hooks may wait for several gradients.
@@ -170,6 +170,14 @@ class Pipeline:
                     run.evaluate(self.entering(batches))
             finally:
                 self._keep(run)
+
+    def tied_elsewhere(self, stage: Stage) -> list[Tensor]:
+        """The leaves of ``stage`` that other processes have too: their gradients are parts of a sum."""
+        return []
+
+    def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
+        """As :meth:`Run.whole`, of all processes."""
+        return run.whole()
 
     def entering(self, batches: Sequence[Batch]) -> list[Activation]:
         """The micro-batches as the first stage takes them; none where that is elsewhere."""

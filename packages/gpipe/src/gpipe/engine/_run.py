@@ -71,6 +71,9 @@ class Share(Protocol):
     def random_numbers(self) -> RunRNG:
         """Where the random numbers of a run that begins come from."""
 
+    def tied_elsewhere(self, stage: Stage) -> list[Tensor]:
+        """The leaves of ``stage`` that other processes have too: their gradients are parts of a sum."""
+
     def failures(self) -> Failures:
         """Where the failures of a run that begins are collected."""
 
@@ -144,10 +147,16 @@ class Run:
         )
         self._tied = Tied(stages)
         self._runners = {
-            stage.index: StageRunner(self.mini_batch, stage, self._arrival(stage), self._departure(stage), tied)
-            for stage, tied in zip(stages, self._tied.leaves, strict=True)
+            stage.index: StageRunner(self.mini_batch, stage, self._arrival(stage), self._departure(stage), leaves)
+            for stage, leaves in zip(stages, self._shared_leaves(share), strict=True)
         }
         self._layers = [runner.layers for runner in self._runners.values()]
+
+    def _shared_leaves(self, share: Share) -> list[list[Tensor]]:
+        """For each stage the leaves that others have too, here or in other processes."""
+        return [
+            [*here, *share.tied_elsewhere(stage)] for stage, here in zip(share.stages, self._tied.leaves, strict=True)
+        ]
 
     def _arrival(self, stage: Stage) -> Channel | Ports:
         return self._channels.arrivals[stage.index]
