@@ -116,6 +116,18 @@ def test_plan_ends_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str], fo
     assert not (folder / "plan.html").exists()
 
 
+def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    given = ["plan", "some_models:clean", "--sample", "16,8", "--fake", "2x2x1GB", "--latency", "0", "0"]
+    assert run([*given, "--bandwidth", "100GB", "400Gbit", "--html", "plan.html"]) == 0
+    told = capsys.readouterr().out
+    assert "an estimate that was not measured" in told
+    assert "100 GB/s and 0 µs inside a node of 2 devices, and 50 GB/s and 0 µs from" in told
+    assert "<!doctype html>" in (folder / "plan.html").read_text().lower()
+    assert run([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["replicas"] * len(found["ranks"]) == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -141,6 +153,14 @@ def test_plan_ends_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str], fo
         (["check", "some_models:clean", "--sample", "8,3"], "shapes cannot be multiplied"),
         (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "80XB"], "80GB"),
         (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--optimizer", "adan"], "optimizer"),
+        (["plan", "some_models:clean", "--sample", "8,8"], "either --devices or --fake, got neither"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "1x1GB", "--devices", "cpu"], "got both"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "many"], "fake: expected devices such as 8x80GB"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2x2xmany"], "64x8x80GB"),
+        (["plan", "some_models:clean", "--sample", "7,8", "--fake", "2x2x1GB"], "rows that go evenly"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2x2x1GB", "--bandwidth", "1XB"], "bandwidth"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2x2x1GB", "--latency", "-1"], "latency"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--bandwidth", "1GB"], "bandwidth"),
         (["conquer"], "conquer"),
     ],
 )

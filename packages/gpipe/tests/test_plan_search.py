@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gpipe._plan._arguments import read_chunks
 from gpipe._plan._costs import Measured
 from gpipe._plan._infeasible import explain
 from gpipe._plan._memory import held_by
@@ -57,6 +60,16 @@ def test_micro_batches_held_are_those_in_flight(schedule: str, m: int, n: int, d
     split = data.draw(st.lists(st.integers(0, n - 1), unique=True)) if schedule == "zero_bubble" else ()
     programs = named(schedule, m, range(n), 0, split)
     assert held_by(schedule, m, n, split) == [in_flight(program) for program in programs]
+
+
+@given(st.integers(1, 5000))
+def test_numbers_of_micro_batches_reach_from_all_rows_to_one(rows: int):
+    """The next is never much more than twice as many, and the micro-batches have nearly the same rows."""
+    found = read_chunks(None, rows)
+    assert found[0] == 1
+    assert found[-1] == rows
+    assert all(b <= 2 * a + 1 for a, b in pairwise(found))
+    assert all(-(-rows // -(-rows // m)) == m for m in found)
 
 
 @few

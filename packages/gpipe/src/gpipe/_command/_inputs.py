@@ -23,6 +23,7 @@ Loss = Annotated[str | None, Parameter(help="The loss: package.module:function, 
 LossTarget = Annotated[list[str] | None, _MANY, Parameter(help="The target, as a sample.")]
 Texts = Annotated[list[str], _MANY]
 Devices = Annotated[tuple[str, ...], _MANY]
+Figures = Annotated[list[float] | None, _MANY]
 Numbers = Annotated[list[int] | None, _MANY]
 Json = Annotated[bool, _YES, Parameter(help="Print JSON.")]
 Switch = Annotated[bool, _YES]

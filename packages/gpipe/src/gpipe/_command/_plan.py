@@ -6,7 +6,8 @@ from profiler.target import load, model_of, sample_of
 
 from .._plan import Infeasible
 from .._plan import plan as make_plan
-from ._inputs import Devices, Json, Loss, LossTarget, Numbers, Sample, Switch, Target, Texts, busy
+from .._plan._fake import read_fake
+from ._inputs import Devices, Figures, Json, Loss, LossTarget, Numbers, Sample, Switch, Target, Texts, busy
 from ._output import save
 
 
@@ -14,7 +15,10 @@ def plan(
     target: Target,
     *,
     sample: Sample,
-    devices: Devices,
+    devices: Devices | None = None,
+    fake: str | None = None,
+    bandwidth: Texts | None = None,
+    latency: Figures = None,
     loss: Loss = None,
     loss_target: LossTarget = None,
     optimizer: str = "adam",
@@ -32,6 +36,11 @@ def plan(
 
     Args:
         devices: One for each stage.
+        fake: Instead of devices, some that are not there, such as 8x80GB or 8xH100; nothing runs, and all figures are
+            estimates. 64x8x80GB are 64 nodes of 8 devices, for which replicas and stages are chosen.
+        bandwidth: Of fake devices, what each sends in a second to another node, such as 50GB or 400Gbit; or two: to
+            another device of its node, and to another node.
+        latency: Of the same links, in seconds.
         optimizer: A name such as adam or sgd: what its state takes.
         memory: What each device may hold, once or for each, such as 80GB or 24GiB.
         chunks: Numbers of micro-batches to look at.
@@ -47,7 +56,7 @@ def plan(
             found = make_plan(
                 model,
                 mini_batch,
-                devices,
+                _given(devices, fake),
                 target=goal,
                 loss_fn=None if loss is None else load(loss, "loss"),
                 optimizer=optimizer,
@@ -56,6 +65,8 @@ def plan(
                 checkpoint=_one_or_all(checkpoint),
                 schedule=schedule,
                 calibrate=not quick,
+                bandwidth=bandwidth,
+                latency=latency,
             )
     except Infeasible as error:
         print(f"gpipe: {error}")
@@ -64,6 +75,16 @@ def plan(
     if html is not None:
         save(html, found.save)
     return 0
+
+
+def _given(devices: tuple[str, ...] | None, fake: str | None) -> tuple[str, ...] | str:
+    if fake is None and devices:
+        return devices
+    if fake is None or devices:
+        raise ValueError(f"devices: give either --devices or --fake, got {'both' if fake else 'neither'}")
+    if read_fake(fake) is None:
+        raise ValueError(f"fake: expected devices such as 8x80GB, 8xH100 or 64x8x80GB, got {fake!r}")
+    return fake
 
 
 def _one_or_all(texts: list[str] | None) -> str | list[str] | None:

@@ -71,7 +71,8 @@ def _all_of(device: torch.device) -> int | None:
 def read_chunks(chunks: Any, rows: int) -> list[int]:
     """The numbers of micro-batches to look at: those given, or some that divide ``rows`` nearly evenly."""
     if chunks is None:
-        candidates = {2**k * odd for k in range(rows.bit_length()) for odd in (1, 3)}
+        powers = [2**k for k in range(rows.bit_length())]
+        candidates = {*powers, *(3 * power for power in powers), *(-(-rows // power) for power in powers)}
         return sorted(m for m in candidates if m <= rows and -(-rows // -(-rows // m)) == m)
     given = [chunks] if isinstance(chunks, int) else listed("chunks", chunks, "a number, or a list", "chunks=[4, 8]")
     numbers = sorted({whole(number) for number in given})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from profiler import LayerProfile, Profile
 
@@ -34,6 +36,8 @@ class Measured:
         step: seconds that it adds to each step.
         crowding: by how much stages slow each other down, because there are fewer cores than stages.
         forward, backward: for each layer, by how much it was slower in a pipe than alone.
+        replicas: pipes that train the same model on other rows.
+        ring: bytes a second from a device to the one of the next replica.
     """
 
     profiles: tuple[Profile, ...]
@@ -49,6 +53,8 @@ class Measured:
     crowding: float = 1.0
     forward: tuple[float, ...] = ()
     backward: tuple[float, ...] = ()
+    replicas: int = 1
+    ring: float = math.inf
 
     @property
     def stages(self) -> int:
@@ -165,6 +171,22 @@ class Costs:
         ]
         ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
         return tuple(j for j in parts if any(x.trainable_bytes for x in self.profiles[j][ends[j] - sizes[j] : ends[j]]))
+
+    def gradient_bytes(self, sizes: Sequence[int]) -> list[int]:
+        """What the gradients of each stage take."""
+        ends = accumulate(sizes)
+        return [
+            sum(layer.trainable_bytes for layer in self.profiles[0].layers[end - size : end])
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+
+    def reduction(self, sizes: Sequence[int]) -> float:
+        """Seconds until the replicas have the average of their gradients: of the largest stage, on a ring.
+
+        Stages are on devices of their own and reduce at the same time (Patarasu and Yuan, 2009).
+        """
+        r = self.measured.replicas
+        return 2 * (r - 1) / r * max(self.gradient_bytes(sizes)) / self.measured.ring
 
     def hops(self, sizes: Sequence[int]) -> list[float]:
         """For each stage, the seconds that its input takes from the stage before."""

@@ -11,6 +11,7 @@ from torch import nn
 from .._gpipe import GPipe
 from ..schedule import checkpoint_stops, named
 from ..timeline import StageCost, Timeline, simulate
+from ._fake import FAKE
 from ._memory import DeviceBytes
 from ._search import Candidate, Space
 
@@ -120,6 +121,9 @@ class PlanData:
     predicted: Prediction
     stages: tuple[StageCost, ...]
     hops: tuple[float, ...]
+    replicas: int
+    ranks: tuple[int, ...]
+    reduction: float
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
     _here: Remembered = field(default_factory=Remembered, compare=False, repr=False)
@@ -133,6 +137,11 @@ class PlanData:
     def checkpoint(self) -> list[str]:
         """The mode of checkpointing of each stage."""
         return list(self.modes)
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the devices are not there, so that nothing was measured."""
+        return self.devices[0].startswith(FAKE)
 
     @property
     def timeline(self) -> Timeline:

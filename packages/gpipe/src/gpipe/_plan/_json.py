@@ -40,9 +40,16 @@ def load(cls: type[Plan], text: str) -> Plan:
     schema = document.pop("schema", None) if isinstance(document, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"schema: this version reads {SCHEMA!r}, got {schema!r}; plan again")
+    if "replicas" not in document and "ranks" not in document:  # written before there were any
+        document = {"replicas": 1, "ranks": list(range(_stages(document))), "reduction": 0.0, **document}
     plan: Plan = _read(cls, document, "plan")
     _expect_consistent(plan)
     return plan
+
+
+def _stages(document: dict[str, Any]) -> int:
+    sizes = document.get("sizes")
+    return len(sizes) if isinstance(sizes, list) else 0
 
 
 def _parse(text: str) -> Any:
@@ -106,13 +113,17 @@ def _read_plain(kind: type, value: Any, where: str) -> Any:
 def _expect_consistent(plan: PlanData) -> None:
     """ValueError unless everything is there for each stage, and the stages have all layers."""
     stages = len(plan.sizes)
-    for name in ("devices", "memory", "modes", "stages", "hops"):
+    for name in ("devices", "memory", "modes", "stages", "hops", "ranks"):
         if len(getattr(plan, name)) != stages:
             raise ValueError(f"plan.{name}: expected one for each of {stages} stages, got {len(getattr(plan, name))}")
     if len(plan.predicted.bytes) != stages:
         raise ValueError(f"plan.predicted.bytes: expected one for each of {stages} stages")
     if sum(plan.sizes) != len(plan.layers) or 0 in plan.sizes:
         raise ValueError(f"plan.sizes: expected positive numbers that sum up to {len(plan.layers)} layers")
+    if set(plan.ranks) != set(range(max(plan.ranks) + 1)):
+        raise ValueError(f"plan.ranks: expected ranks from 0 on, each with a stage, got {list(plan.ranks)}")
     if not plan.chunks or not plan.rows:
         raise ValueError("plan.chunks, plan.rows: expected positive numbers")
+    if not plan.replicas or plan.rows % plan.replicas:
+        raise ValueError(f"plan.replicas: expected a divisor of {plan.rows} rows, got {plan.replicas}")
     plan.timeline  # noqa: B018 — says what is wrong with chunks, schedule and modes

@@ -30,6 +30,7 @@ from ._calibrate import UNSURE, calibrated
 from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
 from ._fake import FAKE, Fake, read_fake
+from ._fleet import Layout, all_chunks, dealt, layouts_of, of_several_rows, read_size, search_all, told
 from ._infeasible import Relaxation, explain
 from ._measure import count, measure, rows_of
 from ._outcome import plan_of
@@ -54,6 +55,8 @@ def plan(
     schedule: str | Iterable[str] | None = None,
     profile: Profile | None = None,
     calibrate: bool = True,
+    bandwidth: float | str | Sequence[float | str] | None = None,
+    latency: float | Sequence[float] | None = None,
 ) -> Plan:
     """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages recompute, so that it fits.
 
@@ -68,7 +71,8 @@ def plan(
         sample: a mini-batch, of the rows that it will be trained with.
         devices: one for each stage; or text such as ``"8x80GB"`` or ``"8xH100"`` for devices that are not there. Then
             nothing runs: the model may be on ``meta``, bytes are counted, and seconds are an estimate by the operations
-            and bytes of each layer.
+            and bytes of each layer. ``"64x8x80GB"`` are 64 nodes of 8 devices: then it is also searched how many
+            replicas there are, on equal shares of the rows, and how many stages each replica has.
         target: what goes into the loss with the output of ``sample``.
         loss_fn: of :meth:`gpipe.GPipe.step`. Without it the loss counts as free.
         optimizer: what its state takes: a name such as ``"adam"`` or ``"sgd"``, bytes for each parameter, or a function
@@ -80,6 +84,10 @@ def plan(
         profile: of the layers on a micro-batch, instead of measuring; with ``rows=`` of at least two sizes, unless
             ``chunks`` is what it was made with.
         calibrate: whether to train a copy for a few steps. It needs the memory that training takes.
+        bandwidth: of devices that are not there, bytes a second that a device sends to another one: a number or text
+            such as ``"50GB"`` or ``"400Gbit/s"``. Two are inside a node and between nodes; one is between nodes, or
+            inside where there is one node. By default 25 and 12.5 GB/s.
+        latency: of the same links, in seconds; by default 10 µs.
 
     Returns:
         The plan; ``print`` shows it, ``.build(model)`` makes the pipe.
@@ -102,24 +110,29 @@ def plan(
     layers = as_sequential(model, sample)
     if not len(layers):
         raise ValueError("model: expected at least one layer, got none")
-    fake = read_fake(devices)
-    places = _places(devices, fake, len(layers))
+    fake, rows = read_fake(devices, bandwidth, latency), rows_of(sample)
+    layouts, places = _layouts(devices, fake, len(layers), rows, chunks, checkpoint)
     names = [f"{FAKE}{fake.name}" if fake else str(place) for place in places]
-    numbers = read_chunks(chunks, rows_of(sample))
-    room = read_memory(fake.memory if fake and memory is None else memory, places)
-    modes, schedules = read_modes(checkpoint, len(places)), read_schedules(schedule)
+    room = read_memory(read_size(fake, memory) if fake else memory, places)
+    modes, schedules = {each.stages: read_modes(checkpoint, each.stages) for each in layouts}, read_schedules(schedule)
     given = {"target": target, "loss_fn": loss_fn, "optimizer": optimizer_bytes(optimizer, layers)}
     known = _expect_fit(profile, layers)
     if not fake and (known is None or calibrate):
         expect_data(layers, "plan")
-    look = partial(count, layers, sample, fake, len(places)) if fake else partial(measure, layers, sample, places)
+    every = layouts[0].devices
+    look = partial(count, layers, sample, fake, every) if fake else partial(measure, layers, sample, places)
     look = partial(look, known=known, **given)
-    measured, numbers = _measured(look, numbers, rows_of(sample) if chunks is None and known is None else None)
-    space = Space(measured, numbers, schedules, modes, room)
-    found = search(space)
+    measured, layouts = _measured(look, layouts, may_leave_out=chunks is None and known is None)
+    shares = [dealt(measured, fake, each) if fake else measured for each in layouts]
+    space, found = search_all(
+        [
+            Space(share, each.chunks, schedules, modes[each.stages], room[: each.stages])
+            for share, each in zip(shares, layouts, strict=True)
+        ]
+    )
     if not found:
         raise explain(space, names, _relaxations(space, layers, optimizer))
-    spread, notes = (GUESSED, [_guessed(fake)]) if fake else (UNSURE, [_how(measured, layers)])
+    spread, notes = (GUESSED, [_guessed(fake), *told(fake, found[0])]) if fake else (UNSURE, [_how(measured, layers)])
     if calibrate and not fake:
         space, spread, note = calibrated(space, found[0], layers, places, sample, target, loss_fn)
         found, notes = search(space) or found, [*notes, note]
@@ -127,30 +140,37 @@ def plan(
     return plan_of(Plan, found, space, layer_keys(layers), names, spread, notes, here)
 
 
-def _places(devices: Iterable[Device] | str, fake: Fake | None, layers: int) -> list[torch.device]:
-    """The device of each stage, of which there are no more than layers; ``meta`` for devices that are not there."""
-    places = [torch.device("meta")] * min(fake.count, layers) if fake else checked_devices(devices, layers)
+def _layouts(
+    devices: Iterable[Device] | str, fake: Fake | None, layers: int, rows: int, chunks: Any, checkpoint: Any
+) -> tuple[list[Layout], list[torch.device]]:
+    """The layouts to look at, and as many devices as the most stages take: ``meta`` for those that are not there."""
+    if fake:
+        layouts = layouts_of(fake, layers, rows, chunks, checkpoint)
+        return layouts, [torch.device("meta")] * layouts[-1].stages
+    places = checked_devices(devices, layers)
     if not places:
         raise ValueError("devices: expected at least one, got none")
-    return places
+    return [Layout(1, len(places), rows, tuple(read_chunks(chunks, rows)))], places
 
 
-def _measured(look: Callable[[list[int]], Measured], chunks: list[int], rows: int | None) -> tuple[Measured, list[int]]:
-    """The costs, and the numbers of chunks that they are for.
+def _measured(
+    look: Callable[[list[int]], Measured], layouts: list[Layout], may_leave_out: bool
+) -> tuple[Measured, list[Layout]]:
+    """The costs, and the layouts that they are for.
 
     Args:
         look: measures for some numbers of chunks.
-        chunks: those that are wanted.
-        rows: of the sample, if numbers of chunks with which a micro-batch is a single row may be left out.
+        layouts: those that are wanted.
+        may_leave_out: whether numbers of chunks with which a micro-batch is a single row may be left out.
     """
     try:
-        return look(chunks), chunks
+        return look(all_chunks(layouts)), layouts
     except ValueError:
         # Batch norm, for one, refuses a single row.
-        rest = [m for m in chunks if rows is not None and rows > m]
-        if not rest or rest == chunks:
+        rest = of_several_rows(layouts)
+        if not may_leave_out or not rest or rest == layouts:
             raise
-    return look(rest), rest
+    return look(all_chunks(rest)), rest
 
 
 def _guessed(fake: Fake) -> str:

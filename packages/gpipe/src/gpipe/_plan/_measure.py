@@ -18,7 +18,7 @@ from .._gpipe import GPipe
 from ..balance._balance import _threads as with_threads
 from ..timeline._hops import Link
 from ._costs import Measured
-from ._fake import LINK, Fake, estimated
+from ._fake import Fake, estimated
 
 SECONDS = 0.6
 """For each size of micro-batch that layers are profiled at."""
@@ -84,7 +84,7 @@ def count(
 
     Args:
         fake: the devices.
-        stages: how many of them are used.
+        stages: how many of them are used, by all replicas together.
         model, sample, chunks, target, loss_fn, optimizer, known: as of :func:`measure`.
     """
     rows = rows_of(sample)
@@ -98,7 +98,7 @@ def count(
         input_moves=True,
         needs_gradient=any(tensor.requires_grad for tensor in Batch(sample)),
         copied=(False, *(True,) * (stages - 1)),
-        links=(Link(), *(LINK,) * (stages - 1)),
+        links=(Link(), *(fake.inside,) * (stages - 1)),
     )
 
 

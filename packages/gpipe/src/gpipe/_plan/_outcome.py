@@ -34,7 +34,7 @@ def plan_of(
         found: the best first.
         space: what was searched.
         layers: their keys.
-        names: of the devices.
+        names: of the devices; more than there are stages will do.
         spread: how steps are around a replayed one, as factors.
         notes: how the figures came about.
         here: what the plan remembers of the model.
@@ -44,19 +44,24 @@ def plan_of(
     schedule = named(best.schedule, best.chunks, range(len(stages)), stops_of(best), best.split)
     bubble = simulate(schedule, stages, transfer=hops[1:]).bubble
     seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
+    replicas = space.measured.replicas
+    rows = space.measured.rows * replicas
     return cls(
         layers=layers,
-        devices=tuple(names),
+        devices=tuple(names[: len(stages)]),
         memory=tuple(space.memory),
-        rows=space.measured.rows,
+        rows=rows,
         sizes=best.sizes,
         chunks=best.chunks,
         schedule=best.schedule,
         modes=best.modes,
         split=best.split,
-        predicted=Prediction(seconds, best.bytes, space.measured.rows / seconds.mid, bubble),
+        predicted=Prediction(seconds, best.bytes, rows / seconds.mid, bubble),
         stages=tuple(stages),
         hops=tuple(hops),
+        replicas=replicas,
+        ranks=tuple(range(len(stages))),
+        reduction=best.costs.reduction(best.sizes),
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
         notes=tuple(notes),
         _here=replace(here, space=space, chosen=best),
@@ -81,6 +86,8 @@ def _reason(best: Candidate, other: Candidate) -> str:
     if other.seconds > best.seconds * (1 + NEAR):
         return f"{slower:.0%} slower"
     speed = "as fast" if abs(slower) < 0.005 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+    if len(other.sizes) != len(best.sizes):
+        return f"{speed}, with {'more' if len(other.sizes) > len(best.sizes) else 'fewer'} stages"
     if other.chunks != best.chunks:
         return f"{speed}, with {'more' if other.chunks > best.chunks else 'fewer'} chunks"
     if other.schedule != best.schedule:

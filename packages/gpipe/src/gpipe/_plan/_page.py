@@ -45,14 +45,16 @@ def body(plan: PlanData) -> str:
 
 
 def _title(plan: PlanData) -> str:
-    return f"Plan for {len(plan.layers)} layers on {len(plan.sizes)} devices"
+    return f"Plan for {len(plan.layers)} layers on {plan.replicas * len(plan.sizes)} devices"
 
 
 def _beside(plan: PlanData) -> str:
     """Why the timeline is not as long as the step."""
     drawn, whole = plan.timeline.makespan, plan.predicted.seconds.mid
+    average = f", with the {format_seconds(plan.reduction)} in which replicas average their gradients"
     return (
-        f"Actions alone: {format_seconds(drawn)}. A step is expected to take {format_seconds(whole)}, with what the "
+        f"Actions alone: {format_seconds(drawn)}. A step is expected to take {format_seconds(whole)}"
+        f"{average if plan.replicas > 1 else ''}, with what the "
         "engine adds to it, and with what measured steps, if there were any, took more or less."
     )
 

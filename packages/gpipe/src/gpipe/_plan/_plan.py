@@ -17,7 +17,7 @@ from ..module._arguments import Device
 from ..module._sequential import as_sequential
 from ..timeline import Timeline
 from ._data import LayerKey, PlanData, layer_keys
-from ._fake import FAKE
+from ._distribute import Distribution, distribute
 from ._json import dump, load
 from ._page import body, page
 from ._table import report
@@ -46,6 +46,10 @@ class Plan(PlanData):
         timeline: when which stage does what in a step, as predicted.
         stages: what each costs, for :attr:`timeline`.
         hops: the seconds from the stage before to each.
+        replicas: how many pipes train the same model, each on its share of the rows; 1 without data parallelism.
+        ranks: the rank of each stage within a replica: that of the process, or the place of the device.
+        is_estimate: whether the devices are not there, so that nothing was measured.
+        reduction: the seconds of a step in which the replicas average their gradients; 0.0 where there is one.
     """
 
     def build(
@@ -67,7 +71,7 @@ class Plan(PlanData):
                 are not there.
             TypeError: a model that is no ``nn.Sequential``, and no sample.
         """
-        if devices is None and self.devices[0].startswith(FAKE):
+        if devices is None and self.is_estimate:
             raise ValueError(
                 f"devices: the plan is for {len(self.devices)} devices that are not there ({self.devices[0]}); give "
                 "real ones, as in plan.build(model, devices=[...])"
@@ -139,6 +143,17 @@ class Plan(PlanData):
                 what was measured of layers.
         """
         return update(self, timeline)
+
+    def distribute(self) -> Distribution:
+        """What each process is to be called with, if one runs each rank of each replica.
+
+        ``Rank`` is :class:`gpipe.distributed.Rank`: ``Rank(model, **found.rank_arguments, group=...)``, then
+        ``rank.step(x[place.rows], y[place.rows], **found.step_arguments)`` with ``place = found.place(rank)``.
+
+        Returns:
+            The arguments, which are the same in each process, and the place of each.
+        """
+        return distribute(self)
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads back as an equal plan.

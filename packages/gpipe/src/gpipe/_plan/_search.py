@@ -93,11 +93,12 @@ def search(space: Space) -> list[Candidate]:
     if not judged:
         return []
     near = [each for each in judged if each.seconds <= judged[0].seconds * (1 + NEAR)]
-    best = min(near, key=_simplicity)
+    best = min(near, key=simplicity)
     return [best, *(each for each in judged if each is not best)]
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, int, int]:
+def simplicity(candidate: Candidate) -> tuple[int, int, int]:
+    """Less is simpler: chunks, then the schedule, then memory."""
     return candidate.chunks, SCHEDULES.index(candidate.schedule), candidate.fullest
 
 
@@ -111,7 +112,8 @@ def replayed(candidate: Candidate) -> float:
     stages = costs.stage_costs(candidate.sizes, candidate.modes)
     steps = lanes(candidate.schedule, m, range(len(stages)), stops_of(candidate), candidate.split)
     seconds = [{kind: stage.seconds(kind) for kind in Kind} for stage in stages]
-    return makespan(steps, m, seconds, costs.hops(candidate.sizes)) + costs.measured.step
+    pipeline = makespan(steps, m, seconds, costs.hops(candidate.sizes))
+    return pipeline + costs.reduction(candidate.sizes) + costs.measured.step
 
 
 def stops_of(candidate: Candidate) -> tuple[int, ...]:
@@ -157,7 +159,8 @@ def _candidate(space: Space, costs: Costs, schedule: str, sizes: tuple[int, ...]
         stage.forward + stage.backward + (stage.seconds(Kind.RECOMPUTE) if mode != "never" else 0.0)
         for stage, mode in zip(stages, modes, strict=True)
     ]
-    seconds = sum(times) + (costs.chunks - 1) * max(times) + 2 * sum(costs.hops(sizes)) + costs.measured.step
+    seconds = sum(times) + (costs.chunks - 1) * max(times) + 2 * sum(costs.hops(sizes))
+    seconds += costs.reduction(sizes) + costs.measured.step
     needs = costs.device_bytes(sizes, modes, schedule, split)
     return Candidate(costs, schedule, split, sizes, modes, needs, seconds)
 

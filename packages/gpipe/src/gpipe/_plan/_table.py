@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 
 from profiler.text import align, format_bytes, format_seconds, format_share
 
@@ -11,6 +12,7 @@ from ._data import Alternative, PlanData
 from ._memory import DeviceBytes
 
 _BAR = 24
+_MANY = 8
 _SYMBOLS = {
     "parameters": "█", "gradients": "▓", "optimizer": "▒", "activations": "▚", "transient": "░", "loss": "·",
     "inputs": "·",
@@ -29,11 +31,27 @@ def heading(plan: PlanData) -> str:
     """The gist, in two lines."""
     found, seconds = plan.predicted, plan.predicted.seconds
     between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
+    marked = ", an estimate that was not measured" if plan.is_estimate else ""
     return (
-        f"balance={plan.balance}, chunks={plan.chunks}, checkpoint={plan.checkpoint}, schedule={plan.schedule!r}\n"
-        f"a step of {plan.rows} rows: {format_seconds(seconds.mid)} ({between}), {found.throughput:.4g} rows/s, "
-        f"bubble {format_share(found.bubble)}"
+        f"{_replicas(plan)}balance={plan.balance}, chunks={plan.chunks}, checkpoint={plan.checkpoint}, "
+        f"schedule={plan.schedule!r}\n"
+        f"a step of {plan.rows} rows{marked}: {format_seconds(seconds.mid)} ({between}), "
+        f"{found.throughput:.4g} rows/s, bubble {format_share(found.bubble)}{_reduction(plan)}"
     )
+
+
+def _replicas(plan: PlanData) -> str:
+    stages = len(plan.sizes)
+    if plan.replicas == 1:
+        return ""
+    return (
+        f"replicas={plan.replicas} × {stages} stages = {plan.replicas * stages} devices, "
+        f"{plan.rows // plan.replicas} rows each: "
+    )
+
+
+def _reduction(plan: PlanData) -> str:
+    return f", average of gradients {format_seconds(plan.reduction)}" if plan.replicas > 1 else ""
 
 
 def stage_rows(plan: PlanData) -> list[list[str]]:
@@ -83,15 +101,28 @@ def _bar(need: DeviceBytes, size: int | None, largest: int) -> str:
 def alternative_rows(plan: PlanData) -> list[list[str]]:
     """The head and a line for each way to train that was not taken."""
     rows = [["not taken", "chunks", "checkpoint", "balance", "a step", "fullest device", "why"]]
-    return rows + [_alternative(each) for each in plan.alternatives]
+    return rows + [_alternative(plan, each) for each in plan.alternatives]
 
 
-def _alternative(other: Alternative) -> list[str]:
-    modes = other.checkpoint[0] if len(set(other.checkpoint)) == 1 else ", ".join(other.checkpoint)
+def _alternative(plan: PlanData, other: Alternative) -> list[str]:
+    stages = len(other.balance)
+    others = f"{plan.replicas * len(plan.sizes) // stages} × {stages} stages: " if stages != len(plan.sizes) else ""
     return [
-        other.schedule, str(other.chunks), modes, ", ".join(map(str, other.balance)), format_seconds(other.seconds),
-        format_bytes(other.bytes), other.reason,
+        other.schedule, str(other.chunks), _modes(other.checkpoint), others + _listed(other.balance),
+        format_seconds(other.seconds), format_bytes(other.bytes), other.reason,
     ]  # fmt: skip
+
+
+def _modes(modes: Sequence[str]) -> str:
+    return modes[0] if len(set(modes)) == 1 else _listed(modes)
+
+
+def _listed(values: Sequence[object]) -> str:
+    """One by one; where they are many, each with how often it comes in a row."""
+    if len(values) <= _MANY:
+        return ", ".join(map(str, values))
+    runs = [(value, len(list(same))) for value, same in groupby(values)]
+    return ", ".join(f"{value} × {count}" if count > 1 else str(value) for value, count in runs)
 
 
 def _others(plan: PlanData) -> str:

@@ -32,7 +32,8 @@ def update(plan: Plan, timeline: Timeline) -> Plan:
     space = _with_balance_open(replace(space, measured=learned(space.measured, now, timeline)), now)
     stay = replace(now, costs=space.measured.cut(now.chunks))
     stay = replace(stay, seconds=replayed(stay))
-    took, before = timeline.makespan + space.measured.step, plan.predicted.seconds
+    took = timeline.makespan + stay.costs.reduction(stay.sizes) + space.measured.step
+    before = plan.predicted.seconds
     factor = took / stay.seconds / before.mid
     note = f"updated: a recorded step took {format_seconds(took)} where {format_seconds(before.mid)} were expected"
     return plan_of(

@@ -1,0 +1,94 @@
+"""What each process is to do, if a plan is run by one for each rank of each replica: arguments only, nothing is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..module._arguments import whole
+from ._data import PlanData
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one process does.
+
+    Attributes:
+        replica: its number.
+        rank: of the process, within the replica.
+        stages: that it has.
+        rows: those of the mini-batch that the replica takes; ``x[place.rows]``.
+        pipe: the processes of its replica, by their ranks in the world: the group of :class:`gpipe.distributed.Rank`.
+        twins: the processes that have the same stages in each replica: the group to average gradients over.
+    """
+
+    replica: int
+    rank: int
+    stages: tuple[int, ...]
+    rows: slice
+    pipe: tuple[int, ...]
+    twins: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How to run a plan in one process for each rank of each replica. Made by :meth:`Plan.distribute`.
+
+    Attributes:
+        mesh_shape: replicas, and the ranks of each. Rank ``r`` of the world is rank ``r % ranks`` of replica
+            ``r // ranks``, as in ``init_device_mesh("cuda", found.mesh_shape)``.
+        rank_arguments: what each process calls :class:`gpipe.distributed.Rank` with beside the model and its group.
+        step_arguments: what it calls ``step`` with beside the mini-batch.
+        rows: of the mini-batch, for each replica.
+    """
+
+    mesh_shape: tuple[int, int]
+    rank_arguments: dict[str, Any]
+    step_arguments: dict[str, Any]
+    rows: int
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        replicas, ranks = self.mesh_shape
+        return replicas * ranks
+
+    def place(self, rank: int) -> Place:
+        """What the process of a rank does.
+
+        Args:
+            rank: in the world, such as ``torch.distributed.get_rank()``.
+
+        Returns:
+            Its replica, its rank and stages there, its rows, and its groups.
+
+        Raises:
+            TypeError: ``rank`` is no integer.
+            ValueError: the world has no such rank.
+        """
+        if not 0 <= whole(rank) < self.world_size:
+            raise ValueError(
+                f"rank: the plan is for {self.world_size} processes, ranks 0 to {self.world_size - 1}; got {rank}"
+            )
+        _, ranks = self.mesh_shape
+        replica, own = divmod(rank, ranks)
+        return Place(
+            replica,
+            own,
+            tuple(j for j, each in enumerate(self.rank_arguments["ranks"]) if each == own),
+            slice(replica * self.rows, (replica + 1) * self.rows),
+            tuple(range(replica * ranks, (replica + 1) * ranks)),
+            tuple(range(own, self.world_size, ranks)),
+        )
+
+
+def distribute(plan: PlanData) -> Distribution:
+    """See :meth:`Plan.distribute`."""
+    ranks = max(plan.ranks) + 1
+    arguments = {
+        "balance": plan.balance,
+        "chunks": plan.chunks,
+        "checkpoint": plan.checkpoint,
+        "ranks": list(plan.ranks),
+    }
+    return Distribution((plan.replicas, ranks), arguments, {"schedule": plan.schedule}, plan.rows // plan.replicas)
