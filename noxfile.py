@@ -147,6 +147,15 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session
+def changelog(session: nox.Session) -> None:
+    """What changelogs will say next; with names of packages, as in ``-- gpipe``, it is written there."""
+    install(session, *group("changelog"))
+    how = "--yes" if session.posargs else "--draft"
+    for name in session.posargs or PACKAGES:
+        session.run("towncrier", "build", "--config", "pyproject.toml", "--dir", f"packages/{name}", how)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The documentation under docs/_build/html; warnings are errors."""
     install_all(session, "docs")
