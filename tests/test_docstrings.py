@@ -51,17 +51,9 @@ def is_told_by_a_base(cls: type, name: str, function: Function) -> bool:
     return any(function.__doc__ in (None, base.__doc__) for base in above)
 
 
-UNFINISHED = {"gpipe.schedule.named"}
-"""Their docstrings are being rewritten."""
-
 each_function = pytest.mark.parametrize(
     "function",
-    [
-        pytest.param(each, id=name)
-        for package in PACKAGES
-        for name, each in functions(package).items()
-        if name not in UNFINISHED
-    ],
+    [pytest.param(each, id=name) for package in PACKAGES for name, each in functions(package).items()],
 )
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
-from gpipe.schedule import SCHEDULES
 
+SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble")
 HEAD = ("checkpoint", "schedule", "host ms", "until done ms", "bubble", "peak GiB")
 
 

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, cycle, product
+from itertools import accumulate, chain, cycle, product
 
 from hypothesis import strategies as st
 
 from gpipe.schedule import (
     SCHEDULES,
     Action,
+    Kind,
     Program,
     Schedule,
+    Span,
     Step,
+    Walk,
     fill_drain,
     halves,
+    looped_placement,
     named,
     one_forward_one_backward,
+    replay,
     requirement,
+    v_placement,
     zero_bubble,
 )
+
+ALONE = ("1f1b", "fill_drain", "interleaved", "zero_bubble")
+"""The schedules that differ where each stage has a worker of its own."""
+
+LOOPED = ("interleaved", "interleaved_zero_bubble", "looped_bfs")
+V_SHAPED = ("dualpipev", "zbv")
 
 CHOICES = st.lists(st.integers(0, 15), max_size=40).map(tuple)
 """What :func:`some_schedule` chooses by."""
@@ -81,6 +93,31 @@ def _ordered(decisions: Iterator[int], needs: Needs) -> Iterator[Step]:
         yield step
 
 
+def held(walk: Walk) -> list[int]:
+    """The most micro-batches of a stage of which each worker holds something at once."""
+    return [max(accumulate(_changes(steps)), default=0) for steps in walk]
+
+
+def _changes(steps: Sequence[Step]) -> Iterator[int]:
+    last = {(stage, action.microbatch): step for step in steps for stage, action in [step]}
+    for step in steps:
+        yield (step.action.kind == Kind.FORWARD)
+        yield -(last[step.stage, step.action.microbatch] == step)
+
+
+def spans_of(walk: Walk, f: float, i: float, w: float) -> dict[Step, Span]:
+    """When each step runs if a forward takes f, the two parts of a backward i and w, and the whole i + w."""
+    seconds = {Kind.FORWARD: f, Kind.BACKWARD: i + w, Kind.BACKWARD_INPUT: i, Kind.BACKWARD_WEIGHT: w}
+    return replay(walk, lambda step: seconds[step.action.kind])
+
+
+def idle(walk: Walk, f: float, i: float, w: float) -> float:
+    """How long the worker is idle that has the most to do."""
+    spans = spans_of(walk, f, i, w)
+    busy = max(sum(spans[step].end - spans[step].start for step in steps) for steps in walk)
+    return max(span.end for span in spans.values()) - busy
+
+
 counts = st.integers(1, 7)
 
 
@@ -94,14 +131,26 @@ def runs(draw: st.DrawFn) -> tuple[int, int, int]:
     return m, n, draw(st.integers(0, m))
 
 
+def fitting(name: str, workers: int, loops: int) -> list[int]:
+    """The worker of each stage under a schedule by its name."""
+    if name in V_SHAPED:
+        return v_placement(2 * workers)
+    return looped_placement(workers * loops if name in LOOPED else workers, workers)
+
+
+@st.composite
+def names(draw: st.DrawFn) -> tuple[str, list[int]]:
+    """A schedule by its name, and a worker for each stage that suits it."""
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    return name, fitting(name, draw(st.integers(1, 4)), draw(st.integers(1, 3)))
+
+
 @st.composite
 def scheduled(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
-    """Any schedule by its name, its micro-batches, and a worker for each stage that suits it."""
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
-    m, workers = draw(st.integers(1, 9)), draw(st.integers(1, 4))
-    loops = draw(st.integers(1, 3)) if name == "interleaved" else 1
-    placement = list(range(workers)) * loops
-    return named(name, m, placement, draw(st.integers(0, m))), m, placement
+    """Any schedule with a name, some of its backwards split; its micro-batches, and the worker of each stage."""
+    (name, placement), m = draw(names()), draw(st.integers(1, 9))
+    split = draw(st.none() | st.sets(st.sampled_from(range(len(placement)))))
+    return named(name, m, placement, draw(st.integers(0, m)), split), m, placement
 
 
 @st.composite

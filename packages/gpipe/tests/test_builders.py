@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from random import Random
 
 import pytest
@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from gpipe.schedule import (
     Action,
-    Kind,
     Schedule,
     clock_cycles,
     fill_drain,
     halves,
     in_flight,
-    interleaved,
     merge,
     one_forward_one_backward,
     replay,
@@ -197,23 +195,3 @@ class TestEverySchedule:
             direction = {"forward": -1, "recompute": 0, "backward": 1}[step.action.kind]
             assert {needed.stage for needed in requirement(step)} == ({step.stage + direction} if direction else set())
             assert {needed.action.microbatch for needed in requirement(step)} <= {step.action.microbatch}
-
-
-class TestInterleaved:
-    @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.data())
-    def test_a_worker_holds_no_more_than_is_promised(self, m: int, k: int, v: int, data: st.DataObject) -> None:
-        schedule = interleaved(m, k * v, k, data.draw(st.integers(0, m)))
-        for r, steps in enumerate(schedule.on([j % k for j in range(k * v)])):
-            changes = [{Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(step.action.kind, 0) for step in steps]
-            promised = 2 * (k - r - 1) + (v - 1) * k + 1
-            assert max(accumulate(changes)) <= promised
-            if m % k == 0:
-                assert max(accumulate(changes)) == min(m * v, promised)
-
-    @given(st.integers(0, 5), st.integers(0, 9), st.integers(-2, 9))
-    def test_stages_go_evenly_on_one_worker_or_more_or_are_refused(self, m: int, n: int, k: int) -> None:
-        if k > 0 and n % k == 0:
-            assert len(interleaved(m, n, k)) == n
-            return
-        with pytest.raises(ValueError, match=f"{n} stages do not go evenly on {k} workers"):
-            interleaved(m, n, k)

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe import Event, GPipe, record
-from gpipe.schedule import SPLIT_SECONDS, Choice, Kind, Schedule, choose, named
+from gpipe.schedule import SPLIT_SECONDS, SPLITTING, Choice, Kind, Schedule, choose, named
+from gpipe.schedule._named import usual_placement
 from gpipe.timeline._chooser import RUNS, Chooser, Measured, Plan, Size
 from gpipe.timeline._record import Recorder
 from microbatch import Batch
@@ -103,7 +104,7 @@ class TestMeasured:
 def train(chooser: Chooser, schedule: str, x: Tensor, seconds: Callable[[int, Kind], float]) -> Choice:
     """A step that nobody runs, whose cells take ``seconds``."""
     batches = [Batch(each) for each in x.chunk(6)]
-    size = Size(len(batches), tuple(range(len(chooser._stages))), 0)
+    size = Size(len(batches), tuple(usual_placement(schedule, len(chooser._stages))), 0)
     plan = chooser.plan(schedule, batches, size)
     assert isinstance(plan.schedule, Choice)
     if plan.recorder is not None:
@@ -117,7 +118,7 @@ def train(chooser: Chooser, schedule: str, x: Tensor, seconds: Callable[[int, Ki
 @st.composite
 def costs(draw: st.DrawFn) -> dict[tuple[int, Kind], float]:
     seconds = st.floats(SPLIT_SECONDS / 8, SPLIT_SECONDS * 8)
-    return {(j, kind): draw(seconds) for j in range(3) for kind in Kind}
+    return {(j, kind): draw(seconds) for j in range(4) for kind in Kind}
 
 
 class TestDeciding:
@@ -134,13 +135,13 @@ class TestDeciding:
         assert all(known[cell] == cost[cell] for cell in known)
         assert not chooser._pending
 
-    @given(costs(), st.booleans())
-    def test_zero_bubble_settles_on_what_is_worth_splitting(
-        self, cost: dict[tuple[int, Kind], float], grad: bool
+    @given(st.sampled_from([name for name in SPLITTING if name != "dualpipev"]), costs(), st.booleans())
+    def test_those_that_split_settle_on_what_is_worth_it(
+        self, name: str, cost: dict[tuple[int, Kind], float], grad: bool
     ) -> None:
-        chooser, x = Chooser(three()._pipeline.stages), rows(grad=grad)
-        choices = [train(chooser, "zero_bubble", x, lambda j, kind: cost[j, kind]) for _ in range(8 * RUNS)]
-        split = tuple(range(0 if grad else 1, 3))
+        chooser, x = Chooser(piped(linears(4), [1] * 4)._pipeline.stages), rows(grad=grad)
+        choices = [train(chooser, name, x, lambda j, kind: cost[j, kind]) for _ in range(8 * RUNS)]
+        split = tuple(range(0 if grad else 1, 4))
         assert [choice.split for choice in choices[:RUNS]] == [split] * RUNS
         parts = {j: cost[j, Kind.BACKWARD_INPUT] + cost[j, Kind.BACKWARD_WEIGHT] for j in split}
         short = {j for j in split if parts[j] < SPLIT_SECONDS}
@@ -148,6 +149,14 @@ class TestDeciding:
         whole = {j for j in short if cost[j, Kind.BACKWARD] < SPLIT_SECONDS}
         assert choices[-1].split == tuple(j for j in split if j not in whole)
         assert not chooser._pending
+
+    @given(costs())
+    def test_where_whole_backwards_are_measured_too_they_decide(self, cost: dict[tuple[int, Kind], float]) -> None:
+        chooser, x = Chooser(piped(linears(4), [1] * 4)._pipeline.stages), rows()
+        choices = [train(chooser, "dualpipev", x, lambda j, kind: cost[j, kind]) for _ in range(2 * RUNS)]
+        assert [choice.split for choice in choices[:RUNS]] == [(1, 2, 3)] * RUNS
+        worth = tuple(j for j in (1, 2, 3) if cost[j, Kind.BACKWARD] >= SPLIT_SECONDS)
+        assert [choice.split for choice in choices[RUNS:]] == [worth] * RUNS
 
     def test_sizes_are_measured_by_themselves(self) -> None:
         chooser, slow = Chooser(three()._pipeline.stages), dict.fromkeys(Kind, SLOW)
@@ -280,7 +289,7 @@ class TestAuto:
 
     def test_other_names_are_what_they_say(self, way: Block) -> None:
         with closing(three()) as pipe, way():
-            for name in ("fill_drain", "1F1B", "interleaved"):
+            for name in ("fill_drain", "1F1B", "interleaved", "looped_bfs"):
                 stepped(pipe, name)
                 assert pipe.last_schedule == Choice(name.lower())
 

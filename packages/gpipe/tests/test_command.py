@@ -20,6 +20,9 @@ from torch import nn
 def clean():
     return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
 
+def wide():
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4), nn.GELU())
+
 def mixing():
     return nn.Sequential(nn.Linear(8, 8), nn.Softmax(0))
 
@@ -93,6 +96,15 @@ def test_simulate_predicts_a_step(capsys: pytest.CaptureFixture[str], folder: Pa
     assert run(["simulate", "some_models:clean", *given, "--checkpoint", "always"]) == 0
     assert "2 stages × 4 micro-batches" in capsys.readouterr().out
     assert "<!doctype html>" in (folder / "run.html").read_text()
+
+
+@pytest.mark.parametrize("command", [["simulate", "--timeout", "0.01"], ["timeline"]])
+def test_stages_share_workers_as_devices_say(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*command, "some_models:wide", "--sample", "8,8", "--chunks", "4", "--schedule", "zbv", "--devices"]
+    assert run([*given, "cpu:0", "cpu:1", "cpu:1", "cpu:0"]) == 0
+    assert "4 stages × 4 micro-batches" in capsys.readouterr().out
+    assert run([*given, "cpu:0", "cpu:1", "cpu:0", "cpu:1"]) == 2
+    assert "'zbv' goes down all workers and up again" in capsys.readouterr().err
 
 
 def test_timeline_records_a_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe
 from gpipe.engine._split_backward import backward_inputs
-from gpipe.schedule import SCHEDULES
 
 from .layers import DOUBLE, Blocks, Call, Overwrites, assert_same, linears, piped, rows
+from .schedules import ALONE
 
 MODES = ("never", "except_last", "always")
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
@@ -90,7 +90,7 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
     return model, [b - a for a, b in zip([0, *cuts], [*cuts, len(names)], strict=True)]
 
 
-@given(stacks(), st.sampled_from(sorted(SCHEDULES)), st.sampled_from(MODES), st.booleans(), st.booleans())
+@given(stacks(), st.sampled_from(ALONE), st.sampled_from(MODES), st.booleans(), st.booleans())
 def test_functions_that_block_or_overwrite_gradients(
     stack: tuple[nn.Sequential, list[int]], schedule: str, mode: str, inline: bool, grad: bool
 ):
@@ -122,7 +122,7 @@ def test_gradients_that_are_sent_on_are_nobody_elses(layers: list[Any]):
 
 def trained_every_way(model: nn.Sequential, balance: list[int], mode: str, x: Tensor) -> Iterator[tuple[GPipe, Tensor]]:
     """Pipes and copies of their input, after a backward from the caller and after a step with each schedule."""
-    for schedule in (None, *sorted(SCHEDULES)):
+    for schedule in (None, *ALONE):
         pipe, own = piped(model, balance, chunks=3, checkpoint=mode), x.clone().detach().requires_grad_(x.requires_grad)
         pipe.zero_grad()
         with closing(pipe):
@@ -186,7 +186,7 @@ def test_first_layer_that_makes_its_input_require_grad(mode: str, balance: list[
             assert x.grad is None
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", ALONE)
 def test_later_layer_that_makes_its_input_require_grad(schedule: str):
     model = nn.Sequential(nn.Identity(), Call(forced), nn.Linear(4, 2, dtype=DOUBLE))
     pipe = piped(model, [1, 1, 1], chunks=3)

@@ -11,7 +11,7 @@ from gpipe.schedule._makespan import makespan as replayed
 from gpipe.schedule._named import lanes
 from gpipe.simulate import Link, StageCost, makespan, simulate
 
-from .schedules import orders, scheduled
+from .schedules import V_SHAPED, names, orders
 from .timelines import exact_seconds, fewer, problems, stage_costs
 
 pytestmark = pytest.mark.timeout(60)
@@ -40,21 +40,23 @@ def test_any_order_that_trains(order: tuple[Schedule, int, list[int]], data: st.
 
 @given(st.integers(0, 6), st.integers(1, 4), st.sampled_from(sorted(SCHEDULES)), st.data())
 def test_schedules_by_their_names(m: int, n: int, name: str, data: st.DataObject):
+    n *= 2 if name in V_SHAPED else 1
     costs = data.draw(st.lists(stage_costs(), min_size=n, max_size=n))
     modes = data.draw(MODES | st.lists(MODES, min_size=n, max_size=n))
     timeline = simulate(name, costs, microbatches=m, checkpoint=modes)
     assert makespan(name, costs, microbatches=m, checkpoint=modes) == timeline.makespan
 
 
-@given(scheduled(), st.data())
+@given(names(), st.integers(1, 9), st.booleans(), st.data())
 def test_steps_made_while_they_are_read_are_those_of_the_schedule(
-    case: tuple[Schedule, int, list[int]], data: st.DataObject
+    case: tuple[str, list[int]], m: int, alone: bool, data: st.DataObject
 ):
-    _, m, placement = case
-    name = "interleaved" if len(placement) > len(set(placement)) else data.draw(st.sampled_from(sorted(SCHEDULES)))
+    name, placement = case
+    placement = [0] * len(placement) if alone else placement
     stops = data.draw(st.lists(st.integers(0, m), min_size=len(placement), max_size=len(placement)))
-    found = tuple(tuple((j, tuple(action)) for j, action in lane) for lane in lanes(name, m, placement, stops))
-    assert found == named(name, m, placement, stops).on(placement)
+    split = data.draw(st.none() | st.sets(st.sampled_from(range(len(placement)))))
+    found = tuple(tuple((j, tuple(action)) for j, action in lane) for lane in lanes(name, m, placement, stops, split))
+    assert found == named(name, m, placement, stops, split).on(placement)
 
 
 @given(st.integers(1, 5), st.integers(1, 4), exact_seconds)
@@ -78,6 +80,10 @@ def test_many_stages_and_micro_batches():
     costs = [StageCost(1, 2)] * n
     assert makespan("1f1b", costs, microbatches=m, checkpoint="always") == n - 1 + 2 * (n - 1) + 4 * m
     assert makespan("zero_bubble", costs, microbatches=m) == 3 * m + n - 1
+    assert makespan("zbv", costs, microbatches=m) == 6 * m + n // 2 - 1
+    looped = [j % 8 for j in range(n)]
+    assert makespan("interleaved_zero_bubble", costs, microbatches=m, placement=looped) == 3 * m * n // 8 + 8 - 1
+    assert makespan("looped_bfs", costs, microbatches=m, placement=looped) == 3 * (m * n // 8 + 8 - 1)
 
 
 def test_a_name_needs_a_number_of_micro_batches():

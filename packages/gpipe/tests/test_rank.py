@@ -20,7 +20,7 @@ from gpipe.distributed import Rank
 from gpipe.schedule import checkpoint_stops
 
 from .models import Recipe, main_of, recipes
-from .schedules import CHOICES, some_schedule
+from .schedules import CHOICES, LOOPED, V_SHAPED, some_schedule
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
@@ -124,7 +124,7 @@ def batch(rows: int = 12) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 6, generator=generator), torch.randn(rows, 6, generator=generator)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", [*LOOPED, "1f1b", "zero_bubble"])
 def test_stages_in_turn(worlds, schedule: str):
     worlds(2).run(_expect_in_turn, schedule)
 
@@ -133,6 +133,22 @@ def _expect_in_turn(schedule: str) -> None:
     rank = Rank(network(), [2, 2, 2, 2], chunks=4)
     assert rank.ranks == [0, 1, 0, 1]
     assert rank.stages == [dist.get_rank(), dist.get_rank() + 2]
+    _expect_trained_alike(rank, schedule)
+
+
+@pytest.mark.parametrize("schedule", V_SHAPED)
+@pytest.mark.parametrize("chunks", [2, 6])
+def test_stages_in_a_v(worlds, schedule: str, chunks: int):
+    worlds(2).run(_expect_in_a_v, schedule, chunks)
+
+
+def _expect_in_a_v(schedule: str, chunks: int) -> None:
+    rank = Rank(network(), [2, 2, 2, 2], chunks=chunks, ranks=[0, 1, 1, 0])
+    assert rank.stages == [[0, 3], [1, 2]][dist.get_rank()]
+    _expect_trained_alike(rank, schedule)
+
+
+def _expect_trained_alike(rank: Rank, schedule: str) -> None:
     loss = rank.step(*batch(), loss_fn=nn.functional.mse_loss, schedule=schedule)
     plain, (x, y) = network(), batch()
     expected = nn.functional.mse_loss(plain(x), y)

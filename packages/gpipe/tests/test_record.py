@@ -27,6 +27,7 @@ from gpipe.timeline._record import Clock, Look, Recorder, WatchedLink
 from gpipe.values._leaves import Activation
 
 from .layers import Call, Pop, Stash, assert_same, linears, piped, rows
+from .schedules import fitting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,13 +45,13 @@ def step_of(event: Event) -> Step:
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[GPipe, str | None, Schedule]:
     """A pipe, a schedule by name or None for forward and backward by the caller, and what has to happen."""
-    m, workers, loops = draw(st.integers(1, 5)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    n = workers * loops
+    m, name = draw(st.integers(1, 5)), draw(st.sampled_from([None, *sorted(SCHEDULES)]))
+    placement = fitting(name or "interleaved", draw(st.integers(1, 2)), draw(st.integers(1, 2)))
+    n = len(placement)
     mode = draw(st.sampled_from(MODES))
     stop = {"never": 0, "except_last": m - 1, "always": m}[mode]
-    devices = [f"cpu:{j % workers}" for j in range(n)]
+    devices = [f"cpu:{worker}" for worker in placement]
     pipe = GPipe(linears(n), [1] * n, devices=devices, chunks=m, checkpoint=mode)
-    name = draw(st.sampled_from([None, *sorted(SCHEDULES)]))
     return pipe, name, fill_drain(m, n, stop) if name is None else programs_of(name, m, pipe, stop)
 
 

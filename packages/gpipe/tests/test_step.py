@@ -22,12 +22,12 @@ from torch.utils import _pytree
 
 import gpipe
 from gpipe import GPipe
-from gpipe.schedule import SCHEDULES, Schedule, fill_drain, in_flight, one_forward_one_backward
+from gpipe.schedule import SCHEDULES, Schedule, fill_drain, in_flight, one_forward_one_backward, v_placement
 from gpipe.skip import pop, skippable, stash
 
 from .layers import DOUBLE, Call, Raise, assert_same, gradients, linears, piped, rows, within
 from .models import PARTS, Recipe, recipes
-from .schedules import CHOICES, some_schedule
+from .schedules import ALONE, CHOICES, LOOPED, V_SHAPED, fitting, some_schedule
 from .test_models import Oracle, assert_close
 from .test_models import step as optimize
 
@@ -38,7 +38,7 @@ STEADY = tuple(name for name, part in PARTS.items() if not part.draws)
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much])
 
 each_mode = pytest.mark.parametrize("mode", MODES)
-each_schedule = pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+each_schedule = pytest.mark.parametrize("schedule", ALONE)
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,15 @@ class Way:
     inline: bool
 
     def devices(self, stages: int) -> list[str]:
-        """Workers that divide the stages evenly, as interleaving wants it; else one for each."""
+        """Workers as the schedule wants them; else some that divide the stages evenly, or one for each."""
+        if self.schedule in V_SHAPED and stages % 2 == 0:
+            return [f"cpu:{worker}" for worker in v_placement(stages)]
         workers = self.workers if stages % self.workers == 0 else stages
         return [f"cpu:{j % workers}" for j in range(stages)] if self.numbered else ["cpu"] * stages
+
+    def name(self, stages: int) -> str:
+        """The schedule, or another one if it wants an even number of stages."""
+        return "zero_bubble" if self.schedule in V_SHAPED and stages % 2 else self.schedule
 
     def where(self) -> AbstractContextManager[None]:
         return gpipe.inline() if self.inline else nullcontext()
@@ -152,7 +158,7 @@ def stepped(pipe: GPipe, x: Tensor, weights: Any, way: Way, recipe: Recipe, **op
     pipe.zero_grad()
     leaf = x.clone().requires_grad_(recipe.input_needs_grad)
     loss_fn, how = LOSSES[way.loss]
-    options = {"schedule": way.schedule, **how, **options}
+    options = {"schedule": way.name(len(pipe.partitions)), **how, **options}
     with way.where():
         loss, output = pipe.step(leaf * 1, weights, loss_fn=loss_fn, return_outputs=True, **options)
     assert not any(t.requires_grad for t in [loss, *floats(output)])
@@ -190,7 +196,7 @@ def lived(recipe: Recipe, way: Way, checkpoint: str | None = None) -> list[Any]:
         return [*results, dict(pipe.state_dict())]
 
 
-@settings(SLOW, max_examples=SLOW.max_examples // 2)
+@settings(SLOW, max_examples=SLOW.max_examples // 4)
 @given(recipes(), ways)
 def test_schedules_agree_about_random_numbers(recipe: Recipe, way: Way):
     """From one seed every schedule draws the same masks; sums over micro-batches may come in another order."""
@@ -234,18 +240,37 @@ def test_any_order_that_is_valid_is_right(order: tuple[Schedule, int, int, int],
         assert_same(pipe, model)
 
 
-@each_schedule
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 @each_mode
 def test_written_and_read_back(schedule: str, mode: str):
-    model, m = linears(4), 5
-    with closing(
-        GPipe(copy.deepcopy(model), [1] * 4, devices=["cpu:0", "cpu:1"] * 2, chunks=m, checkpoint=mode)
-    ) as pipe:
+    model, m, placement = linears(4), 5, v_placement(4) if schedule in V_SHAPED else [0, 1, 0, 1]
+    devices = [f"cpu:{worker}" for worker in placement]
+    with closing(GPipe(copy.deepcopy(model), [1] * 4, devices=devices, chunks=m, checkpoint=mode)) as pipe:
         stop = {"never": 0, "except_last": m - 1, "always": m}[mode]
-        text = str(SCHEDULES[schedule](m, [0, 1, 0, 1], stop))
+        text = str(SCHEDULES[schedule](m, placement, stop))
         pipe.step(rows(m), rows(m), loss_fn=F.mse_loss, schedule=Schedule.parse(text))
         F.mse_loss(model(rows(m)), rows(m)).backward()
         assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("schedule", [*LOOPED, *V_SHAPED])
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+@pytest.mark.parametrize("m", [1, 3, 7])
+def test_stages_that_share_workers_train_like_the_model(schedule: str, mode: str, inline: bool, m: int):
+    """With fewer micro-batches than stages, and with more; whether backwards are still split or not any more."""
+    model, placement = linears(6), fitting(schedule, workers=3, loops=2)
+    devices = [f"cpu:{worker}" for worker in placement]
+    with closing(GPipe(copy.deepcopy(model), [1] * 6, devices=devices, chunks=m, checkpoint=mode)) as pipe:
+        for step in range(5):
+            x, target = rows(m * 2) * (step + 1), rows(m * 2)
+            with gpipe.inline() if inline else nullcontext():
+                loss = pipe.step(x, target, loss_fn=F.mse_loss, schedule=schedule)
+            expected = F.mse_loss(model(x), target)
+            expected.backward()
+            torch.testing.assert_close(loss, expected.detach())
+            assert_same(pipe, model)
+        assert pipe.last_schedule.name == schedule
 
 
 @each_mode
@@ -560,10 +585,13 @@ class TestBadInput:
         with pytest.raises(TypeError, match=r"schedule must be a name such as '1f1b'.*; got"):
             self.pipe().step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
 
-    def test_interleaving_with_nothing_to_interleave_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize("name", ["Interleaved", "looped_bfs", "interleaved_zero_bubble"])
+    def test_interleaving_with_nothing_to_interleave_is_said_once(
+        self, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
         pipe, model = piped(linears(7), [1] * 7, chunks=5), linears(7)  # of no other test, since it is said once
         for _ in range(2):
-            pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule="Interleaved")
+            pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=name)
         assert [record.getMessage().count("devices=['cpu:0', 'cpu:1'] * 2") for record in caplog.records] == [1]
         for _ in range(2):
             F.mse_loss(model(rows()), rows()).backward()
@@ -583,6 +611,13 @@ class TestBadInput:
         blocks = GPipe(linears(4), [1] * 4, devices=["cpu:0", "cpu:0", "cpu:1", "cpu:1"], chunks=3)
         with pytest.raises(ValueError, match=r"in turn.*\[0, 0, 1, 1\]"):
             blocks.step(rows(), rows(), loss_fn=F.mse_loss, schedule="interleaved")
+        for name in V_SHAPED:
+            with pytest.raises(
+                ValueError, match=rf"'{name}' goes down .* and up again.*'cpu:1', 'cpu:1', 'cpu:0'.*\[0, 0, 1, 1\]"
+            ):
+                blocks.step(rows(), rows(), loss_fn=F.mse_loss, schedule=name)
+            with pytest.raises(ValueError, match=r"two stages on every worker.* got 3 stages"):
+                pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=name)
 
     @pytest.mark.parametrize(
         ("text", "named"),
@@ -713,7 +748,7 @@ class TestMemory:
         assert len(alive) == 6
 
     @pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.long)])
-    @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+    @pytest.mark.parametrize("schedule", ALONE)
     def test_many_steps_leave_nothing_behind(self, schedule: str, steps: int) -> None:
         model = nn.Sequential(*linears()[:1], nn.BatchNorm1d(3, dtype=DOUBLE), nn.Dropout(0.1), *linears()[1:])
         pipe = piped(model, [2, 3], chunks=3, deferred_batch_norm=True)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule import Action, Kind, Schedule, Step, fill_drain, validate
+from gpipe.schedule import Action, Kind, Schedule, Step, fill_drain, in_flight, validate
 
-from .schedules import executed, orders, steps_of
+from .schedules import executed, held, orders, steps_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -112,3 +112,11 @@ class TestValidate:
     def test_other_numbers_of_stages_are_named(self) -> None:
         with pytest.raises(ValueError, match="for 2 stages, the pipe has 1"):
             validate(fill_drain(1, 2), 1, [0])
+
+
+@given(orders())
+def test_a_stage_holds_what_a_later_action_of_it_needs(problem: tuple[Schedule, int, list[int]]):
+    """Whichever of its backwards are split."""
+    schedule, _, _ = problem
+    alone = [[Step(j, action) for action in program] for j, program in enumerate(schedule)]
+    assert [in_flight(program) for program in schedule] == held(alone)

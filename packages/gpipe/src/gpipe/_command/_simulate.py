@@ -5,6 +5,7 @@ from __future__ import annotations
 from profiler.target import model_of, sample_of
 
 from ..balance import balance_cost
+from ..engine._workers import placement
 from ..module._arguments import checked_devices
 from ..module._sequential import as_sequential
 from ..simulate import simulate as simulate_schedule
@@ -29,10 +30,11 @@ def simulate(
     """Measure the layers, and predict a step of a pipeline of them.
 
     Args:
-        devices: One for each stage; layers are measured on the first.
+        devices: One for each stage; layers are measured on the first. Stages on one device take turns; a plain cpu is
+            one for each stage.
         balance: Layers of each stage; by default the best for the measured times.
         chunks: Micro-batches.
-        schedule: 1f1b, fill_drain, interleaved or zero_bubble.
+        schedule: 1f1b, fill_drain, interleaved, looped_bfs, zero_bubble, interleaved_zero_bubble, zbv or dualpipev.
         checkpoint: never, except_last or always.
         timeout: Seconds to measure for.
         html: Save the timeline there, as a page.
@@ -43,4 +45,5 @@ def simulate(
     measured = profiled(layers, mini_batch, str(places[0]), chunks, timeout)
     sizes = balance_cost(measured.seconds, len(places)) if balance is None else balance
     costs = stage_costs(measured, sizes)
-    show(simulate_schedule(schedule, costs, microbatches=chunks, checkpoint=checkpoint), json, html)
+    placed = placement(places)
+    show(simulate_schedule(schedule, costs, microbatches=chunks, checkpoint=checkpoint, placement=placed), json, html)

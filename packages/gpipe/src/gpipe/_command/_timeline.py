@@ -35,7 +35,8 @@ def timeline(
         devices: One for each stage.
         balance: Layers of each stage; by default even by the bytes of their parameters.
         chunks: Micro-batches.
-        schedule: 1f1b, fill_drain, interleaved, zero_bubble or auto.
+        schedule: 1f1b, fill_drain, interleaved, looped_bfs, zero_bubble, interleaved_zero_bubble, zbv, dualpipev, or
+            auto.
         checkpoint: never, except_last or always.
         html: Save the timeline there, as a page.
     """

@@ -9,6 +9,13 @@ from ..schedule import Choice, Schedule, Walk, fill_drain, halves, named, valida
 
 _log = logging.getLogger("gpipe")
 
+_WITHOUT_LOOPS = {
+    "interleaved": "a '1f1b' that holds more",
+    "looped_bfs": "'fill_drain'",
+    "interleaved_zero_bubble": "'zero_bubble'",
+}
+"""What schedules in loops are where each stage has a worker of its own."""
+
 
 def walk_of(
     schedule: Schedule | Choice, microbatches: int, checkpoint_stops: tuple[int, ...], placement: tuple[int, ...]
@@ -48,11 +55,13 @@ def forwards_and_backwards(
 def _named(
     name: str, split: tuple[int, ...], microbatches: int, stops: tuple[int, ...], placement: tuple[int, ...]
 ) -> Walk:
-    if name == "interleaved" and 1 < len(placement) == len(set(placement)):
+    if name in _WITHOUT_LOOPS and 1 < len(placement) == len(set(placement)):
         _log.warning(  # once for each number of stages and micro-batches: what this returns is kept
-            "schedule='interleaved' has nothing to interleave, because each of the %d partitions has a worker of its "
-            "own, and so it is a '1f1b' that holds more; give each worker several partitions, as with "
-            "devices=[0, 1, 0, 1], or on the CPU devices=['cpu:0', 'cpu:1'] * 2",
+            "schedule=%r has nothing to interleave, because each of the %d partitions has a worker of its own, and so "
+            "it is %s; give each worker several partitions, as with devices=[0, 1, 0, 1], or on the CPU "
+            "devices=['cpu:0', 'cpu:1'] * 2",
+            name,
             len(placement),
+            _WITHOUT_LOOPS[name],
         )
     return named(name, microbatches, placement, stops, split).on(placement)

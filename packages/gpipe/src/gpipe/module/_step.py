@@ -94,10 +94,12 @@ class Stepping(nn.Module):
             loss_fn: called with the output and the target of each micro-batch; with the output alone if there is no
                 target, and it takes nothing else. Returns a scalar, or ``(sum, count)``; either with a dict of metrics
                 behind it. By default the output is the loss, or has it as ``.loss``.
-            schedule: ``"1f1b"``, ``"fill_drain"``, ``"interleaved"``, ``"zero_bubble"``, ``"auto"``, or a
-                :class:`gpipe.schedule.Schedule` of your own. ``"auto"`` measures cells in the first steps and takes
-                the fastest of three; ``pipe.last_schedule`` says which. ``"zero_bubble"`` splits the backward of those
-                stages where that pays; one of your own is done as it is written.
+            schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule` of
+                your own. ``"auto"`` measures cells in the first steps and takes the fastest of ``"1f1b"``,
+                ``"zero_bubble"`` and ``"fill_drain"``; ``pipe.last_schedule`` says which. ``"interleaved"``,
+                ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` want the devices in turn, as in ``[0, 1, 0, 1]``,
+                and ``"zbv"`` and ``"dualpipev"`` down and up again, as in ``[0, 1, 1, 0]``. ``"zero_bubble"`` and the
+                last three split the backward of those stages where that pays; one of your own is done as written.
             reduction: how the losses of micro-batches make up the whole. ``"mean"`` weighs each by its rows, which is
                 right for plain means only. ``"sum"`` adds them up.
             normalizer: with ``"sum"``, what to divide by.

@@ -18,7 +18,6 @@ from ._actions import requirement as requirement
 from ._builders import clock_cycles as clock_cycles
 from ._builders import fill_drain as fill_drain
 from ._builders import halves as halves
-from ._builders import interleaved as interleaved
 from ._builders import one_forward_one_backward as one_forward_one_backward
 from ._builders import zero_bubble as zero_bubble
 from ._choice import SPLIT_SECONDS as SPLIT_SECONDS
@@ -27,23 +26,32 @@ from ._choice import Choice as Choice
 from ._choice import Seconds as Seconds
 from ._choice import choose as choose
 from ._choice import worth_splitting as worth_splitting
+from ._looped import interleaved as interleaved
+from ._looped import interleaved_zero_bubble as interleaved_zero_bubble
+from ._looped import looped_bfs as looped_bfs
+from ._looped import looped_placement as looped_placement
 from ._merge import merge as merge
 from ._merge import start_ticks as start_ticks
 from ._modes import CHECKPOINT_MODES as CHECKPOINT_MODES
 from ._modes import Stops as Stops
 from ._modes import checkpoint_stops as checkpoint_stops
 from ._named import SCHEDULES as SCHEDULES
+from ._named import SPLITTING as SPLITTING
 from ._named import named as named
 from ._program import program_of as program_of
 from ._replay import Span as Span
 from ._replay import replay as replay
 from ._schedule import Schedule as Schedule
+from ._v_shaped import dualpipev as dualpipev
+from ._v_shaped import v_placement as v_placement
+from ._v_shaped import zbv as zbv
 from ._validate import in_flight as in_flight
 from ._validate import validate as validate
 
 __all__ = [
     "CHECKPOINT_MODES",
     "SCHEDULES",
+    "SPLITTING",
     "SPLIT_SECONDS",
     "TIE",
     "Action",
@@ -59,10 +67,14 @@ __all__ = [
     "checkpoint_stops",
     "choose",
     "clock_cycles",
+    "dualpipev",
     "fill_drain",
     "halves",
     "in_flight",
     "interleaved",
+    "interleaved_zero_bubble",
+    "looped_bfs",
+    "looped_placement",
     "merge",
     "named",
     "one_forward_one_backward",
@@ -70,7 +82,9 @@ __all__ = [
     "replay",
     "requirement",
     "start_ticks",
+    "v_placement",
     "validate",
     "worth_splitting",
+    "zbv",
     "zero_bubble",
 ]

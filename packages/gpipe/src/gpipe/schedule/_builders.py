@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import islice
 
-from ._actions import Action, Kind, Program, Step
+from ._actions import Action, Kind, Program
 from ._modes import Stops, stop_of_each
 from ._orders import Order, drained, one_by_one, split_one_by_one
 from ._schedule import Schedule
@@ -57,7 +56,7 @@ def fill_drain(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Sc
     >>> print(fill_drain(2, 1, checkpoint_stop=1))
     F0 F1 B1 R0 B0
     """
-    return _schedule(drain_orders(microbatches, stages, checkpoint_stop), stages)
+    return schedule_by_stage(drain_orders(microbatches, stages, checkpoint_stop), stages)
 
 
 def drain_orders(microbatches: int, stages: int, checkpoint_stop: Stops) -> Making:
@@ -84,68 +83,12 @@ def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: St
     Raises:
         ValueError: ``checkpoint_stop`` has another length.
     """
-    return _schedule(one_by_one_orders(microbatches, stages, checkpoint_stop), stages)
+    return schedule_by_stage(one_by_one_orders(microbatches, stages, checkpoint_stop), stages)
 
 
 def one_by_one_orders(microbatches: int, stages: int, checkpoint_stop: Stops) -> Making:
     stops = stop_of_each(checkpoint_stop, stages)
     return lambda j: one_by_one(microbatches, stages - j, stops[j])
-
-
-def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0) -> Schedule:
-    """1F1B with several stages a worker, stage j on worker j mod k: a bubble as many times smaller.
-
-    A group of k micro-batches goes through the first stage of every worker, then through the second ones, and so on.
-    With v = n / k stages a worker the bubble is that of k stages divided by v, for m divisible by k. Each worker holds
-    at most 2(k − r − 1) + (v − 1)k + 1 micro-batches of one stage, r being its number.
-
-    Source: Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2).
-
-    Args:
-        microbatches: m, how many there are.
-        stages: n, how many there are.
-        workers: k, how many there are.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
-
-    Returns:
-        A program for each stage.
-
-    Raises:
-        ValueError: the stages do not go evenly on the workers, or ``checkpoint_stop`` has another length.
-    """
-    expect_even(stages, workers)
-    stops = stop_of_each(checkpoint_stop, stages)
-    walk = tuple(tuple(interleaved_steps(microbatches, workers, r, stops)) for r in range(workers))
-    programs = [[s.action for s in walk[j % workers] if s.stage == j] for j in range(stages)]
-    return Schedule(programs, walk)
-
-
-def expect_even(stages: int, workers: int) -> None:
-    """Raise ValueError unless every worker gets the same number of stages."""
-    if workers < 1 or stages % workers:
-        raise ValueError(
-            f"interleaving deals the same number of stages to every worker: {stages} stages do not go evenly on "
-            f"{workers} workers; choose a balance with a multiple of {workers} partitions"
-        )
-
-
-def interleaved_steps(microbatches: int, workers: int, r: int, stops: Sequence[int]) -> Iterator[Step]:
-    """The steps of worker r under :func:`interleaved`."""
-    # Groups are whole, and steps of micro-batches that do not exist are left out: what remains is still in an order
-    # that some run of the whole takes.
-    groups = [range(first, first + workers) for first in range(0, microbatches, workers)]
-    own = range(r, len(stops), workers)
-    forwards = [(j, i) for group in groups for j in own for i in group]
-    backwards = [(j, i) for group in groups for j in reversed(own) for i in group]
-    ahead = min(len(forwards), 2 * (workers - r - 1) + (len(own) - 1) * workers)
-    rest = iter(forwards[ahead:])
-    yield from (Step(j, Action(Kind.FORWARD, i)) for j, i in forwards[:ahead] if i < microbatches)
-    for j, i in backwards:
-        yield from (Step(k, Action(Kind.FORWARD, h)) for k, h in islice(rest, 1) if h < microbatches)
-        if i < microbatches:
-            if i < stops[j]:
-                yield Step(j, Action(Kind.RECOMPUTE, i))
-            yield Step(j, Action(Kind.BACKWARD, i))
 
 
 def zero_bubble(
@@ -173,7 +116,7 @@ def zero_bubble(
     Raises:
         ValueError: ``checkpoint_stop`` has another length.
     """
-    return _schedule(split_orders(microbatches, stages, checkpoint_stop, split), stages)
+    return schedule_by_stage(split_orders(microbatches, stages, checkpoint_stop, split), stages)
 
 
 def split_orders(
@@ -189,7 +132,8 @@ def split_orders(
     return order
 
 
-def _schedule(order: Making, stages: int) -> Schedule:
+def schedule_by_stage(order: Making, stages: int) -> Schedule:
+    """The schedule in which each stage does the actions of its order."""
     return Schedule(map(Action._make, order(j)) for j in range(stages))
 
 

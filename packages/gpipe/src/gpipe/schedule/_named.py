@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import repeat
 
 from .._meant import did_you_mean
-from ._builders import (
-    Making,
-    drain_orders,
-    fill_drain,
-    interleaved,
-    one_by_one_orders,
-    one_forward_one_backward,
-    split_orders,
-    zero_bubble,
-)
+from ._builders import Making, drain_orders, one_by_one_orders, schedule_by_stage, split_orders
+from ._lanes import schedule_by_worker
+from ._looped import interleaved_lanes, interleaved_zero_bubble_lanes, looped_bfs_lanes, looped_placement
 from ._makespan import Lane
 from ._modes import Stops
 from ._schedule import Schedule
+from ._v_shaped import dualpipev_lanes, v_placement, zbv_lanes
 
 
 def named(
@@ -31,15 +26,30 @@ def named(
     """The schedule called ``name``, in capitals or not, for stages on the workers of ``placement``.
 
     Args:
+        name: one of :data:`gpipe.schedule.SCHEDULES`.
+        microbatches: m, how many there are.
+        placement: the worker of each stage.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
-        split: under ``"zero_bubble"``, the stages whose backward runs in two parts; all by default.
+        split: under those of :data:`gpipe.schedule.SPLITTING`, the stages whose backward runs in two parts; by default
+            all.
 
-    Raises ValueError, with the list of names, if there is none.
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: there is none of this name; or it wants stages on other workers, and the error says on which.
+
+    >>> print(named("zbv", 1, [0, 1, 1, 0]))
+    F0@0 F0@3 I0@3 W0@3 I0@0 W0@0
+    F0@1 F0@2 I0@2 W0@2 I0@1 W0@1
     """
     expect_name(name, SCHEDULES)
-    if name.lower() == "zero_bubble":
-        return zero_bubble(microbatches, len(placement), checkpoint_stop, split)
-    return SCHEDULES[name.lower()](microbatches, placement, checkpoint_stop)
+    name, stages = name.lower(), len(placement)
+    _expect_fitting(name, placement)
+    if name in _ORDERS:
+        return schedule_by_stage(_ORDERS[name](microbatches, stages, checkpoint_stop, split), stages)
+    workers = len(set(placement))
+    return schedule_by_worker(_LANES[name](microbatches, stages, workers, checkpoint_stop, split), stages)
 
 
 def lanes(
@@ -49,13 +59,21 @@ def lanes(
     checkpoint_stop: Stops = 0,
     split: Collection[int] | None = None,
 ) -> Sequence[Lane]:
-    """The steps of each worker under :func:`named`, made while they are read where each stage has a worker."""
-    stages = len(placement)
-    orders = ORDERS.get(name.lower())
-    if orders is None or list(placement) != list(range(stages)):
-        return named(name, microbatches, placement, checkpoint_stop, split).on(placement)
-    order = orders(microbatches, stages, checkpoint_stop, split)
-    return [zip(repeat(j), order(j), strict=False) for j in range(stages)]
+    """The steps of each worker under :func:`named`, made while they are read where the placement is the usual one."""
+    expect_name(name, SCHEDULES)
+    name, stages = name.lower(), len(placement)
+    _expect_fitting(name, placement)
+    if name in _ORDERS and list(placement) == list(range(stages)):
+        order = _ORDERS[name](microbatches, stages, checkpoint_stop, split)
+        return [zip(repeat(j), order(j), strict=False) for j in range(stages)]
+    if name in _LANES and list(placement) != [0] * stages:
+        return _LANES[name](microbatches, stages, len(set(placement)), checkpoint_stop, split)
+    return named(name, microbatches, placement, checkpoint_stop, split).on(placement)
+
+
+def usual_placement(name: str, stages: int) -> list[int]:
+    """The worker of each stage unless told otherwise: for schedules in a V as these want it, else one of its own."""
+    return v_placement(stages) if name.lower() in _V_SHAPED else list(range(stages))
 
 
 def expect_name(name: str, names: Iterable[str]) -> None:
@@ -67,33 +85,52 @@ def expect_name(name: str, names: Iterable[str]) -> None:
         )
 
 
-def _looped(microbatches: int, placement: Sequence[int], checkpoint_stop: Stops) -> Schedule:
-    return interleaved(microbatches, len(placement), expect_turns(placement), checkpoint_stop)
-
-
-def expect_turns(placement: Sequence[int]) -> int:
-    """How many workers take the stages in turn; ValueError if they do not."""
+def _expect_fitting(name: str, placement: Sequence[int]) -> None:
+    """Raise ValueError unless stages are on workers as the schedule called ``name`` wants them."""
     workers = len(set(placement))
-    if list(placement) != [j % workers for j in range(len(placement))]:
-        raise ValueError(
-            f"interleaving takes the workers in turn, as in devices=[0, 1, 0, 1]; these stages are on workers "
-            f"{list(placement)}"
+    if name in _LOOPED and list(placement) != looped_placement(len(placement), workers):
+        wanted = "takes the workers in turn, as in devices=[0, 1, 0, 1], or ['cpu:0', 'cpu:1'] * 2 on the CPU"
+    # A single worker, as of a run inline, does what more would do, in their order.
+    elif name in _V_SHAPED and workers > 1 and list(placement) != v_placement(len(placement)):
+        wanted = (
+            "goes down all workers and up again, as in devices=[0, 1, 1, 0], or ['cpu:0', 'cpu:1', 'cpu:1', 'cpu:0'] "
+            "on the CPU"
         )
-    return workers
+    else:
+        return
+    raise ValueError(f"schedule={name!r} {wanted}; these stages are on workers {list(placement)}")
 
 
-def _plain(make: Callable[[int, int, Stops], Schedule]) -> Callable[[int, Sequence[int], Stops], Schedule]:
-    return lambda microbatches, placement, stop: make(microbatches, len(placement), stop)
-
-
-SCHEDULES: dict[str, Callable[[int, Sequence[int], Stops], Schedule]] = {
-    "fill_drain": _plain(fill_drain),
-    "1f1b": _plain(one_forward_one_backward),
-    "interleaved": _looped,
-    "zero_bubble": _plain(zero_bubble),
-}
-ORDERS: dict[str, Callable[[int, int, Stops, Collection[int] | None], Making]] = {
+_LOOPED = ("interleaved", "looped_bfs", "interleaved_zero_bubble")
+_V_SHAPED = ("zbv", "dualpipev")
+_ORDERS: dict[str, Callable[[int, int, Stops, Collection[int] | None], Making]] = {
     "fill_drain": lambda m, n, stop, split: drain_orders(m, n, stop),
     "1f1b": lambda m, n, stop, split: one_by_one_orders(m, n, stop),
     "zero_bubble": split_orders,
 }
+_LANES: dict[str, Callable[[int, int, int, Stops, Collection[int] | None], list[Lane]]] = {
+    "interleaved": lambda m, n, k, stop, split: interleaved_lanes(m, n, k, stop),
+    "looped_bfs": lambda m, n, k, stop, split: looped_bfs_lanes(m, n, k, stop),
+    "interleaved_zero_bubble": interleaved_zero_bubble_lanes,
+    "zbv": lambda m, n, k, stop, split: zbv_lanes(m, n, stop, split),
+    "dualpipev": lambda m, n, k, stop, split: dualpipev_lanes(m, n, stop, split),
+}
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    name: partial(named, name)
+    for name in (
+        "fill_drain",
+        "1f1b",
+        "interleaved",
+        "looped_bfs",
+        "zero_bubble",
+        "interleaved_zero_bubble",
+        "zbv",
+        "dualpipev",
+    )
+}
+"""By its name, what :func:`named` is without the name."""
+
+SPLITTING = ("zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev")
+"""The names of those that run backwards in two parts."""

@@ -79,8 +79,8 @@ def in_flight(program: Program) -> int:
         A number of micro-batches.
     """
     held = most = 0
-    splits = any(action.kind == Kind.BACKWARD_WEIGHT for action in program)
     for kind, _ in program:
-        held += (kind == Kind.FORWARD) - (kind == (Kind.BACKWARD_WEIGHT if splits else Kind.BACKWARD))
+        # A backward for the inputs is followed by one for the weights, which reads the rest.
+        held += (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
         most = max(most, held)
     return most

@@ -13,7 +13,7 @@ import torch
 from microbatch import Batch
 
 from ..engine._stage import Stage
-from ..schedule import SCHEDULES, Choice, Kind, Schedule, Seconds, choose, named, worth_splitting
+from ..schedule import SCHEDULES, SPLITTING, Choice, Kind, Schedule, Seconds, choose, named, worth_splitting
 from ..schedule._named import expect_name
 from ._events import Event
 from ._record import Recorder
@@ -99,7 +99,8 @@ class Plan:
 class Chooser:
     """Decides under which schedules the steps of a pipe run. For one thread at a time.
 
-    ``"auto"`` leaves the schedule to :func:`gpipe.schedule.choose`, and ``"zero_bubble"`` which stages it splits.
+    ``"auto"`` leaves the schedule to :func:`gpipe.schedule.choose`, and those of :data:`gpipe.schedule.SPLITTING` leave
+    which stages they split.
     Everything else is what it says, and is not measured.
 
     Attributes:
@@ -139,7 +140,7 @@ class Chooser:
     def _named(self, name: str, batches: Sequence[Batch], size: Size) -> Plan:
         expect_name(name, (*SCHEDULES, "auto"))
         name = name.lower()
-        if name not in ("auto", "zero_bubble"):
+        if name not in ("auto", *SPLITTING):
             return Plan(Choice(name))
         self._read()
         situation = self._situation(batches, size)
@@ -158,8 +159,10 @@ class Chooser:
         """The choice, and which cells a step then consists of."""
         seconds = self._measured[situation].seconds
         may_split = tuple(j for j in situation.needs if j in situation.trained and j not in whole)
-        zero_bubble = Choice(name, worth_splitting(seconds, may_split))
-        choice = zero_bubble if name == "zero_bubble" else choose(*size, seconds, may_split)
+        if name == "auto":
+            choice = choose(*size, seconds, may_split)
+        else:
+            choice = Choice(name, worth_splitting(seconds, may_split))
         schedule = named(choice.name, *size, choice.split)
         return choice, {(j, action.kind) for j, program in enumerate(schedule) for action in program}
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from ..schedule import Kind, Program, Schedule, Step, checkpoint_stops, named, replay
 from ..schedule._makespan import Lane
 from ..schedule._makespan import makespan as replayed
-from ..schedule._named import lanes
+from ..schedule._named import lanes, usual_placement
 from ._costs import StageCost
 from ._events import SECONDS, TICKS, Event
 from ._hops import Transfer, hop_seconds
@@ -41,7 +41,8 @@ def simulate(
         microbatches: how many there are, for a schedule by its name.
         checkpoint: as of :class:`gpipe.GPipe`, a mode or one for each stage: micro-batches that it names and that the
             schedule does not recompute are recomputed just before their backwards. By default as ``schedule`` says.
-        placement: the worker of each stage; by default the schedule's own, or else a worker for each stage.
+        placement: the worker of each stage; by default the schedule's own, or else a worker for each stage. Of those
+            with a name, the ones in the shape of a V have their own.
         transfer: the seconds from worker to worker; or a function that gives them for a number of bytes, such as a
             :class:`gpipe.simulate.Link`; or a list of either, one for each link from a stage to the next. Links carry
             any number of things at once, and keep no worker from working.
@@ -117,7 +118,7 @@ def makespan(
     33.0
     """
     if isinstance(schedule, str) and microbatches is not None:
-        place = list(range(len(costs))) if placement is None else list(placement)
+        place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
         _expect_one_each(costs, placement=place)
         stops = checkpoint_stops(checkpoint or "never", microbatches, len(costs))
         steps: Sequence[Lane] = lanes(schedule, microbatches, place, stops)
@@ -159,7 +160,7 @@ def _schedule(
             raise ValueError(f"microbatches: expected a number for the schedule {schedule!r}, got None")
         if placement is not None:
             _expect_one_each([()] * stages, placement=placement)
-        schedule = named(schedule, microbatches, range(stages) if placement is None else placement)
+        schedule = named(schedule, microbatches, usual_placement(schedule, stages) if placement is None else placement)
     elif microbatches is not None:
         raise ValueError("microbatches: goes with the name of a schedule; programs have their own number")
     schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
