@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ._queues import Crossing
+
 Seconds = float | Callable[[int], float]
 Transfer = Seconds | Sequence[Seconds]
 
@@ -14,9 +16,14 @@ Transfer = Seconds | Sequence[Seconds]
 class Link:
     """The seconds that a number of bytes takes to cross: ``latency + bytes / bandwidth``.
 
+    Hops whose links have the same name share one link, which carries one thing at a time, in whichever direction: what
+    comes while it is busy waits, first come, first served. It is busy for ``bytes / bandwidth``; the latency of one
+    thing may pass while the next is on its way. A link without a name carries any number of things at once.
+
     Attributes:
         latency: seconds.
         bandwidth: bytes a second.
+        name: of the link, if things wait for each other there.
 
     >>> Link(latency=1e-5, bandwidth=1e9)(10**7)
     0.01001
@@ -24,12 +31,15 @@ class Link:
 
     latency: float = 0.0
     bandwidth: float = math.inf
+    name: str | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency) and self.latency >= 0):
             raise ValueError(f"latency: expected seconds that are not negative, got {self.latency!r}")
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth: expected a positive number of bytes a second, got {self.bandwidth!r}")
+        if not isinstance(self.name, (str, type(None))):
+            raise TypeError(f"name: expected text, got {self.name!r}")
 
     def __call__(self, size: int) -> float:
         return self.latency + size / self.bandwidth
@@ -44,14 +54,34 @@ def hop_seconds(transfer: Transfer, crossing: Sequence[int | None]) -> list[floa
 
     Raises ValueError for a list of another length than there are links.
     """
-    links = max(0, len(crossing) - 1)
-    if isinstance(transfer, Sequence):
-        if len(transfer) != links:
-            raise ValueError(f"transfer: expected one entry for each of {links} links, got {len(transfer)}")
-        each = list(transfer)
-    else:
-        each = [transfer] * links
-    return [0.0] * (len(crossing) - links) + [
+    each = _each(transfer, max(0, len(crossing) - 1))
+    return [0.0] * (len(crossing) - len(each)) + [
         0.0 if size is None else seconds(size) if callable(seconds) else seconds
         for size, seconds in zip(crossing[1:], each, strict=True)
     ]
+
+
+def crossings(transfer: Transfer, crossing: Sequence[int | None]) -> list[Crossing]:
+    """The same, with the named links that things wait for."""
+    seconds = hop_seconds(transfer, crossing)
+    links = [None, *_each(transfer, max(0, len(crossing) - 1))]
+    return [
+        Crossing(hop, size / link.bandwidth, link.name)
+        if isinstance(link, Link) and size is not None
+        else Crossing(hop)
+        for hop, size, link in zip(seconds, crossing, links, strict=False)
+    ]
+
+
+def is_shared(transfer: Transfer) -> bool:
+    """Whether things may wait for each other on their way."""
+    each = transfer if isinstance(transfer, Sequence) else [transfer]
+    return any(isinstance(link, Link) and link.name is not None for link in each)
+
+
+def _each(transfer: Transfer, links: int) -> list[Seconds]:
+    if not isinstance(transfer, Sequence):
+        return [transfer] * links
+    if len(transfer) != links:
+        raise ValueError(f"transfer: expected one entry for each of {links} links, got {len(transfer)}")
+    return list(transfer)

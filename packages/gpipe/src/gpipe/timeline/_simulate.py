@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from ..schedule import Kind, Program, Schedule, Step, checkpoint_stops, named, replay
+from ..schedule import Kind, Program, Schedule, Span, Step, Walk, checkpoint_stops, named, replay
 from ..schedule._makespan import Lane
 from ..schedule._makespan import makespan as replayed
 from ..schedule._named import lanes, usual_placement
 from ._costs import StageCost
 from ._events import SECONDS, TICKS, Event
-from ._hops import Transfer, hop_seconds
+from ._hops import Transfer, crossings, hop_seconds, is_shared
+from ._queues import queued
 from ._timeline import Timeline
 
 
@@ -33,7 +34,8 @@ def simulate(
     """The timeline of ``schedule`` if every action takes exactly the time that ``costs`` say.
 
     A worker does its actions one by one in the order of the schedule, each as soon as its input is there. So no run
-    with these costs and this order can be faster, and a run with any lower cost takes no longer.
+    with these costs and this order can be faster, and a run with any lower cost takes no longer, unless links are
+    shared: then a lower cost may change who comes first.
 
     Args:
         schedule: the program of each stage, or the name of a schedule.
@@ -44,8 +46,9 @@ def simulate(
         placement: the worker of each stage; by default the schedule's own, or else a worker for each stage. Of those
             with a name, the ones in the shape of a V have their own.
         transfer: the seconds from worker to worker; or a function that gives them for a number of bytes, such as a
-            :class:`gpipe.simulate.Link`; or a list of either, one for each link from a stage to the next. Links carry
-            any number of things at once, and keep no worker from working.
+            :class:`gpipe.simulate.Link`; or a list of either, one for each link from a stage to the next. Links keep
+            no worker from working, and carry any number of things at once, unless they have a name: those of one name
+            are one link, where things wait for their turn.
 
     Returns:
         The timeline.
@@ -59,12 +62,7 @@ def simulate(
     """
     schedule, place = _placed(schedule, costs, microbatches, checkpoint, placement)
     boundary = _boundary(costs, place)
-    hops = hop_seconds(transfer, boundary)
-
-    def arrives_after(source: Step, target: Step) -> float:
-        return hops[max(source.stage, target.stage)]
-
-    spans = replay(schedule.on(place), lambda step: costs[step.stage].seconds(step.action.kind), arrives_after)
+    spans = _spans(schedule.on(place), costs, transfer, boundary)
     held = _held(schedule, costs)
     events = (
         Event(
@@ -82,6 +80,18 @@ def simulate(
         for step, span in spans.items()
     )
     return Timeline(events, dict(enumerate(place)), _unit(costs))
+
+
+def _spans(
+    walk: Walk, costs: Sequence[StageCost], transfer: Transfer, boundary: Sequence[int | None]
+) -> dict[Step, Span]:
+    def seconds(step: Step) -> float:
+        return costs[step.stage].seconds(step.action.kind)
+
+    if is_shared(transfer):
+        return queued(walk, seconds, crossings(transfer, boundary))
+    hops = hop_seconds(transfer, boundary)
+    return replay(walk, seconds, lambda source, target: hops[max(source.stage, target.stage)])
 
 
 def _unit(costs: Sequence[StageCost]) -> str:
@@ -102,7 +112,8 @@ def makespan(
 ) -> float:
     """The seconds of :func:`simulate`, without a timeline: half a microsecond an action.
 
-    A thousand stages and four thousand micro-batches take seconds; of a schedule by its name no action is kept.
+    A thousand stages and four thousand micro-batches take seconds; of a schedule by its name no action is kept. With
+    links that have names all of them are, at some tens of microseconds an action.
 
     Args:
         schedule, costs, microbatches, checkpoint, placement, transfer: as of :func:`simulate`. Every stage does the
@@ -117,6 +128,11 @@ def makespan(
     >>> makespan("1f1b", [StageCost(1, 2)] * 4, microbatches=8)
     33.0
     """
+    if is_shared(transfer):
+        # Who comes first to a link is known only in the order of time.
+        whole, place = _placed(schedule, costs, microbatches, checkpoint, placement)
+        spans = _spans(whole.on(place), costs, transfer, _boundary(costs, place))
+        return max((span.end for span in spans.values()), default=0.0)
     if isinstance(schedule, str) and microbatches is not None:
         place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
         _expect_one_each(costs, placement=place)
