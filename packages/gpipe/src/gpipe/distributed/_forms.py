@@ -86,12 +86,12 @@ class Form:
             return cls([None if each is None else form_from(each) for each in tensors], kind, put=list)
         known = [form_from(each) for each in tensors]
         leaves: list[Any] = []
-        spec = read_tree(tree, lambda leaf: HOLE if leaf == _TENSOR else read(leaf), leaves)
-        if sum(leaf is HOLE for leaf in leaves) != len(known) or len(ties) not in (0, len(known)):
+        spec = read_tree(tree, lambda leaf: _HOLE if leaf == _TENSOR else read(leaf), leaves)
+        if sum(leaf is _HOLE for leaf in leaves) != len(known) or len(ties) not in (0, len(known)):
             raise ValueError(f"{len(known)} tensors do not fit the tree, or their ties")
         if kind != "activation" or not all(type(tie) is int for tie in ties):
             raise ValueError(f"{kind!r} with ties {ties} is no message")
-        again = written_tree(spec, iter([_TENSOR if leaf is HOLE else written(leaf) for leaf in leaves]))
+        again = written_tree(spec, iter([_TENSOR if leaf is _HOLE else written(leaf) for leaf in leaves]))
         return cls(known, kind, ties, again, put=_how_to_put(leaves, spec, tuple(ties)))
 
     def rebuild(self, data: Sequence[Tensor]) -> Payload:
@@ -135,7 +135,7 @@ class Form:
         ]
 
 
-HOLE = object()
+_HOLE = object()
 """A leaf where a tensor goes."""
 
 _TENSOR = ["tensor"]
@@ -147,7 +147,7 @@ def _is_flat(data: Tensor, size: int) -> bool:
 
 def _how_to_put(leaves: Sequence[Any], spec: Any, ties: Sequence[int]) -> Callable[[tuple[Tensor, ...]], Activation]:
     """How tensors become an activation; a tensor, or a tuple of tensors, without a walk through the tree."""
-    whole = all(leaf is HOLE for leaf in leaves)
+    whole = all(leaf is _HOLE for leaf in leaves)
     if whole and spec.is_leaf():
         return lambda tensors: Activation(tensors[0], tensors, ties)
     if whole and spec.type is tuple and all(child.is_leaf() for child in spec.children()):
@@ -155,7 +155,7 @@ def _how_to_put(leaves: Sequence[Any], spec: Any, ties: Sequence[int]) -> Callab
 
     def put(tensors: tuple[Tensor, ...]) -> Activation:
         arriving = iter(tensors)
-        value = unflatten([next(arriving) if leaf is HOLE else leaf for leaf in leaves], spec)
+        value = unflatten([next(arriving) if leaf is _HOLE else leaf for leaf in leaves], spec)
         return Activation(value, tensors, ties)
 
     return put
@@ -164,8 +164,8 @@ def _how_to_put(leaves: Sequence[Any], spec: Any, ties: Sequence[int]) -> Callab
 def form_of(payload: Payload) -> tuple[Form, list[Tensor]]:
     """The form of a message, and its data.
 
-    Forms of what is made of tensors, tuples, lists, dicts and plain constants are looked up by what distinguishes them;
-    those of other trees are written each time.
+    The forms of tensors, tuples, lists, dicts, named tuples and plain constants are looked up by what distinguishes them;
+    those of other trees, of floats and of sparse tensors are written each time.
 
     Args:
         payload: an activation, or gradients.
