@@ -164,8 +164,8 @@ def _how_to_put(leaves: Sequence[Any], spec: Any, ties: Sequence[int]) -> Callab
 def form_of(payload: Payload) -> tuple[Form, list[Tensor]]:
     """The form of a message, and its data.
 
-    The forms of tensors, tuples, lists, dicts, named tuples and plain constants are looked up by what distinguishes them;
-    those of other trees, of floats and of sparse tensors are written each time.
+    The forms of tensors, tuples, lists, dicts, named tuples and plain constants are looked up by what distinguishes
+    them; those of other trees, of floats and of sparse tensors are written each time.
 
     Args:
         payload: an activation, or gradients.
