@@ -119,6 +119,39 @@ class Statistics(Starting):
         return nn.functional.batch_norm(x, self.mean, self.var, training=True) if begun else x * 1
 
 
+class Swapping(Starting):
+    """Keeps its average under one name and then another, so that as many names come as go."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__(start)
+        self.register_buffer("even", torch.ones((), dtype=DOUBLE))
+        self.register_buffer("odd", None)
+
+    def act(self, x: Tensor, *, begun: bool) -> Tensor:
+        old, new = ("odd", "even") if self.even is None else ("even", "odd")
+        mean = getattr(self, old)
+        if begun:
+            setattr(self, new, 0.5 * mean + x.detach().mean())
+            setattr(self, old, None)
+        return x * mean
+
+
+class Renaming(Starting):
+    """The same with a number that is no buffer."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__(start)
+        self.even = 1.0
+
+    def act(self, x: Tensor, *, begun: bool) -> Tensor:
+        old, new = ("even", "odd") if hasattr(self, "even") else ("odd", "even")
+        factor = getattr(self, old)
+        if begun:
+            setattr(self, new, 0.5 * factor + 1)
+            delattr(self, old)
+        return x * factor
+
+
 class Attribute(Starting):
     """Keeps a number."""
 
@@ -262,7 +295,21 @@ class Again(nn.Module):
         return x
 
 
-WORKING = (Average, Replaced, Alternating, Statistics, Attribute, Counter, Hidden, InPlaceAttribute, Polite, Bag, Noise)
+WORKING = (
+    Average,
+    Replaced,
+    Swapping,
+    Renaming,
+    Alternating,
+    Statistics,
+    Attribute,
+    Counter,
+    Hidden,
+    InPlaceAttribute,
+    Polite,
+    Bag,
+    Noise,
+)
 """Those that are right whenever they begin, in all modes."""
 REMEMBERING = (*WORKING, ByNumPy, ByData, Large, LargeByNumPy, Closure, Decaying, HiddenNoise)
 
@@ -293,7 +340,7 @@ def assert_state_alike(pipe: nn.Module, model: nn.Module) -> None:
     torch.testing.assert_close(dict(pipe.named_buffers()), dict(model.named_buffers()))
     torch.testing.assert_close(dict(pipe.named_parameters()), dict(model.named_parameters()))
     for ours, theirs in zip(pipe.modules(), model.modules(), strict=True):
-        for name in ("calls", "factor", "h", "total"):
+        for name in ("calls", "factor", "h", "total", "even", "odd"):
             torch.testing.assert_close(getattr(ours, name, None), getattr(theirs, name, None), msg=name)
 
 

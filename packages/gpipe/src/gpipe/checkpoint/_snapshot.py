@@ -85,52 +85,70 @@ class View:
         ignored: those of which only parameters are looked at.
 
     Attributes:
-        parameters: how many of the slots are parameters; these come first.
+        parameters: how many of the slots hold parameters; these come first.
     """
 
     def __init__(self, modules: Sequence[nn.Module], ignored: Iterable[nn.Module]) -> None:
         unseen = {*ignored}
         seen = [module for module in modules if module not in unseen]
-        self._registered: list[tuple[nn.Module, str, dict[str, Any]]]
-        self._registered = [(m, "_parameters", m._parameters) for m in modules]
-        self._registered += [(m, "_buffers", m._buffers) for m in seen]
+        self._registered = [(module, "_parameters") for module in modules]
+        self._registered += [(module, "_buffers") for module in seen]
         self._changing = [module for module in seen if _may_keep(module)]
         self._index()
 
     def look(self) -> Sight:
         """What is there now."""
-        values: list[Any] = [value for own in self._filled for value in own.values() if value is not None]
-        if len(values) != self._tensors or any(self._empty) or self._sizes != list(map(len, self._kept)):
-            self._index()
-            values = [slot.value for slot in self._slots[: self._tensors]]
+        if not (any(self._empty) or self._sizes != list(map(len, self._filled))):
+            try:
+                return self._look()
+            except (
+                KeyError,
+                _MovedError,
+                AttributeError,
+            ):  # a name went and another came; a tensor has no version: is None
+                pass
+        self._index()
+        return self._look()
+
+    def _look(self) -> Sight:
+        values: list[Any] = [own[name] for own, name in self._tensors]
         versions = [value._version for value in values]
         if self._attributes:
-            found = [own.get(name, ABSENT) for own, name in self._attributes]
+            found = [own[name] for own, name in self._attributes]
             values += found
             versions += [value._version if isinstance(value, Tensor) else 0 for value in found]
+        if self._nothing:
+            if any(own[name] is not None for own, name in self._nothing):
+                raise _MovedError
+            values += [None] * len(self._nothing)
+            versions += [0] * len(self._nothing)
         return Sight(self._slots, values, versions)
 
     def _index(self) -> None:
-        slots = [
-            Slot(owner, kind, name)
-            for owner, kind, own in self._registered
-            for name, value in own.items()
-            if value is not None
-        ]
-        self._tensors = len(slots)
-        self.parameters = sum(slot.kind == "_parameters" for slot in slots)
-        self._filled = [own for _, _, own in self._registered if own]
-        self._empty = [own for _, _, own in self._registered if not own]
-        self._kept = [vars(owner) for owner in self._changing]
-        self._sizes = list(map(len, self._kept))
-        self._attributes = [
-            (vars(owner), name)
+        registered = [Slot(owner, kind, name) for owner, kind in self._registered for name in vars(owner)[kind]]
+        tensors = [slot for slot in registered if slot.value is not None]
+        nothing = [slot for slot in registered if slot.value is None]
+        attributes = [
+            Slot(owner, "attribute", name)
             for owner in self._changing
             for name, value in vars(owner).items()
             if name not in _OF_ANY_MODULE and _is_state(value)
         ]
-        owners = {id(vars(owner)): owner for owner in self._changing}
-        self._slots = slots + [Slot(owners[id(own)], "attribute", name) for own, name in self._attributes]
+        self.parameters = sum(slot.kind == "_parameters" for slot in tensors)
+        self._slots = [*tensors, *attributes, *nothing]
+        self._tensors, self._attributes, self._nothing = map(_places, (tensors, attributes, nothing))
+        dicts = [vars(owner)[kind] for owner, kind in self._registered]
+        self._empty = [own for own in dicts if not own]
+        self._filled = [own for own in dicts if own] + [vars(owner) for owner in self._changing]
+        self._sizes = list(map(len, self._filled))
+
+
+class _MovedError(Exception):
+    """There is a tensor where none was."""
+
+
+def _places(slots: Iterable[Slot]) -> list[tuple[dict[str, Any], str]]:
+    return [(slot.values, slot.name) for slot in slots]
 
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))

@@ -41,7 +41,7 @@ class Snapshot:
         sight: all that was looked at, before the forward.
         copies: of tensors that are not parameters.
         bare: the versions of those that were not copied, since nobody is expected to change them in place.
-        due: what is to be put back even if nothing shows that it changed since.
+        due: what the forward changed, to be put back even if nothing shows that it changed since.
         initialises: whether the forward gives lazy layers their parameters.
     """
 
@@ -84,7 +84,8 @@ class StateGuard:
         self._tensors = [
             (slot, value)
             for slot, value in zip(sight.slots, sight.values, strict=True)
-            if slot.kind == "_parameters" or (slot.kind == "_buffers" and slot in remembered.bare)
+            if isinstance(value, Tensor)
+            and (slot.kind == "_parameters" or (slot.kind == "_buffers" and slot in remembered.bare))
         ]
         self._seen = [_ground(tensor) for _, tensor in self._tensors]
 
@@ -159,7 +160,7 @@ class State:
         self._find_hidden(remembered, moved)
         lost = [slot for slot in moved if not remembered.recoverable(slot)]
         self._add_moving(training, [slot for slot in lost if slot.kind != "_parameters"])
-        own = [slot for slot in lost if slot.kind == "_parameters" and slot in sight.slots]
+        own = [slot for slot in lost if slot.kind == "_parameters" and isinstance(sight.value(slot), Tensor)]
         if own and not remembered.initialises:
             self._say_unrepeatable(own)
             self.facts = self.facts._replace(unrepeatable=self.facts.unrepeatable | {training})
@@ -209,7 +210,7 @@ class State:
         training, copies = remembered.training, remembered.copies
         # Batch norm is taken at its word: a mini-batch may happen to leave its statistics as they were.
         due = {slot for slot, copy in copies.items() if _is_norm(slot) or (slot not in moved and _changed(slot, copy))}
-        remembered.due = due
+        remembered.due = due.union(slot for slot in moved if slot.kind != "_parameters")
         if training not in self.facts.moving:
             self._add_moving(training, [*due, *(slot for slot in moved if slot in copies)])
             for slot in [slot for slot, copy in copies.items() if copy.numel() > SMALL and slot not in due]:
