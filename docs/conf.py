@@ -60,6 +60,13 @@ def list_errors(app: Any, page: str, source: list[str]) -> None:
     source[0] = filled(source[0])
 
 
+def warn_of_lost_names(app: Any, env: Any, node: Any, text: Any) -> None:
+    """A page that names something of Python means it; in the reference, types of other packages have no entry."""
+    if not node["refdoc"].startswith("api/"):
+        node["refwarn"] = True
+
+
 def setup(app: Any) -> None:
+    app.connect("missing-reference", warn_of_lost_names)
     app.connect("source-read", list_errors)
     app.connect("autodoc-process-docstring", explain_names)

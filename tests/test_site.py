@@ -1,0 +1,73 @@
+"""A link of the documentation that leads nowhere fails its build, whatever kind of link it is.
+
+Run by the session docs, where Sphinx is installed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .links import broken
+from .pages import ROOT
+
+LOST = {
+    "document": "{doc}`lost-document`",
+    "page": "[text](lost-page.md)",
+    "place": "[text](other.md#lost-place)",
+    "place-here": "[text](#lost-place-here)",
+    "label": "{ref}`lost-label`",
+    "function": "{func}`gpipe.lost_function`",
+    "class": "{class}`gpipe.LostClass`",
+    "term": "{term}`lost term`",
+    "picture": "![text](lost-picture.svg)",
+    "file": "[text](lost-file.py)",
+}
+FOUND = "{doc}`other`, [text](other.md#there), {func}`gpipe.schedule.found`, https://example.org"
+
+
+def site(folder: Path, page: str) -> Path:
+    (folder / "index.md").write_text(f"# Page\n\n{page}\n\n```{{toctree}}\nother\n```\n", encoding="utf-8")
+    (folder / "other.md").write_text(
+        "# Other\n\n## There\n\n```{py:function} gpipe.schedule.found()\n```\n", encoding="utf-8"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def complaints(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What building a page with all lost links says, with the settings of the documentation."""
+    pytest.importorskip("myst_parser", reason="no site: Sphinx is not installed")
+    folder = site(tmp_path_factory.mktemp("site"), "\n\n".join([FOUND, *LOST.values()]))
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", str(ROOT / "docs")]
+    built = subprocess.run([*command, str(folder), str(folder / "html")], capture_output=True, text=True, timeout=100)
+    assert built.returncode == 1
+    return built.stderr
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_what_is_lost_fails_the_build(complaints: str, kind: str) -> None:
+    line = 5 + 2 * list(LOST).index(kind)
+    assert f"index.md:{line}: WARNING" in complaints
+
+
+def test_what_is_there_does_not(complaints: str) -> None:
+    assert "index.md:3:" not in complaints
+    assert complaints.count("WARNING") == len(LOST)
+
+
+@pytest.mark.parametrize("link", ["lost.html", "other.html#lost", "#lost", "pictures/lost.svg", "../index.html"])
+def test_a_link_in_a_built_page_is_followed(tmp_path: Path, link: str) -> None:
+    (tmp_path / "index.html").write_text(f'<h1 id="here"></h1><a href="{link}">text</a>', encoding="utf-8")
+    (tmp_path / "other.html").write_text('<a href="index.html#here"></a><img src="index.html">', encoding="utf-8")
+    assert broken(tmp_path) == [f"index.html: {link}"]
+
+
+@pytest.mark.parametrize("link", ["other.html", "other.html#th%C3%A9re", "#here", "https://example.org/lost", "#"])
+def test_a_link_that_leads_somewhere_is_fine(tmp_path: Path, link: str) -> None:
+    (tmp_path / "index.html").write_text(f'<h1 id="here"></h1><a href="{link}">text</a>', encoding="utf-8")
+    (tmp_path / "other.html").write_text('<h1 id="thére"></h1>', encoding="utf-8")
+    assert broken(tmp_path) == []
