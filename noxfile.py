@@ -45,7 +45,7 @@ def demo(session: nox.Session) -> None:
 def examples(session: nox.Session) -> None:
     """Every program under examples/, one after the other; arguments are names of some, such as finetune."""
     install_all(session, "demo", "frameworks")
-    for program in session.posargs or sorted(path.stem for path in (ROOT / "examples").glob("*.py")):
+    for program in session.posargs or sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py")):
         session.run("python", f"examples/{program}.py")
 
 

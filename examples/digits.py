@@ -9,22 +9,20 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from _compare import MiniBatch, compare_memory, compare_results, console, draw, parser
+from rich.progress import track
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-from gpipe import GPipe, record
+from gpipe import GPipe
 from gpipe.balance import balance_cost
 from profiler import Profile, profile
 
@@ -34,44 +32,36 @@ ON_ONE_CPU = """\
 On one CPU the plain model has all cores for each operation, and the stages share them: a pipeline gains memory here.
 With a GPU for each of n stages, m micro-batches take (m + n - 1) / (m n) of the time that one GPU takes."""
 
-console = Console()
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     torch.manual_seed(0)
-    train, test = load()
+    data, test = load()
     model = network(options.width)
     plain = copy.deepcopy(model)
 
-    balance = choose_balance(model, train[0][: options.batch], options.devices, options.chunks)
+    balance = choose_balance(model, data[0][: options.batch], options.devices, options.chunks)
     pipe = GPipe(model, balance, devices=options.devices, chunks=options.chunks, checkpoint=options.checkpoint)
+    optimizer = fit(pipe, data, options.epochs, options.batch)
 
-    optimizer = fit(pipe, train, options.epochs, options.batch)
-    console.print(f"Accuracy on {len(test[0])} digits never seen in training: [bold]{accuracy(pipe, test):.2%}[/]")
-    plain.load_state_dict(pipe.state_dict())
-    batch = first(train, options.batch)
-    compare_gradients(plain, pipe, batch)
-    compare_memory(plain, pipe, optimizer, batch)
-    draw(pipe, batch, Path(options.timeline))
-    compare_times(plain, pipe, batch, options.seconds)
+    task = MiniBatch(data[0][: options.batch], data[1][: options.batch], F.cross_entropy)
+    measure = {f"accuracy on {len(test[0])} unseen digits": lambda model: f"{accuracy(model, test):.2%}"}
+    compare_results(plain, pipe, task, measure)
+    alone = GPipe(copy.deepcopy(plain), [len(plain)], devices=options.devices[:1], checkpoint="never")
+    compare_memory(alone, pipe, optimizer, task)
+    draw(pipe, task, options.timeline)
+    compare_times(plain, pipe, task, options.seconds)
     pipe.close()
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"], help="one per stage (default: cpu cpu)")
-    parser.add_argument("--chunks", type=int, default=8, help="micro-batches a mini-batch is cut into")
-    parser.add_argument("--checkpoint", choices=["always", "except_last", "never"], default="never")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=256, help="digits in a mini-batch")
-    parser.add_argument("--width", type=int, default=16, help="channels of the first half of the network")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long the step times are measured")
-    page = Path(tempfile.gettempdir()) / "gpipe-digits.html"
-    parser.add_argument(
-        "--timeline", default=str(page), help="where to save the drawing of a step (default: %(default)s)"
-    )
-    return parser.parse_args(argv)
+    options = parser(__doc__, "gpipe-digits.html")
+    options.add_argument("--checkpoint", choices=["always", "except_last", "never"], default="never")
+    options.add_argument("--epochs", type=int, default=20)
+    options.add_argument("--batch", type=int, default=256, help="digits in a mini-batch")
+    options.add_argument("--width", type=int, default=16, help="channels of the first half of the network")
+    options.add_argument("--seconds", type=float, default=5.0, help="how long the step times are measured")
+    return options.parse_args(argv)
 
 
 class Residual(nn.Module):
@@ -144,16 +134,12 @@ def fit(pipe: GPipe, digits: Digits, epochs: int, batch: int) -> torch.optim.Opt
     steps = epochs * (len(digits[0]) // batch)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=8e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=8e-3, total_steps=steps)
-    with progress() as bar:
-        task = bar.add_task("training", total=steps, loss=float("nan"))
-        for images, labels in mini_batches(digits, epochs, batch):
-            optimizer.zero_grad()
-            output = pipe(images.to(pipe.devices[0]))
-            loss = F.cross_entropy(output, labels.to(output.device), label_smoothing=0.1)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            bar.update(task, advance=1, loss=loss.item())
+    for images, labels in track(mini_batches(digits, epochs, batch), "training", total=steps, console=console):
+        optimizer.zero_grad()
+        output = pipe(images)
+        F.cross_entropy(output, labels.to(output.device), label_smoothing=0.1).backward()
+        optimizer.step()
+        schedule.step()
     return optimizer
 
 
@@ -166,101 +152,27 @@ def mini_batches(digits: Digits, epochs: int, batch: int) -> Iterator[Digits]:
             yield images[chosen], labels[chosen]
 
 
-def progress() -> Progress:
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
-    return Progress(*columns, TimeElapsedColumn(), console=console)
-
-
 @torch.no_grad()
-def accuracy(pipe: GPipe, digits: Digits) -> float:
+def accuracy(model: nn.Module, digits: Digits) -> float:
     images, labels = digits
-    pipe.eval()
-    guesses = pipe(images.to(pipe.devices[0])).argmax(dim=1).cpu()
-    pipe.train()
+    model.eval()
+    guesses = model(images).argmax(dim=1).cpu()
+    model.train()
     return (guesses == labels).float().mean().item()
 
 
-def compare_gradients(plain: nn.Sequential, pipe: GPipe, digits: Digits) -> None:
-    """Print how far the pipeline's gradients of one mini-batch are from those of the plain model."""
-    for model in (plain, pipe):
-        model.zero_grad()
-        backward(model, digits)
-    there = dict(pipe.named_parameters())
-    pairs = [(x.grad, there[name].grad) for name, x in plain.named_parameters()]
-    largest = max(grad.abs().max().item() for grad, _ in pairs)
-    difference = max((ours.to(grad.device) - grad).abs().max().item() for grad, ours in pairs)
-    console.print(f"Gradients differ from the plain model's by at most {difference / largest:.0e} of the largest.\n")
-
-
-def backward(model: nn.Module, digits: Digits) -> None:
-    images, labels = digits
-    output = model(images.to(next(model.parameters()).device))
-    F.cross_entropy(output, labels.to(output.device)).backward()
-
-
-def compare_memory(plain: nn.Sequential, pipe: GPipe, optimizer: torch.optim.Optimizer, digits: Digits) -> None:
-    """Print what each device holds: what belongs to its parameters, and at most of activations."""
-    table = Table(title="What a device holds at most")
-    for heading in ("", *(f"device {stage}" for stage in range(len(pipe.partitions))), "of the plain model's"):
-        table.add_column(heading, justify="right")
-
-    def show(way: str, held: list[int]) -> None:
-        cells = [mebibytes(size) for size in held] + [""] * (len(pipe.partitions) - len(held))
-        table.add_row(way, *cells, f"{max(held) / alone:.0%}")
-
-    states = [bytes_of_training(partition, optimizer) for partition in pipe.partitions]
-    whole = GPipe(copy.deepcopy(plain), [len(plain)], devices=pipe.devices[:1], checkpoint="never")
-    alone = sum(states) + peaks(whole, digits, "fill_drain")[0]
-    show("plain model", [alone])
-    checkpoint = pipe.checkpoint
-    for checkpointed, pipe.checkpoint in (("", "never"), (", checkpointed", "always")):
-        for name, schedule in (("fill-drain", "fill_drain"), ("1F1B", "1f1b")):
-            held = [state + peak for state, peak in zip(states, peaks(pipe, digits, schedule), strict=True)]
-            show(name + checkpointed, held)
-    pipe.checkpoint = checkpoint
-    console.print(table)
-    console.print(f"Of this, parameters with gradients and AdamW's state: {', '.join(map(mebibytes, states))}.\n")
-
-
-def bytes_of_training(stage: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of a stage's parameters, their gradients and what the optimizer keeps for them."""
-    tensors = [
-        tensor
-        for parameter in stage.parameters()
-        for tensor in (parameter, parameter.grad, *optimizer.state[parameter].values())
-        if isinstance(tensor, Tensor)
-    ]
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def peaks(pipe: GPipe, digits: Digits, schedule: str) -> list[int]:
-    """Bytes of activations that each stage holds at most during a step."""
-    with record(memory=True) as timeline:
-        pipe.step(*digits, loss_fn=F.cross_entropy, schedule=schedule)
-    return [timeline.peak_bytes[stage] for stage in range(len(pipe.partitions))]
-
-
-def mebibytes(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
-
-
-def draw(pipe: GPipe, digits: Digits, page: Path) -> None:
-    """Save a drawing of one step."""
-    with record() as timeline:
-        pipe.step(*digits, loss_fn=F.cross_entropy)
-    timeline.save(page)
-    console.print("What each stage did in a step of 1F1B, to open in a browser:", page, "\n", soft_wrap=True)
-
-
-def compare_times(plain: nn.Sequential, pipe: GPipe, digits: Digits, seconds: float) -> None:
+def compare_times(plain: nn.Sequential, pipe: GPipe, task: MiniBatch, seconds: float) -> None:
     """Print the time of forward and backward of one mini-batch, three ways."""
     plain.to(pipe.devices[0])
-    micro_batches = list(zip(*(part.chunk(pipe.chunks) for part in digits), strict=True))
+    parts = zip(task.inputs.chunk(pipe.chunks), task.targets.chunk(pipe.chunks), strict=True)
+    micro_batches = [MiniBatch(*part, task.loss_fn) for part in parts]
     measured = interleaved(
         {
-            "plain model": lambda: backward(plain, digits),
-            f"plain model, {pipe.chunks} micro-batches": lambda: [backward(plain, part) for part in micro_batches],
-            f"pipeline of {len(pipe.partitions)} stages": lambda: pipe.step(*digits, loss_fn=F.cross_entropy),
+            "plain model": lambda: task.loss(plain).backward(),
+            f"plain model, {pipe.chunks} micro-batches": lambda: [
+                part.loss(plain).backward() for part in micro_batches
+            ],
+            f"pipeline of {len(pipe.partitions)} stages": lambda: task.step(pipe, "1f1b"),
         },
         seconds,
     )
@@ -303,10 +215,6 @@ def show_step_times(seconds: dict[str, list[float]]) -> None:
         spread = f"{milliseconds(min(times))} – {milliseconds(max(times))}"
         table.add_row(name, milliseconds(medians[name]), spread, f"{base / medians[name]:.2f}×")
     console.print(table)
-
-
-def first(digits: Digits, count: int) -> Digits:
-    return digits[0][:count], digits[1][:count]
 
 
 if __name__ == "__main__":

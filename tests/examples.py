@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.append(str(EXAMPLES))  # as when they are run: what they share is a module there
 
 
 def example(name: str) -> ModuleType:
@@ -22,6 +25,20 @@ def example(name: str) -> ModuleType:
 
 
 def number(pattern: str, told: str) -> float:
+    (found,) = numbers(pattern, told)
+    return found
+
+
+def numbers(pattern: str, told: str) -> tuple[float, ...]:
+    """What the groups of the pattern match."""
     found = re.search(pattern, told)
     assert found is not None, pattern
-    return float(found[1])
+    return tuple(map(float, found.groups()))
+
+
+def check_comparison(told: str, closeness: float = 1e-4) -> None:
+    """The tables at the end of an example: the plain model's loss and gradients, and less memory on each device."""
+    without, within = numbers(r"loss of a mini-batch +│ ([\d.]+) +│ ([\d.]+)", told)
+    assert without == pytest.approx(within, rel=closeness)
+    assert number(r"differ by at most +│ +│ ([\d.e-]+) of the largest", told) < closeness
+    assert number(r" 1F1B │.*?(\d+)%", told) <= number(r" fill-drain │.*?(\d+)%", told) < 100

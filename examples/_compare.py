@@ -1,0 +1,164 @@
+"""What the examples have in common: their options, and how a pipeline compares with the plain model."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from gpipe import GPipe, record
+
+console = Console()
+
+WAYS = {
+    "fill-drain": ("fill_drain", "never"),
+    "1F1B": ("1f1b", "never"),
+    "fill-drain, checkpointed": ("fill_drain", "always"),
+    "1F1B, checkpointed": ("1f1b", "always"),
+}
+"""Schedule and mode of checkpointing by what the tables call them."""
+
+
+class Task(Protocol):
+    """A mini-batch and its loss."""
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """The loss that the model has on the mini-batch, to go backward from."""
+
+    def step(self, pipe: GPipe, schedule: str) -> Tensor:
+        """Forward and backward by a schedule; the loss, detached."""
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """Inputs, targets, and a loss function as PyTorch's are."""
+
+    inputs: Tensor
+    targets: Tensor
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+
+    def loss(self, model: nn.Module) -> Tensor:
+        output = model(self.inputs.to(next(model.parameters()).device))
+        return self.loss_fn(output, self.targets.to(output.device))
+
+    def step(self, pipe: GPipe, schedule: str) -> Tensor:
+        return pipe.step(self.inputs, self.targets, loss_fn=self.loss_fn, schedule=schedule)
+
+
+def parser(description: str | None, timeline: str, *, stages: int = 2, chunks: int = 8) -> argparse.ArgumentParser:
+    """The options that all examples take; ``timeline`` is the name of the file with the drawing."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    devices = ["cpu"] * stages
+    options.add_argument("--devices", nargs="+", default=devices, help=f"one per stage (default: {' '.join(devices)})")
+    options.add_argument("--chunks", type=int, default=chunks, help="micro-batches a mini-batch is cut into")
+    options.add_argument(
+        "--timeline",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / timeline,
+        help="where to save the drawing of a step: .svg, .html or .png (default: %(default)s)",
+    )
+    return options
+
+
+def compare_results(
+    plain: nn.Module, pipe: GPipe, task: Task, measures: Mapping[str, Callable[[nn.Module], str]]
+) -> None:
+    """Print what the trained model achieves, and a mini-batch's loss and gradients, without and with the pipeline."""
+    plain.load_state_dict(pipe.state_dict())
+    table = Table("", "plain model", "pipeline", title="The same parameters, without and with the pipeline")
+    for name, measure in measures.items():
+        table.add_row(name, measure(plain), measure(pipe))
+    for model in (plain, pipe):
+        model.zero_grad()
+    loss = task.loss(plain)
+    loss.backward()
+    table.add_row("loss of a mini-batch", f"{loss.item():.5f}", f"{task.step(pipe, '1f1b').item():.5f}")
+    table.add_row("its gradients differ by at most", "", f"{difference(plain, pipe):.0e} of the largest")
+    console.print(table, "")
+
+
+def difference(plain: nn.Module, pipe: GPipe) -> float:
+    """How far any gradient is from the plain model's, as a share of the largest one."""
+    found, expected = gradients(pipe), gradients(plain)
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    return max((found[name] - grad).abs().max().item() for name, grad in expected.items()) / largest
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+class Held(NamedTuple):
+    """Bytes that a device holds: of parameters with gradients and optimizer, and of activations at their peak."""
+
+    states: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.states + self.activations
+
+
+def compare_memory(alone: GPipe, pipe: GPipe, optimizer: torch.optim.Optimizer, task: Task) -> None:
+    """Print what each device holds at most; ``alone`` is the plain model, on one device and in one piece."""
+    measured = memory(alone, pipe, optimizer, task)
+    (whole,) = measured["plain model"]
+    table = Table(title="What a device holds at most")
+    for heading in ("", *(f"device {stage}" for stage in range(len(pipe.partitions))), "of plain model"):
+        table.add_column(heading, justify="right")
+    for way, devices in measured.items():
+        cells = [mebibytes(held.total) for held in devices] + [""] * (len(pipe.partitions) - len(devices))
+        table.add_row(way, *cells, f"{max(held.total for held in devices) / whole.total:.0%}")
+    console.print(table)
+    states = ", ".join(mebibytes(held.states) for held in measured["1F1B"])
+    console.print(f"Of this, parameters with gradients and optimizer: {states}.\n")
+
+
+def memory(alone: GPipe, pipe: GPipe, optimizer: torch.optim.Optimizer, task: Task) -> dict[str, list[Held]]:
+    """What each device holds at most, measured: the plain model's one, then those of the pipeline under each way."""
+    states = [bytes_of_training(partition, optimizer) for partition in pipe.partitions]
+    found = {"plain model": [Held(sum(states), peak) for peak in peaks(alone, task, "fill_drain")]}
+    before = pipe.checkpoint
+    for way, (schedule, pipe.checkpoint) in WAYS.items():
+        found[way] = [Held(*pair) for pair in zip(states, peaks(pipe, task, schedule), strict=True)]
+    pipe.checkpoint = before
+    return found
+
+
+def bytes_of_training(stage: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of a stage's parameters, their gradients and what the optimizer keeps for them."""
+    tensors = [
+        tensor
+        for parameter in stage.parameters()
+        for tensor in (parameter, parameter.grad, *optimizer.state.get(parameter, {}).values())
+        if isinstance(tensor, Tensor)
+    ]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def peaks(pipe: GPipe, task: Task, schedule: str) -> list[int]:
+    """Bytes of activations that each stage holds at most during a step."""
+    with record(memory=True) as timeline:
+        task.step(pipe, schedule)
+    assert timeline.peak_bytes is not None
+    return [timeline.peak_bytes[stage] for stage in range(len(pipe.partitions))]
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def draw(pipe: GPipe, task: Task, path: Path) -> None:
+    """Save a drawing of one step."""
+    with record() as timeline:
+        task.step(pipe, "1f1b")
+    timeline.save(path)
+    console.print("What each stage did in a step of 1F1B, to open in a browser:", path, "\n", soft_wrap=True)
