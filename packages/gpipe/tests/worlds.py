@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT = 60.0
+LIMIT = 180.0
 """Seconds after which a world counts as hanging."""
 
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from microbatch import Batch, unwrap
 
 from ._batchnorm import DeferredBatchNorm
-from ._flatten._ending import Ending, without_loss_only
+from ._flatten._ending import without_loss_only
 from ._flatten._inputs import Inputs
 from ._flatten._names import divide_names, model_of, no_child_of_the_model
-from ._flatten._segment import Segment
 from ._flatten._shapes import has_data
 from .balance import balance_by_parameters, balance_by_time
 from .engine._loss import LossStage
@@ -237,11 +236,6 @@ class GPipe(Stepping):
         with ending.wanted():
             found = self._output(without_loss_only(inputs))
         return ending(Inputs.of(unwrap(inputs)[0]), found, self.training)
-
-    def _ending(self) -> Ending | None:
-        """How a model that computes its own loss makes its whole output."""
-        last = next(reversed(self._modules.values()), None)
-        return last.ending if isinstance(last, Segment) and self.out_spec is None else None
 
     def _output(self, inputs: Any) -> Any:
         inputs = checked(inputs, self.in_spec)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..values._constants import is_constant
+from ..values._constants import Note, is_constant
 from ._tree import Tree
 
 
@@ -50,34 +50,33 @@ Recipe = tuple[BlockRecipe, ...]
 class Script:
     """What is the same for all micro-batches, shared by all layers of a flattened model.
 
-    Recipes, and the structure of inputs, are mostly those of the sample. Others are added when they occur. What travels
-    from layer to layer is their number.
+    Recipes, and the structure of inputs, are few, and others are added when they occur. Those that are equal are one
+    object, which travels from layer to layer.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: list[Any] = []
+        self._notes: list[Note] = []
 
-    def number(self, entry: Any) -> int:
-        """The number of ``entry``, or of one that is equal."""
+    def note(self, entry: Any) -> Note:
+        """The note of ``entry``, or of one that is equal."""
         with self._lock:
-            if entry not in self._entries:
-                self._entries.append(entry)
-            return self._entries.index(entry)
-
-    def __getitem__(self, number: int) -> Any:
-        return self._entries[number]
+            known = next((note for note in self._notes if note.content == entry), None)
+            if known is None:
+                known = Note(entry)
+                self._notes.append(known)
+            return known
 
     def __deepcopy__(self, memo: object) -> Script:
         """Shared with copies, since layers may be copied one by one."""
         return self
 
-    def __getstate__(self) -> list[Any]:
-        return self._entries
+    def __getstate__(self) -> list[Note]:
+        return self._notes
 
-    def __setstate__(self, entries: list[Any]) -> None:
+    def __setstate__(self, notes: list[Note]) -> None:
         self.__init__()  # type: ignore[misc]
-        self._entries = list(entries)
+        self._notes = list(notes)
 
 
 def recipe_of(

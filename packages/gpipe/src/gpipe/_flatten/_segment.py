@@ -98,7 +98,7 @@ class Segment(Part):
             tensors = []
             for name in self._came:
                 tensors.append((yield pop(name)))
-            inputs = Inputs(*restored(self._script[carried["inputs"]], tensors))
+            inputs = Inputs(*restored(carried["inputs"].content, tensors))
         else:
             inputs = _read(args, kwargs)
             tensors = self._expect_few(inputs.tensors())
@@ -121,10 +121,10 @@ class Segment(Part):
         recipe, values = recipe_of(tape.arguments, tape.fakes, self._names, self._first)
         return {
             "values": values,
-            "recipe": self._script.number(recipe),
+            "recipe": self._script.note(recipe),
             "inputs": carried["inputs"]
             if self._number
-            else self._script.number(structure_of(*inputs.leaves(), "the model")),
+            else self._script.note(structure_of(*inputs.leaves(), "the model")),
             "shapes": {name: tuple(calls) for name, calls in tape.shapes.items()},
         }
 
@@ -200,7 +200,7 @@ class Block(Part):
 
     def forward(self, carried: dict[str, Any]) -> Generator[stash, None, dict[str, Any]]:
         """What came, with what this block returns in place of what nobody needs any more."""
-        recipe = self._script[carried["recipe"]][self._place]
+        recipe = carried["recipe"].content[self._place]
         values = carried["values"]
         leaves = [values[leaf.name] if isinstance(leaf, Value) else leaf.value for leaf in recipe.leaves]
         args, kwargs = recipe.tree.value(leaves)

@@ -14,19 +14,22 @@ class Tree:
     >>> leaves, tree = flattened({"x": 1, "y": (2, None)})
     >>> leaves, tree.value(["a", "b", "c"])
     ([1, 2, None], {'x': 'a', 'y': ('b', 'c')})
+
+    Attributes:
+        spec: torch's own.
     """
 
-    __slots__ = ("_spec",)
+    __slots__ = ("spec",)
 
     def __init__(self, spec: _pytree.TreeSpec) -> None:
-        self._spec = spec
+        self.spec = spec
 
     def value(self, leaves: Iterable[Any]) -> Any:
         """A value of this structure."""
-        return _pytree.tree_unflatten(leaves, self._spec)
+        return _pytree.tree_unflatten(leaves, self.spec)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tree) and self._spec == other._spec
+        return isinstance(other, Tree) and self.spec == other.spec
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -35,7 +38,7 @@ class Tree:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As a value of this structure, which knows its types."""
-        return _tree_of, (self.value([0] * self._spec.num_leaves),)
+        return _tree_of, (self.value([0] * self.spec.num_leaves),)
 
 
 def flattened(value: Any) -> tuple[list[Any], Tree]:

@@ -19,7 +19,7 @@ from microbatch import flatten, unflatten
 
 from ..values._leaves import Activation
 from ..values._sharing import parted
-from ._constants import read, written
+from ._notes import read_leaf, written_leaf
 from ._skeletons import UnkeyedError, skeleton
 from ._tensors import Dense, Sparse, bytes_of, facts, form_from, laid_out, parts_of
 from ._trees import UnwrittenError, path_of, read_tree, written_tree
@@ -86,12 +86,12 @@ class Form:
             return cls([None if each is None else form_from(each) for each in tensors], kind, put=list)
         known = [form_from(each) for each in tensors]
         leaves: list[Any] = []
-        spec = read_tree(tree, lambda leaf: _HOLE if leaf == _TENSOR else read(leaf), leaves)
+        spec = read_tree(tree, lambda leaf: _HOLE if leaf == _TENSOR else read_leaf(leaf), leaves)
         if sum(leaf is _HOLE for leaf in leaves) != len(known) or len(ties) not in (0, len(known)):
             raise ValueError(f"{len(known)} tensors do not fit the tree, or their ties")
         if kind != "activation" or not all(type(tie) is int for tie in ties):
             raise ValueError(f"{kind!r} with ties {ties} is no message")
-        again = written_tree(spec, iter([_TENSOR if leaf is _HOLE else written(leaf) for leaf in leaves]))
+        again = written_tree(spec, iter([_TENSOR if leaf is _HOLE else written_leaf(leaf) for leaf in leaves]))
         return cls(known, kind, ties, again, put=_how_to_put(leaves, spec, tuple(ties)))
 
     def rebuild(self, data: Sequence[Tensor]) -> Payload:
@@ -230,7 +230,7 @@ def _of_activation(activation: Activation) -> tuple[Form, list[Tensor]]:
 
     def each(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return written(leaf)
+            return written_leaf(leaf)
         tensor, parts = parts_of(leaf)
         known.append(tensor)
         data.extend(parts)

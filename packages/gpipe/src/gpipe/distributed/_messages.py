@@ -30,6 +30,9 @@ SMALL: Final = 2**15
 POISON: Final = -1
 """In the place of a micro-batch: nothing more comes in this run."""
 
+_MOST = 1024
+"""Forms that are remembered. Where each message has another one, as sparse gradients have, they are forgotten."""
+
 _HEAD = 5 * 8
 _ALIGN = 16  # so that the data of any dtype can be looked at in place
 
@@ -83,6 +86,8 @@ class Sender:
         form, data = form_of(payload)
         text = b""
         if form not in self._forms:
+            if len(self._forms) >= _MOST:
+                self._forms.clear()
             self._forms[form] = len(self._forms)
             text = form.text.encode()
         self._send(microbatch, (microbatch, self._forms[form], len(text), flag), [_bytes(text), *data])
@@ -153,6 +158,8 @@ class Receiver:
             self.poisoned = bytes(text.tolist())
             raise Cancelled
         if size:
+            if number == 0:  # the sender has begun anew
+                self._forms.clear()
             self._forms.append(Form.parse(bytes(text.tolist()).decode()))
         form = self._forms[number]
         data = parts.take(form.sizes)

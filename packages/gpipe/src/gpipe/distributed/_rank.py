@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from microbatch import Batch
+from microbatch import Batch, unwrap
 
 from .._batchnorm import DeferredBatchNorm
+from .._flatten._ending import without_loss_only
+from .._flatten._inputs import Inputs
 from ..engine._loss import LossStage
 from ..engine._losses import Losses
 from ..engine._stage import stages_of
@@ -164,17 +167,32 @@ class Rank(Stepping):
         """Compute in the pipeline, without gradients.
 
         Args:
-            args, kwargs: as for the model, on the first rank; others need not give any.
+            args, kwargs: as for the model, on the rank of the first stage; and on that of the last, if the model
+                computes its own loss from them. Others need not give any.
 
         Returns:
             What the model gives on the rank of the last stage, None on the others.
         """
         refuse_transforms()
         given = args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
-        batches, seed = self._agreed("forward", None, lambda: given)
+        ending = self._ending() if self._pipeline.ends else None
+
+        def inputs() -> Any:
+            if ending is not None and not args and not kwargs:
+                raise TypeError(
+                    "the rank of the last stage needs the inputs too, because the model computes its loss from them, "
+                    "as from labels; give them on every rank, or flatten the model with a sample without labels"
+                )
+            return without_loss_only(given)
+
+        batches, seed = self._agreed("forward", None, inputs)
         self._pipeline.begin(len(batches), seed, None, backwards=False)
-        outputs = self._pipeline.outputs(batches)
-        return gathered(outputs, [batch.rows for batch in batches], self.out_spec) if self._pipeline.ends else None
+        with nullcontext() if ending is None else ending.wanted():
+            outputs = self._pipeline.outputs(batches)
+        if not self._pipeline.ends:
+            return None
+        found = gathered(outputs, [batch.rows for batch in batches], self.out_spec)
+        return found if ending is None else ending(Inputs.of(unwrap(given)[0]), found, self.training)
 
     def train(self, mode: bool = True) -> Rank:
         super().train(mode)

@@ -6,10 +6,12 @@ from collections import OrderedDict, namedtuple
 from types import EllipsisType, NoneType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from ..values._aliases import Aliased
+from ..values._constants import Note
 
 
 class UnkeyedError(Exception):
@@ -44,7 +46,7 @@ def _constant(value: Any) -> Any:
     return kind, value
 
 
-_CONSTANTS = frozenset({NoneType, EllipsisType, bool, int, str, bytes})
+_CONSTANTS = frozenset({NoneType, EllipsisType, bool, int, str, bytes, torch.dtype, Note})
 
 
 def _is_named(kind: type) -> bool:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from microbatch import Batch, Versions
 
+from .._flatten._ending import Ending
+from .._flatten._segment import Segment
 from ..engine._loss import LossStage
 from ..engine._loss_value import LossFunction
 from ..engine._losses import Losses
@@ -205,6 +207,11 @@ class Stepping(nn.Module):
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
         return returned(losses, batches, self.out_spec, options)
+
+    def _ending(self) -> Ending | None:
+        """How a model that computes its own loss makes its whole output."""
+        last = next(reversed(self._modules.values()), None)
+        return last.ending if isinstance(last, Segment) and self.out_spec is None else None
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
         batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks)

@@ -12,7 +12,22 @@ from torch import Tensor
 
 from microbatch import flatten, is_flat, leaf_paths
 
+
+class Note:
+    """Something that nobody changes, which gpipe lets go along with tensors: a constant, whatever it is made of.
+
+    Attributes:
+        content: what :mod:`gpipe.distributed` can write, without tensors.
+    """
+
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
 _CONSTANTS = (
+    Note,
     *(NoneType, Number, str, bytes, enum.Enum, range, slice, type, EllipsisType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.SymInt, torch.SymFloat),
 )

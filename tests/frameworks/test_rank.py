@@ -1,0 +1,78 @@
+"""Models of Hugging Face over several processes: as in one, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from packages.gpipe.tests.worlds import World
+
+transformers = pytest.importorskip("transformers")
+
+from gpipe import GPipe, flatten  # noqa: E402
+from gpipe.distributed import Rank  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4, "vocab_size": 64, "intermediate_size": 64}
+MODELS = {
+    "GPT-2, whose embedding is its head": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
+    ),
+    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "BERT": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    "OPT": lambda: transformers.OPTForCausalLM(
+        transformers.OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=32)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    opened = World(2)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_model_over_two_processes_is_the_one_in_one(world: World, name: str):
+    world.run(_expect_as_one, name)
+
+
+def _expect_as_one(name: str) -> None:
+    ids = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[3, 10:] = 0  # so that micro-batches differ in how the blocks are called
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    sample = {key: value[:2] for key, value in batch.items()}
+    layers = len(flatten(_model(name), sample))
+    options: dict[str, Any] = {"sample": sample, "chunks": 4, "checkpoint": "always"}
+    balance = [layers // 2, layers - layers // 2]
+    rank = Rank(_model(name), balance, **options)
+    one = GPipe(_model(name), balance, devices=["cpu"] * 2, **options)
+    optimizers = [torch.optim.AdamW(pipe.parameters(), 1e-3) for pipe in (rank, one)]
+    for seed in range(2):
+        losses = []
+        for pipe in (rank, one):
+            torch.manual_seed(seed)
+            losses.append(pipe.step(**batch))
+        assert torch.equal(*losses)
+        expected = dict(one.named_parameters(remove_duplicate=False))
+        for key, parameter in rank.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[key].grad, rtol=0, atol=1e-7)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    output, whole = rank.eval()(**batch), one.eval()(**batch)
+    if dist.get_rank() == 1:
+        torch.testing.assert_close(output.loss, whole.loss)
+        torch.testing.assert_close(output.logits, whole.logits)
+    one.close()
+
+
+def _model(name: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name]()
