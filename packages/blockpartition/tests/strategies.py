@@ -21,6 +21,13 @@ FLOATS = st.one_of(
     st.sampled_from([0.0, -0.0, 5e-324, 2.2250738585072014e-308, 0.1, 0.2, 0.3, 1e16, 1.7976931348623157e308]),
     st.floats(0, allow_nan=False, allow_infinity=False),
 )
+# Sums of these are equal, or nearly: what rounding hides.
+CLOSE_FLOATS = st.builds(
+    lambda x, steps, factor: x * (1 + steps * 2.0**-52) * factor,
+    st.sampled_from([0.1, 0.2, 0.3, 0.6, 0.7, 1.0, 1.0]),
+    st.integers(-2, 2),
+    st.sampled_from([1, 1, 1, 1, 2, 2.0**-53, 1e15]),
+)
 FRACTIONS = st.fractions(0, 10, max_denominator=12)
 SMALL = st.one_of(st.integers(0, 3), st.integers(0, 30), FRACTIONS)
 

@@ -136,8 +136,9 @@ def test_a_cut_is_the_nearest_to_its_target_and_of_two_the_earlier(costs, target
         end: abs(parts * height - target) for end, height in enumerate(prefix) if end and low <= height <= high
     }
     beyond = 2 * high + 1
+    doubled = [2 * height for height in [*prefix, beyond]]
     goals = [0, -(-2 * target // parts), 2 * beyond]
-    found = near_string([*prefix, beyond], high, [0, low, beyond], goals)[1]
+    found = near_string(doubled, 2 * high, [0, 2 * low, 2 * beyond], goals)[1]
     assert distances[found] == min(distances.values())
     if prefix[found] != high:  # behind the target, layers of zero are left to the next block
         assert found == min(distances, key=distances.__getitem__)

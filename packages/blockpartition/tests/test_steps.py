@@ -52,6 +52,7 @@ GROWTHS = {
     "one in front": lambda n: [10**15] + [1] * n,
     "equal": lambda n: [7] * n,
     "valley": lambda n: [(i - n // 2) ** 2 for i in range(n)],
+    "floats": lambda n: [Random(n + i).random() for i in range(n)],
     "sawtooth": lambda n: [i % 17 * 1000 + i for i in range(n)],
 }
 

@@ -7,67 +7,130 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate, count, islice, pairwise, repeat
 from operator import floordiv
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ._fill import fill_back, window
+from ._sums import Sums
 
 Gates: TypeAlias = dict[int, int]
 """Heights by the numbers of ends."""
 
-_MOST_GATES = 2**13  # that the string passes: to find where it bends takes longer than all the rest
+_MOST_GATES = 2**12  # that the string passes: to find where it bends takes longer than all the rest
+_EXACT = 2**50  # floats have an exact half of all ints below
+_SHORT = 8  # layers of a block; a bisection takes about as long as a look at so many
 
 
-def near_even(prefix: list[int], bottleneck: int, highest: list[int]) -> list[int]:
+def near_even(sums: Sums, bottleneck: int, highest: list[Any]) -> list[int]:
     """Ends of blocks close to the taut string through the gates, in O(k log n).
 
     Without gates the string is straight and the targets are the quantiles of the total. Of very many gates it passes
     every so-many-th only: a cut is some part of a layer away from it anyway.
 
-    highest: of the ends of blocks that are filled up to the bottleneck from the left.
+    highest: heights of the ends of blocks that are filled up to the bottleneck from the left.
     """
-    blocks = len(highest)
-    lowest = fill_back(prefix, bottleneck, blocks)
-    low, high = gates(prefix, lowest, highest, range(0, blocks, 1 + blocks // _MOST_GATES))
-    return near_string(prefix, bottleneck, lowest, doubled_heights(bends(low, high)))
+    blocks, bound = len(highest), bottleneck * sums.unit
+    lowest = fill_back(sums.prefix, bound, blocks)
+    turns = bends(*gates(sums, lowest, highest, range(0, blocks, 1 + blocks // _MOST_GATES)))
+    if isinstance(sums.unit, int) and sums.total >= _EXACT:
+        return near_string_exactly(sums.prefix, bound, lowest, turns)
+    return near_string(sums.prefix, bound, lowest, heights_of(turns, sums.prefix[0], sums.unit))
 
 
-def gates(prefix: list[int], lowest: list[int], highest: list[int], ends: Iterable[int]) -> tuple[Gates, Gates]:
-    """The least and the greatest height of these ends, and the last, in an optimal partition into non-empty blocks."""
-    blocks, total = len(highest), prefix[-1]
-    more = len(prefix) - 1 - blocks
-    low = {j: max(lowest[j], prefix[j]) for j in ends}
-    high = {j: min(highest[j - 1], prefix[more + j]) if j else 0 for j in ends}
-    return low | {blocks: total}, high | {blocks: total}
+def gates(sums: Sums, lowest: list[Any], highest: list[Any], ends: Iterable[int]) -> tuple[Gates, Gates]:
+    """The least and the greatest height, in units, of these ends, and the last, in an optimal partition."""
+    prefix, blocks = sums.prefix, len(highest)
+    more = sums.layers - blocks
+    low = {j: sums.units(max(lowest[j], prefix[j])) for j in ends}
+    high = {j: sums.units(min(highest[j - 1], prefix[more + j])) if j else 0 for j in ends}
+    return low | {blocks: sums.total}, high | {blocks: sums.total}
 
 
-def near_string(prefix: list[int], bottleneck: int, lowest: list[int], goals: list[int]) -> list[int]:
-    """Ends of non-empty blocks up to the bottleneck, each the nearest to its height that the end before it allows.
+def near_string_exactly(
+    prefix: list[int], bottleneck: int, lowest: list[int], turns: list[tuple[int, int]]
+) -> list[int]:
+    """`near_string` where sums are ints: with all of them doubled, which tells on which side of a middle a goal is."""
+    twice = [2 * height for height in prefix]
+    return near_string(twice, 2 * bottleneck, [2 * height for height in lowest], doubled_heights(turns))
+
+
+def near_string(prefix: list[Any], bottleneck: Any, lowest: list[Any], goals: list[Any]) -> list[int]:
+    """Ends of non-empty blocks up to the bottleneck, each the nearest to its goal that the end before it allows.
+
+    Of two that are as near it is the earlier, and of the ends behind layers of zero the first.
 
     lowest: the least heights from which the rest can be done.
-    goals: the heights of the string, doubled.
+    goals: the heights of the string.
     """
+    near = _near_by_looks if len(prefix) <= _SHORT * len(goals) else _near_by_bisection
+    return near(prefix, bottleneck, lowest, goals)
+
+
+def _near_by_bisection(prefix: list[Any], bottleneck: Any, lowest: list[Any], goals: list[Any]) -> list[int]:
     n, blocks = len(prefix) - 1, len(goals) - 1
-    ends, end, start, near, last = [0], 0, 0, window(prefix, blocks), n - blocks
-    for low, twice in zip(lowest[1:-1], goals[1:-1], strict=True):
-        limit, first = start + bottleneck, end + 1
+    ends, end, start, near, last = [0], 0, prefix[0], window(prefix, blocks), n - blocks
+    for low, goal in zip(lowest[1:-1], goals[1:-1], strict=True):
         last += 1
-        if twice > 2 * limit:
-            twice = 2 * limit
-        goal = (twice + 1) // 2
-        if goal < low:
-            goal = low
+        limit = aim = start + bottleneck
+        if goal < aim:
+            aim = goal
+        if low > aim:
+            aim = low
+        if prefix[last] < aim:  # beyond it, some of the rest would be empty
+            aim = prefix[last]
+        first = end + 1
         # Most ends are close, where the processor has the sums in its cache; a gate may be wide.
         stop = first + near
-        end = bisect_left(prefix, goal, first, stop if stop < last else last)
+        if stop > last:
+            stop = last
+        end = bisect_left(prefix, aim, first, stop)
         if end == stop < last:
-            end = bisect_left(prefix, goal, end, last)
+            end = bisect_left(prefix, aim, end, last)
         start, before = prefix[end], prefix[end - 1]
-        if end > first and before >= low and (start > limit or twice <= start + before):
+        if end > first and before >= low and (start > limit or goal - before <= start - goal):
             end, start = end - 1, before
-            if prefix[end - 1] == start:  # of the ends behind layers of zero the first
+            if prefix[end - 1] == start:
                 end = bisect_left(prefix, start, first, end)
         ends.append(end)
     return [*ends, n]
+
+
+def _near_by_looks(prefix: list[Any], bottleneck: Any, lowest: list[Any], goals: list[Any]) -> list[int]:
+    n, blocks = len(prefix) - 1, len(goals) - 1
+    ends, end, start = [0], 0, prefix[0]
+    lasts = islice(prefix, n - blocks + 1, n)
+    for low, goal, last in zip(islice(lowest, 1, blocks), islice(goals, 1, blocks), lasts, strict=True):
+        limit = aim = start + bottleneck
+        if goal < aim:
+            aim = goal
+        if low > aim:
+            aim = low
+        if last < aim:
+            aim = last
+        before = start
+        end += 1
+        start = prefix[end]
+        if start < aim:
+            first = end
+            while start < aim:
+                before = start
+                end += 1
+                start = prefix[end]
+            if before >= low and (start > limit or goal - before <= start - goal):
+                end, start = end - 1, before
+                if prefix[end - 1] == start:
+                    end = bisect_left(prefix, start, first, end)
+        ends.append(end)
+    ends.append(n)
+    return ends
+
+
+def heights_of(turns: list[tuple[int, int]], origin: float, unit: float) -> list[float]:
+    """Heights at 0, 1, 2, … of the string with these bends, in units above the origin; rounded."""
+    heights = [origin]
+    for (at, start), (turn, goal) in pairwise(turns):
+        rise = (goal - start) * unit / (turn - at)
+        heights[-1:] = accumulate(repeat(rise, turn - at), initial=origin + start * unit)
+    return heights
 
 
 def taut_string(turns: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -140,8 +203,3 @@ def _turn(at: int, start: int, via: int, middle: int, to: int, end: int) -> int:
 def sizes_of(ends: list[int]) -> tuple[int, ...]:
     """Layers between consecutive ends."""
     return tuple(end - start for start, end in pairwise(ends))
-
-
-def prefix_sums(units: list[int]) -> list[int]:
-    """0, u₀, u₀+u₁, …"""
-    return list(accumulate(units, initial=0))

@@ -1,17 +1,18 @@
 """Blocks filled up to a bound, from either side: what the search does again and again, and where its time goes.
 
 What is found are heights, the sums of all costs before an end: positions would take twice as long, and only the last
-step needs them.
+step needs them. Heights and bounds are ints or floats, whose differences are exact (see `Sums`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from typing import Any
 
-_SHORT = 8  # layers; a bisection takes about as long as a look at so many
+_SHORT = 16  # layers of a block; a bisection takes about as long as a look at so many
 
 
-def fill(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+def fill(prefix: list[Any], bound: Any, blocks: int) -> tuple[list[Any], Any]:
     """Heights of the ends of blocks filled up to the bound from the left; no layer may exceed it.
 
     Returns:
@@ -23,26 +24,28 @@ def fill(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
     return heights[:blocks], bound + over
 
 
-def fill_back(prefix: list[int], bound: int, blocks: int) -> list[int]:
+def fill_back(prefix: list[Any], bound: Any, blocks: int) -> list[Any]:
     """Heights, in order, of the starts of blocks filled up to the bound from the right, and of their end."""
     heights = _scan_back(prefix, bound) if _are_short(prefix, blocks) else _bisect_back(prefix, bound, blocks)
-    heights += [0] * (blocks + 1 - len(heights))
+    heights += [prefix[0]] * (blocks + 1 - len(heights))
     return heights[blocks::-1]
 
 
-def window(prefix: list[int], blocks: int) -> int:
+def window(prefix: list[Any], blocks: int) -> int:
     """Layers behind an end among which the next is looked for first: there the processor has the sums in its cache."""
     return 4 * len(prefix) // blocks
 
 
-def _are_short(prefix: list[int], blocks: int) -> bool:
+def _are_short(prefix: list[Any], blocks: int) -> bool:
+    """Whether blocks have so few layers that a look at each is the quickest."""
     return len(prefix) <= _SHORT * blocks
 
 
-def _scan(prefix: list[int], bound: int) -> tuple[list[int], int]:
+def _scan(prefix: list[Any], bound: Any) -> tuple[list[Any], Any]:
     """By a look at each layer."""
-    heights: list[int] = []
-    limit, before, over = bound, 0, prefix[-1] + 1
+    heights: list[Any] = []
+    before = prefix[0]
+    limit, over = before + bound, prefix[-1] - before + 1
     for height in prefix:
         if height > limit:
             heights.append(before)
@@ -53,7 +56,7 @@ def _scan(prefix: list[int], bound: int) -> tuple[list[int], int]:
     return heights, over
 
 
-def _scan_back(prefix: list[int], bound: int) -> list[int]:
+def _scan_back(prefix: list[Any], bound: Any) -> list[Any]:
     before = prefix[-1]
     heights, limit = [before], before - bound
     for height in reversed(prefix):
@@ -64,10 +67,11 @@ def _scan_back(prefix: list[int], bound: int) -> list[int]:
     return heights
 
 
-def _bisect(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+def _bisect(prefix: list[Any], bound: Any, blocks: int) -> tuple[list[Any], Any]:
     """By a bisection for each block."""
-    heights: list[int] = []
-    end, limit, over, near, size = 0, bound, prefix[-1] + 1, window(prefix, blocks), len(prefix)
+    heights: list[Any] = []
+    end, limit, over = 0, prefix[0] + bound, prefix[-1] - prefix[0] + 1
+    near, size = window(prefix, blocks), len(prefix)
     for _ in range(blocks):
         stop = end + near
         if stop > size:
@@ -85,7 +89,7 @@ def _bisect(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]
     return heights, over
 
 
-def _bisect_back(prefix: list[int], bound: int, blocks: int) -> list[int]:
+def _bisect_back(prefix: list[Any], bound: Any, blocks: int) -> list[Any]:
     start, heights, near = len(prefix) - 1, [prefix[-1]], window(prefix, blocks)
     for _ in range(blocks):
         limit, stop = prefix[start] - bound, max(0, start - near)

@@ -60,14 +60,15 @@ def listed(values: Iterable[Any], name: str) -> list[Any]:
 def read(values: Iterable[Any], name: str = "costs") -> Grid:
     """Finite numbers ≥ 0 on their common grid; TypeError or ValueError names the first that is not one."""
     numbers = listed(values, name)
-    if _are_all(int, numbers):
+    if are_all(int, numbers):
         return _read_ints(numbers, name)
-    if _are_all(float, numbers) and math.isfinite(sum(numbers)):
+    if are_all(float, numbers) and math.isfinite(sum(numbers)):
         return _read_floats(numbers, name)
     return _read_any(numbers, name)
 
 
-def _are_all(kind: type, numbers: list[Any]) -> bool:
+def are_all(kind: type, numbers: Sequence[Any]) -> bool:
+    """Whether all are of this very type."""
     return isinstance(next(iter(numbers), 0), kind) and countOf(map(type, numbers), kind) == len(numbers)
 
 

@@ -33,8 +33,8 @@ class Guesses:
         self._fits = over >= 0
         self._tried[self._fits] = bound, over
         if len(self._tried) < 2:
-            # Each block gains at most what the bound does: go further if that is not enough.
-            step = max(over, self._noise) if self._fits else min(over, -self._noise)
+            # Each block gains at most what the bound does: go further, and further still if that is not enough.
+            step = max(over, self._noise) if self._fits else min(over * 5 // 4, -self._noise)
             return bound - (step << max(0, self._in_a_row - 3)) // self._blocks
         near = max(abs(over) for _, over in self._tried.values()) < self._noise
         return (low + high) // 2 if near or self._stalls(high - low) else self._between()

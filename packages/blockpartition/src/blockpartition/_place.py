@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ._arguments import InFlight, choice
 from ._bottleneck import Chosen, least_slowest, slowest
-from ._even import prefix_sums, sizes_of
+from ._even import sizes_of
 from ._explain import explain
 from ._grid import Number, ceiling, number, ratio
 from ._makespan import least_makespan, makespan
@@ -18,6 +18,7 @@ from ._partition import Placement
 from ._problem import Bound
 from ._reach import Reach
 from ._stages import Stage
+from ._sums import prefix_sums
 
 
 def place(

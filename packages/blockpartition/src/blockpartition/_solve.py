@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import pairwise
+from math import fsum
 from typing import Any, Literal, TypeVar
 
 from ._arguments import block_count, choice
 from ._certificate import witness
-from ._even import near_even, prefix_sums, sizes_of
+from ._even import near_even, sizes_of
 from ._exact import least_bottleneck
-from ._grid import Grid, listed, read
+from ._grid import Grid, Number, listed, number, read
 from ._partition import Partition
+from ._rounded import is_least, is_witness, largest_sum
 from ._squares import most_even
+from ._sums import Sums, exact_sum, exact_sums, quick_sums
 from ._uncollected import uncollected
 
 T = TypeVar("T")
+
+_MANY = 500  # costs that are worth adding them up as floats, and looking at some of them again
+_LONG = 16  # layers of a block: these are filled as quickly with sums that are ints
 
 _TIE_BREAKS = {"quantile": near_even, "exact": most_even}
 
@@ -41,16 +47,28 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     [[1, 2, 3, 4], [5, 6]]
     """
     items = listed(sequence, "sequence")
-    ends = _ends(items, partitions)
+    blocks = block_count(partitions, "partitions", len(items))
+    sums = _quick(items, blocks) or exact_sums(read(items, "sequence").units)
     with uncollected():
+        if blocks == len(items):
+            return [[item] for item in items]
+        ends = _ends(items, sums, blocks)
         return [items[start:end] for start, end in pairwise(ends)]
 
 
-def _ends(items: list[Any], partitions: int) -> list[int]:
-    grid = read(items, "sequence")
-    blocks = block_count(partitions, "partitions", len(items))
-    prefix = prefix_sums(grid.units)
-    return near_even(prefix, *least_bottleneck(grid.units, prefix, blocks))
+def _quick(costs: list[Any], blocks: int) -> Sums | None:
+    """Sums as floats, where these are quicker than ints and would do."""
+    if len(costs) < _MANY or (isinstance(costs[0], int) and _LONG * blocks < len(costs)):
+        return None
+    return quick_sums(costs)
+
+
+def _ends(items: list[Any], sums: Sums, blocks: int) -> list[int]:
+    bottleneck, highest = least_bottleneck(sums, blocks)
+    ends = near_even(sums, bottleneck, highest)
+    if sums.error == 0 or is_least(items, sums, bottleneck, largest_sum(items, sums, bottleneck, ends)):
+        return ends
+    return _ends(items, exact_sums(read(items, "sequence").units), blocks)
 
 
 def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile", "exact"] = "quantile") -> Partition:
@@ -75,22 +93,52 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     >>> partition([1, 2, 3, 4, 5, 6], 3).sizes
     (3, 2, 1)
     """
-    choose = _TIE_BREAKS[choice(even, "even", _TIE_BREAKS)]
-    grid = read(costs)
-    blocks = block_count(partitions, "partitions", len(grid.units))
-    prefix = prefix_sums(grid.units)
-    bottleneck, highest = least_bottleneck(grid.units, prefix, blocks)
-    return _describe(grid, prefix, choose(prefix, bottleneck, highest), bottleneck)
+    choice(even, "even", _TIE_BREAKS)
+    numbers = listed(costs, "costs")
+    blocks = block_count(partitions, "partitions", len(numbers))
+    sums = _quick(numbers, blocks) if even == "quantile" else None
+    quick = sums and _quickly(numbers, sums, blocks)
+    return quick or _exactly(read(numbers), blocks, _TIE_BREAKS[even])
 
 
-def _describe(grid: Grid, prefix: list[int], ends: list[int], bottleneck: int) -> Partition:
-    blocks, total = len(ends) - 1, prefix[-1]
-    bound = max(Fraction(total, blocks), Fraction(max(grid.units)))
+def _quickly(costs: list[Any], sums: Sums, blocks: int) -> Partition | None:
+    """None where sums that were rounded do not tell which blocks are optimal."""
+    bottleneck, highest = least_bottleneck(sums, blocks)
+    ends = near_even(sums, bottleneck, highest)
+    largest = largest_sum(costs, sums, bottleneck, ends) if sums.error else bottleneck
+    proof = witness(sums.prefix, blocks, bottleneck * sums.unit)
+    if largest is None or not is_witness(costs, sums, proof, bottleneck, largest):
+        return None
+    kind = type(costs[0])
+    add_up = sum if kind is int else fsum
+    loads = tuple(add_up(costs[start:end]) for start, end in pairwise(ends))
+    return _described(ends, loads, Fraction(largest), Fraction(exact_sum(costs)), Fraction(max(costs)), kind, proof)
+
+
+def _exactly(grid: Grid, blocks: int, choose: Callable[[Sums, int, list[Any]], list[int]]) -> Partition:
+    sums = exact_sums(grid.units)
+    bottleneck, highest = least_bottleneck(sums, blocks)
+    ends = choose(sums, bottleneck, highest)
+    loads = grid.values([sums.prefix[end] - sums.prefix[start] for start, end in pairwise(ends)])
+    largest, total, heaviest = (Fraction(x, grid.scale) for x in (bottleneck, sums.total, sums.heaviest))
+    return _described(ends, loads, largest, total, heaviest, grid.kind, witness(sums.prefix, blocks, bottleneck))
+
+
+def _described(
+    ends: list[int],
+    loads: tuple[Number, ...],
+    largest: Fraction,
+    total: Fraction,
+    heaviest: Fraction,
+    kind: type,
+    proof: tuple[int, ...],
+) -> Partition:
+    bound = max(total / len(loads), heaviest)
     return Partition(
         sizes=sizes_of(ends),
-        loads=grid.values([prefix[end] - prefix[start] for start, end in pairwise(ends)]),
-        bottleneck=grid.value(bottleneck),
-        lower_bound=grid.value(bound.numerator, bound.denominator),
-        imbalance=bottleneck * blocks / total if total else 1.0,
-        witness=witness(prefix, blocks, bottleneck),
+        loads=loads,
+        bottleneck=max(loads),
+        lower_bound=number(bound.numerator, bound.denominator, kind),
+        imbalance=float(largest * len(loads) / total) if total else 1.0,
+        witness=proof,
     )

@@ -6,28 +6,29 @@ from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from math import isqrt
 
-from ._even import bends, doubled_heights, gates, near_string, taut_string
+from ._even import bends, gates, near_string_exactly, taut_string
 from ._fill import fill_back
 from ._priced import least_squares
+from ._sums import Sums
 
 _MANY = 10  # ends to look at, for each layer: a search by prices is quicker
 _NEAR = 4  # positions to either side of a good end that the first search tries
 
 
-def most_even(prefix: list[int], bottleneck: int, highest: list[int]) -> list[int]:
-    """Ends of the optimal partition with the least sum of squared loads.
+def most_even(sums: Sums, bottleneck: int, highest: list[int]) -> list[int]:
+    """Ends of the optimal partition with the least sum of squared loads; the sums are ints.
 
     Two searches: one close to the string, for a partition that is good, and one among all ends that a better partition
     could have. With w ends a gate left, O(k w log w); where these are many, by prices on blocks, O(n log n) or so.
     """
-    blocks, n = len(highest), len(prefix) - 1
+    prefix, blocks, n = sums.prefix, len(highest), sums.layers
     lowest = fill_back(prefix, bottleneck, blocks)
-    low, high = gates(prefix, lowest, highest, range(blocks))
+    low, high = gates(sums, lowest, highest, range(blocks))
     firsts = [max(bisect_left(prefix, height), j) for j, height in low.items()]
     lasts = [min(bisect_right(prefix, height) - 1, n - blocks + j) for j, height in high.items()]
     turns = bends(low, high)
     heights, parts = taut_string(turns)
-    near = near_string(prefix, bottleneck, lowest, doubled_heights(turns))
+    near = near_string_exactly(prefix, bottleneck, lowest, turns)
     lows = [max(first, end - _NEAR) for first, end in zip(firsts, near, strict=True)]
     highs = [min(last, end + _NEAR) for last, end in zip(lasts, near, strict=True)]
     good = _least_squares(prefix, bottleneck, lows, highs)

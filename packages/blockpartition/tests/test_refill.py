@@ -1,0 +1,39 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockpartition import _refill
+from blockpartition._fill import fill
+from blockpartition._refill import Fills
+from blockpartition._sums import exact_sums, quick_sums
+
+COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=60)
+
+
+@pytest.fixture(params=[-1, 2, 10**9], ids=["always", "if few", "never"])
+def again(request):
+    """Whether blocks are filled again from those that changed."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_refill, "_FEW", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("again")
+@given(COSTS, st.sampled_from([exact_sums, quick_sums]), st.data())
+def test_bounds_in_any_order_give_what_each_gives_alone(costs, sums_of, data):
+    blocks = data.draw(st.integers(1, len(costs)))
+    sums = sums_of(costs)
+    fills = Fills(sums, blocks)
+    for bound in data.draw(st.lists(st.integers(max(costs), sum(costs)), min_size=1, max_size=6)):
+        heights, _ = fill(sums.prefix, bound * sums.unit, blocks)
+        found = fills.fill(bound)
+        assert found.heights == heights
+        assert found.complete == (heights[-1] == sums.prefix[-1])
+        if found.complete:
+            loads = [sums.length(end - start) for start, end in pairwise([sums.prefix[0], *heights])]
+            assert max(loads) <= found.limit <= bound
+        else:
+            assert bound < found.limit
+            assert fill(sums.prefix, (found.limit - 1) * sums.unit, blocks)[0][-1] < sums.prefix[-1]
