@@ -31,7 +31,22 @@ TESTS = Path("packages/gpipe/tests")
 FORKS = multiprocessing.get_context("fork")
 
 PARTS = {
-    "schedule": (("schedule",), ("builders", "merge", "named", "validate", "choice", "schedule", "simulate")),
+    "schedule": (
+        ("schedule",),
+        (
+            "builders",
+            "looped",
+            "v_shaped",
+            "slots",
+            "program",
+            "merge",
+            "named",
+            "validate",
+            "choice",
+            "schedule",
+            "simulate",
+        ),
+    ),
     "engine": (
         ("engine", "checkpoint", "transport"),
         (

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpipe.schedule import fill_drain, interleaved, one_forward_one_backward, zero_bubble
+from gpipe.schedule import (
+    dualpipev,
+    fill_drain,
+    interleaved,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_forward_one_backward,
+    zbv,
+    zero_bubble,
+)
 from gpipe.simulate import StageCost, simulate
 
 HERE = Path(__file__).parent
@@ -34,7 +43,11 @@ def main() -> None:
         "fill-drain, all but the last checkpointed": simulate(fill_drain(m, n, checkpoint_stop=m - 1), whole),
         "1F1B": simulate(one_forward_one_backward(m, n), whole),
         "interleaved, two half stages a worker": simulate(interleaved(m, 2 * n, n), half),
+        "looped BFS, two half stages a worker": simulate(looped_bfs(m, 2 * n, n), half),
         "zero bubble": simulate(zero_bubble(m, n), whole),
+        "interleaved zero bubble, two half stages a worker": simulate(interleaved_zero_bubble(m, 2 * n, n), half),
+        "ZB-V, two half stages a worker": simulate(zbv(m, 2 * n), half),
+        "DualPipeV, two half stages a worker": simulate(dualpipev(m, 2 * n), half),
     }
     for name, timeline in timelines.items():
         peaks = [max(size for _, size in timeline.held(*(e.stage for e in lane))) for lane in timeline.lanes.values()]
