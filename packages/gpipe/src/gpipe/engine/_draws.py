@@ -1,7 +1,7 @@
 """Which layers draw random numbers, as far as runs have shown.
 
-Following what a layer draws costs time at each of its operations. So in the first run in each training mode all layers
-are followed, and from then on only those that drew.
+Watching a layer costs time at each of its operations. So all layers are watched in the first run in each training mode,
+and from then on only those that were seen to draw.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import NamedTuple
 from ..checkpoint._random import CellRNG
 
 Layers = frozenset[int]
-"""Layers of a stage by number, and ``OUTSIDE``."""
+"""Indices of layers of a stage; ``OUTSIDE`` stands for draws outside of any layer."""
 
 _RUNS = 16
-"""In how many runs at most all layers are followed again, after numbers were drawn that nobody had followed."""
+"""After a draw that was not watched, all layers are watched again for at most so many runs."""
 
 
 class DrawFacts(NamedTuple):
-    """What runs have shown. Each mapping is by condition: the training modes of the layers, or the kind of a loss.
+    """What runs have shown, by condition: the training modes of the layers, or the kind of a loss.
 
     Attributes:
         drew: the layers that were seen to draw.
-        known: the layers to follow, where all have been followed for a whole run.
+        known: the layers to watch, once all have been watched for a whole run.
         asks: whether layers read or set torch's generator.
-        searches: in how many more runs to look for a layer that drew without being followed.
+        searches: for how many more runs to watch all layers, to find the one that drew unwatched.
         before: what ``drew`` was when the search began.
     """
 
@@ -38,19 +38,19 @@ class DrawFacts(NamedTuple):
 
 
 class Draws:
-    """Says in a run whose draws to follow, and learns from it who draws.
+    """Says which layers to watch in a run, and learns from the run which ones draw.
 
-    Micro-batches may differ, so one that draws nothing says nothing about the others: until a whole run was followed,
-    every layer may draw. A layer that drew once may do it again.
+    Micro-batches may differ: a layer that draws nothing for one may draw for the next. So every layer is watched until
+    a whole run has been seen, and a layer that drew once is always watched.
 
     Args:
-        everyone: all layers that there are.
+        everyone: all layers of the stage.
         facts: what runs before have shown.
 
     Attributes:
         everyone: the same.
         facts: the same, and what this run has shown.
-        drawing: the layers whose draws the next forward should follow.
+        drawing: the layers to watch in the next forward.
         settled: whether this run can show nothing more, unless draws are forgotten.
     """
 
@@ -59,7 +59,7 @@ class Draws:
         self.facts = facts or DrawFacts()
 
     def begin(self, condition: Hashable) -> None:
-        """A run begins. Only what was learned under the same ``condition`` holds for it."""
+        """Start a run. Only what was learned under the same ``condition`` applies to it."""
         self._condition = condition
         self.drawing = self.facts.known.get(condition, self.everyone)
         self.settled = condition in self.facts.known and condition in self.facts.asks
@@ -68,7 +68,7 @@ class Draws:
 
     @contextmanager
     def learning(self, random: CellRNG) -> Iterator[None]:
-        """Around a forward: its layers draw from ``random``, which tells who drew."""
+        """Around a forward whose layers draw from ``random``; afterwards, learn from it which layers drew."""
         try:
             with random.drawn_from(served=self.facts.asks.get(self._condition, True)):
                 yield
@@ -78,13 +78,14 @@ class Draws:
                 self._learn(asks={**self.facts.asks, self._condition: True})
         drew = random.drew
         if random.asked and random.drew_on_device:
-            # An accelerator's generator needs no watching, unless layers put states back that are not the cell's.
+            # The state of an accelerator's generator is put back for a recomputation, so its draws need no watching,
+            # unless a layer sets that state itself.
             drew = drew | random.asked | random.drew_on_device
         if not drew <= self._drew:
             self._learn(drew={**self.facts.drew, self._condition: self._drew | drew})
 
     def saw_all(self, always: Callable[[], Layers] = frozenset) -> None:
-        """All forwards of a run are done: leave the layers alone that drew in none of them, except for ``always()``."""
+        """All forwards of a run are done: stop watching layers that never drew, other than those in ``always()``."""
         if not self._followed_all:
             return
         if self._condition not in self.facts.known:
@@ -95,7 +96,7 @@ class Draws:
             self._learn(asks={**self.facts.asks, self._condition: False})
 
     def forget(self) -> None:
-        """Numbers were drawn that nobody followed: follow all layers, until a run shows another one that draws."""
+        """A draw was not watched: watch all layers, until a run shows another layer that draws."""
         self.settled = self._followed_all = False
         self._learn(searches=_RUNS, before=self.facts.drew, known={}, asks={})
         self.drawing = self.everyone
@@ -105,7 +106,7 @@ class Draws:
         return self.facts.drew.get(self._condition, frozenset())
 
     def _ends_search(self) -> bool:
-        """Whether it is known who draws: nobody is searched for, somebody new was found, or the search is given up."""
+        """Whether the search is over: there was none, it found another layer, or it took too many runs."""
         self._learn(searches=self.facts.searches - 1)
         return self.facts.searches < 0 or self.facts.drew != self.facts.before
 

@@ -1,9 +1,8 @@
-"""The critical section of a pipe: of all threads, one at a time is in a run of it.
+"""The critical section of a pipe: only one thread at a time may run it.
 
-Parameters and their gradients belong to the pipe, not to a run. While a backward or a step accumulates gradients
-outside of ``.grad``, another run must neither see that nor accumulate into it. So a thread that comes while another one
-is inside waits for its turn. Where that would be for ever, because the run that it waits for waits for this thread, it
-gets an error instead.
+All runs of a pipe share its parameters and their gradients. While a backward or a step accumulates gradients outside of
+``.grad``, no other run may read or change them. So a second thread waits until the first has left. If the first thread
+in turn waits for the second, that would be a deadlock, and the second gets an error instead.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ Sections = tuple[AnySection, ...]
 
 
 class Section:
-    """A section that one thread at a time may be in; that thread may enter it again."""
+    """A lock that its owner may take again, and that raises an error where a plain lock would deadlock."""
 
     def __init__(self) -> None:
         self._forked = False
 
     @contextmanager
     def entered(self, *, accumulates: bool = False) -> Iterator[None]:
-        """Wait until no other thread is inside, and be inside.
+        """Wait until no other thread is inside, then enter.
 
         Args:
-            accumulates: inside, gradients are accumulated, so that the model is half-way from one state to the next.
+            accumulates: whether gradients are accumulated inside, so that a fork meanwhile leaves the child with a part
+                of them.
 
         Raises:
-            RuntimeError: waiting would never end; or this process was forked while another thread was inside and
+            RuntimeError: waiting would be a deadlock; or this process was forked while another thread was inside and
                 accumulated gradients.
         """
         if self in current.holds:
@@ -81,19 +81,19 @@ class Section:
 
 _turns = threading.Condition()
 _inside: dict[Section, bool] = {}
-"""The sections that a thread is inside of, and whether it accumulates gradients there."""
+"""The sections that some thread is inside of, and whether it accumulates gradients there."""
 _waiting: dict[int, tuple[Sections, Section]] = {}
-"""The threads that wait: the sections that wait for each of them in turn, and the one it waits for."""
+"""For each waiting thread, by its id: the sections that cannot be left before it goes on, and the one it waits for."""
 
 
 def involved() -> Sections:
-    """The sections that are not left before this thread goes on."""
+    """The sections that cannot be left before this thread goes on."""
     return current.serves + current.holds
 
 
 @contextmanager
 def serving(sections: Sections) -> Iterator[None]:
-    """Inside, this thread works for runs in ``sections``, which wait for it."""
+    """Inside, this thread works for runs that are in ``sections`` and wait for it."""
     before = current.serves, current.holds
     current.serves, current.holds = sections, ()
     try:
@@ -103,7 +103,7 @@ def serving(sections: Sections) -> Iterator[None]:
 
 
 def _needed_by(section: Section) -> set[Section]:
-    """What has to be left before ``section`` can be: itself, and what threads wait for that it waits for."""
+    """All sections that have to be left before ``section`` can be entered, followed from thread to thread."""
     needed, found = set[Section](), {section}
     while found:
         needed |= found
@@ -112,7 +112,7 @@ def _needed_by(section: Section) -> set[Section]:
 
 
 def _after_fork() -> None:
-    """In the child only the thread that forked is left: nobody else is inside of anything, or waits."""
+    """In a forked child only the calling thread exists: forget what the other threads held, and waited for."""
     global _turns
     _turns = threading.Condition()
     _waiting.clear()

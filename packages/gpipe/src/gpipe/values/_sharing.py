@@ -1,13 +1,13 @@
-"""Who else has to do with the memory of a tensor that goes to a stage.
+"""Memory that a tensor on its way from stage to stage shares with something outside of its value.
 
-Inside one value, tensors that share memory travel together (:mod:`gpipe.values._aliases`). What they share with others
-is a tie, which goes with them from stage to stage:
+Tensors of one value that share memory are sent together (:mod:`gpipe.values._aliases`). For memory that is shared with
+anything else, each tensor has flags, called its ties, which are sent with it:
 
-- ``KEPT``: somebody needs the memory as it is, such as a checkpointed cell, or the caller. Whoever wants to work in
-  place on it takes a clone.
-- ``SEEN``: a change would be seen elsewhere, by a skip on its way to another stage, or by the layer whose parameter or
-  buffer it is. Whoever works in place on it is refused, since the others could not differentiate the change.
-- ``PARTED``: the same, but it has been copied to another device, away from those with which it shared memory.
+- ``KEPT``: the memory must stay as it is, because a checkpointed cell or the caller needs it. A layer that works in
+  place gets a clone.
+- ``SEEN``: a change would be visible elsewhere: to a skip on its way to another stage, or to the layer that owns this
+  parameter or buffer. In-place work is refused, because autograd would not see the change there.
+- ``PARTED``: was ``SEEN``, and then copied to another device, so that the memory is shared no more.
 """
 
 from __future__ import annotations
@@ -28,19 +28,25 @@ OWN, KEPT, SEEN, PARTED = 0, 1, 2, 4
 
 
 def ties_of(activation: Activation) -> Sequence[int]:
-    """The ties of each tensor."""
+    """The ties of each tensor; zeros if there are none."""
     return activation.ties or [OWN] * len(activation.tensors)
 
 
 def with_ties(activation: Activation, ties: Sequence[int]) -> Activation:
-    """``activation`` with these ties in place of others."""
+    """``activation`` with these ties instead of its own."""
     return Activation(activation.value, activation.tensors, ties if any(ties) else ())
 
 
 def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple[Tensor, int]] = ()) -> Activation:
-    """``outputs`` with the ties of their memory: those of ``inputs`` in it, of the ``others``, and to each other."""
+    """``outputs`` with ties for the memory that they share; ``SEEN`` where it is with each other.
+
+    Args:
+        outputs: of a stage.
+        inputs: of the stage; an output in the memory of one of them gets its ties.
+        others: more tensors, with the ties that an output in their memory gets.
+    """
     tensors = outputs.tensors
-    sources = [*zip(inputs.tensors, inputs.ties, strict=False), *others]  # of inputs without ties none
+    sources = [*zip(inputs.tensors, inputs.ties, strict=False), *others]  # inputs without ties are left out
     if has_own_storages(tensors, list(map(_first, sources))):
         return outputs
     return with_ties(outputs, [_tie(k, tensors, sources) for k in range(len(tensors))])
@@ -50,7 +56,7 @@ _first = itemgetter(0)
 
 
 def _tie(k: int, tensors: Sequence[Tensor], sources: Sequence[tuple[Tensor, int]]) -> int:
-    """The ties of tensor number ``k``."""
+    """The ties of ``tensors[k]``."""
     own = region(tensors[k])
     found = OWN
     for source, tie in sources:
@@ -60,7 +66,7 @@ def _tie(k: int, tensors: Sequence[Tensor], sources: Sequence[tuple[Tensor, int]
 
 
 def overlap(batches: Sequence[Batch]) -> bool:
-    """Whether there is memory of one batch in another, as of ``x[1:]`` and ``x[:-1]`` in several micro-batches."""
+    """Whether batches share memory with each other, as those of ``(x[1:], x[:-1])`` do."""
     if len(batches) < 2 or isinstance(batches[0].value, Tensor) or has_own_storages(batches[0].tensors):
         return False
     found = False
@@ -73,9 +79,9 @@ def overlap(batches: Sequence[Batch]) -> bool:
 
 
 def owned(activation: Activation) -> Activation:
-    """``activation`` with clones of what somebody else keeps.
+    """``activation`` with clones of tensors that are ``KEPT`` and no more.
 
-    Not of what somebody else may see: a clone would hide that the two belong together.
+    Those that are ``SEEN`` too are not cloned: changing a clone would go unnoticed where it has to be refused.
     """
     if KEPT not in activation.ties:
         return activation
@@ -84,14 +90,14 @@ def owned(activation: Activation) -> Activation:
 
 
 def _cloned(activation: Activation, which: Sequence[bool]) -> Activation:
-    """``activation`` with clones of those tensors."""
+    """``activation`` with clones of the tensors whose flag in ``which`` is true."""
     clones = iter(cloned_together([*compress(activation.tensors, which)]))
     chosen = zip(activation.tensors, which, strict=True)
     return activation.with_tensors([next(clones) if flag else tensor for tensor, flag in chosen])
 
 
 def expect_unseen(activation: Activation, before: Sequence[int], after: Sequence[int]) -> None:
-    """Raise RuntimeError if a tensor whose change others would see is at another version than before."""
+    """Raise RuntimeError if the version of a ``SEEN`` tensor has changed."""
     if any(tie & SEEN and a != b for tie, a, b in zip(activation.ties, before, after, strict=False)):
         raise RuntimeError(
             "the layers of this partition changed a tensor in place that shares its memory with another one from "
@@ -101,7 +107,7 @@ def expect_unseen(activation: Activation, before: Sequence[int], after: Sequence
 
 
 def joined(parts: Sequence[Activation]) -> Activation:
-    """The activation of a tuple of the values of all ``parts``, packed where these share memory."""
+    """One activation, whose value is the tuple of the values of ``parts``; packed if these share memory."""
     whole = tuple([part.value for part in parts])
     if not any(part.ties for part in parts):
         return Activation(whole)
@@ -111,7 +117,7 @@ def joined(parts: Sequence[Activation]) -> Activation:
 
 
 def _of_sources(value: Aliased, ties: Sequence[int]) -> list[int]:
-    """The ties of the sources, given those of the tensors in ``value``."""
+    """The ties of the sources of ``value``, from the ties of its tensors."""
     found = [OWN] * len(value.sources)
     for source, tie in zip(value.used, ties, strict=True):
         found[source] |= tie
@@ -119,7 +125,7 @@ def _of_sources(value: Aliased, ties: Sequence[int]) -> list[int]:
 
 
 def divided(activation: Activation) -> list[Activation]:
-    """An activation of each value in the tuple that ``activation`` is of."""
+    """The inverse of :func:`joined`: one activation for each value in the tuple."""
     parts = [Activation(value) for value in activation.value]
     if not activation.ties:
         return parts
@@ -128,21 +134,21 @@ def divided(activation: Activation) -> list[Activation]:
 
 
 def parted(activation: Activation) -> Activation:
-    """``activation`` after a copy to another device: its memory is its own, but others still expect its changes."""
+    """``activation`` after a copy to another device: no memory is shared, but in-place changes are still refused."""
     if not activation.ties:
         return activation
     return with_ties(activation, [tie & ~KEPT | PARTED if tie & SEEN else OWN for tie in activation.ties])
 
 
 def among(activation: Activation) -> Activation:
-    """``activation`` with the ties among its own tensors only: nobody else is left who could see a change."""
+    """``activation`` with ties only between its own tensors, once everything else that shared memory is gone."""
     if not activation.ties:
         return activation
     return with_ties(activation, [SEEN if twin else OWN for twin in _twins(activation)])
 
 
 def released(activation: Activation) -> Activation:
-    """What comes out of the last stage, in memory that nobody else has to do with, and with the ties in it."""
+    """The output of the last stage, with clones of what is shared outside of it, and ties between its own tensors."""
     if not activation.ties:
         return activation
     pairs = zip(activation.ties, _twins(activation), strict=True)
@@ -151,7 +157,7 @@ def released(activation: Activation) -> Activation:
 
 
 def _twins(activation: Activation) -> list[bool]:
-    """For each tensor, whether it shares memory with another one here, or may have done so on another device."""
+    """For each tensor, whether it shares memory with another one in ``activation``, or may have before a copy."""
     regions = [region(tensor) for tensor in activation.tensors]
     apart = sum(bool(tie & PARTED) for tie in activation.ties) > 1
     return [
@@ -161,7 +167,7 @@ def _twins(activation: Activation) -> list[bool]:
 
 
 def guarded(activation: Activation) -> Activation:
-    """``activation`` for one who may work in place on it: torch refuses that where others would see the change."""
+    """``activation`` so that torch refuses in-place changes of its ``SEEN`` tensors."""
     if not activation.ties:
         return activation
     pairs = zip(activation.tensors, activation.ties, strict=True)
@@ -169,15 +175,15 @@ def guarded(activation: Activation) -> Activation:
 
 
 def unchangeable(tensor: Tensor) -> Tensor:
-    """``tensor``, so that torch refuses to change it in place, if autograd would have to know of that."""
-    # Torch lets nobody change one of several views that come from one operation.
+    """``tensor`` so that torch refuses to change it in place if it requires grad."""
+    # torch refuses in-place changes of a view that came from an operation with several outputs, such as unbind.
     return tensor.unsqueeze(0).unbind(0)[0] if tensor.requires_grad else tensor
 
 
 def given_state(module: nn.Module, outputs: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """The parameters and buffers of ``module`` whose memory is in the ``outputs``, with their tie."""
+    """The parameters and buffers of ``module`` that share memory with ``outputs``, each with the tie ``SEEN``."""
     uncertain = [t for t in outputs if not t.requires_grad or t.is_leaf or t._is_view()]
-    if not uncertain:  # as mostly: what was computed with gradients, and is no view, is in memory of its own
+    if not uncertain:  # the usual case: a result with a graph that is no view has memory of its own
         return []
     given = set(map(storage_id, uncertain))
     return [(state, SEEN) for state in (*module.parameters(), *module.buffers()) if storage_id(state) in given]
