@@ -172,6 +172,9 @@ class Rank(Stepping):
 
         Returns:
             What the model gives on the rank of the last stage, None on the others.
+
+        Raises:
+            TypeError, ValueError: the input is missing on a rank that needs it, or cannot be cut into micro-batches.
         """
         refuse_transforms()
         given = args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
