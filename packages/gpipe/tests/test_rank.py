@@ -363,3 +363,27 @@ def _shared_value() -> Tensor:
     layer = nn.Linear(6, 6)
     rank = Rank(nn.Sequential(layer, Tied(layer)), [1, 1])
     return next(iter(rank.children())).weight.detach()
+
+
+def test_all_ranks_record_what_all_do(worlds):
+    first, last = worlds(2).run(_recorded)
+    assert first == last
+    assert set(first[0]) == {f"{kind}{i}@{j}" for kind in "FB" for i in range(3) for j in range(2)}
+    assert first[1] == {0: 0, 1: 1}
+
+
+def _recorded() -> tuple[list[str], dict[int, int]]:
+    rank = Rank(network(), [4, 4], chunks=3, checkpoint="never")
+    with gpipe.record() as timeline:
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+    return sorted(map(str, timeline.events)), timeline.workers
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_schedules_of_several_stages_a_rank(worlds, schedule: str):
+    worlds(2).run(_expect_schedule, schedule, [0, 1, 1, 0] if schedule in ("zbv", "dualpipev") else [0, 1, 0, 1])
+
+
+def _expect_schedule(schedule: str, ranks: list[int]) -> None:
+    plain = network()
+    _expect_right(Rank(copy.deepcopy(plain), [2, 2, 2, 2], chunks=4, ranks=ranks), plain, schedule)

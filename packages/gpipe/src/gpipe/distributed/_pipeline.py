@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +17,9 @@ from ..engine._losses import Losses
 from ..engine._pipeline import Pipeline
 from ..engine._run import Run
 from ..engine._stage import Stage
+from ..engine._walks import Size, forwards_and_backwards, walk_of
 from ..engine._workers import Workers
+from ..schedule import SPLITTING, Choice, Kind, Schedule, Step, Walk, program_of
 from ..skip import SkipLayout
 from ..transport._channels import Connect, Nearby
 from ..transport._copy import CopyStreams
@@ -80,6 +84,26 @@ class RankPipeline(Pipeline):
     def placement(self) -> tuple[int, ...]:
         return self._ranks
 
+    @property
+    def lines(self) -> tuple[int, ...]:
+        return self._ranks
+
+    def walk(self, schedule: Schedule | Choice, size: Size) -> Walk:
+        self._failures.whole = partial(walk_of, schedule, *size)
+        if isinstance(schedule, Schedule):
+            return walk_of(schedule, *size)
+        return self._alone(_program(schedule.name, size, self.line, schedule.split))
+
+    def halves(self, size: Size) -> tuple[Walk, Walk]:
+        """The forwards; backwards are for :meth:`train` alone."""
+        self._failures.whole = partial(_forwards, size)
+        program = _program("fill_drain", size, self.line, ())
+        return self._alone(tuple(step for step in program if step.action.kind == Kind.FORWARD)), ()
+
+    def _alone(self, program: tuple[Step, ...]) -> Walk:
+        """A walk in which only this rank does something."""
+        return (*[()] * self.line, program)
+
     def random_numbers(self) -> AgreedRNG:
         return self._rng
 
@@ -122,6 +146,7 @@ class RankPipeline(Pipeline):
 
     def begin(self, microbatches: int, seed: int, loss: Losses | None, *, backwards: bool) -> None:
         """All ranks have agreed on a run."""
+        self._since = time.perf_counter()  # all ranks come here at nearly the same moment
         self._rng = AgreedRNG(seed)
         self._failures = RankFailures()
         self.loss = loss
@@ -148,11 +173,11 @@ class RankPipeline(Pipeline):
         word: Word = {}
         try:
             yield
-            word = self._word()
+            word = self._word(run)
         except BaseException as failed:
             error = failed
         try:
-            self._end(error, word)
+            self._end(run, error, word)
         finally:
             del error  # whose traceback holds this frame
 
@@ -162,14 +187,16 @@ class RankPipeline(Pipeline):
             raise error
         raise AssertionError("unreachable")
 
-    def _word(self) -> Word:
+    def _word(self, run: Run | None) -> Word:
         """What the others need to know of a run in which nothing has failed here."""
         word: Word = {"drew": self._rng.drew}
+        if run is not None and run.observer is not None:
+            word["events"] = run.observer.told(self._since)
         if self.ends and self.loss is not None:
             word["verdict"] = written(self.loss)
         return word
 
-    def _end(self, error: BaseException | None, word: Word) -> None:
+    def _end(self, run: Run | None, error: BaseException | None, word: Word) -> None:
         if error is not None:
             word = self._complaint(error)
             self._crossings.poison(self._failures.poison())
@@ -180,7 +207,7 @@ class RankPipeline(Pipeline):
         if any(each.get("drew") for each in said):
             take_seed()
         if not failed:
-            self._learn(said)
+            self._learn(run, said)
             self._crossings.flush()
             return
         self._crossings.drain()
@@ -198,8 +225,12 @@ class RankPipeline(Pipeline):
             word["what"] = f"{type(error).__name__}: {error}{notes}"
         return word
 
-    def _learn(self, said: Sequence[Word]) -> None:
-        """What the rank of the last stage has found out."""
+    def _learn(self, run: Run | None, said: Sequence[Word]) -> None:
+        """What others have found out: the losses, on the rank of the last stage, and what was recorded."""
+        if run is not None and run.observer is not None:
+            for k, each in enumerate(said):
+                if k != self._groups.me:
+                    run.observer.hear(each.get("events", []), self._since)
         if isinstance(self.loss, FarLoss):
             self.loss.verdict = verdict_of(said[self._ranks[-1]]["verdict"])
 
@@ -214,3 +245,17 @@ class RankPipeline(Pipeline):
         if k == self._groups.me and error is not None:
             raise error
         raise RemoteError(f"rank {self._groups.members[k]} failed: {said[k]['what']}") from None
+
+
+@lru_cache(maxsize=64)
+def _program(name: str, size: Size, line: int, split: tuple[int, ...]) -> tuple[Step, ...]:
+    """The steps of one rank, made without those of others where that is possible."""
+    microbatches, stops, placement = size
+    splits = split if name in SPLITTING else None
+    return program_of(
+        name, microbatches, len(placement), line, placement=placement, checkpoint_stop=stops, split=splits
+    )
+
+
+def _forwards(size: Size) -> Walk:
+    return forwards_and_backwards(*size)[0]

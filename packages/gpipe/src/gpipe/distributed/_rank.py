@@ -18,6 +18,7 @@ from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
 from ..engine._loss import LossStage
 from ..engine._losses import Losses
+from ..engine._settings import settings
 from ..engine._stage import stages_of
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_checkpoint, checked_chunks, checked_flag, checked_modes, whole
@@ -255,6 +256,7 @@ class Rank(Stepping):
                 "training": self.training,
                 "chunks": self._chunks,
                 "checkpoint": self._checkpoint,
+                "recording": settings().observer is not None,
             }
             _expect_schedule(schedule)
             inputs = given()

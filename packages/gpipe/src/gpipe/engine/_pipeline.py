@@ -15,7 +15,7 @@ from microbatch import Batch, Versions
 from streams import AbstractStream, add_note
 
 from ..checkpoint._random import RunRNG
-from ..schedule import Choice, Schedule
+from ..schedule import Choice, Schedule, Walk
 from ..skip import SkipLayout
 from ..transport._channels import Channels, Connect, Nearby
 from ..transport._copy import CopyStreams
@@ -34,7 +34,7 @@ from ._run import Run
 from ._scale import Scale, scaled
 from ._settings import Observer, settings
 from ._stage import Stage
-from ._walks import walk_of
+from ._walks import Size, forwards_and_backwards, walk_of
 from ._workers import Workers
 
 _requires_grad = attrgetter("requires_grad")
@@ -75,6 +75,23 @@ class Pipeline:
     def placement(self) -> tuple[int, ...]:
         """The worker of each stage, in a run that begins here and now."""
         return (0,) * self.count if settings().inline else self.workers.placement
+
+    @property
+    def lines(self) -> tuple[int, ...]:
+        """The worker of each stage, as a timeline shows them: also of what runs inline."""
+        return self.workers.placement
+
+    def walk(self, schedule: Schedule | Choice, size: Size) -> Walk:
+        """What the workers do in a training step under ``schedule``.
+
+        Raises:
+            ValueError: the schedule does not fit.
+        """
+        return walk_of(schedule, *size)
+
+    def halves(self, size: Size) -> tuple[Walk, Walk]:
+        """What the workers do before the caller gets the outputs, and after it gave the gradients."""
+        return forwards_and_backwards(*size)
 
     @property
     def threads(self) -> Workers | None:
@@ -140,7 +157,7 @@ class Pipeline:
         """
         with self.workers.section.entered(accumulates=True):
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
-            walk = walk_of(schedule, *run.mini_batch.size)
+            walk = self.walk(schedule, run.mini_batch.size)
             refuse_data_parallel(run.mini_batch.kept_nodes)
             before = _Gradients([p for stage in self.stages for p in stage.module.parameters()])
             mixed = 0

@@ -35,7 +35,7 @@ from ._stage import Stage
 from ._stage_runner import ACTIONS, StageRunner
 from ._sweep import FREE_THREADED
 from ._tied import Tied
-from ._walks import forwards_and_backwards
+from ._walks import Size
 from ._workers import Workers
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -52,6 +52,7 @@ class Share(Protocol):
         workers: the threads for the stages that are here.
         threads: the same; None if the caller's thread does all the steps itself.
         line: of which worker it does the steps then.
+        lines: the worker of each stage, as a timeline shows them.
         loss_facts: whether losses draw random numbers, as far as runs have shown.
     """
 
@@ -67,6 +68,12 @@ class Share(Protocol):
 
     @property
     def threads(self) -> Workers | None: ...
+
+    @property
+    def lines(self) -> tuple[int, ...]: ...
+
+    def halves(self, size: Size) -> tuple[Walk, Walk]:
+        """What workers do before the caller gets the outputs, and after it gave the gradients."""
 
     def random_numbers(self) -> RunRNG:
         """Where the random numbers of a run that begins come from."""
@@ -114,6 +121,10 @@ class Run:
         checkpoint_stops: of each stage; micro-batches below it are checkpointed.
         loss: where micro-batches end, or turn around, if they do so inside the run.
         observer: wants to know of this run, unless somebody does who wants to know of every run.
+
+    Attributes:
+        mini_batch: the same, as its cells see it.
+        observer: what looks at this run, if anybody wants to know of it.
     """
 
     def __init__(
@@ -132,6 +143,7 @@ class Run:
         if loss is not None:
             draws = Draws(frozenset([OUTSIDE]), share.loss_facts)
             loss.begin(self.mini_batch.rng, stages[-1].numbers.stop, draws)
+        self._share = share
         self._workers = share.threads
         self._line = share.line
         self._devices = share.devices
@@ -140,10 +152,10 @@ class Run:
             expect_no_capture(self._devices)
         self._streams = self._current_streams() if self._on_accelerator else [CPUStream] * len(stages)
         self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
-        self._observer = None if observer is None else observer.begin(share.workers.placement)
+        self.observer = None if observer is None else observer.begin(share.lines)
         self._failures = share.failures()
         self._channels = share.channels(
-            self._streams, Link if self._observer is None else self._observer.link, self._failures
+            self._streams, Link if self.observer is None else self.observer.link, self._failures
         )
         self._tied = Tied(stages)
         self._runners = {
@@ -189,7 +201,7 @@ class Run:
         """Forwards alone; what comes out is at the exit, or in the losses."""
         for i, each in enumerate(inputs):
             self._channels.entrance.put_values(i, each)
-        self._walk(forwards_and_backwards(*self.mini_batch.size)[0], self.mini_batch.context)
+        self._walk(self._share.halves(self.mini_batch.size)[0], self.mini_batch.context)
         self._look_for_draws()
 
     def backward(
@@ -208,7 +220,7 @@ class Run:
         for i, each in enumerate(gradients):
             self._channels.exit.put_gradients(i, each)
         try:
-            self._walk(forwards_and_backwards(*self.mini_batch.size)[1], callers_context())
+            self._walk(self._share.halves(self.mini_batch.size)[1], callers_context())
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
@@ -301,8 +313,8 @@ class Run:
     def _unusual_way(self) -> Callable[[StageRunner, Action], None] | None:
         """How to do an action if somebody wants to know of it, or the thread is not on the stage's stream."""
         do = _labelled if torch.autograd.profiler._is_profiler_enabled else None
-        if self._observer is not None:
-            do = self._observer.do
+        if self.observer is not None:
+            do = self.observer.do
         if self._workers is None and self._on_accelerator:
             return partial(self._do_on_stream, do or StageRunner.do)
         return do

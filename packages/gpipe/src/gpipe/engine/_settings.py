@@ -26,6 +26,16 @@ class RunObserver(Protocol):
     def do(self, runner: StageRunner, action: Action) -> None:
         """Let ``runner`` do ``action``."""
 
+    def told(self, since: float) -> list[list[Any]]:
+        """What there is to tell other processes of this run, which JSON can write.
+
+        Args:
+            since: a moment by this process's clock; the others have one of their own that is the same moment.
+        """
+
+    def hear(self, told: list[list[Any]], since: float) -> None:
+        """What another process has told."""
+
 
 class Observer(Protocol):
     """Wants to know of every run."""

@@ -7,6 +7,9 @@ from functools import lru_cache
 
 from ..schedule import Choice, Schedule, Walk, fill_drain, halves, named, validate
 
+Size = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""What a walk depends on: micro-batches, checkpoint stops, and the worker of each stage."""
+
 _log = logging.getLogger("gpipe")
 
 _WITHOUT_LOOPS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ class RunRecorder:
         self.link: type[Link[Any]] = WatchedLink
         self._timeline = timeline
         self._clock = clock
+        self._own: list[Callable[[], Event] | Event] = []
         self.trackers = tracker
 
     def do(self, runner: StageRunner, action: Action) -> None:
@@ -92,7 +94,20 @@ class RunRecorder:
             wait = sum((self._clock.seconds(b) - self._clock.seconds(a) for a, b in look.waits), start=0.0)
             return Event(*place, *times, wait, look.bytes_moved, stage.layers, held)
 
-        self._timeline.add(event if stage.on_accelerator else event())
+        self._own.append(event if stage.on_accelerator else event())
+        self._timeline.add(self._own[-1])
+
+    def told(self, since: float) -> list[list[Any]]:
+        """The events of this process, as lists, with times from ``since`` on."""
+        begin = self._clock.at(since)
+        events = [each if isinstance(each, Event) else each() for each in self._own]
+        return [[*astuple(replace(each, start=each.start - begin, end=each.end - begin))] for each in events]
+
+    def hear(self, told: list[list[Any]], since: float) -> None:
+        """Add those of another process."""
+        begin = self._clock.at(since)
+        for event in (Event(*each) for each in told):
+            self._timeline.add(replace(event, start=event.start + begin, end=event.end + begin))
 
 
 def _gradients(module: nn.Module) -> list[Tensor]:
@@ -153,6 +168,10 @@ class Clock:
             return time.perf_counter() - self._begin
         self._know(device)
         return DeviceInstant(device, _event(current_stream(device)))
+
+    def at(self, moment: float) -> float:
+        """A moment of :func:`time.perf_counter`, by this clock."""
+        return moment - self._begin
 
     def seconds(self, instant: Instant) -> float:
         """When that was. Waits for a GPU that is not through yet."""
