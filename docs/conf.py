@@ -60,6 +60,11 @@ def list_errors(app: Any, page: str, source: list[str]) -> None:
     source[0] = filled(source[0])
 
 
+def skip_aliases(app: Any, what: str, name: str, thing: object, skip: bool, options: Any) -> bool | None:
+    """The fields of a named tuple are explained in its class, as those of others are."""
+    return True if (getattr(thing, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
 def warn_of_lost_names(app: Any, env: Any, node: Any, text: Any) -> None:
     """A page that names something of Python means it; in the reference, types of other packages have no entry."""
     if not node["refdoc"].startswith("api/"):
@@ -67,6 +72,7 @@ def warn_of_lost_names(app: Any, env: Any, node: Any, text: Any) -> None:
 
 
 def setup(app: Any) -> None:
+    app.connect("autodoc-skip-member", skip_aliases)
     app.connect("missing-reference", warn_of_lost_names)
     app.connect("source-read", list_errors)
     app.connect("autodoc-process-docstring", explain_names)
