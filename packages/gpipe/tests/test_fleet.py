@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gpipe._plan._fleet import Layout, all_chunks, dealt, layouts_of, search_all
 from gpipe._plan._search import NEAR, Space
 from gpipe.distributed import Rank
 from gpipe.simulate import Link
+from profiler import profile
 
 from .plans import SCHEDULES, everything, measurements
 
@@ -188,6 +190,10 @@ class TestPlan:
         found = plan(layers, torch.zeros(8, 4), "2x2x1GB")
         assert all(other.chunks < ROWS for other in found.alternatives)
         assert found.chunks < 8 // found.replicas
+
+    def test_a_profile_that_was_counted_before(self, example: Plan) -> None:
+        known = profile(large(), torch.empty(ROWS, WIDTH, device="meta"), device="meta", rows=[1, 4])
+        assert replace(made(profile=known), notes=example.notes) == example
 
     def test_a_plan_for_one_pipe_has_one_replica(self) -> None:
         found = made("4x3GB")

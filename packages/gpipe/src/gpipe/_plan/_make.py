@@ -82,7 +82,7 @@ def plan(
         chunks, checkpoint, schedule: to search less: a number or several; a mode or one for each stage; a name or
             several.
         profile: of the layers on a micro-batch, instead of measuring; with ``rows=`` of at least two sizes, unless
-            ``chunks`` is what it was made with.
+            ``chunks`` is what it was made with. One without seconds, as of a model on ``meta``, gets estimated ones.
         calibrate: whether to train a copy for a few steps. It needs the memory that training takes.
         bandwidth: of devices that are not there, bytes a second that a device sends to another one: a number or text
             such as ``"50GB"`` or ``"400Gbit/s"``. Two are inside a node and between nodes; one is between nodes, or

@@ -89,7 +89,9 @@ def count(
     """
     rows = rows_of(sample)
     sizes = _sizes(rows, chunks, stages)
-    found = known or estimated(profile(model, sample, device="meta", rows=sizes, loss_fn=loss_fn, target=target), fake)
+    found = known or profile(model, sample, device="meta", rows=sizes, loss_fn=loss_fn, target=target)
+    if any(layer.seconds is None for layer in found):
+        found = estimated(found, fake)
     return Measured(
         profiles=(found,) * stages,
         optimizer=tuple(optimizer),

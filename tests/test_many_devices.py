@@ -1,0 +1,24 @@
+"""The table of docs/howto/many-devices.md is what plans say."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.many_devices import MADE_WITH, NODES, PAGE, row, rows, version
+
+pytestmark = pytest.mark.timeout(600)
+
+FAST = (10240,)
+
+
+def test_it_has_a_line_for_each_number_of_devices():
+    assert list(rows(PAGE.read_text(encoding="utf-8"))) == list(NODES)
+
+
+@pytest.mark.parametrize(
+    "devices", [each if each in FAST else pytest.param(each, marks=pytest.mark.long) for each in NODES]
+)
+def test_a_line_is_as_planned(devices: int):
+    page = PAGE.read_text(encoding="utf-8")
+    if f"{MADE_WITH} {version()} " not in page:
+        pytest.skip("other versions of torch keep other tensors for the backward")
+    assert row(devices) == rows(page)[devices]
