@@ -48,6 +48,11 @@ def test_a_gap_is_never_rounded_beyond_what_was_asked_for():
 
 
 @pytest.mark.timeout(60)
+def test_no_more_gap_is_stated_than_is_left():
+    for costs in ([1, 2, 3], [0, 0]):
+        assert place(costs, 1, microbatches=2, objective="makespan", gap=1).gap == 0
+
+
 def test_a_gap_ends_the_search_where_the_exact_one_looks_long():
     costs = [(7 * i * i) % 101 + 1 for i in range(120)]
     transfer = [(13 * i * i) % 89 for i in range(120)]
