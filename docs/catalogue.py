@@ -19,11 +19,11 @@ MARK = re.compile(r"<!-- errors: (\S+) -->")
 
 
 class Message(NamedTuple):
-    """What an error says.
+    """What an error or a warning says.
 
     Attributes:
         topic: where it is raised: a module, or the folder of modules that it is in, such as ``gpipe.schedule``.
-        kind: the name of its type.
+        kind: the name of its type, or "warning" for what is logged.
         text: ``<name>`` stands for what differs.
     """
 
@@ -62,20 +62,33 @@ def messages(package: str) -> list[Message]:
 
 
 def errors_of(trees: Iterable[ast.Module]) -> set[str]:
-    """The names of what is raised: Python's own errors, and classes that are made of them."""
-    own = {name for name, it in vars(builtins).items() if isinstance(it, type) and issubclass(it, Exception)}
+    """The names of what users may see: Python's own errors but failed assertions, and classes that are made of them."""
+    errors = {name for name, it in vars(builtins).items() if isinstance(it, type) and issubclass(it, Exception)}
+    own = errors - {"AssertionError"}
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     return own | {each.name for each in classes if any(ast.unparse(base) in own for base in each.bases)}
 
 
 def errors_in(tree: ast.Module, kinds: set[str]) -> Iterator[tuple[str, str]]:
-    """Type and text of each error that is made in a module, to be raised there or by whoever called."""
+    """Type and text of each error that a module makes, to be raised there or by its callers, and of its warnings."""
     words = Words(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds and node.args:
-            text = " ".join(words.of(node.args[0]).split())
+        if isinstance(node, ast.Call) and node.args and (kind := kind_of(node.func, kinds)):
+            text = " ".join(with_arguments(words.of(node.args[0]), node.args[1:]).split())
             if re.search("[a-z]{2}", HOLE.sub("", text)):  # more than a name that is handed on
-                yield node.func.id, text
+                yield kind, text
+
+
+def kind_of(called: ast.expr, kinds: set[str]) -> str | None:
+    if ast.unparse(called) == "_log.warning":
+        return "warning"
+    return called.id if isinstance(called, ast.Name) and called.id in kinds else None
+
+
+def with_arguments(text: str, arguments: list[ast.expr]) -> str:
+    """``text`` with the names of ``arguments`` in place of the conversions of logging."""
+    names = map(name_of, arguments)
+    return re.sub("%[sdrg]", lambda _: f"<{next(names)}>", text) if arguments else text
 
 
 class Words:

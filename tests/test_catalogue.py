@@ -42,10 +42,16 @@ def pipe(**changed: object) -> GPipe:
         ("def why(x): return f'it is {x}'\nraise ValueError(why(3))", "it is <x>"),
         ("def denied(): return ValueError('it is denied')", "it is denied"),
         ("raise ValueError('twice  as\\n many')", "twice as many"),
+        ("raise ValueError('97 % of %s')", "97 % of %s"),
     ],
 )
 def test_messages_are_read_however_they_are_made(source: str, text: str) -> None:
     assert list(errors_in(ast.parse(source), {"ValueError"})) == [("ValueError", text)]
+
+
+def test_warnings_are_listed_too() -> None:
+    logged = ast.parse("_log.warning('%s waits for %d s; %s', self.name, seconds, type(x).__name__)")
+    assert list(errors_in(logged, set())) == [("warning", "<name> waits for <seconds> s; <type of x>")]
 
 
 @pytest.mark.parametrize("source", ["raise AttributeError(name)", "raise", "raise error", "print('no error')"])
