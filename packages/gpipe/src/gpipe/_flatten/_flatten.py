@@ -94,44 +94,65 @@ def flatten(
 
 
 def _built(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick) -> Flattened:
-    script, namespace = Script(), Namespace()
-    blocks = {name for trunk in trunks for name in trunk}
-    gifts = [Gift(source, segment) for segment, needs in calls.needs.items() for source in sorted(needs)]
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    number = 0
-    for s in range(len(trunks) + 1):
-        reel, names = Reel(), trunks[s] if s < len(trunks) else []
-        layers[_title(s, len(trunks))] = Segment(
-            _net(model, trunks, calls, s, reel),
-            reel,
-            script,
-            names=names,
-            first=number,
-            done=calls.blocks[number - 1] if s else None,
-            inputs=len(inputs.tensors()),
-            number=s,
-            namespace=namespace,
-            needs=sorted(calls.needs.get(s, ())),
-            gives=[each for each in gifts if each.source.segment == s and each.source.name not in blocks],
-            pick=None if names else pick,
-        )
-        for place, name in enumerate(names):
-            layers[name.replace(".", "_")] = Block(
-                model.get_submodule(name),
-                name,
-                script,
-                place=place,
-                number=number,
-                call=calls.blocks[number],
-                last=name == names[-1],
-                namespace=namespace,
-                gives=[each for each in gifts if each.source.name == name],
-            )
-            number += 1
-    flattened = Flattened(layers)
-    for module in (flattened, *layers.values()):
+    flattened = Flattened(OrderedDict(_Parts(model, inputs, trunks, calls, pick).in_order()))
+    for module in (flattened, *flattened.children()):
         module.training = model.training
     return flattened
+
+
+class _Parts:
+    """Makes the layers: before, between and after the trunks a segment each, and the blocks of the trunks."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick) -> None:
+        self._model = model
+        self._tensors = len(inputs.tensors())
+        self._trunks = trunks
+        self._calls = calls
+        self._pick = pick
+        self._script, self._namespace = Script(), Namespace()
+        self._gifts = [Gift(source, segment) for segment, needs in calls.needs.items() for source in sorted(needs)]
+
+    def in_order(self) -> Iterator[tuple[str, nn.Module]]:
+        """The layers with their names."""
+        number = 0  # of the next block
+        for s, trunk in enumerate([*self._trunks, []]):
+            yield _title(s, len(self._trunks)), self._segment(s, trunk, number)
+            for place, name in enumerate(trunk):
+                yield name.replace(".", "_"), self._block(name, number, place, last=name == trunk[-1])
+                number += 1
+
+    def _segment(self, s: int, trunk: Trunk, first: int) -> Segment:
+        """Segment number ``s``, which is before ``trunk``, whose first block has number ``first``."""
+        blocks = {name for trunk in self._trunks for name in trunk}
+        reel = Reel()
+        return Segment(
+            _net(self._model, self._trunks, self._calls, s, reel),
+            reel,
+            self._script,
+            names=trunk,
+            first=first,
+            done=self._calls.blocks[first - 1] if s else None,
+            inputs=self._tensors,
+            number=s,
+            namespace=self._namespace,
+            needs=sorted(self._calls.needs.get(s, ())),
+            gives=[each for each in self._gifts if each.source.segment == s and each.source.name not in blocks],
+            pick=None if trunk else self._pick,
+        )
+
+    def _block(self, name: str, number: int, place: int, *, last: bool) -> Block:
+        """The block of this ``name``, and ``number`` among all blocks, at a ``place`` in its trunk."""
+        return Block(
+            self._model.get_submodule(name),
+            name,
+            self._script,
+            place=place,
+            number=number,
+            call=self._calls.blocks[number],
+            last=last,
+            namespace=self._namespace,
+            gives=[each for each in self._gifts if each.source.name == name],
+        )
 
 
 def _title(segment: int, trunks: int) -> str:
