@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -99,6 +99,7 @@ def both(cut: int) -> tuple[GPipe, Model]:
     return pipe_of(copy.deepcopy(model), cut), model
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     rows=st.integers(1, 7),
     length=st.integers(1, 6),

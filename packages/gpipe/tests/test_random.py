@@ -191,7 +191,7 @@ def test_a_run_on_two_partitions_can_be_repeated_on_one_or_four(name: str, inlin
         results.append([])
         torch.manual_seed(0)
         with gpipe.inline() if inline else nullcontext():
-            for _ in range(3):
+            for _ in range(2):  # all layers are watched, and then those that draw
                 pipe.zero_grad()
                 leaf = x.clone().requires_grad_()
                 output = pipe(leaf * 1)

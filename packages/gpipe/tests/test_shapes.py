@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -36,6 +36,7 @@ def on_meta(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to("meta") for name, tensor in inputs.items()}
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(models(), st.data())
 def test_it_trains_as_the_model_does(problem: tuple[dict[str, Any], dict[str, Any]], data: st.DataObject) -> None:
     options, kinds = problem
