@@ -28,14 +28,14 @@ class World:
     """
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        context = _context()
         self._folder = tempfile.TemporaryDirectory()
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(size):
-            here, there = spawn.Pipe()
+            here, there = context.Pipe()
             arguments = rank, size, os.path.join(self._folder.name, "store"), timeout, there
-            self.processes.append(spawn.Process(target=_serve, args=arguments, daemon=True))
+            self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             self.processes[-1].start()
             there.close()
             self.connections.append(here)
@@ -69,6 +69,15 @@ class World:
         for process in self.processes:
             process.join()
         self._folder.cleanup()
+
+
+def _context() -> Any:
+    """What starts processes. Torch is imported once for all where the system can fork one that has done so."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpipe.distributed", "torch.distributed.checkpoint", "hypothesis", "pytest"])
+    return context
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The same pipe with its stages in several processes, as ``torchrun`` starts them."""
 
+from ._checkpoints import load, save
 from ._errors import LostRankError, RemoteError
 from ._rank import Rank
 
-__all__ = ["LostRankError", "Rank", "RemoteError"]
+__all__ = ["LostRankError", "Rank", "RemoteError", "load", "save"]

@@ -1,0 +1,105 @@
+"""The state of an optimizer by the names of parameters, so that any share of the model finds its own in it.
+
+It is written as ``torch.distributed.checkpoint.state_dict`` writes a flattened state: ``state.<name>.<key>``, and
+``param_groups.<name>.<option>``, since the groups of one process are not those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+
+_MEMBERS = {"params", "param_names"}
+"""What of a group is not an option."""
+
+
+def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
+    """All names of each parameter; a shared one has several."""
+    found: dict[Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found
+
+
+def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
+    """For each group of ``optimizer``, the names in ``module`` of each of its parameters.
+
+    Raises:
+        ValueError: it has a parameter that ``module`` has not.
+    """
+    names = names_of(module)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"optimizer: has a parameter of shape {tuple(parameter.shape)} that is not one of the "
+                    f"{type(module).__name__}; make it of parameters() of what is saved or loaded"
+                )
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def by_name(module: nn.Module, optimizer: Optimizer) -> State:
+    """The state of ``optimizer``, by the names that parameters have in ``module``.
+
+    Raises:
+        ValueError: it has a parameter that ``module`` has not.
+    """
+    found: State = {"class": type(optimizer).__name__, "state": {}, "param_groups": {}}
+    saved = optimizer.state_dict()
+    for group, members in zip(saved["param_groups"], names_in(module, optimizer), strict=True):
+        options = {key: value for key, value in group.items() if key not in _MEMBERS}
+        for index, names in zip(group["params"], members, strict=True):
+            found["param_groups"] |= dict.fromkeys(names, options)
+            found["state"] |= dict.fromkeys(names, saved["state"].get(index, {}))
+    return found
+
+
+def from_names(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]) -> State:
+    """What ``optimizer.load_state_dict`` takes, of states that :func:`by_name` has found, also of other shares.
+
+    Raises:
+        ValueError: these are of another kind of optimizer, miss a parameter, or had it in another group.
+    """
+    own = type(optimizer).__name__
+    if found.get("class", own) != own:
+        raise ValueError(f"optimizer: the checkpoint has the state of {found['class']}, and this is {own}")
+    saved = optimizer.state_dict()
+    state: dict[int, State] = {}
+    groups = []
+    for group, members in zip(saved["param_groups"], names_in(module, optimizer), strict=True):
+        known = [_known(names, found) for names in members]
+        state |= {
+            index: found["state"][name]
+            for index, name in zip(group["params"], known, strict=True)
+            if name in found["state"]
+        }
+        groups.append({**group, **_options(known, found["param_groups"])})
+    return {**saved, "state": state, "param_groups": groups}
+
+
+def _known(names: Sequence[str], found: Mapping[str, Any]) -> str:
+    """Under which of its names a parameter was saved."""
+    for name in names:
+        if name in found["param_groups"]:
+            return name
+    raise ValueError(
+        f"optimizer: the checkpoint has no state of {names[0]!r}; it was not in the optimizer that was saved"
+    )
+
+
+def _options(names: Sequence[str], groups: Mapping[str, State]) -> State:
+    """Those of a group with these parameters."""
+    for name in names[1:]:
+        for key, value in groups[names[0]].items():
+            other = groups[name].get(key)
+            if other is not value and other != value:
+                raise ValueError(
+                    f"optimizer: {names[0]!r} and {name!r} are in one group, but the checkpoint has {key}={value!r} "
+                    f"of the one and {other!r} of the other; make the groups as they were when it was saved"
+                )
+    return groups[names[0]] if names else {}
