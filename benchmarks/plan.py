@@ -22,6 +22,7 @@ from gpipe._plan._search import Space, search
 from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
 
+from .large_plan import large
 from .report import Report, Table
 from .workloads import WORKLOADS
 
@@ -29,9 +30,10 @@ Model = tuple[nn.Sequential, Tensor, Callable[[Any, Any], Tensor]]
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
-    """Predictions by model, then the time of a search."""
+    """Predictions by model, then the time of a search, then what it takes to plan a large model."""
     yield _predictions(options.quick)
     yield _searches(options.quick)
+    yield large(options.quick)
 
 
 def _predictions(quick: bool) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.large_plan import CASES, measured
 from benchmarks.many_devices import MADE_WITH, NODES, PAGE, row, rows, version
 
 pytestmark = pytest.mark.timeout(600)
@@ -12,6 +13,14 @@ FAST = (10240,)
 
 def test_it_has_a_line_for_each_number_of_devices():
     assert list(rows(PAGE.read_text(encoding="utf-8"))) == list(NODES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_large_model_is_planned_in_a_minute_and_little_memory(case: tuple[str, str]):
+    found = measured(*case)
+    assert float(found["seconds"]) < 60  # of a processor: what else runs here does not count
+    assert float(found["bytes"]) < 2e9
 
 
 @pytest.mark.parametrize(
