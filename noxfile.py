@@ -47,6 +47,8 @@ def examples(session: nox.Session) -> None:
     install_all(session, "demo", "frameworks")
     for program in session.posargs or sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py")):
         session.run("python", f"examples/{program}.py")
+        if program == "train_distributed":  # and in a process for each stage
+            session.run("torchrun", "--nproc-per-node", "2", f"examples/{program}.py")
 
 
 @nox.session
@@ -54,6 +56,14 @@ def tests(session: nox.Session) -> None:
     """Every test that needs no GPU and little time; arguments go to pytest."""
     install_all(session, "all-tests")
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def distributed(session: nox.Session) -> None:
+    """Stages in several processes: what the tests have of them, with what takes long; arguments go to pytest."""
+    install_all(session, "all-tests")
+    files = sorted(str(path) for path in ROOT.glob("packages/gpipe/tests/test_*.py") if "worlds" in path.read_text())
+    session.run("pytest", *(session.posargs or ["-m", "(long or not long) and not cuda", *files]))
 
 
 @nox.session(name="tests-cuda")

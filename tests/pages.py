@@ -1,6 +1,7 @@
 """The pages of the documentation as programs: what they show is run, and its types are checked, as it is printed.
 
 python -m tests.pages FOLDER    # write the pages for newcomers there, as modules for type checkers
+python -m tests.pages PAGE.md   # run that page
 """
 
 from __future__ import annotations
@@ -20,8 +21,23 @@ FRAMEWORKS = {"accelerate", "datasets", "lightning", "peft", "safetensors", "tok
 
 def pages(*, frameworks: bool) -> list[Path]:
     """The pages that show Python: those that import one of the frameworks, or those that import none."""
+    return [page for page in _pages() if imports_frameworks(page) == frameworks and not processes(page)]
+
+
+def pages_of_processes() -> list[Path]:
+    """The pages whose programs are for several processes."""
+    return [page for page in _pages() if processes(page)]
+
+
+def processes(page: Path) -> int:
+    """As how many processes a page says that its program is to be started; 0 if it says nothing."""
+    found = re.search(r"torchrun --nproc-per-node (\d+) train\.py", page.read_text(encoding="utf-8"))
+    return int(found[1]) if found else 0
+
+
+def _pages() -> list[Path]:
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in found if blocks(page) and imports_frameworks(page) == frameworks]
+    return [page for page in found if blocks(page)]
 
 
 def imports_frameworks(page: Path) -> bool:
@@ -69,4 +85,4 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    run(Path(sys.argv[1])) if sys.argv[1].endswith(".md") else write(Path(sys.argv[1]))

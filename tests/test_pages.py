@@ -6,11 +6,14 @@ frameworks.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from .pages import ROOT, pages, run
+from .pages import ROOT, pages, pages_of_processes, processes, run
 
 
 @pytest.mark.timeout(120)
@@ -18,3 +21,17 @@ from .pages import ROOT, pages, run
 def test_a_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(page)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("page", pages_of_processes(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_for_several_processes_runs_as_printed(page: Path, tmp_path: Path) -> None:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes(page))]
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    subprocess.run(
+        [sys.executable, *start, "-m", "tests.pages", str(page)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=110,
+    )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from ..examples import example, number
 for needed in ("rich", "transformers", "tokenizers"):
     pytest.importorskip(needed, reason=f"the example needs {needed}")
 
+ROOT = Path(__file__).parents[2]
 finetune = example("finetune")
 TINY = ["--batch", "6", "--chunks", "3", "--length", "16", "--width", "32", "--layers", "2", "--vocabulary", "300"]
 
@@ -48,3 +53,21 @@ def test_no_token_is_in_both_halves() -> None:
     whole = torch.tensor(tokenizer.encode("one two three " * 50).ids)
     assert torch.equal(torch.cat([train, test]).flatten(), whole[: len(train) * 4 + len(test) * 4])
     assert len(test) == max(1, (len(train) + len(test)) // 10)
+
+
+def test_a_model_trains_alike_plain_in_one_process_and_in_two() -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    tables = [
+        subprocess.run(
+            [*command, str(ROOT / "examples" / "train_distributed.py"), *TINY, "--steps", "5", *options],
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=280,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        ).stdout
+        for command, options in (([sys.executable], ["--plain"]), ([sys.executable], []), (start, []))
+    ]
+    losses = [re.findall(r"│ +\d+ │ ([\d.]+) │", table) for table in tables]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1] == losses[2]
