@@ -33,7 +33,7 @@ def save(
 
     Args:
         path: of a folder that all processes reach. It is made; a checkpoint that is there is replaced.
-        rank: a :class:`Rank`, or a :class:`gpipe.GPipe` or plain module that is in every process as a whole.
+        rank: a :class:`gpipe.distributed.Rank`; or a :class:`gpipe.GPipe` or plain module, whole in every process.
         optimizer: of its parameters.
         group: who saves; by default all processes, or this one alone if there is no process group. Replicas of a pipe
             save together.

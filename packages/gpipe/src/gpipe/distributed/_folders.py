@@ -71,7 +71,7 @@ class Folder:
         self.partial.mkdir(parents=True)
 
     def commit(self) -> None:
-        """What is in :attr:`partial` is whole now: let it take the name of the folder."""
+        """What is in ``partial`` is whole now: let it take the name of the folder."""
         if self.path.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
             self.path.rename(self._previous)

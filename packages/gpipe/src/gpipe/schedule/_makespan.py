@@ -1,4 +1,4 @@
-"""The makespan alone: the same time as :func:`replay` finds, several times as fast and in less memory."""
+"""The makespan alone: the time that :func:`gpipe.schedule.replay` finds, several times as fast, in less memory."""
 
 from __future__ import annotations
 
