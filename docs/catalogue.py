@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 PACKAGES = Path(__file__).parents[1] / "packages"
 HOLE = re.compile(r"<[^<>]+>")
@@ -55,10 +55,12 @@ def messages(package: str) -> list[Message]:
     source = PACKAGES / package / "src"
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in source.rglob("*.py")}
     kinds = errors_of(trees.values())
-    topics = {
-        file: ".".join(part.strip("_") for part in file.relative_to(source).with_suffix("").parts[:2]) for file in trees
-    }
-    return sorted({Message(topics[file], *found) for file, tree in trees.items() for found in errors_in(tree, kinds)})
+    found = [(file.relative_to(source), each) for file, tree in trees.items() for each in errors_in(tree, kinds)]
+    return sorted({Message(topic_of(file), *each) for file, each in found})
+
+
+def topic_of(file: Path) -> str:
+    return ".".join(part.strip("_") for part in file.with_suffix("").parts[:2])
 
 
 def errors_of(trees: Iterable[ast.Module]) -> set[str]:
@@ -88,11 +90,11 @@ def kind_of(called: ast.expr, kinds: set[str]) -> str | None:
 def with_arguments(text: str, arguments: list[ast.expr]) -> str:
     """``text`` with the names of ``arguments`` in place of the conversions of logging."""
     names = map(name_of, arguments)
-    return re.sub("%[sdrg]", lambda _: f"<{next(names)}>", text) if arguments else text
+    return re.sub("%[sdrg]", lambda _: f"<{next(names, '…')}>", text) if arguments else text
 
 
 class Words:
-    """What the expressions of a module say, as far as they are written there."""
+    """What the expressions of a module say, as far as it is written there."""
 
     def __init__(self, tree: ast.Module) -> None:
         assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
@@ -116,11 +118,15 @@ class Words:
     def _written_elsewhere(self, node: ast.expr) -> str:
         """In what a function is given, in the function, or in a constant."""
         given, function = (node.args[:1], node.func) if isinstance(node, ast.Call) else ([], node)
-        candidates = [*given, self._elsewhere.get(ast.unparse(function).rpartition(".")[2])]
-        return next((self.of(each) for each in candidates if is_text(each)), "")
+        name = ast.unparse(function).rpartition(".")[2]
+        own = self._elsewhere.pop(name, None)  # taken out meanwhile, since a function may call itself
+        found = next((self.of(each) for each in (*given, own) if is_text(each)), "")
+        if own is not None:
+            self._elsewhere[name] = own
+        return found
 
 
-def is_text(node: ast.expr | None) -> bool:
+def is_text(node: ast.expr | None) -> TypeGuard[ast.expr]:
     if isinstance(node, ast.BinOp):
         return is_text(node.left) or is_text(node.right)
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
@@ -147,8 +153,8 @@ def name_of(node: ast.expr) -> str:
 def name_of_call(node: ast.Call) -> str:
     called = ast.unparse(node.func).rpartition(".")[2].strip("_")
     given = [name_of(each) for each in node.args]
-    if called in ("len", "type"):
+    if given and called in ("len", "type"):
         return f"{'number' if called == 'len' else 'type'} of {given[0]}"
-    if called in ("join", "str", "repr", "list", "tuple", "sorted", "map", "dict", "set"):
+    if given and called in ("join", "str", "repr", "list", "tuple", "sorted", "map", "dict", "set"):
         return given[-1]
     return called

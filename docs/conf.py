@@ -60,6 +60,11 @@ def list_errors(app: Any, page: str, source: list[str]) -> None:
     source[0] = filled(source[0])
 
 
+def list_errors_anew(app: Any, env: Any, *changes: set[str]) -> set[str]:
+    """The page is read each time, since it depends on all sources."""
+    return {"errors"} & set(env.found_docs)
+
+
 def skip_aliases(app: Any, what: str, name: str, thing: object, skip: bool, options: Any) -> bool | None:
     """The fields of a named tuple are explained in its class, as those of others are."""
     return True if (getattr(thing, "__doc__", None) or "").startswith("Alias for field number") else None
@@ -75,4 +80,5 @@ def setup(app: Any) -> None:
     app.connect("autodoc-skip-member", skip_aliases)
     app.connect("missing-reference", warn_of_lost_names)
     app.connect("source-read", list_errors)
+    app.connect("env-get-outdated", list_errors_anew)
     app.connect("autodoc-process-docstring", explain_names)

@@ -40,6 +40,8 @@ def pipe(**changed: object) -> GPipe:
         ('raise ValueError(f\'a device{"" if n == 1 else "s"} too many\')', "a device( | s) too many"),
         ("_HINT = 'use one'\nraise ValueError(f'no more; {_HINT}')", "no more; use one"),
         ("def why(x): return f'it is {x}'\nraise ValueError(why(3))", "it is <x>"),
+        ("def nested(x): return f'in {nested(x[0])}'\nraise ValueError(nested(y))", "in <nested>"),
+        ("raise ValueError(f'not {list()}, {x()}')", "not <list>, <x>"),
         ("def denied(): return ValueError('it is denied')", "it is denied"),
         ("raise ValueError('twice  as\\n many')", "twice as many"),
         ("raise ValueError('97 % of %s')", "97 % of %s"),
