@@ -49,7 +49,7 @@ class Tracks(Protocol):
         """Move the running statistics towards those that were ``seen``."""
 
 
-MiniBatchStatistics = dict["Tracks", list[Moments]]
+MiniBatchStatistics = dict[Tracks, list[Moments]]
 """What the deferred batch norms of a stage see of one mini-batch, until its last forward is done.
 
 They belong to the run and not to the layers: those of a run that failed half-way are gone with it. A layer that a

@@ -101,11 +101,7 @@ class View:
         if not (any(self._empty) or self._sizes != list(map(len, self._filled))):
             try:
                 return self._look()
-            except (
-                KeyError,
-                _MovedError,
-                AttributeError,
-            ):  # a name went and another came; a tensor has no version: is None
+            except (KeyError, AttributeError):  # as many names came as went, or a tensor and None changed places
                 pass
         self._index()
         return self._look()
@@ -119,7 +115,7 @@ class View:
             versions += [value._version if isinstance(value, Tensor) else 0 for value in found]
         if self._nothing:
             if any(own[name] is not None for own, name in self._nothing):
-                raise _MovedError
+                raise KeyError
             values += [None] * len(self._nothing)
             versions += [0] * len(self._nothing)
         return Sight(self._slots, values, versions)
@@ -141,10 +137,6 @@ class View:
         self._empty = [own for own in dicts if not own]
         self._filled = [own for own in dicts if own] + [vars(owner) for owner in self._changing]
         self._sizes = list(map(len, self._filled))
-
-
-class _MovedError(Exception):
-    """There is a tensor where none was."""
 
 
 def _places(slots: Iterable[Slot]) -> list[tuple[dict[str, Any], str]]:
