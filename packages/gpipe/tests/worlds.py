@@ -51,9 +51,10 @@ class World:
         """For each rank, whether it got to the end, and what it returned, or its traceback."""
         for connection in self.connections:
             connection.send((function, arguments))
-        return [self._answer(rank, limit) for rank in range(len(self.connections))]
+        return [self.answer(rank, limit) for rank in range(len(self.connections))]
 
-    def _answer(self, rank: int, limit: float) -> tuple[bool, Any]:
+    def answer(self, rank: int, limit: float = LIMIT) -> tuple[bool, Any]:
+        """Whether that rank got to the end of what it was sent, and what it returned, or its traceback."""
         try:
             if not self.connections[rank].poll(limit):
                 self.close()

@@ -60,14 +60,12 @@ class Rendezvous:
 
     def _gather(self, word: Word) -> list[Any]:
         said: list[Any] = [word, *[None] * len(self._in)]
-        waiting, silent = list(self._in), {*word.get("silent", ())}
-        while waiting:
-            # Those whom others wait for in vain come last, and need no further time.
-            waiting.sort(key=lambda k: k in silent, reverse=True)
-            k = waiting.pop()
-            if k in silent:
-                break
-            said[k] = self._heard(k, self._groups.timeout)
+        silent = {*word.get("silent", ())}
+        # All at once: when a wait for one has taken too long, gloo ends the connections to all, but not what has come.
+        coming = {k: _Coming(peer) for k, peer in self._in.items()}
+        while coming.keys() - silent:  # those whom others have waited for in vain get no further time
+            k = min(coming.keys() - silent)
+            said[k] = coming.pop(k).word(self._groups.timeout)
             silent.update((said[k] or {}).get("silent", ()))
         self._leave_word(said)
         for peer in self._out.values():
@@ -77,19 +75,11 @@ class Rendezvous:
         return said
 
     def _tell(self, word: Word) -> list[Any]:
-        try:
+        coming = _Coming(self._in[0])
+        with suppress(UnreachableError):
             _send(self._out[0], word)
-            said: list[Any] = _receive(self._in[0], 2 * self._groups.timeout)
-            return said
-        except UnreachableError:
-            return self._word_left()
-
-    def _heard(self, k: int, timeout: timedelta) -> Word | None:
-        try:
-            word: Word = _receive(self._in[k], timeout)
-            return word
-        except UnreachableError:
-            return None
+            return coming.word(2 * self._groups.timeout) or self._word_left()
+        return self._word_left()
 
     def _leave_word(self, said: list[Any]) -> None:
         """If somebody is missing: gloo may have ended the other connections too, so leave their names in the store."""
@@ -121,15 +111,32 @@ def _send(peer: Peer, what: Any) -> None:
         peer.wait(peer.send(part))
 
 
-def _receive(peer: Peer, timeout: timedelta) -> Any:
-    frame = torch.empty(SMALL, dtype=torch.uint8)
-    peer.wait(peer.receive(frame), timeout)
-    size = int(frame[:_HEAD].view(torch.int64))
-    text = frame[_HEAD : _HEAD + size]
-    if _HEAD + size > SMALL:
-        text = torch.empty(size, dtype=torch.uint8)
-        peer.wait(peer.receive(text), timeout)
-    return json.loads(bytes(text.tolist()))
+class _Coming:
+    """A message for which there is memory, before it has come."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._frame = torch.empty(SMALL, dtype=torch.uint8)
+        try:
+            self._work: Any = peer.receive(self._frame)
+        except UnreachableError:
+            self._work = None
+
+    def word(self, timeout: timedelta) -> Any:
+        """Wait for it; None if it does not come."""
+        try:
+            return None if self._work is None else self._received(timeout)
+        except UnreachableError:
+            return None
+
+    def _received(self, timeout: timedelta) -> Any:
+        self._peer.wait(self._work, timeout)
+        size = int(self._frame[:_HEAD].view(torch.int64))
+        text = self._frame[_HEAD : _HEAD + size]
+        if _HEAD + size > SMALL:
+            text = torch.empty(size, dtype=torch.uint8)
+            self._peer.wait(self._peer.receive(text), timeout)
+        return json.loads(bytes(text.tolist()))
 
 
 def _store() -> Any:

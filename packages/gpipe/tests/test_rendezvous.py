@@ -1,0 +1,124 @@
+"""Ranks that end or freeze: all others hear of it, and who it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.distributed import LostRankError, Rank, RemoteError
+
+from .worlds import world
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+    pytest.mark.timeout(300),
+]
+
+
+class Meets(nn.Module):
+    """Its process gets a signal in one phase of one micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when: tuple[str, int] | None = None
+        self.signal = signal.SIGKILL
+
+    def forward(self, x: Tensor) -> Tensor:
+        phase = "recompute" if gpipe.is_recomputing() else "forward"
+        microbatch = gpipe._current.current.microbatch
+        if (phase, microbatch) == self.when:
+            self._end()
+        if ("backward", microbatch) == self.when and x.requires_grad:
+            x.register_hook(lambda gradient: self._end())
+        return x * 1.0
+
+    def _end(self) -> None:
+        os.kill(os.getpid(), self.signal)
+
+
+def _lose(who: int, phase: str, microbatch: int, number: int) -> str:
+    """What a rank gets when ``who`` ends, or freezes, in the second step; in "agreement" between the two."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(6, 6), Meets())]
+    rank = Rank(nn.Sequential(*layers), [2, 2, 2], chunks=3, checkpoint="always")
+    x = torch.randn(6, 6)
+    rank.step(x, loss_fn=lambda output: output.square().mean())
+    if dist.get_rank() == who:
+        meets = rank.partitions[0][1]
+        meets.when, meets.signal = (phase, microbatch), signal.Signals(number)
+        if phase == "agreement":
+            meets._end()
+    try:
+        rank.step(x, loss_fn=lambda output: output.square().mean())
+    except LostRankError as error:
+        with pytest.raises(LostRankError, match="rank"):  # for good
+            rank.step(x, loss_fn=lambda output: output.square().mean())
+        return str(error)
+    raise AssertionError("the step has not failed")
+
+
+PHASES = ("agreement", "forward", "recompute", "backward")
+
+
+def cases(*short: tuple[int, str]) -> list[Any]:
+    """Each rank and phase; all but some take long together."""
+    return [
+        pytest.param(who, phase, marks=[] if (who, phase) in short else pytest.mark.long)
+        for who in range(3)
+        for phase in PHASES
+    ]
+
+
+@pytest.mark.parametrize(("who", "phase"), cases((0, "backward"), (1, "forward"), (2, "agreement")))
+def test_a_rank_that_is_killed_is_named(who: int, phase: str):
+    _expect_named(who, phase, signal.SIGKILL, timeout=60.0)
+
+
+@pytest.mark.parametrize(("who", "phase"), cases((1, "backward"), (1, "agreement")))
+def test_a_rank_that_freezes_is_named_when_the_time_is_over(who: int, phase: str):
+    _expect_named(who, phase, signal.SIGSTOP, timeout=3.0)
+
+
+def _expect_named(who: int, phase: str, number: signal.Signals, timeout: float) -> None:
+    with world(3, timeout) as ranks:
+        for connection in ranks.connections:
+            connection.send((_lose, (who, phase, 1, int(number))))
+        told = [ranks.answer(k) for k in range(3) if k != who]
+    for succeeded, text in told:
+        assert succeeded, text
+        assert text.startswith(f"rank {who} has ended, or did not answer within {timeout:g} s")
+
+
+@pytest.mark.long
+def test_many_failed_steps_leave_nothing_behind(worlds):
+    for grown in worlds(2).run(_fail_often):
+        assert grown < 50
+
+
+def _fail_often() -> int:
+    """How many more tensors there are after a thousand failures than after some."""
+    rank = Rank(nn.Sequential(nn.Linear(6, 6), _Fails(), nn.Linear(6, 6)), [2, 1], chunks=3)
+    counts = []
+    for k in range(1000):
+        with suppress(ArithmeticError, RemoteError):
+            rank.step(torch.randn(6, 6), loss_fn=lambda output: output.mean())
+        if k in (100, 999):
+            gc.collect()
+            counts.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
+    return counts[1] - counts[0]
+
+
+class _Fails(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        if gpipe._current.current.microbatch == 2:
+            raise ArithmeticError("planted")
+        return x
