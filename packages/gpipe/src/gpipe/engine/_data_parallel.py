@@ -26,5 +26,5 @@ def refuse_data_parallel(parameters: Sequence[Tensor]) -> None:
         raise RuntimeError(
             "step() does not go through the forward of the DistributedDataParallel around this pipe, which would not "
             "average its gradients; call ddp(input) and backward(), or use step() under ddp.no_sync() or without "
-            "DistributedDataParallel, and average the gradients yourself"
+            "DistributedDataParallel, and call gpipe.distributed.average_gradients(pipe) after it"
         )

@@ -1,0 +1,162 @@
+"""Gradients of replicas: each has computed those of its rows, and all need the average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ._gathering import gathering_of
+
+BUCKET: Final = 25 * 2**20
+"""Bytes that are reduced at once. Fewer have to wait longer for the network, more for each other."""
+
+_agreed: WeakKeyDictionary[nn.Module, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Replace the gradients of the parameters by their average over replicas: call it after ``step``.
+
+    Each replica is a pipe of its own, which has computed the gradients of its rows. ``group`` has the processes with
+    the same stages, one of each replica, all of which call this; on a mesh of replicas and stages it is
+    ``mesh["replicas"].get_group()``.
+
+    Every replica counts the same, as in ``DistributedDataParallel``. So if losses are means, give each replica as many
+    rows; or let ``loss_fn`` return the sum times the number of replicas, divided by the rows of all.
+
+    A parameter without a gradient on some replicas, such as one that their rows did not use, counts as zero there. If
+    it has none anywhere, it stays without. Where all that there are are sparse, the average is.
+
+    Args:
+        rank: a :class:`Rank`, or a :class:`gpipe.GPipe` or plain module, with the gradients.
+        group: the replicas; all processes by default.
+
+    Raises:
+        RuntimeError: there is no process group, or this process is not in it.
+        ValueError: the parameters are not those of other replicas, or are sharded already. On every replica.
+
+    >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))  # doctest: +SKIP
+    >>> rank = Rank(model, [3, 3], group=mesh["stages"].get_group())  # doctest: +SKIP
+    >>> loss = rank.step(x, y, loss_fn=loss_fn)  # doctest: +SKIP
+    >>> average_gradients(rank, mesh["replicas"].get_group())  # doctest: +SKIP
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("there is no process group; call torch.distributed.init_process_group() first")
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    _expect_replicas(rank, group)
+    parameters = [parameter for parameter in rank.parameters() if parameter.requires_grad]
+    if not parameters or group.size() == 1:
+        return
+    dense, sparse = _present(parameters, group)
+    with torch.no_grad():
+        _average_dense(dense, group)
+        for parameter, dims in sparse:
+            parameter.grad = _average_sparse(parameter, dims, group)
+
+
+def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise, the first time, if the members of ``group`` have different parameters."""
+    if group in _agreed.setdefault(rank, WeakSet()):
+        return
+    with gathering_of(group).agreement() as found:
+        trained = {name: parameter for name, parameter in rank.named_parameters() if parameter.requires_grad}
+        sharded = [name for name, parameter in trained.items() if hasattr(parameter, "placements")]
+        if sharded:
+            raise ValueError(
+                f"{sharded[0]!r} and {len(sharded) - 1} other parameters are sharded over processes, which averages "
+                "their gradients already; leave average_gradients() out"
+            )
+        found.alike = {
+            "the first parameter": next(iter(trained), None),
+            "the number of parameters": len(trained),
+            "the list of parameters": [[name, list(p.shape), str(p.dtype)] for name, p in trained.items()],
+        }
+    _agreed[rank].add(group)
+
+
+def _present(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
+    """Of the ``parameters`` with a gradient on any replica, those where some are dense; and the others, each with the
+    number of its sparse dimensions.
+    """
+    gradients = [parameter.grad for parameter in parameters]
+    kinds = [(0, 0) if g is None else (0, g.sparse_dim()) if g.is_sparse else (1, 0) for g in gradients]
+    flags = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+    found = list(zip(parameters, flags.tolist(), strict=True))
+    return [p for p, (dense, _) in found if dense], [(p, dims) for p, (dense, dims) in found if dims and not dense]
+
+
+def _average_dense(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    under_way = [_begun(bucket, group) for bucket in _buckets(parameters)]
+    for work, gradients, flat in under_way:
+        work.wait()
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _begun(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Any, list[Tensor], Tensor]:
+    """The reduction of the gradients of a bucket; these gradients; and the memory where their average arrives."""
+    gradients = [_dense(parameter) for parameter in bucket]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    flat /= group.size()  # first: sums of float16 may be too large
+    return dist.all_reduce(flat, group=group, async_op=True), gradients, flat
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    """The gradient, made dense, or of zeros if there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+    return parameter.grad
+
+
+def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters of one dtype and device, up to so many bytes."""
+    kinds = sorted(parameters, key=_kind)
+    for _, alike in groupby(kinds, _kind):
+        bucket: list[Tensor] = []
+        size = 0
+        for parameter in alike:
+            if bucket and size + parameter.nbytes > BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += parameter.nbytes
+        yield bucket
+
+
+def _kind(parameter: Tensor) -> tuple[str, str]:
+    return str(parameter.dtype), str(parameter.device)
+
+
+def _average_sparse(parameter: Tensor, dims: int, group: dist.ProcessGroup) -> Tensor:
+    """Of what is there, put together: no collective of all backends adds sparse tensors."""
+    if parameter.grad is None:
+        indices = torch.empty(0, dims, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(0, *parameter.shape[dims:])
+    else:
+        own = parameter.grad.coalesce()
+        indices, values = own.indices().T.contiguous(), own.values() / group.size()
+    indices, values = _concatenated(indices, group).T, _concatenated(values, group)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+
+
+def _concatenated(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all replicas, of which there may be different numbers."""
+    counts = torch.zeros(group.size(), dtype=torch.int64, device=rows.device)
+    counts[group.rank()] = len(rows)
+    dist.all_reduce(counts, group=group)
+    most = int(counts.max())
+    padded = rows.new_zeros(most, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    found = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(found, padded, group)
+    return torch.cat([each[:count] for each, count in zip(found, counts.tolist(), strict=True)])
