@@ -10,6 +10,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from statistics import median
 from time import process_time
 from types import ModuleType
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 import blockpartition
 
 from .report import Table
-from .timing import timed
+from .timing import interleaved, ratios, timed
 
 Call = Callable[[ModuleType], Any]
+_UNIFORM, _FLOATS = "1 to 999", "0 to 1, floats"
 
 
 def table(page: str, before: Path, rounds: int) -> Table:
@@ -34,20 +36,31 @@ def table(page: str, before: Path, rounds: int) -> Table:
 
 
 def many_blocks(page: str, n: int, rounds: int) -> Table:
-    """A million layers in ever more blocks, against adding them up."""
+    """A million layers in ever more blocks, against adding them up; both in each turn."""
     caption = (
-        f"{n} layers, the least of {rounds} turns of processor time, as multiples of the time of building prefix sums"
+        f"{n} layers, {rounds} turns of processor time: the median, as a multiple of that of building prefix sums in "
+        "the same turn"
     )
-    counts = [64, 512, n // 100, n // 20, n // 10, n // 5, n // 2]
+    counts = [64, 512, n // 100, n // 20, n // 10, n // 5, n // 2, n]
     found = Table(page, "many-blocks", caption, ("costs", *(f"{k} blocks" for k in counts)))
-    for name, costs in _long(n).items():
-        base = _least(lambda c=costs: list(accumulate(c, initial=0)), rounds)
-        shares = [_least(partial(blockpartition.solve, costs, k), rounds) / base for k in counts]
-        found.add(name, *(f"{share:.1f}" for share in shares))
+    long = _long(n)
+    for name, costs in long.items():
+        found.add(name, *(_share(costs, partial(blockpartition.solve, costs, k), rounds) for k in counts))
+    for name in (_UNIFORM, _FLOATS):
+        costs = long[name]
+        shares = [_share(costs, partial(blockpartition.partition, costs, k), rounds) for k in counts]
+        found.add(f"{name}, `partition`", *shares)
     for name, floor in _FLOORS.items():
-        shares = [_least(partial(floor, costs, k), rounds) / base for k in counts]
-        found.add(f"*{name}*", *(f"{share:.1f}" for share in shares))
+        costs = long[_UNIFORM]
+        found.add(f"*{name}*", *(_share(costs, partial(floor, costs, k), rounds) for k in counts))
     return found
+
+
+def _share(costs: list[Any], call: Callable[[], object], rounds: int) -> str:
+    """How many times as long as the prefix sums a call takes."""
+    programs = {"base": lambda: list(accumulate(costs, initial=0)), "call": call}
+    seconds = interleaved(programs, rounds, warmups=0, clock=process_time)
+    return f"{median(ratios(seconds['call'], seconds['base'])):.1f}"
 
 
 def _bisect_each(costs: list[Any], k: int) -> list[int]:
@@ -73,9 +86,10 @@ _FLOORS = {"one bisection and one append a block": _bisect_each, "cutting the li
 def _long(n: int) -> dict[str, list[Any]]:
     random = Random(n)
     return {
-        "1 to 999": [random.randrange(1, 1000) for _ in range(n)],
+        _UNIFORM: [random.randrange(1, 1000) for _ in range(n)],
         "all equal": [7] * n,
-        "0 to 1, floats": [random.random() for _ in range(n)],
+        _FLOATS: [random.random() for _ in range(n)],
+        "heavy tail, floats": [random.paretovariate(1.1) for _ in range(n)],
         "heavy tail": [int(10 * random.paretovariate(1.1)) for _ in range(n)],
         "squares, and one of 10¹⁵": [i * i for i in range(n - 1)] + [10**15],
     }

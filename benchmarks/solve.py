@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
     yield _against_prefix_sums(rounds, 10**4 if options.quick else 10**6)
     yield Report([_against_torchgpipe(2 if options.quick else 10)])
     yield Report([_under_constraints(rounds, 200 if options.quick else 2000)])
-    yield Report([growth.many_blocks(PAGE, 10**4 if options.quick else 10**6, min(rounds, 3))])
+    yield Report([growth.many_blocks(PAGE, 10**4 if options.quick else 10**6, min(rounds, 5))])
     if options.before is not None:
         yield Report([growth.table(PAGE, options.before, 1)])
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpartition import _even, _fill, partition, verify
+from blockpartition import _certificate, _even, _fill, partition, verify
 from blockpartition._even import bends, doubled_heights, near_string, taut_string
 
 from . import instances, oracle
@@ -123,7 +123,8 @@ def test_short_and_long_blocks_are_filled_alike(problem):
     found = []
     for short in (0, 10**9):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(_fill, "_SHORT", short)
+            for module in (_certificate, _even, _fill):
+                patched.setattr(module, "_SHORT", short)
             found.append(partition(costs, k))
     assert found[0] == found[1]
 

@@ -29,8 +29,8 @@ def test_bounds_in_any_order_give_what_each_gives_alone(costs, sums_of, data):
     for bound in data.draw(st.lists(st.integers(max(costs), sum(costs)), min_size=1, max_size=6)):
         heights, _ = fill(sums.prefix, bound * sums.unit, blocks)
         found = fills.fill(bound)
-        assert found.heights == heights
         assert found.complete == (heights[-1] == sums.prefix[-1])
+        assert found.heights == (heights if found.complete else heights[-1:])
         if found.complete:
             loads = [sums.length(end - start) for start, end in pairwise([sums.prefix[0], *heights])]
             assert max(loads) <= found.limit <= bound

@@ -6,7 +6,7 @@ import inspect
 from bisect import bisect_left
 from collections.abc import Iterable
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, Literal
 
 from ._arguments import choice, integer
@@ -19,13 +19,37 @@ from ._partition import Partition, Placement, check_sizes
 from ._placement_certificate import check_placement
 from ._stages import Stage
 
+_SHORT = 8  # layers of a block; a bisection takes about as long as a look at so many
 
-def witness(prefix: list[int], blocks: int, bottleneck: int) -> tuple[int, ...]:
+
+def witness(prefix: list[Any], blocks: int, bottleneck: Any) -> tuple[int, ...]:
     """Ends g₁ … g_k of greedy blocks that stay strictly below the bottleneck.
 
     Whoever keeps every load below the bottleneck ends the j-th block at g_j at the latest. So g_k < n is a proof that
     nobody covers all n layers that way.
     """
+    ends = (
+        _by_looks(prefix, bottleneck) if len(prefix) <= _SHORT * blocks else _by_bisection(prefix, blocks, bottleneck)
+    )
+    return (*ends[:blocks], *ends[-1:] * (blocks - len(ends)))
+
+
+def _by_looks(prefix: list[Any], bottleneck: Any) -> list[int]:
+    """As many ends as there are, up to one from which not one layer stays below."""
+    ends = []
+    before = prefix[0]
+    limit = before + bottleneck
+    for end, height in enumerate(islice(prefix, 1, None)):
+        if height >= limit:
+            ends.append(end)
+            limit = before + bottleneck
+            if height >= limit:
+                break
+        before = height
+    return ends
+
+
+def _by_bisection(prefix: list[Any], blocks: int, bottleneck: Any) -> list[int]:
     ends, end, near, size = [], 0, window(prefix, blocks), len(prefix)
     for _ in range(blocks):
         limit, stop = prefix[end] + bottleneck, min(end + near, size)
@@ -34,7 +58,7 @@ def witness(prefix: list[int], blocks: int, bottleneck: int) -> tuple[int, ...]:
             beyond = bisect_left(prefix, limit, stop)
         end = max(end, beyond - 1)
         ends.append(end)
-    return tuple(ends)
+    return ends
 
 
 def verify(

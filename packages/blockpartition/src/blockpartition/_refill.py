@@ -17,7 +17,7 @@ _FEW = 128  # to fill one of so many blocks anew, and those behind it, takes as 
 class Filled(NamedTuple):
     """Blocks filled up to a bound from the left.
 
-    heights: of their ends, the total where nothing is left.
+    heights: of their ends, the total where nothing is left; of the last alone, if they do not hold everything.
     complete: whether they hold everything.
     limit: a bound, in units: if complete, one that they keep too; if not, one below which nothing is complete.
     """
@@ -45,6 +45,14 @@ class _Whole:
     loads: list[Any] = field(default_factory=list)
 
 
+class _Part(NamedTuple):
+    """Some heights of a list, which are copied only once they are needed."""
+
+    heights: list[Any]
+    start: int
+    end: int
+
+
 class Fills:
     """Blocks filled up to ever other bounds.
 
@@ -68,7 +76,7 @@ class Fills:
         total = self._sums.prefix[-1]
         heights, above = fill(self._sums.prefix, bound, self._blocks)
         if heights[-1] < total:
-            return Filled(heights, False, self._sums.length(above))
+            return Filled(heights[-1:], False, self._sums.length(above))
         ends = heights[: bisect_left(heights, total) + 1]
         loads = self._loads(ends)
         if len(ends) > _FEW:
@@ -96,6 +104,7 @@ class Fills:
         total, old = self._sums.prefix[-1], whole.heights
         new = _Whole([], bound, whole.floor)
         passed, copied, above = self._sums.prefix[0], 0, total - self._sums.prefix[0]
+        parts: list[_Part] = []
         for start, load in whole.loose:
             if start < passed:
                 continue
@@ -103,13 +112,17 @@ class Fills:
                 new.loose.append((start, load))
                 continue
             at = 0 if start == self._sums.prefix[0] else bisect_left(old, start) + 1
-            new.heights += old[copied:at]
+            parts.append(_Part(old, copied, at))
             passed, copied, least = self._catch_up(new, old, start, at)
             above = min(above, least)
-        new.heights += old[copied:]
-        missing = self._blocks - len(new.heights)
+            parts.append(_Part(new.heights, 0, len(new.heights)))
+            new.heights = []
+        parts.append(_Part(old, copied, len(old)))
+        missing = self._blocks - sum(part.end - part.start for part in parts)
         if missing < 0:
-            return Filled(new.heights[: self._blocks], False, self._sums.length(above))
+            return Filled([_nth(parts, self._blocks - 1)], False, self._sums.length(above))
+        for part in parts:
+            new.heights += part.heights[part.start : part.end]
         self._whole = new
         largest = max((load for _, load in new.loose), default=new.floor)
         return Filled(new.heights + [total] * missing, True, self._sums.length(largest))
@@ -140,3 +153,11 @@ class Fills:
             if old[at] == height:
                 return height, at + 1, above
             start = height
+
+
+def _nth(parts: list[_Part], n: int) -> Any:
+    for heights, start, end in parts:
+        if n < end - start:
+            return heights[start + n]
+        n -= end - start
+    raise IndexError

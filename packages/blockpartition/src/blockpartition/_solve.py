@@ -111,7 +111,7 @@ def _quickly(costs: list[Any], sums: Sums, blocks: int) -> Partition | None:
         return None
     kind = type(costs[0])
     add_up = sum if kind is int else fsum
-    loads = tuple(add_up(costs[start:end]) for start, end in pairwise(ends))
+    loads = tuple([add_up(costs[start:end]) for start, end in pairwise(ends)])
     return _described(ends, loads, Fraction(largest), Fraction(exact_sum(costs)), Fraction(max(costs)), kind, proof)
 
 
