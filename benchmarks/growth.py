@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import blockpartition
+from blockpartition._uncollected import uncollected
 
 from .report import Table
 from .timing import interleaved, ratios, timed
@@ -77,7 +78,8 @@ def _bisect_each(costs: list[Any], k: int) -> list[int]:
 def _cut(costs: list[Any], k: int) -> list[list[Any]]:
     """What is left when all ends are known."""
     width = len(costs) // k
-    return [costs[start : start + width] for start in range(0, width * k, width)]
+    with uncollected():
+        return [costs[start : start + width] for start in range(0, width * k, width)]
 
 
 _FLOORS = {"one bisection and one append a block": _bisect_each, "cutting the list, all ends known": _cut}

@@ -119,6 +119,17 @@ def test_a_witness_is_one_for_exact_sums_too(problem, data):
         assert all(oracle.total(costs[start : end + 1]) >= largest for start, end in starts_and_ends)
 
 
+def test_one_heavy_layer_takes_no_exact_solver():
+    """The witness ends before it again and again."""
+    random = Random(0)
+    costs = [random.random(), 50.0, *(random.random() for _ in range(3000))]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_solve, "_exactly", None)
+        found = partition(costs, 1000)
+    assert found.bottleneck == 50
+    verify(found, costs, partitions=1000)
+
+
 def test_many_sums_that_are_equal_are_left_to_the_exact_solver():
     costs = [0.1, 0.2, 0.3, 0.1] * 100
     assert partition(costs, 200) == exactly(costs, 200)

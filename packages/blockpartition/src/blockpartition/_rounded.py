@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fractions import Fraction
 from itertools import compress, count, islice, pairwise, repeat
 from operator import ge, sub
@@ -52,7 +52,8 @@ def is_witness(
     if sums.error == 0:
         return True
     prefix, reach = sums.prefix, (bottleneck + 2 * sums.error) * sums.unit
-    close = [(start, end + 1) for start, end in pairwise((0, *witness)) if prefix[end + 1] - prefix[start] <= reach]
+    # A set, since behind a layer that is too heavy all of them are the same.
+    close = {(start, end + 1) for start, end in pairwise((0, *witness)) if prefix[end + 1] - prefix[start] <= reach}
     return not _are_many(close, costs) and all(exact_sum(costs[start:end]) >= largest for start, end in close)
 
 
@@ -79,5 +80,5 @@ def _positions(prefix: list[Any], heights: Iterable[tuple[Any, Any]]) -> list[tu
     return [(bisect_right(prefix, start) - 1, bisect_left(prefix, end)) for start, end in heights]
 
 
-def _are_many(found: list[Any], costs: list[Any]) -> bool:
+def _are_many(found: Collection[Any], costs: list[Any]) -> bool:
     return len(found) > _FEW + len(costs) // _FEW
