@@ -7,6 +7,7 @@ python examples/finetune.py --devices cuda:0 cuda:1 --then cuda:0 cuda:1 cuda:2 
 from __future__ import annotations
 
 import argparse
+import copy
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from rich.console import Console
+from _compare import compare_memory, compare_results, console, draw, parser
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
@@ -23,8 +24,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 from gpipe import GPipe
-
-console = Console()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,23 +51,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(f"Loss on text that is not trained on:\n  at first: {before:.3f}\n  when saved: {saved:.3f}")
     console.print(f"  when loaded, in another number of stages: {loaded:.3f}\n  now: [bold]{now:.3f}[/]\n")
     written = continued(run.model, tokenizer, options.prompt)
-    console.print(f"{options.prompt!r} goes on with {written!r}", highlight=False, soft_wrap=True)
+    console.print(f"{options.prompt!r} goes on with {written!r}\n", highlight=False, soft_wrap=True)
+    compare(run, train[: options.batch], test, options)
     run.pipe.close()
 
 
+def compare(run: Run, rows: Tensor, test: Tensor, options: argparse.Namespace) -> None:
+    """Print what the pipeline computes and holds, beside the plain model."""
+    task = Rows(rows)
+    plain = copy.deepcopy(run.model).cpu().eval()
+    run.pipe.eval()  # without dropout, whose masks a pipeline draws on its own
+    unseen = Rows(test)
+    compare_results(plain, run.pipe, task, {"loss on unseen text": lambda model: f"{unseen.loss(model).item():.4f}"})
+    run.pipe.train()
+    alone = GPipe(copy.deepcopy(plain).train(), devices=options.devices[:1], sample=batch_of(rows), checkpoint="never")
+    compare_memory(alone, run.pipe, run.optimizer, task)
+    draw(run.pipe, task, options.timeline)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"], help="one per stage (default: cpu cpu)")
-    parser.add_argument("--then", nargs="+", help="those of the second half (default: one stage more)")
-    parser.add_argument("--steps", type=int, default=100, help="of the optimizer; half of them before it is saved")
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches a mini-batch is cut into")
-    parser.add_argument("--batch", type=int, default=16, help="blocks of text in a mini-batch")
-    parser.add_argument("--length", type=int, default=64, help="tokens in a block")
-    parser.add_argument("--vocabulary", type=int, default=1024, help="tokens there are")
-    parser.add_argument("--width", type=int, default=128, help="of the hidden state")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--prompt", default="The statement")
-    return parser.parse_args(argv)
+    options = parser(__doc__, "gpipe-finetune.svg", chunks=4)
+    options.add_argument("--then", nargs="+", help="those of the second half (default: one stage more)")
+    options.add_argument("--steps", type=int, default=100, help="of the optimizer; half of them before it is saved")
+    options.add_argument("--batch", type=int, default=16, help="blocks of text in a mini-batch")
+    options.add_argument("--length", type=int, default=64, help="tokens in a block")
+    options.add_argument("--vocabulary", type=int, default=1024, help="tokens there are")
+    options.add_argument("--width", type=int, default=128, help="of the hidden state")
+    options.add_argument("--layers", type=int, default=4)
+    options.add_argument("--prompt", default="The statement")
+    return options.parse_args(argv)
 
 
 def tokenizer_for(text: str, size: int) -> Tokenizer:
@@ -175,6 +186,20 @@ class Run:
         run.step = rest["step"]
         torch.set_rng_state(rest["generator"])
         return run
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A mini-batch of text."""
+
+    rows: Tensor
+
+    def loss(self, model: nn.Module) -> Tensor:
+        loss: Tensor = model(**batch_of(self.rows)).loss
+        return loss
+
+    def step(self, pipe: GPipe, schedule: str) -> Tensor:
+        return pipe.step(**batch_of(self.rows), schedule=schedule)
 
 
 def batch_of(rows: Tensor) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..examples import example, number
+from ..examples import check_comparison, example, number
 
 for needed in ("rich", "transformers", "tokenizers"):
     pytest.importorskip(needed, reason=f"the example needs {needed}")
@@ -23,12 +23,17 @@ TINY = ["--batch", "6", "--chunks", "3", "--length", "16", "--width", "32", "--l
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
-def test_the_loss_falls_and_survives_another_number_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    finetune.main([*TINY, "--steps", "24"])
+def test_the_loss_falls_and_survives_another_number_of_stages(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "step.svg"
+    finetune.main([*TINY, "--steps", "24", "--timeline", str(picture)])
     told = capsys.readouterr().out
     assert number(r"now: ([\d.]+)", told) < number(r"at first: ([\d.]+)", told) - 0.2
     saved, loaded = number(r"when saved: ([\d.]+)", told), number(r"when loaded[^:]*: ([\d.]+)", told)
     assert saved == pytest.approx(loaded, abs=2e-3)
+    check_comparison(told)
+    assert picture.read_text().startswith("<svg")
 
 
 def test_a_run_that_is_loaded_into_other_stages_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
