@@ -57,6 +57,8 @@ class Plan(PlanData):
     ) -> GPipe:
         """The pipe: ``model`` with this balance, these chunks and modes. Train it by ``step(schedule=plan.schedule)``.
 
+        Where the plan has several replicas it is one of them, for its share of the rows.
+
         Args:
             model: the one that was planned for, or one with the same layers. They are moved to the devices, not copied.
             devices: instead of those that were planned for.
