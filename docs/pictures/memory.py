@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from _compare import Held
 
 STAGES, CHUNKS, BATCH = 4, 16, 256
-LEFT, WIDTH, RIGHT, TOP, BAR, GAP = 168.0, 400.0, 92.0, 62.0, 11.0, 12.0
+LEFT, WIDTH, RIGHT, TOP, BAR, GAP = 168.0, 400.0, 124.0, 62.0, 11.0, 12.0
 
 # Attributes hold the light colours, which every viewer draws; rules of CSS win over attributes where they apply.
 STYLE = "".join(f'[fill="{light}"] {{ fill: {dark} }}\n' for light, dark in DARK.items())
@@ -82,8 +82,8 @@ def heading() -> Iterator[str]:
     yield text(16, 22, title, anchor="start", size=13, bold=True)
     yield rect(LEFT, 36, 10, 10, BACKWARD)
     yield text(LEFT + 15, 45, "parameters, gradients, optimizer", anchor="start")
-    yield rect(LEFT + 196, 36, 10, 10, FORWARD)
-    yield text(LEFT + 211, 45, "activations at their peak", anchor="start")
+    yield rect(LEFT + 226, 36, 10, 10, FORWARD)
+    yield text(LEFT + 241, 45, "activations at their peak", anchor="start")
 
 
 def bars(way: str, devices: Sequence[Held], whole: int, scale: float, y: float) -> Iterator[str]:
