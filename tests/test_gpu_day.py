@@ -77,6 +77,7 @@ def test_what_is_missing_or_too_late_is_skipped(tmp_path: Path, monkeypatch: pyt
     assert run(Step("x", "X", ("-c", ""), 60), tmp_path).words == "skipped: no time left"
 
 
+@pytest.mark.long  # an interpreter for each step
 @without_gpu
 def test_without_a_gpu_it_runs_to_the_end(tmp_path: Path) -> None:
     """Every step finds its tests, so that a GPU's time is not spent on a wrong name."""
