@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
 from gpipe._plan._arguments import optimizer_bytes, read_bytes
 from gpipe._plan._costs import Costs, Measured
 from gpipe._plan._measure import measure
+from gpipe._plan._memory import held_by
+from gpipe._plan._moments import moments
 from gpipe._plan._verify import peak_bytes
-from gpipe.schedule import zero_bubble
+from gpipe.schedule import checkpoint_stops, zero_bubble
+from gpipe.skip import pop, skippable, stash
 from profiler import profile
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
 CHUNKS, STAGES = 6, 2
 MODES = [["never", "never"], ["always", "always"], ["always", "never"], ["except_last", "except_last"]]
-WIDTH = 48
+WIDTH, ROWS = 48, 64
 
 
 def wide() -> nn.Sequential:
@@ -41,29 +47,147 @@ def loss(output: Tensor, _: object) -> Tensor:
     return output.square().mean()
 
 
-def costs_of(model: nn.Sequential, x: Tensor) -> Costs:
-    found = profile(model, x, device="cpu", rows=[8, 16], loss_fn=loss, timeout=1e-3)
+def costs_of(model: nn.Sequential, x: Tensor, chunks: int = CHUNKS, loss_fn=loss) -> Costs:
+    """Of layers that all take as long: how far stages lag behind each other is the same in every run."""
+    rows = len(x) // chunks
+    found = profile(
+        model, x, device="cpu", rows=[rows // 2, rows], loss_fn=loss_fn, timeout=1e-3, split_backward=True
+    ).at(rows)
+    alike = [replace(layer, forward_seconds=1.0, backward_seconds=2.0) for layer in found]
     bare = Measured(
-        (found,) * STAGES, (0,) * len(model), len(x), x.nbytes, False, x.requires_grad, (False,) * STAGES, ()
-    )
-    return bare.cut(CHUNKS)
+        (replace(found, layers=tuple(alike)),) * STAGES,
+        (0,) * len(model), len(x), x.nbytes, False, x.requires_grad, (False,) * STAGES, (),
+    )  # fmt: skip
+    return bare.cut(chunks)
+
+
+def taken(model, x, balance, modes, schedule, chunks=CHUNKS, loss_fn=loss) -> list[int]:
+    """What each stage takes in a step after the first, which is special: it finds out what layers do."""
+    pipe = GPipe(model, balance, devices=["cpu"] * STAGES, chunks=chunks, checkpoint=modes)
+    with inline():
+        pipe.step(x, loss_fn=loss_fn, schedule=schedule)
+        return peak_bytes(pipe, x, None, loss_fn, schedule)
+
+
+def expect_near(predicted, found, costs, balance, schedule, modes):
+    """Within a tenth, and a page, and the gradient of the output, which the peak of the layer that gave it may have.
+
+    Inline, a stage may run far ahead of the one before: gradients pile up between them, and outputs that the stage
+    before was expected to keep have been let go.
+    """
+    between = costs._around(1, balance[0], sum(balance), ()).incoming
+    for j, (need, true) in enumerate(zip(predicted, found, strict=True)):
+        piled = (costs.chunks - 1) * between if schedule == "fill_drain" and j and modes[j] != "never" else 0
+        gone = need.activations if modes[j] != "never" else 0
+        assert need.total + piled >= 0.9 * true - 4096, (j, need, true)
+        assert need.total - gone - between <= 1.1 * true + 4096, (j, need, true)
 
 
 @pytest.mark.parametrize("make", [wide, tall])
 @pytest.mark.parametrize("modes", MODES, ids="-".join)
 @pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zero_bubble"])
 def test_each_stage_takes_what_is_predicted(make: Callable[[], nn.Sequential], modes: list[str], schedule: str):
-    """Never much less, which would run out of memory; more, by two fifths at most, where peaks do not meet."""
     model, x = make(), torch.randn(16 * CHUNKS, WIDTH)
     balance = [len(model) // 2, len(model) - len(model) // 2]
     split = [1] if schedule == "zero_bubble" else []
-    predicted = costs_of(model, x).device_bytes(balance, modes, schedule, split)
-    pipe = GPipe(model, balance, devices=["cpu"] * STAGES, chunks=CHUNKS, checkpoint=modes)
-    pipe.step(x, loss_fn=loss)  # the first step is special: it finds out what layers do
-    with inline():
-        found = peak_bytes(pipe, x, None, loss, zero_bubble(CHUNKS, STAGES, split=split) if split else schedule)
-    for need, true in zip(predicted, found, strict=True):
-        assert 0.95 <= need.total / true <= 1.4, (need, true)
+    costs = costs_of(model, x)
+    predicted = costs.device_bytes(balance, modes, schedule, split)
+    found = taken(model, x, balance, modes, zero_bubble(CHUNKS, STAGES, split=split) if split else schedule)
+    expect_near(predicted, found, costs, balance, schedule, modes)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+PIECES = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "relu": nn.ReLU,
+    "in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
+    "gelu": nn.GELU,
+    "tanh": nn.Tanh,
+    "view": nn.Flatten,
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "residual": Residual,
+    "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+}
+
+
+@skippable(stash=["skip"])
+class Keep(nn.Module):
+    def forward(self, x: Tensor):
+        x = x.tanh()
+        yield stash("skip", x)
+        return x * 2
+
+
+@skippable(pop=["skip"])
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor):
+        skip = yield pop("skip")
+        return self.mix(torch.cat([x, skip], dim=1))
+
+
+def squares(output: Tensor, _: object) -> Tensor:
+    """Several times as large as its output in between."""
+    return (output.square() * output.sigmoid()).mean()
+
+
+@st.composite
+def cases(draw: st.DrawFn):
+    names = draw(st.lists(st.sampled_from(sorted(PIECES)), min_size=2, max_size=7))
+    layers = [nn.Linear(WIDTH, WIDTH), *(PIECES[name]() for name in names)]
+    if draw(st.booleans()):
+        source = draw(st.integers(1, len(layers)))
+        layers[source:source] = [Keep()]
+        layers.insert(draw(st.integers(source + 1, len(layers))), Join())
+    layers.append(nn.Linear(WIDTH, draw(st.sampled_from([8, 6 * WIDTH]))))
+    cut = draw(st.integers(1, len(layers) - 1))
+    modes = draw(st.sampled_from(MODES))
+    schedule = draw(st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]))
+    chunks = draw(st.sampled_from([1, 2, 3, 5]))
+    return nn.Sequential(*layers), [cut, len(layers) - cut], modes, schedule, chunks, draw(st.booleans())
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_real_layers_take_what_their_profile_predicts(case):
+    """With skips, checkpointed, split, with a large loss."""
+    model, balance, modes, schedule, chunks, needs_gradient = case
+    x = torch.randn(ROWS * chunks, WIDTH, requires_grad=needs_gradient)
+    costs = costs_of(model, x, chunks, squares)
+    split = [1] if schedule == "zero_bubble" else []
+    predicted = costs.device_bytes(balance, modes, schedule, split)
+    walk = zero_bubble(chunks, STAGES, split=split) if split else schedule
+    found = taken(model, x, balance, modes, walk, chunks, squares)
+    expect_near(predicted, found, costs, balance, schedule, modes)
+
+
+@given(
+    st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]),
+    st.sampled_from(["never", "always", "except_last"]),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_moments_are_those_of_the_schedule(schedule: str, mode: str, m: int, n: int, data: st.DataObject):
+    """A few micro-batches show as many at once as all do."""
+    j = data.draw(st.integers(0, n - 1))
+    split = [k for k in range(n) if k and schedule == "zero_bubble"]
+    found = moments(schedule, mode, m, n, j, j in split)
+    assert max(each.whole + each.bare + each.late + 1 for each in found) == held_by(schedule, m, n, split)[j]
+    assert {each.checkpointed for each in found} == {i < checkpoint_stops([mode], m, 1)[0] for i in (0, m - 1)}
+    backwards = [each for each in found if each.kind in ("backward", "backward_weight")]
+    assert {each.begun for each in backwards} == ({False, True} if m > 1 else {False})
 
 
 def test_measuring_leaves_the_model_alone():

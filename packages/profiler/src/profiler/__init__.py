@@ -6,6 +6,7 @@ from ._diff import ProfileDiff as ProfileDiff
 from ._profile import profile as profile
 from ._record import LayerProfile as LayerProfile
 from ._record import Profile as Profile
+from ._record import SkipProfile as SkipProfile
 from ._sandbox import detach as detach
 from ._sandbox import layerwise_sandbox as layerwise_sandbox
 from ._sizes import profile_sizes as profile_sizes
@@ -21,6 +22,7 @@ __all__ = [
     "LayerProfile",
     "Profile",
     "ProfileDiff",
+    "SkipProfile",
     "SkipStore",
     "detach",
     "layerwise_sandbox",

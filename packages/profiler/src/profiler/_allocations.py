@@ -80,6 +80,13 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def _died(self, key: int, size: int, ref: object) -> None:
         self._deaths.append((key, size))
 
+    def _forget(self, storage: torch.UntypedStorage) -> int:
+        """Count a storage as dead; its bytes, if it was alive."""
+        self._bury()
+        _, size, _ = self._alive.pop(storage._cdata, (None, 0, None))
+        self._now -= size
+        return size
+
     def _bury(self) -> None:
         """Forget the storages that have died since the last time."""
         while self._deaths:

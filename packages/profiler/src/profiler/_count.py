@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,41 +14,105 @@ from microbatch import Batch
 from ._allocations import AllocationTracker
 from ._allocator import Meter, NoMeter
 from ._eager import uncompiled
+from ._enter import copied, enter_batch
+from ._gradients import GradientTracker
+from ._loose import Loose, Watched
+from ._partings import Parting, partings
 from ._storages import tensor_bytes
-from ._walk import Visit, gradients_for
+from ._turn import SEED, turned
+from ._walk import Visit
 
 
 class Count(NamedTuple):
+    """Bytes and FLOPs of a layer; see :class:`LayerProfile`.
+
+    Attributes:
+        workspace: whether some living storage is of unknown size, so that the layer has to be counted for real.
+        loose: the storages of the output that nothing else holds.
+    """
+
     saved: int
     output: int
     peak: int
     flops: int
     workspace: bool
-    """Whether some living storage is of unknown size, so that the layer has to be counted for real."""
     allocated: int | None
     allocated_peak: int | None
+    freed: int = 0
+    backward_peak: int = 0
+    adding_peak: int = 0
+    parting: Parting | None = None
+    loose: Sequence[Loose] = ()
+
+
+def count_forward(visit: Visit, mode: AbstractContextManager[object] = nullcontext()) -> tuple[Batch, Count]:  # noqa: B008
+    """Runs the forward under `mode`, and counts what it leaves alive.
+
+    Those are the storages born in it: the output, and what the graph saved. Compiled layers are counted as they were
+    written.
+    """
+    tracker = AllocationTracker()
+    with uncompiled(), mode, tracker:
+        output, _ = visit.forward()
+    counted = Count(
+        tracker.alive(),
+        tensor_bytes(output.value),
+        tracker.peak,
+        tracker.flops,
+        tracker.holds_empty_workspace(),
+        None,
+        None,
+    )
+    return output, counted
 
 
 def count(
     visit: Visit,
+    loose: Sequence[Loose] = (),
     *,
-    backward: bool,
+    split: bool = False,
     mode: AbstractContextManager[object] = nullcontext(),  # noqa: B008
-    meter: Meter = NoMeter(),  # noqa: B008
+    meter: Callable[[], Meter] = NoMeter,
 ) -> tuple[Batch, Count]:
-    """Runs the forward under `mode`, and the backward too if wanted for the peak and the FLOPs.
+    """The same with the backward, for the peaks and the FLOPs.
 
-    Saved are the storages born in the forward and alive after it: the output, and what the graph saved. Compiled
-    layers are counted as they were written.
+    Args:
+        visit: the layer. It works on a copy of its input, and the output is a copy too, so that what is alive of the
+            originals is what the layer needs.
+        loose: the storages of the input that nothing before needs.
+        split: also count what is left between the two parts of a split backward.
+        mode: what everything runs under.
+        meter: begins to read the allocator.
     """
-    tracker = AllocationTracker()
+    visit = replace(visit, input=enter_batch(visit.input, copies=True))
+    inputs = Watched(visit.input)
+    tracker, allocator = GradientTracker(), meter()
     with uncompiled(), mode, tracker:
         output, roots = visit.forward()
-    saved, workspace, allocated = tracker.alive(), tracker.holds_empty_workspace(), meter.read()
-    if backward and roots:
-        with mode:
-            gradients = gradients_for(roots)
-        with uncompiled(), mode, tracker:
-            torch.autograd.backward(roots, gradients)
-    peaks = tracker.peak, tracker.flops
-    return output, Count(saved, tensor_bytes(output.value), *peaks, workspace, allocated.now, meter.read().peak)
+    saved, workspace, allocated = tracker.alive(), tracker.holds_empty_workspace(), allocator.read()
+    size, outputs, handed = tensor_bytes(output.value), Watched(output), copied(output)
+    turn, parameters = turned(roots) if roots else None, list(visit.layer.parameters())
+    del visit, roots
+    freed = sum(each.size for each in loose if not each.leaves & inputs.alive())
+    del output
+    gone = outputs.gone(inputs, loose)
+    peak, parting = tracker.restart(), None
+    if turn is not None:
+        with uncompiled(), mode:
+            parting = partings(turn) if split else None
+        with tracker.setting_aside(parameters), uncompiled(), mode, tracker:
+            torch.autograd.backward(turn, SEED)
+    return handed, Count(
+        saved,
+        size,
+        max(peak, tracker.whole_peak),
+        tracker.flops,
+        workspace,
+        allocated.now,
+        allocator.read().peak,
+        freed=freed,
+        backward_peak=tracker.whole_peak,
+        adding_peak=tracker.peak,
+        parting=parting,
+        loose=gone,
+    )

@@ -9,9 +9,9 @@ from dataclasses import asdict, fields
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from ._record import LayerProfile, Profile
+from ._record import LayerProfile, Profile, SkipProfile
 
-SCHEMA = "gpipe-profiler/2"
+SCHEMA = "gpipe-profiler/3"
 _MOST_DIGITS = 100
 
 
@@ -28,11 +28,14 @@ def load(text: str) -> Profile:
 
 def _profile(document: Any, where: str) -> Profile:
     values = _read(_expect_object(document, where), _PROFILE, where)
+    skips = tuple(_skip(skip, f"skips[{i}]", len(values["layers"])) for i, skip in enumerate(values.pop("skips")))
     layers = tuple(_layer(layer, f"layers[{i}]") for i, layer in enumerate(values.pop("layers")))
     _expect_unique([layer.name for layer in layers])
     loss = values.pop("loss")
     others = tuple(_profile(other, f"others[{i}]") for i, other in enumerate(values.pop("others")))
-    profile = Profile(layers=layers, loss=None if loss is None else _layer(loss, "loss"), others=others, **values)
+    profile = Profile(
+        layers=layers, loss=None if loss is None else _layer(loss, "loss"), others=others, skips=skips, **values
+    )
     _expect_ascending([*others, profile])
     return profile
 
@@ -41,10 +44,22 @@ def _layer(document: Any, where: str) -> LayerProfile:
     return LayerProfile(**_read(_expect_object(document, where), _LAYER, where))
 
 
+def _skip(document: Any, where: str, layers: int) -> SkipProfile:
+    skip = SkipProfile(**_read(_expect_object(document, where), _SKIP, where))
+    if not skip.source < skip.target < layers:
+        raise ValueError(f"{where}: expected a source before a target among {layers} layers, got {skip}")
+    return skip
+
+
 def _expect_ascending(profiles: list[Profile]) -> None:
     for fewer, more in pairwise(profiles):
-        if fewer.names != more.names or fewer.rows >= more.rows or fewer.others or (not fewer.loss) != (not more.loss):
+        alike = fewer.names == more.names and _ways(fewer) == _ways(more) and (not fewer.loss) == (not more.loss)
+        if not alike or fewer.rows >= more.rows or fewer.others:
             raise ValueError("others: expected profiles of the same layers with fewer rows, in ascending order")
+
+
+def _ways(profile: Profile) -> list[tuple[int, int]]:
+    return [(skip.source, skip.target) for skip in profile.skips]
 
 
 def _parse(text: str) -> Any:
@@ -134,7 +149,9 @@ _BY_ANNOTATION: dict[str, Check] = {
     "float | None": _seconds_or_none,
     "tuple[LayerProfile, ...]": _list,
     "tuple[Profile, ...]": _list,
+    "tuple[SkipProfile, ...]": _list,
     "LayerProfile | None": _object_or_none,
 }
 _PROFILE = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(Profile)}
+_SKIP = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(SkipProfile)}
 _LAYER = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(LayerProfile)}

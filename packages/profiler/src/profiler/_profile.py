@@ -112,7 +112,7 @@ def _profile_once(
     chain: nn.Sequential, batch: Batch, device: torch.device, timeout: float, split: bool, progress: bool
 ) -> Profile:
     rounds = _rounds(chain, batch, device, timeout, split, progress)
-    counts = count_layers(chain, batch, device, backward=True)
+    counts, skips = count_layers(chain, batch, device, split=split)
     times = medians(rounds) if rounds else [None] * len(chain)
     records = [
         _record(name, layer, own, seconds, counted)
@@ -130,6 +130,7 @@ def _profile_once(
         rows=max((len(x) for x in batch), default=0),
         rounds=len(rounds),
         loss=loss,
+        skips=tuple(skips),
     )
 
 
@@ -145,12 +146,13 @@ def _rounds(
 def _record(name: str, layer: nn.Module, own: Owned, seconds: Seconds | None, counted: Count) -> LayerProfile:
     inner = layer.loss_fn if isinstance(layer, LossLayer) else layer
     targets = layer.target_bytes if isinstance(layer, LossLayer) else 0
+    trainable = [p for p in own.parameters if p.requires_grad]
     return LayerProfile(
         name=name,
         kind=getattr(inner, "__name__", type(inner).__name__),
         forward_seconds=seconds and seconds.forward,
         backward_seconds=seconds and seconds.backward,
-        trainable_bytes=tensor_bytes([p for p in own.parameters if p.requires_grad]),
+        trainable_bytes=tensor_bytes(trainable),
         frozen_bytes=tensor_bytes([p for p in own.parameters if not p.requires_grad]),
         buffer_bytes=tensor_bytes(own.buffers) - targets,
         saved_bytes=counted.saved,
@@ -160,4 +162,11 @@ def _record(name: str, layer: nn.Module, own: Owned, seconds: Seconds | None, co
         allocated_bytes=counted.allocated,
         allocated_peak_bytes=counted.allocated_peak,
         backward_input_seconds=seconds and seconds.backward_input,
+        passing_bytes=sum(each.size for each in counted.loose),
+        freed_bytes=counted.freed,
+        backward_peak_bytes=counted.backward_peak,
+        adding_peak_bytes=counted.adding_peak,
+        parting_bytes=counted.parting and counted.parting.left,
+        parting_peak_bytes=counted.parting and counted.parting.peak,
+        largest_parameter_bytes=max(map(tensor_bytes, trainable), default=0),
     )

@@ -21,12 +21,22 @@ class LayerProfile:
     buffer_bytes: of its buffers.
     saved_bytes: of the storages that its forward creates and leaves alive, its output among them.
     output_bytes: of its output, which is what has to cross if a partition ends here.
-    peak_bytes: the most that storages created in its forward and backward take at any one time, gradients included.
+    peak_bytes: the most that storages created in its forward and backward take at any one time, gradients included,
+        also that of its output.
     flops: of forward and backward, by PyTorch's own formulas; 0 for operations without one.
     allocated_bytes, allocated_peak_bytes: saved and peak as an accelerator's allocator sees them, rounded up to its
         blocks; None on a CPU and where the allocator keeps no statistics.
     backward_input_seconds: of the backward for the inputs alone; None unless it was asked for, and where autograd
         cannot do it alone. Figures of both parts may add up to more than the backward in one go.
+    passing_bytes: of its output, what its own backward does not need. It stays where a layer behind saves it.
+    freed_bytes: of what passes, what is gone once this layer has run, because it does not need that either.
+    backward_peak_bytes: the peak of its backward without what passes; None where nothing was counted.
+    adding_peak_bytes: the same without the gradients of parameters that have been added to those of an earlier
+        micro-batch.
+    parting_bytes: of the gradients inside it that the rest of the backward starts from, if the part for the inputs is
+        done alone; None as ``backward_input_seconds``.
+    parting_peak_bytes: the peak of the part for the inputs, beside what the forward saved.
+    largest_parameter_bytes: of the largest of its trainable parameters.
     """
 
     name: str
@@ -43,6 +53,13 @@ class LayerProfile:
     allocated_bytes: int | None = None
     allocated_peak_bytes: int | None = None
     backward_input_seconds: float | None = None
+    passing_bytes: int = 0
+    freed_bytes: int = 0
+    backward_peak_bytes: int | None = None
+    adding_peak_bytes: int | None = None
+    parting_bytes: int | None = None
+    parting_peak_bytes: int | None = None
+    largest_parameter_bytes: int | None = None
 
     @property
     def backward_weight_seconds(self) -> float | None:
@@ -64,6 +81,19 @@ class LayerProfile:
         return self.trainable_bytes + self.frozen_bytes
 
 
+@dataclass(frozen=True)
+class SkipProfile:
+    """A tensor of one micro-batch that skips layers.
+
+    source, target: the numbers of the layers that stash it and pop it.
+    bytes: of it.
+    """
+
+    source: int
+    target: int
+    bytes: int
+
+
 COSTS = ("seconds", "parameter_bytes", "backward_weight_seconds", *(field.name for field in fields(LayerProfile)[2:]))
 
 
@@ -81,6 +111,7 @@ class Profile:
     rounds: how many times each layer was timed.
     loss: what the loss costs, as if it were a layer behind the last; None if none was given.
     others: the same layers with fewer rows, in ascending order.
+    skips: the tensors that skip layers.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -92,6 +123,7 @@ class Profile:
     rounds: int
     loss: LayerProfile | None = None
     others: tuple[Profile, ...] = ()
+    skips: tuple[SkipProfile, ...] = ()
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -8,7 +8,7 @@ from typing import Any
 from ._record import LayerProfile, Profile
 
 # What depends on the layer alone.
-_FIXED = frozenset({"name", "kind", "trainable_bytes", "frozen_bytes", "buffer_bytes"})
+_FIXED = frozenset({"name", "kind", "trainable_bytes", "frozen_bytes", "buffer_bytes", "largest_parameter_bytes"})
 _VARIABLE = tuple(field.name for field in fields(LayerProfile) if field.name not in _FIXED)
 
 
@@ -33,6 +33,9 @@ def at(profile: Profile, rows: int) -> Profile:
         high,
         layers=tuple(_between(a, b, share) for a, b in zip(low.layers, high.layers, strict=True)),
         loss=_between(low.loss, high.loss, share) if low.loss and high.loss else None,
+        skips=tuple(
+            replace(b, bytes=_mixed(a.bytes, b.bytes, share)) for a, b in zip(low.skips, high.skips, strict=True)
+        ),
         rows=rows,
         chunks=max(1, round(high.chunks * high.rows / rows)),
         rounds=min(low.rounds, high.rounds),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,12 +14,14 @@ from microbatch import Batch, scatter
 
 from ._allocator import meter_for
 from ._arguments import check_chunks, check_sample, check_scale, sizing_device
-from ._count import Count, count
+from ._count import Count, count, count_forward
 from ._enter import copy_to, enter_batch
 from ._fake import explained, fake_batch, fake_layers, fake_mode, materialised, zeros_like
 from ._isolation import isolated
 from ._layers import layers_of
+from ._loose import Loose
 from ._owned import owned
+from ._record import SkipProfile
 from ._sandbox import layerwise_sandbox
 from ._storages import tensor_bytes
 from ._walk import Visit, walk
@@ -71,7 +75,7 @@ def _saved_bytes(module: nn.Sequential, value: Any, chunks: int, device: torch.d
     """Saved bytes of a micro-batch: of a single row, times its rows, where every layer takes a single row."""
 
     def saved(batch: Batch, scale: float) -> list[float]:
-        return [found.saved * scale for found in count_layers(module, batch, device, backward=False)]
+        return [found.saved * scale for found in count_forwards(module, batch, device)]
 
     rows = min(len(x) for x in Batch(value))
     microbatch = scatter(value, chunks)[0]
@@ -84,37 +88,66 @@ def _saved_bytes(module: nn.Sequential, value: Any, chunks: int, device: torch.d
         return saved(microbatch, 1)
 
 
-def count_layers(module: nn.Sequential, batch: Batch, device: torch.device, *, backward: bool) -> list[Count]:
-    """Counts every layer on `batch`: for real, or by fake tensors if `device` is ``meta``."""
+def count_forwards(module: nn.Sequential, batch: Batch, device: torch.device) -> list[Count]:
+    """Counts the forward of every layer on `batch`: for real, or by fake tensors if `device` is ``meta``."""
+    return _count(module, batch, device, lambda visit, _, mode: count_forward(visit, mode)).layers
+
+
+def count_layers(module: nn.Sequential, batch: Batch, device: torch.device, *, split: bool) -> Counts:
+    """The same with the backward, and with what goes from layer to layer."""
+
+    def counted(visit: Visit, loose: Sequence[Loose], mode: AbstractContextManager[object]) -> tuple[Batch, Count]:
+        return count(visit, loose, split=split, mode=mode, meter=lambda: meter_for(device))
+
+    return _count(module, batch, device, counted)
+
+
+class Counts(NamedTuple):
+    """What was counted of all layers, and the skips between them."""
+
+    layers: list[Count]
+    skips: list[SkipProfile]
+
+
+CountOne = Callable[[Visit, Sequence[Loose], AbstractContextManager[object]], tuple[Batch, Count]]
+"""Counts a layer, given what of its input nobody before holds, and what everything runs under."""
+
+
+def _count(module: nn.Sequential, batch: Batch, device: torch.device, one: CountOne) -> Counts:
+    found = Counts([], [])
     if device.type == "meta":
-        return _count_fakes(module, batch, backward)
-    counts: list[Count] = []
+        with explained():
+            _count_fakes(module, batch, one, found)
+        return found
 
     def step(visit: Visit) -> Batch:
-        output, counted = count(visit, backward=backward, meter=meter_for(device))
-        counts.append(counted)
+        output, counted = one(visit, found.layers[-1].loose if found.layers else (), nullcontext())
+        _add(found, counted, visit)
         return output
 
     walk(module, layerwise_sandbox(module, device), copy_to(batch, device), step)
-    return counts
+    return found
 
 
-def _count_fakes(module: nn.Sequential, batch: Batch, backward: bool) -> list[Count]:
+def _add(found: Counts, counted: Count, visit: Visit) -> None:
+    found.layers.append(counted)
+    found.skips[:] = visit.skips.arrived
+
+
+def _count_fakes(module: nn.Sequential, batch: Batch, one: CountOne, found: Counts) -> None:
     mode = fake_mode()
-    counts: list[Count] = []
 
     def step(visit: Visit) -> Batch:
-        output, counted = count(visit, backward=backward, mode=mode)
+        loose = found.layers[-1].loose if found.layers else ()
+        output, counted = one(visit, loose, mode)
         if counted.workspace:
             real = replace(visit, layer=materialised(module[visit.index]), input=enter_batch(zeros_like(visit.input)))
-            _, counted = count(real, backward=backward)
+            _, counted = one(real, loose, nullcontext())
         _expect_known_size(output)
-        counts.append(counted)
+        _add(found, counted, visit)
         return output
 
-    with explained():
-        walk(module, fake_layers(module, mode), fake_batch(batch, mode), step)
-    return counts
+    walk(module, fake_layers(module, mode), fake_batch(batch, mode), step)
 
 
 def _expect_known_size(output: Batch) -> None:

@@ -13,19 +13,29 @@ import torch
 from torch import nn
 
 from ._enter import enter
+from ._record import SkipProfile
+from ._storages import tensor_bytes
 
 Route = Callable[["SkipStore"], AbstractContextManager[object]]
 
 
 class SkipStore(dict[Hashable, "torch.Tensor | None"]):
-    """What earlier layers stashed and no later layer has popped yet."""
+    """What earlier layers stashed and no later layer has popped yet.
+
+    Attributes:
+        arrived: the tensors that another layer has popped.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.arrived: list[SkipProfile] = []
         self._stashed: list[Hashable] = []
+        self._sources: dict[Hashable, int] = {}
+        self._layer = 0
 
     def __setitem__(self, key: Hashable, value: torch.Tensor | None) -> None:
         self._stashed.append(key)
+        self._sources[key] = self._layer
         super().__setitem__(key, value)
 
     def pop(self, key: Hashable) -> torch.Tensor | None:  # type: ignore[override]
@@ -38,7 +48,10 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
             What was stashed, detached unless this layer stashed it; None if None was.
         """
         value = super().pop(key)
-        return value if value is None or key in self._stashed else enter(value)
+        if value is None or key in self._stashed:
+            return value
+        self.arrived.append(SkipProfile(self._sources[key], self._layer, tensor_bytes(value)))
+        return enter(value)
 
     def stashed(self) -> list[torch.Tensor]:
         """What the current layer has stashed and not popped itself: outputs of it, beside the ordinary ones."""
@@ -52,6 +65,7 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
             if value is not None:
                 super().__setitem__(key, value.detach().requires_grad_(value.requires_grad))
         self._stashed.clear()
+        self._layer += 1
 
 
 @contextmanager

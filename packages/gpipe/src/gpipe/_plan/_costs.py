@@ -13,7 +13,8 @@ from profiler import LayerProfile, Profile
 from ..schedule import SPLIT_SECONDS, Kind
 from ..timeline import StageCost
 from ..timeline._hops import Link
-from ._memory import DeviceBytes, Surroundings, held_by, stage_bytes
+from ._memory import DeviceBytes, Surroundings, kept_bytes, stage_bytes
+from ._moments import moments
 
 SPLITTING = 130e-6
 """What Python takes to split the backward of a cell (``docs/benchmarks/pipeline.md``)."""
@@ -155,7 +156,7 @@ class Costs:
             recompute=forward + loss + action,
             backward_input=None if part is None else part + action + SPLITTING / 2,
             backward_weight=None if part is None else backward - part + action + SPLITTING / 2,
-            activation_bytes=sum(layer.saved_bytes for layer in layers) + kept,
+            activation_bytes=kept_bytes(layers) + kept,
             boundary_bytes=self.incoming[first],
             layers=", ".join(layer.name for layer in layers),
         )
@@ -198,25 +199,43 @@ class Costs:
         self, sizes: Sequence[int], modes: Sequence[str], schedule: str, split: Sequence[int] = ()
     ) -> tuple[DeviceBytes, ...]:
         """What each device holds at its fullest moment."""
-        measured, ends = self.measured, [sum(sizes[: j + 1]) for j in range(len(sizes))]
-        held = held_by(schedule, self.chunks, len(sizes), split)
+        measured, n = self.measured, len(sizes)
+        ends = list(accumulate(sizes))
         found = []
         for j, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-            first, is_last = end - size, j == len(sizes) - 1
-            layers = self.profiles[j][first:end]
-            shares = not is_last and not measured.copied[j + 1] and modes[j] != "never"
-            around = Surroundings(
-                held=held[j],
-                refills=self.chunks > held[j],
-                mode=modes[j],
-                incoming=self.incoming[first],
-                late=j if j in split else None,
-                copied=measured.copied[j],
-                moved=measured.input_bytes if j == 0 and measured.input_moves else 0,
-                sent=held[j + 1] * layers[-1].output_bytes if shares else 0,
-                is_first=j == 0,
-                is_last=is_last,
-                loss=self.profiles[j].loss if is_last else None,
-            )
-            found.append(stage_bytes(layers, sum(measured.optimizer[first:end]), around))
+            held = moments(schedule, modes[j], self.chunks, n, j, j in split)
+            state = sum(measured.optimizer[end - size : end])
+            around = self._around(j, end - size, end, split)
+            if schedule == "fill_drain" and j:
+                before = self._draining(j - 1, end - size - sizes[j - 1], end - size, modes[j - 1])
+                lag = 1 - self._draining(j, end - size, end, modes[j]) / before if before else 0.0
+                around = replace(around, lag=max(0.0, lag))
+            found.append(stage_bytes(self.profiles[j][end - size : end], state, around, held))
         return tuple(found)
+
+    def _draining(self, stage: int, first: int, end: int, mode: str) -> float:
+        """Seconds from a backward to the next, when no forwards are left."""
+        layers = self.profiles[stage][first:end]
+        forward = 0.0 if mode == "never" else sum(layer.forward_seconds or 0.0 for layer in layers)
+        return forward + sum(layer.backward_seconds or 0.0 for layer in layers)
+
+    def _around(self, j: int, first: int, end: int, split: Sequence[int]) -> Surroundings:
+        """What stage j, of the layers from ``first`` to ``end``, has to do with others."""
+        measured, skips = self.measured, self.profiles[j].skips
+        is_last = end == measured.layers
+        popped = [(each.target - first, each.bytes) for each in skips if each.source < first <= each.target < end]
+        return Surroundings(
+            microbatches=self.chunks,
+            incoming=self.incoming[first] + sum(size for _, size in popped),
+            stashed=[(each.source - first, each.bytes) for each in skips if first <= each.source < end <= each.target],
+            inner=[(s.source - first, s.target - first, s.bytes) for s in skips if first <= s.source < s.target < end],
+            popped=popped,
+            copied=measured.copied[j],
+            sends_copies=not is_last and measured.copied[j + 1],
+            moved=measured.input_bytes if j == 0 and measured.input_moves else 0,
+            trailing=j + 1 - (j if j in split else 0) if j + 1 in split else None,
+            is_first=j == 0,
+            is_last=is_last,
+            needs_gradient=measured.needs_gradient,
+            loss=self.profiles[j].loss if is_last else None,
+        )

@@ -89,7 +89,9 @@ def count(
     """
     rows = rows_of(sample)
     sizes = _sizes(rows, chunks, stages)
-    found = known or profile(model, sample, device="meta", rows=sizes, loss_fn=loss_fn, target=target)
+    found = known or profile(
+        model, sample, device="meta", rows=sizes, loss_fn=loss_fn, target=target, split_backward=True
+    )
     if any(layer.seconds is None for layer in found):
         found = estimated(found, fake)
     return Measured(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from profiler import LayerProfile
+
+from ..schedule import Kind
+from ._moments import Moment
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,8 @@ class DeviceBytes:
         activations: of the other micro-batches in flight: all that they save, or their inputs if they are checkpointed.
         transient: what the micro-batch takes that is in its backward: what it saved, and what comes and goes.
         loss: the gradients of outputs whose backward has not begun; a loss is turned around as soon as it is there.
-        inputs: the mini-batch where it was moved to the device, what protects it from layers that work in place, and
-            a gradient on its way to the stage before.
+        inputs: the mini-batch where it was moved to the device, a clone that protects it from layers that work in
+            place, its gradient, or one on its way to the stage before.
     """
 
     parameters: int
@@ -45,108 +48,222 @@ class DeviceBytes:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a stage does, and what it has to do with its neighbours.
+    """What a stage has to do with its neighbours; all bytes are those of a micro-batch.
 
     Attributes:
-        held: how many micro-batches it holds at most.
-        refills: whether it goes on to hold as many when its gradients are there.
-        mode: how it is checkpointed.
-        late: under a split backward, how many micro-batches wait for the part for the weights; None if it is whole.
-        incoming: bytes of a micro-batch's input.
-        copied: whether that is a copy on a device of its own, rather than the output of the stage before.
+        microbatches: how many there are.
+        incoming: bytes of the input, with skips from other stages.
+        stashed: skips to other stages: the number of the layer that stashes it, and bytes.
+        inner: skips inside of the stage: the numbers in it of the layers that stash and pop them, and bytes.
+        popped: skips from other stages: the number of the layer that pops it, and bytes.
+        copied: whether the input is a copy on a device of its own, rather than the output of the stage before.
+        sends_copies: the same of the output, and the next stage.
         moved: bytes of the mini-batch, if it is moved to this device.
-        sent: bytes of outputs that the next stage keeps, where that is not a copy and this stage keeps none.
+        trailing: how many micro-batches the next stage still holds that are done here, as its backward is split; None
+            if it is whole.
+        lag: what share of its gradients pile up before a slower stage, if that has to do nothing else meanwhile.
         is_first, is_last: of all stages.
+        needs_gradient: whether the mini-batch does, if this is the first stage.
         loss: what the loss behind it costs.
     """
 
-    held: int
-    refills: bool
-    mode: str
+    microbatches: int
     incoming: int
-    late: int | None = None
+    stashed: Sequence[tuple[int, int]] = ()
+    inner: Sequence[tuple[int, int, int]] = ()
+    popped: Sequence[tuple[int, int]] = ()
     copied: bool = False
+    sends_copies: bool = False
     moved: int = 0
-    sent: int = 0
+    trailing: int | None = None
+    lag: float = 0.0
     is_first: bool = False
     is_last: bool = False
+    needs_gradient: bool = False
     loss: LayerProfile | None = None
 
 
-def stage_bytes(layers: Sequence[LayerProfile], optimizer: int, around: Surroundings) -> DeviceBytes:
+def stage_bytes(
+    layers: Sequence[LayerProfile], optimizer: int, around: Surroundings, moments: Iterable[Moment]
+) -> DeviceBytes:
     """What a stage of these layers holds at its fullest moment.
-
-    That is in the backward of a micro-batch, at some layer: what the layers before it saved, the layer's own peak, and
-    the gradient of its output. Beside it are the other micro-batches in flight. Or it is the step of the optimizer.
 
     Args:
         layers: of the stage, on a micro-batch.
         optimizer: bytes of its state.
         around: what it depends on beside.
+        moments: what it does, beside which other micro-batches.
     """
-    parameters = sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
-    whole = sum(layer.trainable_bytes for layer in layers)
-    others = around.held - 1
-
-    def moments(others: int, gradients: int | None, leaving: int) -> list[DeviceBytes]:
-        beside = _beside(layers, around, others)
-        # Losses of checkpointed micro-batches are computed on what is recomputed; split backwards begin at once.
-        waits = around.is_last and around.late is None and around.mode == "never"
-        loss = others * layers[-1].output_bytes if waits else 0
-        inputs = around.moved + _protected(around) + (0 if around.is_first else leaving * around.incoming)
-        return [
-            DeviceBytes(parameters, made, optimizer, beside, transient, loss, inputs)
-            for made, transient in _backwards(layers, around, gradients)
-        ]
-
-    found = [DeviceBytes(parameters, whole, optimizer, 0, 0, 0, 0)]
-    found += moments(others, whole if around.refills else None, 1)
-    if not around.refills and others:
-        found += moments(others - 1, whole, 1)
-        found += moments(0, whole, others)  # the stage before may be that late
+    stage = _Stage(layers, around)
+    found = [DeviceBytes(stage.parameters, stage.gradients, optimizer, 0, 0, 0, 0)]
+    for moment in moments:
+        for gradients, transient in stage.peaks[moment.kind, moment.begun]:
+            found.append(
+                DeviceBytes(
+                    stage.parameters,
+                    gradients,
+                    optimizer,
+                    stage.beside(moment),
+                    transient,
+                    moment.whole * layers[-1].output_bytes if around.is_last else 0,
+                    stage.crossing(moment),
+                )
+            )
     return max(found, key=lambda each: each.total)
 
 
-def _backwards(layers: Sequence[LayerProfile], around: Surroundings, gradients: int | None) -> list[tuple[int, int]]:
-    """For each layer, while the backward is there, the bytes of gradients and of the micro-batch itself.
+def kept_bytes(layers: Sequence[LayerProfile]) -> int:
+    """What layers that run one after the other leave alive together after a forward."""
+    return sum(layer.saved_bytes for layer in layers) - sum(_freed(layers))
 
-    ``gradients`` of an earlier micro-batch are there from the beginning; if it is None those that this one has made.
-    """
-    latent = sum(layer.saved_bytes for layer in layers)
-    before = accumulate((layer.saved_bytes for layer in layers), initial=0)
-    done = accumulate((layer.trainable_bytes for layer in reversed(layers)), initial=0)
-    after = list(done)[-2::-1]
-    kept = around.incoming if around.copied else 0
-    kept += _between(layers) if around.late is not None else 0
-    # Outside of fill-drain, the last micro-batch, which keeps everything, is beside one that is recomputed.
-    kept += latent if around.mode == "except_last" and around.held > 1 and around.refills else 0
-    found = [
-        (made if gradients is None else gradients, saved + layer.peak_bytes + layer.output_bytes + kept)
-        for saved, made, layer in zip(before, after, layers, strict=False)
-    ]
-    if around.loss:  # turned around when all is saved
-        found.append((gradients or 0, latent + around.loss.peak_bytes + kept))
+
+def _freed(layers: Sequence[LayerProfile]) -> list[int]:
+    """What each layer lets go of that was made by layers before it, rather than before them all."""
+    found, loose = [], 0
+    for layer in layers:
+        found.append(min(layer.freed_bytes, loose))
+        loose = min(layer.passing_bytes, layer.saved_bytes + loose - found[-1])
     return found
 
 
-def _beside(layers: Sequence[LayerProfile], around: Surroundings, others: int) -> int:
-    """What the other micro-batches keep."""
-    latent, kept = sum(layer.saved_bytes for layer in layers), around.incoming if around.copied else 0
-    late = min(others, around.late or 0)
-    one = latent + kept if around.mode == "never" else kept
-    return (others - late) * one + late * (latent + kept + _between(layers)) + around.sent
+class _Stage:
+    """The sums and peaks over the layers of a stage.
 
-
-def _between(layers: Sequence[LayerProfile]) -> int:
-    """The gradients that the part of a backward for the weights starts from: inside of layers as large as what they
-    save, at most.
+    Attributes:
+        parameters, gradients: bytes.
+        peaks: for each kind of action, and whether gradients of an earlier micro-batch are there: candidates for its
+            fullest moment, as bytes of gradients, and bytes of the micro-batch that it is done to.
     """
-    return sum(max(layer.output_bytes, layer.saved_bytes) for layer in layers if layer.trainable_bytes)
+
+    def __init__(self, layers: Sequence[LayerProfile], around: Surroundings) -> None:
+        self._layers = layers
+        self._around = around
+        self._kept = kept_bytes(layers)
+        self._copy = around.incoming if around.copied else 0
+        self._parting = sum(map(_parting, layers))
+        shares = not around.is_last and not around.sends_copies
+        # What the next stage keeps of the output, in memory of this one.
+        self._sent = layers[-1].output_bytes + sum(size for _, size in around.stashed) if shares else 0
+        self.parameters = sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
+        self.gradients = sum(layer.trainable_bytes for layer in layers)
+        self._freed = _freed(layers)
+        saved = accumulate((layer.saved_bytes for layer in layers), initial=0)
+        # The graph of what comes before a layer, without what that layer has let go of.
+        self._before = [made - gone for made, gone in zip(saved, accumulate(self._freed), strict=False)]
+        self.peaks = {(kind, begun): self._peaks(kind, begun) for kind in Kind for begun in (False, True)}
+
+    def beside(self, moment: Moment) -> int:
+        """What the other micro-batches keep."""
+        whole = self._kept + self._copy
+        held = moment.whole * whole + moment.late * (whole + self._parting) + moment.bare * self._copy
+        return held + self._twice(moment) * self._sent
+
+    def _twice(self, moment: Moment) -> int:
+        """How many outputs the next stage keeps that this one does not, or has computed again."""
+        again = moment.bare + (moment.kind == Kind.RECOMPUTE)
+        if self._around.trailing is None:
+            return again
+        done = self._around.microbatches - 1 - moment.whole - moment.bare - moment.late
+        trailing = min(self._around.trailing, done) if moment.begun else 0
+        return trailing + (moment.bare + moment.late + 1 if moment.checkpointed else again)
+
+    def crossing(self, moment: Moment) -> int:
+        """The mini-batch, and gradients on their way to where the inputs come from."""
+        around = self._around
+        begun = moment.begun or moment.late > 0
+        done = around.microbatches - 1 - moment.whole - moment.bare if begun else 0
+        if not around.is_first:
+            return (begun + int(around.lag * done)) * around.incoming
+        # Of the first one a clone was made, before it was known that the layers leave it as it is.
+        return around.moved + (moment.first + (done if around.needs_gradient else 0)) * around.incoming
+
+    def _peaks(self, kind: Kind, begun: bool) -> list[tuple[int, int]]:
+        there = self.gradients if begun else 0
+        if kind == Kind.BACKWARD:
+            return self._backward(begun)
+        if kind == Kind.BACKWARD_INPUT:
+            return self._inputs(there)
+        if kind == Kind.BACKWARD_WEIGHT:
+            return self._weights(begun)
+        return [(there, self._forward() + self._copy)]
+
+    def _forward(self) -> int:
+        found = self._kept + (self._around.loss.peak_bytes if self._around.loss else 0)
+        for before, freed, layer in zip(self._before, self._freed, self._layers, strict=True):
+            if layer.peak_bytes > _backward_peak(layer, begun=False):  # so it is that of the forward
+                found = max(found, before + freed + layer.peak_bytes)
+        return found
+
+    def _backward(self, begun: bool) -> list[tuple[int, int]]:
+        """For each layer, while its backward is there."""
+        # Gradients of the layers behind have been made.
+        made = list(accumulate((layer.trainable_bytes for layer in reversed(self._layers)), initial=0))[-2::-1]
+        return [
+            (self.gradients if begun else made[k], self._before[k] + _backward_peak(layer, begun) + self._flowing(k))
+            for k, layer in enumerate(self._layers)
+        ]
+
+    def _flowing(self, k: int) -> int:
+        """What is there beside the graph while the backward of a layer runs."""
+        around, last = self._around, len(self._layers) - 1
+        # The cell holds what it got and gave, from the beginning to the end.
+        given = self._layers[last].output_bytes if k < last else self._layers[k].passing_bytes
+        given += sum(size for source, size in around.stashed if k < source)
+        return self._copy + given + self._seed(k) + self._skips(k)
+
+    def _seed(self, k: int) -> int:
+        """The gradient of the output, which is held to the end, beside what the peak of a layer has of it.
+
+        It is in memory of the next stage if there is one.
+        """
+        behind = self._layers[k + 1 :]
+        views = all((layer.backward_peak_bytes or 0) <= layer.output_bytes for layer in behind)
+        return 0 if views or not self._around.is_last else self._layers[-1].output_bytes
+
+    def _skips(self, k: int) -> int:
+        """Gradients of skips that have been made and not been used."""
+        inner = sum(size for source, target, size in self._around.inner if source < k < target)
+        return inner + sum(size for target, size in self._around.popped if k < target)
+
+    def _inputs(self, gradients: int) -> list[tuple[int, int]]:
+        """For each layer, while the part of its backward for the inputs is there, and nothing saved is let go."""
+        left = self._parting
+        found = []
+        for k, layer in enumerate(self._layers[::-1], start=1 - len(self._layers)):
+            left -= _parting(layer)
+            peak = (
+                _parting(layer) + layer.output_bytes if layer.parting_peak_bytes is None else layer.parting_peak_bytes
+            )
+            found.append((gradients, self._kept + self._copy + left + peak + self._skips(-k)))
+        return found
+
+    def _weights(self, begun: bool) -> list[tuple[int, int]]:
+        found = []
+        for k, layer in enumerate(self._layers):
+            if layer.trainable_bytes:
+                rest = sum(map(_parting, self._layers[k:]))
+                made = self.gradients if begun else sum(each.trainable_bytes for each in self._layers[:k])
+                # They come one after the other, and go where there are some to add them to.
+                largest = layer.largest_parameter_bytes if begun else None
+                fresh = layer.trainable_bytes if largest is None else largest
+                found.append((made, self._kept + self._copy + rest + fresh))
+        return found or [(0, self._kept + self._copy)]
 
 
-def _protected(around: Surroundings) -> int:
-    """A clone of the input, until it is known that the layers leave it as it is."""
-    return around.incoming if around.is_first or around.mode != "never" else 0
+def _backward_peak(layer: LayerProfile, begun: bool) -> int:
+    """Where a layer was not counted, as if it needed the gradient of its output to the end."""
+    found = layer.adding_peak_bytes if begun else layer.backward_peak_bytes
+    return layer.peak_bytes + layer.output_bytes if found is None else found
+
+
+def _parting(layer: LayerProfile) -> int:
+    """The gradients that the part of a backward for the weights starts from.
+
+    Where they were not counted they are inside of layers as large as what these save, at most.
+    """
+    if layer.parting_bytes is not None:
+        return layer.parting_bytes
+    return max(layer.output_bytes, layer.saved_bytes) if layer.trainable_bytes else 0
 
 
 def held_by(schedule: str, microbatches: int, stages: int, split: Sequence[int] = ()) -> list[int]:

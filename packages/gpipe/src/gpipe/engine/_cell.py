@@ -102,9 +102,9 @@ class Cell:
 
     def backward_weight(self, grown: AccumulatedGradients | None = None) -> None:
         """Accumulate the gradients of the parameters."""
-        left, self._left = self._left, []  # what is left may be a method of this cell: a cycle
-        for each in left:
-            self._backwards(each, grown)
+        left, self._left = self._left[::-1], []  # what is left may be a method of this cell: a cycle
+        while left:  # each is let go, with the gradients that it starts from, once it is done
+            self._backwards(left.pop(), grown)
 
     def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The outputs from which a gradient flows, and the gradients."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ..values._leaves import is_custom, own_memory
+from ..values._leaves import is_custom, like_accumulated, own_memory
 from . import _autograd_calls as _engine
 from ._accumulate import AccumulatedGradients
 
@@ -78,11 +78,26 @@ def backward_inputs(
         return None
     edges = [edge for branch in branches for edge in branch.edges]
     custom = graph.is_custom
-    with _copied(edges if custom else ()) as copies:
+    with _copied(edges if custom else ()) as copies, _apart(leaves):
         found = _engine.gradients(outputs, seeds, [*leaves, *edges])
     arrived = iter(copies if custom else found[len(leaves) :])
     weights = [Weights(branch, [next(arrived) for _ in branch.edges], hooked=custom) for branch in branches]
     return own_memory(found[: len(leaves)], [gradient for each in weights for gradient in each.gradients]), weights
+
+
+@contextmanager
+def _apart(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Around the first part: the gradients of several leaves are kept as autograd would accumulate them.
+
+    Else that of a skip, which mostly is joined with another tensor, would keep all of their common gradient alive.
+    """
+    several = leaves if len(leaves) > 1 else ()
+    handles = [leaf.register_hook(partial(like_accumulated, leaf=leaf)) for leaf in several]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

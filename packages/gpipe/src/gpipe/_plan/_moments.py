@@ -1,0 +1,99 @@
+"""Which micro-batches a stage holds, and how, whenever it does something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..schedule import Kind
+from ..schedule._orders import Order, drained, one_by_one, split_one_by_one
+
+
+class Moment(NamedTuple):
+    """A stage does something to a micro-batch, beside others.
+
+    Attributes:
+        kind: what it does.
+        checkpointed: whether a forward lets go of what it saved.
+        begun: whether the gradients of an earlier micro-batch are there.
+        first: whether the first micro-batch is among them all.
+        whole: how many others hold all that they saved.
+        bare: how many hold their inputs only.
+        late: how many wait for the part of their backward for the weights.
+    """
+
+    kind: Kind
+    checkpointed: bool
+    begun: bool
+    first: bool
+    whole: int
+    bare: int
+    late: int
+
+
+@lru_cache(maxsize=4096)
+def moments(schedule: str, mode: str, microbatches: int, stages: int, stage: int, split: bool) -> tuple[Moment, ...]:
+    """The moments at which most is held, one of each way.
+
+    Schedules go round in circles, so that a few micro-batches show them all.
+
+    Args:
+        schedule: its name.
+        mode: how the stage is checkpointed.
+        microbatches, stages: how many there are.
+        stage: its number.
+        split: whether its backward is.
+
+    >>> for moment in moments("1f1b", "never", 8, 2, 0, False):
+    ...     print(moment.kind, moment.begun, moment.whole)
+    forward False 1
+    backward False 1
+    backward True 1
+    forward True 1
+    """
+    few = min(microbatches, 3 if schedule == "fill_drain" else 2 * stages + 2)
+    stop = {"never": 0, "except_last": few - 1, "always": few}[mode]
+    order = _order(schedule, few, stages, stage, split, stop)
+    more = microbatches - few if schedule == "fill_drain" else 0  # the first ones, which wait for all that is shown
+    return _most(_moments(order, stop, (more, 0) if mode == "never" else (0, more)))
+
+
+def _order(schedule: str, microbatches: int, stages: int, stage: int, split: bool, stop: int) -> Order:
+    if schedule == "fill_drain":
+        return drained(microbatches, stop)
+    if split:
+        return split_one_by_one(microbatches, stages - stage, stage, stop)
+    return one_by_one(microbatches, stages - stage, stop)
+
+
+def _moments(order: Order, stop: int, before: tuple[int, int]) -> Iterator[Moment]:
+    """All moments of a stage that holds ``before`` already: micro-batches as a whole, and bare ones."""
+    whole, bare, late = set[int](), set[int](), set[int]()
+    begun, first = False, True
+    for kind, i in order:
+        for each in (whole, bare, late):
+            each.discard(i)
+        yield Moment(kind, i < stop, begun, first, len(whole) + before[0], len(bare) + before[1], len(late))
+        begun = begun or kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        first = first and not (i == 0 and kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+        if kind == Kind.RECOMPUTE or (kind == Kind.FORWARD and i >= stop):
+            whole.add(i)
+        elif kind == Kind.FORWARD:
+            bare.add(i)
+        elif kind == Kind.BACKWARD_INPUT:
+            late.add(i)
+
+
+def _most(found: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Without those that hold no more of anything than another one of the same kind."""
+    kept: dict[tuple[Kind, bool, bool, bool], list[Moment]] = {}
+    for moment in dict.fromkeys(found):
+        rivals = kept.setdefault(moment[:4], [])
+        if not any(_covers(rival, moment) for rival in rivals):
+            rivals[:] = [*(rival for rival in rivals if not _covers(moment, rival)), moment]
+    return tuple(moment for rivals in kept.values() for moment in rivals)
+
+
+def _covers(a: Moment, b: Moment) -> bool:
+    return a.whole >= b.whole and a.bare >= b.bare and a.late >= b.late

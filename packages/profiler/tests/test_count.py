@@ -1,0 +1,90 @@
+"""What a layer leaves alive, and what becomes of it behind the next."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+from profiler import AllocationTracker, profile
+
+from .strategies import WIDTH, fewer, models, samples
+
+ROW = 4 * WIDTH
+
+
+def counted(model: nn.Sequential, sample: torch.Tensor, device: str = "cpu"):
+    return profile(model, sample, device=device, timeout=1e-6, split_backward=True)
+
+
+@fewer
+@given(models(), samples())
+def test_together_layers_keep_what_a_run_of_all_leaves_alive(model, sample):
+    tracker, entered = AllocationTracker(), sample.detach().requires_grad_(sample.requires_grad) * 1
+    with tracker:
+        output = model.train()(entered)
+    kept = tracker.alive()
+    assert sum(layer.saved_bytes - layer.freed_bytes for layer in counted(model, sample)) == kept
+    del output
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("layers", "passing", "freed"),
+    [
+        ([nn.Linear(WIDTH, WIDTH), nn.ReLU()], [ROW, 0], [0, ROW]),  # neither needs what lies between
+        ([nn.Linear(WIDTH, WIDTH), nn.GELU()], [ROW, ROW], [0, 0]),  # gelu does
+        ([nn.ReLU(), nn.Linear(WIDTH, WIDTH)], [0, ROW], [0, 0]),  # relu does
+        ([nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)], [ROW, 0], [0, 0]),  # in the same memory
+        ([nn.Linear(WIDTH, WIDTH), nn.Flatten(), nn.ReLU()], [ROW, ROW, 0], [0, 0, ROW]),  # a view passes it on
+        ([nn.Linear(WIDTH, WIDTH), nn.Flatten(), nn.GELU()], [ROW, ROW, ROW], [0, 0, 0]),
+    ],
+    ids=lambda value: "-".join(type(each).__name__ for each in value) if value and isinstance(value, list) else None,
+)
+def test_what_passes_counted_by_hand(layers, passing, freed, device):
+    found = counted(nn.Sequential(*layers), torch.rand(8, WIDTH, requires_grad=True), device)
+    assert found.costs("passing_bytes") == [8 * size for size in passing]
+    assert found.costs("freed_bytes") == [8 * size for size in freed]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_peak_of_a_backward_counted_by_hand(device):
+    weight = 4 * (WIDTH * WIDTH + WIDTH)
+    model = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    first, second = counted(model, torch.rand(8, WIDTH, requires_grad=True), device)
+    # What tanh gave, the gradients of what it gave and of what it got.
+    assert first.backward_peak_bytes == first.adding_peak_bytes == 3 * 8 * ROW
+    assert second.backward_peak_bytes == 2 * 8 * ROW + weight
+    assert second.backward_peak_bytes >= second.adding_peak_bytes >= 2 * 8 * ROW
+
+
+def test_gradients_that_are_added_to_earlier_ones_are_not_there_together():
+    inner = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    (layer,) = counted(nn.Sequential(inner), torch.rand(1, 64))
+    assert layer.backward_peak_bytes > layer.trainable_bytes
+    assert layer.adding_peak_bytes < layer.trainable_bytes / 2
+
+
+def test_skips_are_those_that_arrive():
+    class Stores(nn.Module):
+        @contextmanager
+        def route_skips(self, store):
+            self.shelf = store
+            yield
+
+    class Keep(Stores):
+        def forward(self, x):
+            self.shelf["x"] = x.tanh()
+            return x * 2
+
+    class Add(Stores):
+        def forward(self, x):
+            return x + self.shelf.pop("x")
+
+    found = profile(
+        nn.Sequential(Keep(), nn.ReLU(), Add()), torch.rand(8, WIDTH), device="cpu", rows=[2, 4], timeout=1e-6
+    )
+    assert [(skip.source, skip.target, skip.bytes) for skip in found.at(6).skips] == [(0, 2, 6 * ROW)]
