@@ -17,6 +17,7 @@ ELSEWHERE = {
     "_plan/_fake": "plan_fake",
     "_plan/_infeasible": "plan_search",
     "_plan/_measure": "plan_memory",
+    "_plan/_moments": "plan_memory",
     "_plan/_search": "plan_search",
     "_plan/_verify": "plan_memory",
     "_plan/*": "plan",
