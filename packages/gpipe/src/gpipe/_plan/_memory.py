@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from profiler import LayerProfile
 
@@ -95,21 +95,15 @@ def stage_bytes(
         moments: what it does, beside which other micro-batches.
     """
     stage = _Stage(layers, around)
-    found = [DeviceBytes(stage.parameters, stage.gradients, optimizer, 0, 0, 0, 0)]
+    fixed = stage.parameters, stage.gradients, optimizer
+    most, peak, fullest = sum(fixed), (stage.gradients, 0), None
     for moment in moments:
-        for gradients, transient in stage.peaks[moment.kind, moment.begun]:
-            found.append(
-                DeviceBytes(
-                    stage.parameters,
-                    gradients,
-                    optimizer,
-                    stage.beside(moment),
-                    transient,
-                    moment.whole * layers[-1].output_bytes if around.is_last else 0,
-                    stage.crossing(moment),
-                )
-            )
-    return max(found, key=lambda each: each.total)
+        gradients, transient = stage.peak(moment.kind, moment.begun)
+        taken = stage.parameters + gradients + optimizer + transient + sum(stage.others(moment))
+        if taken > most:
+            most, peak, fullest = taken, (gradients, transient), moment
+    beside, loss, crossing = (0, 0, 0) if fullest is None else stage.others(fullest)
+    return DeviceBytes(stage.parameters, peak[0], optimizer, beside, peak[1], loss, crossing)
 
 
 def kept_bytes(layers: Sequence[LayerProfile]) -> int:
@@ -131,8 +125,6 @@ class _Stage:
 
     Attributes:
         parameters, gradients: bytes.
-        peaks: for each kind of action, and whether gradients of an earlier micro-batch are there: candidates for its
-            fullest moment, as bytes of gradients, and bytes of the micro-batch that it is done to.
     """
 
     def __init__(self, layers: Sequence[LayerProfile], around: Surroundings) -> None:
@@ -150,9 +142,27 @@ class _Stage:
         saved = accumulate((layer.saved_bytes for layer in layers), initial=0)
         # The graph of what comes before a layer, without what that layer has let go of.
         self._before = [made - gone for made, gone in zip(saved, accumulate(self._freed), strict=False)]
-        self.peaks = {(kind, begun): self._peaks(kind, begun) for kind in Kind for begun in (False, True)}
+        behind = takewhile(_hands_on, reversed(layers[1:]))
+        self._turn = len(layers) - 1 - len(list(behind))
+        self._known: dict[tuple[Kind, bool], tuple[int, int]] = {}
 
-    def beside(self, moment: Moment) -> int:
+    def peak(self, kind: Kind, begun: bool) -> tuple[int, int]:
+        """At the fullest moment of an action the bytes of gradients, and of the micro-batch that it is done to.
+
+        Args:
+            kind: of the action.
+            begun: whether gradients of an earlier micro-batch are there.
+        """
+        if (kind, begun) not in self._known:
+            self._known[kind, begun] = max(self._peaks(kind, begun), key=sum)
+        return self._known[kind, begun]
+
+    def others(self, moment: Moment) -> tuple[int, int, int]:
+        """Beside that: what other micro-batches keep, their losses, and what comes from other stages and goes there."""
+        loss = moment.whole * self._layers[-1].output_bytes if self._around.is_last else 0
+        return self._beside(moment), loss, self._crossing(moment)
+
+    def _beside(self, moment: Moment) -> int:
         """What the other micro-batches keep."""
         whole = self._kept + self._copy
         held = moment.whole * whole + moment.late * (whole + self._parting) + moment.bare * self._copy
@@ -167,7 +177,7 @@ class _Stage:
         trailing = min(self._around.trailing, done) if moment.begun else 0
         return trailing + (moment.bare + moment.late + 1 if moment.checkpointed else again)
 
-    def crossing(self, moment: Moment) -> int:
+    def _crossing(self, moment: Moment) -> int:
         """The mini-batch, and gradients on their way to where the inputs come from."""
         around = self._around
         begun = moment.begun or moment.late > 0
@@ -216,9 +226,7 @@ class _Stage:
 
         It is in memory of the next stage if there is one.
         """
-        behind = self._layers[k + 1 :]
-        views = all((layer.backward_peak_bytes or 0) <= layer.output_bytes for layer in behind)
-        return 0 if views or not self._around.is_last else self._layers[-1].output_bytes
+        return self._layers[-1].output_bytes if self._around.is_last and k < self._turn else 0
 
     def _skips(self, k: int) -> int:
         """Gradients of skips that have been made and not been used."""
@@ -238,16 +246,20 @@ class _Stage:
         return found
 
     def _weights(self, begun: bool) -> list[tuple[int, int]]:
-        found = []
-        for k, layer in enumerate(self._layers):
+        made, rest, found = 0, self._parting, []
+        for layer in self._layers:
             if layer.trainable_bytes:
-                rest = sum(map(_parting, self._layers[k:]))
-                made = self.gradients if begun else sum(each.trainable_bytes for each in self._layers[:k])
                 # They come one after the other, and go where there are some to add them to.
                 largest = layer.largest_parameter_bytes if begun else None
                 fresh = layer.trainable_bytes if largest is None else largest
-                found.append((made, self._kept + self._copy + rest + fresh))
+                found.append((self.gradients if begun else made, self._kept + self._copy + rest + fresh))
+            made, rest = made + layer.trainable_bytes, rest - _parting(layer)
         return found or [(0, self._kept + self._copy)]
+
+
+def _hands_on(layer: LayerProfile) -> bool:
+    """Whether the gradient of the output is that of the input, as of a view."""
+    return layer.backward_peak_bytes is not None and layer.backward_peak_bytes <= layer.output_bytes
 
 
 def _backward_peak(layer: LayerProfile, begun: bool) -> int:
