@@ -83,15 +83,18 @@ class View:
     Args:
         modules: in order.
         ignored: those of which only parameters are looked at.
+        sharded: those of which parameters are not looked at.
 
     Attributes:
         parameters: how many of the slots hold parameters; these come first.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], ignored: Iterable[nn.Module]) -> None:
-        unseen = {*ignored}
+    def __init__(
+        self, modules: Sequence[nn.Module], ignored: Iterable[nn.Module], sharded: Iterable[nn.Module] = ()
+    ) -> None:
+        unseen, unlike = {*ignored}, {*sharded}
         seen = [module for module in modules if module not in unseen]
-        self._registered = [(module, "_parameters") for module in modules]
+        self._registered = [(module, "_parameters") for module in modules if module not in unlike]
         self._registered += [(module, "_buffers") for module in seen]
         self._changing = [module for module in seen if _may_keep(module)]
         self._index()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from .._fsdp import fsdp_modules
 from ._snapshot import Sight, Slot, View
 
 Training = tuple[bool, ...]
@@ -129,7 +130,9 @@ class State:
         """Before the first forward: see what is there."""
         self._modules = list(self._module.modules())
         ignored = [m for m in self._modules if getattr(m, "recomputes_without_buffers", False)]
-        self._view = View(self._modules, ignored)
+        # Hooks put the whole parameters in place for a forward, and again for its recomputation.
+        sharded = [m for each in fsdp_modules(self._module) for m in each.modules()]
+        self._view = View(self._modules, ignored, sharded)
 
     @property
     def training(self) -> Training:

@@ -44,6 +44,7 @@ from ._own import Share, own_share
 from ._pipeline import RankPipeline
 from ._random import next_seed
 from ._rendezvous import Rendezvous
+from ._sharded import Sharding
 
 Kind = TypeVar("Kind", bound=Losses)
 
@@ -133,6 +134,7 @@ class Rank(Stepping):
         self.__dict__["_partitions"] = share.partitions
         self._devices = share.devices
         self._pipeline = self._laid_out(share, rendezvous)
+        self._sharding = Sharding(share.partitions, share.twins)
 
     def _laid_out(self, share: Share, rendezvous: Rendezvous) -> RankPipeline:
         """What the engine sees of the layers."""
@@ -233,7 +235,8 @@ class Rank(Stepping):
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         stops = checkpoint_stops(self._checkpoint if self.training else "never", len(batches), len(self._balance))
-        self._pipeline.train(batches, stops, loss, _chosen(schedule, len(self._balance)))
+        with self._sharding.reduced_once():
+            self._pipeline.train(batches, stops, loss, _chosen(schedule, len(self._balance)))
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
         if not self._pipeline.ends:
@@ -259,6 +262,7 @@ class Rank(Stepping):
                 "recording": settings().observer is not None,
             }
             _expect_schedule(schedule)
+            self._sharding.expect_whole()
             inputs = given()
             if self._pipeline.begins:
                 batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))

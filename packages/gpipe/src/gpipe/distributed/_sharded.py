@@ -1,0 +1,108 @@
+"""Stages whose parameters are sharded over replicas by ``torch.distributed.fsdp.fully_shard``.
+
+By itself that reduces gradients after the backward of every micro-batch, and of a schedule that splits backwards before
+all of them are there. So it is told to wait, and reduces once, at the end of the step. There is no public way to let it
+do so; what is called here is what torch's own pipelining calls (``perform_reduce_grad``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._fsdp import fsdp_modules
+from ._tied import Twin
+
+
+class Sharding:
+    """What of a rank is sharded, which may change from step to step.
+
+    Args:
+        partitions: of the rank, when nothing is sharded yet.
+        twins: tensors that other ranks have too.
+    """
+
+    def __init__(self, partitions: nn.ModuleList, twins: Sequence[Twin]) -> None:
+        self._partitions = partitions
+        self._twins = twins
+        names: dict[Tensor, list[str]] = {}
+        for name, parameter in self._named():
+            names.setdefault(parameter, []).append(name)
+        self._shared = [each for each in names.values() if len(each) > 1]
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters, under the names of the model."""
+        for partition in self._partitions:
+            yield from partition.named_parameters(remove_duplicate=False)
+
+    def expect_whole(self) -> None:
+        """Raise ValueError if something is sharded that several stages have: each would train a part of its own."""
+        if not fsdp_modules(self._partitions):
+            return
+        named = dict(self._named())
+        apart = [names for names in self._shared if len({id(named[name]) for name in names}) > 1]
+        far = [twin.tensor for twin in self._twins if hasattr(twin.tensor, "placements")]
+        apart += [[name] for name, parameter in named.items() if any(parameter is tensor for tensor in far)]
+        if apart:
+            raise ValueError(
+                f"parameter {apart[0][0]!r} is shared by several stages, and fully_shard has sharded it in each alone; "
+                "leave it out with fully_shard(..., ignored_params={parameter}) and average its gradient, or put the "
+                "layers that share it into one stage"
+            )
+
+    @contextmanager
+    def reduced_once(self) -> Iterator[None]:
+        """Around all that a step does to gradients: these are reduced when it has ended, and lost if it fails."""
+        states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
+        before = {group: _settings(group) for state in states for group in _groups(state)}
+        for state in states:
+            state._state_ctx.is_last_backward = False
+        for group in before:
+            _set(group, dict.fromkeys(before[group], False))
+        try:
+            yield
+        except BaseException:
+            _drop_gradients(before)
+            for state in states:
+                if state._is_root:
+                    # New in torch 2.13; before, what was under way is only ended.
+                    getattr(state, "_reset_iter_state", state._root_post_backward_final_callback)()
+            raise
+        finally:
+            for group, settings in before.items():
+                _set(group, settings)
+            for state in states:
+                state._state_ctx.is_last_backward = True
+        for state in states:
+            if state._is_root:
+                state._root_post_backward_final_callback()
+
+
+def _groups(state: Any) -> list[Any]:
+    """Parameters that are gathered together; there may be several groups since torch 2.12."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return [*state._fsdp_param_groups]
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+_WAITING = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
+
+
+def _settings(group: Any) -> dict[str, bool]:
+    return {name: getattr(group, name) for name in _WAITING}
+
+
+def _set(group: Any, settings: Mapping[str, bool]) -> None:
+    for name, value in settings.items():
+        setattr(group, name, value)
+
+
+def _drop_gradients(groups: Mapping[Any, Any]) -> None:
+    for group in groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
