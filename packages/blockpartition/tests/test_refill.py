@@ -37,3 +37,12 @@ def test_bounds_in_any_order_give_what_each_gives_alone(costs, sums_of, data):
         else:
             assert bound < found.limit
             assert fill(sums.prefix, (found.limit - 1) * sums.unit, blocks)[0][-1] < sums.prefix[-1]
+
+
+@pytest.mark.usefixtures("again")
+def test_blocks_that_become_much_smaller_than_the_bound():
+    fills = Fills(exact_sums([9, 9]), 2)
+    assert fills.fill(18).heights == [18, 18]
+    found = fills.fill(17)
+    assert found.heights == [9, 18]
+    assert 9 <= found.limit <= 17
