@@ -19,7 +19,7 @@ Word = dict[str, Any]
 
 _UP, _DOWN = 0, 1
 _HEAD = 8
-_GRACE = timedelta(seconds=2)
+_GRACE = timedelta(seconds=5)
 
 
 class Rendezvous:
@@ -63,22 +63,27 @@ class Rendezvous:
         silent = {*word.get("silent", ())}
         # All at once: when a wait for one has taken too long, gloo ends the connections to all, but not what has come.
         coming = {k: _Coming(peer) for k, peer in self._in.items()}
-        while coming.keys() - silent:  # those whom others have waited for in vain get no further time
-            k = min(coming.keys() - silent)
-            said[k] = coming.pop(k).word(self._groups.timeout)
+        while coming:
+            # Who waits in vain for somebody that waits in vain accuses the wrong one, whose own word is about to come.
+            k = min(coming, key=lambda k: (k in silent, k))
+            said[k] = coming.pop(k).word(min(_GRACE, self._groups.timeout) if k in silent else self._groups.timeout)
             silent.update((said[k] or {}).get("silent", ()))
         self._leave_word(said)
         for peer in self._out.values():
             if said[peer.member] is not None:
                 with suppress(UnreachableError):
-                    _send(peer, said)
+                    _wait(peer, _sent(peer, said))
         return said
 
     def _tell(self, word: Word) -> list[Any]:
         coming = _Coming(self._in[0])
         with suppress(UnreachableError):
-            _send(self._out[0], word)
-            return coming.word(2 * self._groups.timeout) or self._word_left()
+            under_way = _sent(self._out[0], word)
+            # Not waited for by itself: member 0 may be waiting for somebody else yet, as long as that may take.
+            said = coming.word(2 * (self._groups.timeout + _GRACE))
+            if said is not None:
+                _wait(self._out[0], under_way)
+                return said  # type: ignore[no-any-return]
         return self._word_left()
 
     def _leave_word(self, said: list[Any]) -> None:
@@ -103,12 +108,20 @@ class Rendezvous:
         return f"gpipe/{self._groups.members}/{self._count}/lost"
 
 
-def _send(peer: Peer, what: Any) -> None:
+Transfers = list[tuple[Any, torch.Tensor]]
+
+
+def _sent(peer: Peer, what: Any) -> Transfers:
+    """What is under way, with the memory that must stay till then."""
     text = torch.frombuffer(bytearray(json.dumps(what).encode()), dtype=torch.uint8)
     head = torch.tensor([len(text)]).view(torch.uint8)
     fits = _HEAD + len(text) <= SMALL
-    for part in [torch.cat([head, text])] if fits else [head, text]:
-        peer.wait(peer.send(part))
+    return [(peer.send(part), part) for part in ([torch.cat([head, text])] if fits else [head, text])]
+
+
+def _wait(peer: Peer, transfers: Transfers) -> None:
+    for work, _ in transfers:
+        peer.wait(work)
 
 
 class _Coming:
