@@ -10,9 +10,7 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _LazyNormBase
 
 from ._current import current
-from ._moments import MiniBatchStatistics as MiniBatchStatistics
 from ._moments import Moments, see
-from ._moments import commit as commit
 
 Module = TypeVar("Module", bound=nn.Module)
 

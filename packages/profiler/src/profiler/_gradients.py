@@ -14,7 +14,7 @@ from ._storages import storages
 class GradientTracker(AllocationTracker):  # type: ignore[no-untyped-call]
     """Forgets the gradients of parameters as soon as they are accumulated.
 
-    So :attr:`peak` is that of a backward that adds to gradients which are there.
+    So ``peak`` is that of a backward that adds to gradients which are there.
 
     Attributes:
         whole_peak: the same with gradients that stay.

@@ -33,7 +33,7 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
     it has none anywhere, it stays without. Where all that there are are sparse, the average is.
 
     Args:
-        rank: a :class:`Rank`, or a :class:`gpipe.GPipe` or plain module, with the gradients.
+        rank: a :class:`gpipe.distributed.Rank`, or a :class:`gpipe.GPipe` or plain module, with the gradients.
         group: the replicas; all processes by default.
 
     Raises:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from streams import add_note
 
-from .._batchnorm import MiniBatchStatistics, commit
 from .._current import current
+from .._moments import MiniBatchStatistics, commit
 from ..checkpoint._random import CellRNG
 from ..schedule import Action, Kind
 from ..transport._link import Channel
