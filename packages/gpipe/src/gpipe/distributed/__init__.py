@@ -3,6 +3,7 @@
 from ._average import average_gradients
 from ._checkpoints import load, save
 from ._errors import LostRankError, RemoteError
+from ._export import Exported, export
 from ._rank import Rank
 
-__all__ = ["LostRankError", "Rank", "RemoteError", "average_gradients", "load", "save"]
+__all__ = ["Exported", "LostRankError", "Rank", "RemoteError", "average_gradients", "export", "load", "save"]

@@ -41,6 +41,15 @@ def open_groups(group: dist.ProcessGroup | None, timeout: timedelta | None) -> G
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
     """
+    group = expect_group(group)
+    members = dist.get_process_group_ranks(group)
+    timeout = _timeout_of(group) if timeout is None else timeout
+    values, control = _gloo(members, timeout), _gloo(members, timeout)
+    return Groups(tuple(members), dist.get_rank(group), values, control, timeout)
+
+
+def expect_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """``group``, by default that of all processes, unless there is none, or this process is not in it."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "there is no process group; call torch.distributed.init_process_group() first, in processes that torchrun "
@@ -48,11 +57,8 @@ def open_groups(group: dist.ProcessGroup | None, timeout: timedelta | None) -> G
         )
     group = dist.group.WORLD if group is None else group
     if group is None or dist.get_rank(group) < 0:
-        raise RuntimeError("group: this process is not in it; make a Rank only in the processes of the group")
-    members = dist.get_process_group_ranks(group)
-    timeout = _timeout_of(group) if timeout is None else timeout
-    values, control = _gloo(members, timeout), _gloo(members, timeout)
-    return Groups(tuple(members), dist.get_rank(group), values, control, timeout)
+        raise RuntimeError("group: this process is not in it; call this only in the processes of the group")
+    return group
 
 
 def _gloo(members: Sequence[int], timeout: timedelta) -> Any:

@@ -120,7 +120,7 @@ class Rank(Stepping):
             verify_skippables(layers)
             self._balance = checked_balance(balance, len(layers))
             self._checkpoint = checked_modes(checked_checkpoint(checkpoint), len(self._balance))
-            self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
+            self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
             found.alike = {"balance": self._balance, "ranks": self._ranks, **described(layers)}
             found.alike["deferred_batch_norm"] = self._deferred
         with agreement(rendezvous, groups.members):
@@ -236,7 +236,7 @@ class Rank(Stepping):
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         stops = checkpoint_stops(self._checkpoint if self.training else "never", len(batches), len(self._balance))
         with self._sharding.reduced_once():
-            self._pipeline.train(batches, stops, loss, _chosen(schedule, len(self._balance)))
+            self._pipeline.train(batches, stops, loss, chosen(schedule, len(self._balance)))
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
         if not self._pipeline.ends:
@@ -261,7 +261,7 @@ class Rank(Stepping):
                 "checkpoint": self._checkpoint,
                 "recording": settings().observer is not None,
             }
-            _expect_schedule(schedule)
+            expect_schedule(schedule)
             self._sharding.expect_whole()
             inputs = given()
             if self._pipeline.begins:
@@ -281,7 +281,7 @@ class _Rows(NamedTuple):
     rows: tuple[int, ...]
 
 
-def _checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:
+def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:
     """The member of each stage; all members have one."""
     if ranks is None:
         if stages < members:
@@ -299,7 +299,7 @@ def _checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> li
     return found
 
 
-def _expect_schedule(schedule: Schedule | str | None) -> None:
+def expect_schedule(schedule: Schedule | str | None) -> None:
     if isinstance(schedule, str):
         expect_name(schedule, SCHEDULES)
     elif not isinstance(schedule, Schedule | None):
@@ -308,7 +308,7 @@ def _expect_schedule(schedule: Schedule | str | None) -> None:
         )
 
 
-def _chosen(schedule: Schedule | str, stages: int) -> Schedule | Choice:
+def chosen(schedule: Schedule | str, stages: int) -> Schedule | Choice:
     """``schedule``, with all stages split where it splits any: each rank knows only its own cells."""
     return Choice(schedule.lower(), tuple(range(stages))) if isinstance(schedule, str) else schedule
 

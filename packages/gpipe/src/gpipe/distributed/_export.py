@@ -1,0 +1,155 @@
+"""This process's stages for torch's own pipelining runtime, which then walks a schedule of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._batchnorm import DeferredBatchNorm
+from ..engine._walks import walk_of
+from ..module._arguments import Device, checked_checkpoint, checked_chunks, checked_flag, checked_modes
+from ..module._init import means_of
+from ..module._partition import checked_balance, verify_module
+from ..module._sequential import as_sequential
+from ..schedule import Kind, Schedule, Walk, checkpoint_stops
+from ..skip import inspect_skip_layout, verify_skippables
+from ._groups import expect_group
+from ._own import own_share
+from ._rank import checked_ranks, chosen, expect_schedule
+
+
+class Exported(NamedTuple):
+    """What torch's pipelining needs of this process.
+
+    Attributes:
+        stages: a list of ``torch.distributed.pipelining.PipelineStage``; ``stage.submod`` has the layers under the
+            model's own names.
+        runtime: torch's ``_PipelineScheduleRuntime``, with ``step`` and ``eval``.
+    """
+
+    stages: list[Any]
+    runtime: Any
+
+
+def export(
+    module: nn.Module,
+    balance: Iterable[int],
+    *,
+    sample: Any = None,
+    chunks: int = 1,
+    checkpoint: str | Iterable[str] = "never",
+    deferred_batch_norm: bool = False,
+    ranks: Iterable[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: Device | Sequence[Device] = "cpu",
+    init: Any = None,
+    schedule: Schedule | str = "1f1b",
+    loss_fn: Callable[..., Tensor] | None = None,
+    reduction: str = "mean",
+) -> Exported:
+    """The stages of this process for ``torch.distributed.pipelining``, and its runtime on a schedule of ours.
+
+    For programs that are written for torch's stages and schedules, as torchtitan is. Every process of the group calls
+    this with the same arguments. :class:`gpipe.distributed.Rank` keeps more of the model's meaning, and ends on all
+    ranks if one fails.
+
+    Args:
+        module, balance, sample, chunks, ranks, device, init: see :class:`gpipe.distributed.Rank`.
+        checkpoint: which micro-batches are recomputed, in their backward: a mode, or one for each stage.
+        deferred_batch_norm: not here; :class:`gpipe.distributed.Rank` has it.
+        group: the processes that take part, over which torch sends; all by default.
+        schedule: a name, or one of your own.
+        loss_fn: of the output and the target of a micro-batch, a tensor with one number. None if nothing is trained.
+        reduction: what ``loss_fn`` does to rows: ``"mean"`` or ``"sum"``.
+
+    Returns:
+        The stages and the runtime. ``runtime.step(x)`` on the first rank and ``runtime.step(target=y, losses=losses)``
+        on the last add the gradients of the plain model to ``.grad``; the sum of ``losses`` is its loss.
+
+    Raises:
+        ImportError: this version of torch has no such runtime.
+        RuntimeError: there is no process group, or this process is not in it.
+        ValueError, TypeError: as :class:`gpipe.distributed.Rank`; or torch's runtime cannot do it, and the error says
+            what can.
+
+    >>> # torchrun --nproc-per-node 2 train.py
+    >>> stages, runtime = export(model, [2, 1], chunks=4, loss_fn=loss_fn)  # doctest: +SKIP
+    >>> runtime.step(*([x] if stages[0].is_first else []), target=y, losses=losses)  # doctest: +SKIP
+    """
+    runtime_of = _runtime_of()
+    group = expect_group(group)
+    chunks, means, layers = checked_chunks(chunks), means_of(init), as_sequential(module, sample)
+    _refuse_deferred(layers, checked_flag("deferred_batch_norm", deferred_batch_norm))
+    sizes = checked_balance(balance, len(layers))
+    verify_skippables(layers)
+    verify_module(layers, sizes)
+    modes = checked_modes(checked_checkpoint(checkpoint), len(sizes))
+    places = checked_ranks(ranks, len(sizes), dist.get_world_size(group))
+    walk = _walk(schedule, chunks, places)
+    weighed = None if loss_fn is None else _weighed(loss_fn, chunks, reduction)
+    me = dist.get_rank(group)
+    share = own_share(layers, sizes, places, me, device, means)
+    own = dict(zip([j for j, rank in enumerate(places) if rank == me], share.partitions, strict=True))
+    stops = checkpoint_stops(modes, chunks, len(sizes))
+    layout = inspect_skip_layout(share.every)
+    return Exported(*runtime_of(own, share.devices, stops, layout, walk, chunks, weighed, group))
+
+
+def _runtime_of() -> Callable[..., tuple[list[Any], Any]]:
+    """Imported late: it costs time, and no other torch need have it."""
+    try:
+        from ._torch_runtime import runtime_of
+    except ImportError as error:
+        raise ImportError(
+            f"torch {torch.__version__} has not the pipelining runtime that gpipe.distributed.export needs ({error}), "
+            "which torch 2.13 has; use gpipe.distributed.Rank, which needs none"
+        ) from error
+    return runtime_of
+
+
+def _refuse_deferred(layers: nn.Module, asked: bool) -> None:
+    if asked or any(isinstance(each, DeferredBatchNorm) for each in layers.modules()):
+        raise ValueError(
+            "deferred_batch_norm: torch's pipelining runtime does not say where a mini-batch ends; use "
+            "gpipe.distributed.Rank, or plain batch norm"
+        )
+
+
+def _walk(schedule: Schedule | str, chunks: int, ranks: Sequence[int]) -> Walk:
+    expect_schedule(schedule)
+    walk = walk_of(chosen(schedule, len(ranks)), chunks, (0,) * len(ranks), tuple(ranks))
+    last = [
+        i
+        for step in walk[ranks[-1]]
+        if step.stage == len(ranks) - 1
+        for kind, i in [step.action]
+        if kind == Kind.FORWARD
+    ]
+    if last != sorted(last):
+        raise ValueError(
+            f"schedule: the last stage takes micro-batches in the order {last}, but torch's pipelining runtime takes "
+            "its losses for those of micro-batches 0, 1, 2 and so on; put its forwards in order, or use "
+            "gpipe.distributed.Rank"
+        )
+    return walk
+
+
+def _weighed(loss_fn: Callable[..., Any], chunks: int, reduction: str) -> Callable[..., Tensor]:
+    """The share of a micro-batch in the loss of the mini-batch. All are of one size."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
+
+    def weighed(output: Any, target: Any, **kwargs: Any) -> Tensor:
+        loss = loss_fn(output, target, **kwargs)
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"loss_fn: torch's pipelining runtime takes a tensor; got {type(loss).__name__}. Losses that say what "
+                "they count, as (sum, count), work in gpipe.distributed.Rank"
+            )
+        return loss / chunks if reduction == "mean" else loss
+
+    return weighed

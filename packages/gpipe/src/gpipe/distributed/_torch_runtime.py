@@ -1,0 +1,229 @@
+"""Our stages and schedules in torch's pipelining runtime: the one place that touches what torch keeps private.
+
+Between stages torch sends flat tuples of tensors. So skips go through all stages between the one that stashes them and
+the one that pops them, behind the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from ..module._partition import Partition
+from ..schedule import Kind, Walk
+from ..skip import SkipLayout
+from ..skip._store import routed
+
+_KINDS = {
+    Kind.FORWARD: _ComputationType.FORWARD,
+    Kind.BACKWARD: _ComputationType.FULL_BACKWARD,
+    Kind.BACKWARD_INPUT: _ComputationType.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT: _ComputationType.BACKWARD_WEIGHT,
+}
+"""Not those that recompute: there a checkpointed micro-batch recomputes in its backward."""
+
+
+class Carrier(Partition):
+    """A partition that takes and gives what torch sends: its values, then the skips that pass.
+
+    Args:
+        partition: whose layers, under their own names.
+        index: of the stage.
+        stages: how many there are.
+        layout: which skips go from where to where.
+        stop: micro-batches below it are checkpointed.
+
+    Attributes:
+        microbatch: which is about to be computed.
+    """
+
+    def __init__(self, partition: nn.Module, index: int, stages: int, layout: SkipLayout, stop: int) -> None:
+        super().__init__()
+        self._modules.update(partition.named_children())
+        self.training = partition.training
+        self.microbatch = 0
+        self._index, self._last, self._stop = index, index == stages - 1, stop
+        self._takes = [route.key for route in layout.routes if route.source < index <= route.target]
+        self._gives = [route.key for route in layout.routes if route.source <= index < route.target]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._index:
+            for value in args:
+                if value.requires_grad:
+                    value.register_hook(Tensor.contiguous)  # gloo sends no other gradients
+        if self.training and torch.is_grad_enabled() and self.microbatch < self._stop:
+            again = nullcontext(), KeptBuffers([self])  # batch norm counts a micro-batch once
+            return checkpoint(self._carried, *args, use_reentrant=False, context_fn=lambda: again, **kwargs)
+        return self._carried(*args, **kwargs)
+
+    def _carried(self, *args: Any, **kwargs: Any) -> Any:
+        values, skips = args[: len(args) - len(self._takes)], args[len(args) - len(self._takes) :]
+        if self._index and len(values) > 1:
+            values = (values,)  # a tuple is one value, of which torch makes several
+        store = dict(zip(self._takes, skips, strict=True))
+        with routed(store):
+            value = super().forward(*values, **kwargs)
+        return self._flat(value, [(key, store.pop(key)) for key in self._gives])
+
+    def _flat(self, value: Any, skips: Sequence[tuple[Any, Any]]) -> Any:
+        values = value if type(value) is tuple else (value,)
+        for each in values:
+            self._expect_tensor(each, "returns a tuple with" if type(value) is tuple else "returns")
+        for (_, name), skip in skips:
+            self._expect_tensor(skip, f"stashes as {name!r}")
+        if self._last:
+            return value
+        if type(value) is tuple and len(value) == 1:
+            raise TypeError(f"stage {self._index} returns a tuple of one tensor, {_CANNOT}")
+        flat = tuple([each.contiguous() for each in (*values, *[skip for _, skip in skips])])
+        return flat[0] if len(flat) == 1 else flat
+
+    def _expect_tensor(self, value: Any, what: str) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"stage {self._index} {what} {type(value).__name__}, {_CANNOT}")
+
+
+_CANNOT = (
+    "which torch's pipelining runtime cannot send: it takes a tensor, or a tuple of several; change the model or the "
+    "balance, or use gpipe.distributed.Rank"
+)
+
+
+class KeptBuffers:
+    """Inside, whatever is computed, the buffers of ``modules`` stay as they were. May be entered again."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [each for module in modules for each in module.modules()]
+
+    def __enter__(self) -> None:
+        self._before = [(each._buffers, dict(each._buffers)) for each in self._modules]
+        found = [buffer for _, before in self._before for buffer in before.values() if buffer is not None]
+        self._values = [(buffer, buffer.clone()) for buffer in found]
+
+    def __exit__(self, *error: object) -> None:
+        for buffers, before in self._before:
+            buffers.update(before)
+        for buffer, value in self._values:
+            # Past the count of changes: batch norm saves its statistics for a backward that does not read them.
+            buffer.data.copy_(value)
+
+
+class Stage(PipelineStage):  # type: ignore[misc, unused-ignore]
+    """A stage of torch's, whose layers know which micro-batch they compute."""
+
+    def __init__(self, carrier: Carrier, index: int, stages: int, device: torch.device, group: Any) -> None:
+        super().__init__(carrier, index, stages, device, group=group)
+        self._carrier = carrier  # users may wrap the module, as in DistributedDataParallel
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._carrier.microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+
+class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
+    """torch's runtime on a walk of ours.
+
+    Args:
+        stages: those of this rank, in order.
+        walk: the steps of all ranks.
+        chunks: how many micro-batches there are.
+        loss_fn: of a micro-batch, weighed; None if nothing is trained.
+    """
+
+    def __init__(self, stages: Sequence[Stage], walk: Walk, chunks: int, loss_fn: Callable[..., Tensor] | None) -> None:
+        super().__init__(list(stages), chunks, loss_fn=loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]
+        self._splits = any(step.action.kind == Kind.BACKWARD_INPUT for steps in walk for step in steps)
+        self._ready_for: bool | None = None
+        self._first: dict[str, list[Any]] = {}
+        self._prepare_schedule_with_comms(
+            {rank: [_action(*step) for step in steps if step.action.kind in _KINDS] for rank, steps in enumerate(walk)}
+        )
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """As torch's; refuses rows of which it would drop some, or compute something else."""
+        self._refuse_replicas()
+        given = {**{f"argument {k}": value for k, value in enumerate(args)}, **kwargs, "target": target}
+        for name, value in given.items():
+            if name not in ("losses", "return_outputs", "loss_kwargs"):
+                self._expect_rows(name, tree_leaves(value))
+        return super().step(*args, target=target, **kwargs)
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ready_for == self._has_backward:
+            return super()._initialize_stages(*args, **kwargs)
+        self._ready_for = self._has_backward
+        # To find out shapes it computes what is in memory by chance, of which nothing may stay in batch norm.
+        with torch.random.fork_rng(devices=[]), KeptBuffers([stage.submod for stage in self._stages]):
+            return super()._initialize_stages(*args, **kwargs)
+
+    def _expect_rows(self, name: str, leaves: Sequence[Any]) -> None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            rows = len(tensor) if tensor.ndim else 0
+            if not rows or rows % self._n_microbatches:
+                raise ValueError(
+                    f"{name} has {rows} rows, which torch's pipelining runtime cannot cut into "
+                    f"{self._n_microbatches} micro-batches of one size; drop or pad rows, or use "
+                    "gpipe.distributed.Rank"
+                )
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        if found and found != self._first.setdefault(name, found):
+            raise ValueError(
+                f"{name} is {_listed(found)}, but was {_listed(self._first[name])} in the first step, for which "
+                "torch's pipelining runtime made its buffers; export once more for these, or use "
+                "gpipe.distributed.Rank"
+            )
+
+    def _refuse_replicas(self) -> None:
+        if self._splits and any(isinstance(stage.submod, DistributedDataParallel) for stage in self._stages):
+            raise RuntimeError(
+                "torch's pipelining runtime computes wrong gradients for a stage in DistributedDataParallel under a "
+                "schedule that splits backwards, such as 'zero_bubble'; choose one that does not, such as '1f1b', use "
+                "fully_shard, or gpipe.distributed.Rank"
+            )
+
+
+def _action(stage: int, action: tuple[Kind, int]) -> Any:
+    kind, microbatch = action
+    return _Action(stage, _KINDS[kind], microbatch)
+
+
+def _listed(found: Sequence[tuple[Any, Any]]) -> str:
+    return ", ".join(f"{dtype} of shape {list(shape)}" for shape, dtype in found)
+
+
+def runtime_of(
+    partitions: Mapping[int, nn.Module],
+    devices: Sequence[torch.device],
+    stops: Sequence[int],
+    layout: SkipLayout,
+    walk: Walk,
+    chunks: int,
+    loss_fn: Callable[..., Tensor] | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[list[Stage], Runtime]:
+    """The stages of this rank, and what runs them.
+
+    Args:
+        partitions: those of this rank, by the number of their stage.
+        devices: of these.
+        stops: for each stage of the model, micro-batches below it are checkpointed.
+        layout: which skips go from where to where.
+        walk, chunks, loss_fn: see :class:`Runtime`.
+        group: the processes.
+    """
+    stages = [
+        Stage(Carrier(partition, j, len(stops), layout, stops[j]), j, len(stops), device, group)
+        for (j, partition), device in zip(partitions.items(), devices, strict=True)
+    ]
+    return stages, Runtime(stages, walk, chunks, loss_fn)
