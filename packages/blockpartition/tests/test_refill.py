@@ -46,3 +46,12 @@ def test_blocks_that_become_much_smaller_than_the_bound():
     found = fills.fill(17)
     assert found.heights == [9, 18]
     assert 9 <= found.limit <= 17
+
+
+@pytest.mark.usefixtures("again")
+def test_a_block_that_is_much_longer_than_most():
+    costs = [5] * 40 + [0] * 200 + [5] * 40
+    sums = exact_sums(costs)
+    fills = Fills(sums, 80)
+    assert fills.fill(10).complete
+    assert fills.fill(9).heights == fill(sums.prefix, 9, 80)[0]
