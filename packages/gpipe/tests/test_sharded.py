@@ -56,7 +56,7 @@ def _counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 LOSSES: dict[str, Callable[..., Any]] = {"mean": nn.functional.mse_loss, "counted": _counted}
 
 
-def sharded(stages: str, nested: bool = False, **options: Any) -> tuple[Rank, Any]:
+def sharded(stages: str, nested: bool = False, mp_policy: Any = None, **options: Any) -> tuple[Rank, Any]:
     """A rank of one of two replicas, and the mesh."""
     from torch.distributed.fsdp import fully_shard
 
@@ -67,7 +67,7 @@ def sharded(stages: str, nested: bool = False, **options: Any) -> tuple[Rank, An
         for layer in partition if nested else ():
             if any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=mesh["replicas"])
-        fully_shard(partition, mesh=mesh["replicas"])
+        fully_shard(partition, mesh=mesh["replicas"], **({} if mp_policy is None else {"mp_policy": mp_policy}))
     return rank, mesh
 
 
@@ -124,6 +124,29 @@ def _reductions() -> Iterator[list[int]]:
 def expect_same_gradients(rank: Rank, plain: nn.Module) -> None:
     for name, parameter in rank.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("waits", [False, True])
+def test_reduced_in_another_dtype(worlds: Any, loss: str, waits: bool) -> None:
+    """Then ``fully_shard`` adds micro-batches itself, in the dtype in which it reduces; also over several steps."""
+    worlds(4).run(_expect_reduced_in_another_dtype, loss, waits)
+
+
+def _expect_reduced_in_another_dtype(loss: str, waits: bool) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    rank, mesh = sharded("two", chunks=3, mp_policy=policy)
+    replica = mesh["replicas"].get_local_rank()
+    plain, (x, y) = network(), batch()
+    for last in (False, True):
+        nn.functional.mse_loss(plain(x), y).backward()
+        for partition in rank.partitions:
+            partition.set_requires_gradient_sync(last or not waits)
+        rank.step(x.chunk(2)[replica], y.chunk(2)[replica], loss_fn=LOSSES[loss])
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 
 
 def test_after_a_failure(worlds: Any) -> None:

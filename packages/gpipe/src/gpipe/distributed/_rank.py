@@ -235,7 +235,7 @@ class Rank(Stepping):
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         stops = checkpoint_stops(self._checkpoint if self.training else "never", len(batches), len(self._balance))
-        with self._sharding.reduced_once():
+        with self._sharding.reduced_once(loss):
             self._pipeline.train(batches, stops, loss, chosen(schedule, len(self._balance)))
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:

@@ -7,13 +7,15 @@ do so; what is called here is what torch's own pipelining calls (``perform_reduc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from .._fsdp import fsdp_modules
+from ..engine._losses import Losses
+from ..engine._scale import Scale, scale_in_place
 from ._tied import Twin
 
 
@@ -54,10 +56,12 @@ class Sharding:
             )
 
     @contextmanager
-    def reduced_once(self) -> Iterator[None]:
-        """Around all that a step does to gradients: these are reduced when it has ended, and lost if it fails."""
+    def reduced_once(self, loss: Losses) -> Iterator[None]:
+        """Around all that a step with this ``loss`` does: gradients are reduced at its end, and lost if it fails."""
         states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
         before = {group: _settings(group) for state in states for group in _groups(state)}
+        parameters = [parameter for group in before for parameter in group.fsdp_params]
+        apart = [_taken(parameter) for parameter in parameters]
         for state in states:
             state._state_ctx.is_last_backward = False
         for group in before:
@@ -65,7 +69,7 @@ class Sharding:
         try:
             yield
         except BaseException:
-            _drop_gradients(before)
+            _drop_gradients(parameters)
             for state in states:
                 if state._is_root:
                     # New in torch 2.13; before, what was under way is only ended.
@@ -76,6 +80,8 @@ class Sharding:
                 _set(group, settings)
             for state in states:
                 state._state_ctx.is_last_backward = True
+        for parameter, earlier in zip(parameters, apart, strict=True):
+            _give_back(parameter, earlier, loss.scale)
         for state in states:
             if state._is_root:
                 state._root_post_backward_final_callback()
@@ -100,9 +106,23 @@ def _set(group: Any, settings: Mapping[str, bool]) -> None:
         setattr(group, name, value)
 
 
-def _drop_gradients(groups: Mapping[Any, Any]) -> None:
-    for group in groups:
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+def _taken(parameter: Any) -> Tensor | None:
+    """What has grown in another dtype than that of the parameter, by micro-batches of steps that were not reduced."""
+    grown: Tensor | None = parameter.unsharded_accumulated_grad
+    parameter.unsharded_accumulated_grad = None
+    return grown
+
+
+def _give_back(parameter: Any, earlier: Tensor | None, scale: Scale) -> None:
+    """Add ``earlier`` to what has grown so in this step, where no scale has reached it."""
+    grown = _taken(parameter)
+    if grown is not None:
+        grown = scale_in_place(grown, scale)
+    parameter.unsharded_accumulated_grad = earlier if grown is None else grown if earlier is None else grown + earlier
+
+
+def _drop_gradients(parameters: Iterable[Any]) -> None:
+    for parameter in parameters:
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
