@@ -227,6 +227,13 @@ def _disagree(change: dict[str, Any]) -> None:
     rank.step(*batch(), loss_fn=nn.functional.mse_loss)
 
 
+def test_no_schedule_is_chosen(worlds):
+    for succeeded, text in worlds(2).answers(_expect_in_turn, "auto"):
+        assert not succeeded
+        assert "ValueError: there is no schedule 'auto'" in text
+    worlds(2).run(_expect_in_turn, "1f1b")
+
+
 class Fails(nn.Module):
     """Raises when it is told to, on one micro-batch, in its forward or backward."""
 
