@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import gpipe
-from gpipe import skip
 from gpipe._plan._costs import Measured
 from gpipe._plan._search import Space, search
 from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
 
+from .every_way import against_every_way
 from .large_plan import large
 from .report import Report, Table
-from .workloads import WORKLOADS
-
-Model = tuple[nn.Sequential, Tensor, Callable[[Any, Any], Tensor]]
+from .six import SIX
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
-    """Predictions by model, then the time of a search, then what it takes to plan a large model."""
+    """Predictions by model, the choice beside all others, the time of a search, what a large model takes to plan."""
     yield _predictions(options.quick)
+    yield against_every_way(options.quick)
     yield _searches(options.quick)
     yield large(options.quick)
 
@@ -41,7 +39,7 @@ def _predictions(quick: bool) -> Report:
     headings = ("model", "calibrated", "plan", "measured", "step", "device 0", "device 1")
     table = Table("plan.md", "plans", caption, headings, left=3)
     found: dict[str, list[float]] = {}
-    for name in ["W 64"] if quick else [*MODELS, "W 256", "U-Net", "ResNet", "GPT-2"]:
+    for name in ["LSTM tagger"] if quick else SIX:
         for given in ({}, {"schedule": "fill_drain", "checkpoint": "always"}):
             for calibrate in (False, True):
                 shown = _verified(name, calibrate, given)
@@ -61,47 +59,13 @@ def _predictions(quick: bool) -> Report:
 
 def _verified(name: str, calibrate: bool, given: dict[str, Any]) -> tuple[Any, Any] | None:
     torch.manual_seed(0)
-    model, x, loss = _made(name)
-    plan = gpipe.plan(model, x, ["cpu"] * 2, loss_fn=loss, calibrate=calibrate, **given)
-    pipe = plan.build(model)
+    case = SIX[name]()
+    plan = gpipe.plan(case.model, case.x, ["cpu"] * 2, target=case.y, loss_fn=case.loss, calibrate=calibrate, **given)
+    pipe = plan.build(case.model)
     try:
-        return plan, plan.verify(x)
+        return plan, plan.verify(case.x, case.y)
     finally:
         pipe.close()
-
-
-def _made(name: str) -> Model:
-    if name in MODELS:
-        return MODELS[name]()
-    workload = WORKLOADS[name]
-    return workload.model(skip), workload.batch().detach(), lambda output, _: workload.loss(output)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(width, width, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.inner(x)[0]
-        return output
-
-
-def _mlp() -> Model:
-    layers = [layer for _ in range(8) for layer in (nn.Linear(768, 768), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(768, 4000)), torch.randn(512, 768), _squares
-
-
-def _tagger() -> Model:
-    layers = [nn.Embedding(5000, 192), *(Recurrent(192) for _ in range(4)), nn.Linear(192, 40)]
-    return nn.Sequential(*layers), torch.randint(5000, (64, 48)), _squares
-
-
-def _squares(output: Tensor, _: Any) -> Tensor:
-    return output.square().mean()
-
-
-MODELS: dict[str, Callable[[], Model]] = {"MLP with a large loss": _mlp, "LSTM tagger": _tagger}
 
 
 def _searches(quick: bool) -> Report:
