@@ -201,9 +201,6 @@ class Interrupted(BaseException):
     """As of a signal."""
 
 
-OPERATIONS = ["mkdir", "write_data", "finish", "rename", "rmtree"]
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_an_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
     """Wherever it is interrupted; the next one is whole."""
