@@ -16,6 +16,7 @@ from .report import keep, show_all, write
 # In this order; `targets` reads what the others have found.
 PARTS = {
     "compare": "time of a step: ours, the plain loop, torchgpipe, fairscale, torch.distributed.pipelining",
+    "ranks": "gpipe.distributed.Rank beside torch.distributed.pipelining, each in two processes",
     "predicted": "`step` by each schedule beside the time that `simulate` predicts",
     "plan": "what `gpipe.plan` predicts, beside what is measured",
     "memory": "what a pipe keeps between forward and backward; resident memory of each library",
@@ -66,7 +67,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="check that it runs: few rounds of little work")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks/*.md")
     parser.add_argument("--rounds", type=_positive, help="instead of each part's own number")
-    parser.add_argument("--workload", nargs="+", metavar="NAME", help="compare: only W, 'W 256', U-Net, ResNet, GPT-2")
+    parser.add_argument(
+        "--workload", nargs="+", metavar="NAME", help="compare, ranks: only W, 'W 256', U-Net, ResNet, GPT-2"
+    )
     parser.add_argument(
         "--before", type=Path, metavar="FOLDER", help="solve: older sources of blockpartition to compare with"
     )

@@ -11,7 +11,8 @@ CHECKPOINTS = ("never", "except_last", "always")
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble", "interleaved")
 STAGES = 2
 PEERS = ("torchgpipe", "fairscale", "distributed")
-PIPELINES = ("gpipe", "inline", *PEERS)
+RANKS = ("ranks", "ranks, even cuts", "distributed", "distributed, even cuts")  # two processes each
+PIPELINES = ("gpipe", "inline", *PEERS, *RANKS)
 
 
 @dataclass(frozen=True)

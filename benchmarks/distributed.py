@@ -36,9 +36,9 @@ Built = tuple[Callable[[], Tensor | None], nn.Module, Callable[[], object]]
 
 def build(model: nn.Sequential, batch: Tensor, workload: Workload, contender: Contender, task: Task) -> Built:
     """This rank's step, its layers, and the barrier that all ranks pass before a step."""
-    rank = _rank()
+    rank = place()
     kind, each = SCHEDULES[contender.schedule]
-    relays = _relays(model, workload.balance if each == 1 else workload.quarters)
+    relays = _relays(model, cuts(workload, contender))
     own = {j: _recomputing(relay, contender) for j, relay in enumerate(relays) if j % 2 == rank}
     stages = [PipelineStage(module, j, len(relays), torch.device("cpu")) for j, module in own.items()]
     loss = (lambda output, _: workload.loss(output)) if task.training else None
@@ -47,7 +47,7 @@ def build(model: nn.Sequential, batch: Tensor, workload: Workload, contender: Co
     return _step(schedule, layers, batch, rank, task), layers, dist.barrier
 
 
-def _rank() -> int:
+def place() -> int:
     """This process's place, among two that keep their connection from task to task."""
     if not dist.is_initialized():
         bind_to_share(int(os.environ["RANK"]), 2)  # before gloo starts threads of its own
@@ -55,8 +55,15 @@ def _rank() -> int:
     return dist.get_rank()
 
 
-def _relays(model: nn.Sequential, balance: tuple[int, ...] | None) -> list[SkipRelay]:
-    assert balance is not None
+def cuts(workload: Workload, contender: Contender) -> tuple[int, ...]:
+    """How many layers the stages of both ranks have."""
+    found = workload.quarters if contender.schedule == "interleaved" else workload.balance
+    found = workload.even if contender.library.endswith("even cuts") else found
+    assert found is not None
+    return found
+
+
+def _relays(model: nn.Sequential, balance: tuple[int, ...]) -> list[SkipRelay]:
     stages = [SkipRelay(layers) for layers in slices(model, balance)]
     connect(stages)
     return stages

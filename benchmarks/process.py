@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import machine
-from .contenders import Contender, Task
+from .contenders import RANKS, Contender, Task
 from .programs import Costs, Program, build, named_results
 from .timing import Step
 
@@ -44,7 +44,7 @@ class Process:
     def __init__(self, contender: Contender, folder: Path, *, limit: float, pin: bool = True) -> None:
         self.contender, self.limit = contender, limit
         self.failure: str | None = None
-        self._ranks = 2 if contender.library == "distributed" else 1
+        self._ranks = 2 if contender.library in RANKS else 1
         self._connections: list[Connection] = []
         self._ids: list[int] = []
         address = tempfile.mktemp(dir=folder)  # the folder is ours alone

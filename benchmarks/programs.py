@@ -225,6 +225,33 @@ def _distributed(workload: Workload, contender: Contender, task: Task) -> Progra
     return Program(*distributed.build(model, batch, workload, contender, task))
 
 
+def _ranks(workload: Workload, contender: Contender, task: Task) -> Program:
+    """gpipe.distributed.Rank, in processes as those of torch.distributed.pipelining."""
+    import torch.distributed as dist
+
+    from gpipe.distributed import Rank
+
+    from . import distributed
+
+    distributed.place()
+    model, batch = _model(workload, "gpipe.skip"), _batch(workload)
+    balance = distributed.cuts(workload, contender)
+    rank = Rank(model, balance, chunks=task.chunks, checkpoint=contender.checkpoint)
+    optimizer = optimizer_of(rank)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        rank.step(
+            batch.detach().requires_grad_(),
+            loss_fn=lambda output, _: workload.loss(output),
+            schedule=contender.schedule,
+            reduction="sum",
+        )
+        optimizer.step()
+
+    return Program(step, rank, dist.barrier)
+
+
 def named_results(program: Program, output: Tensor | None) -> dict[str, Tensor]:
     """What must be the same in all libraries: gradients of parameters after training, else the output."""
     if output is not None:
@@ -250,6 +277,9 @@ LIBRARIES: dict[str, Callable[[Workload, Contender, Task], Program]] = {
     "torchgpipe": _torchgpipe,
     "fairscale": _fairscale,
     "distributed": _distributed,
+    "distributed, even cuts": _distributed,
+    "ranks": _ranks,
+    "ranks, even cuts": _ranks,
 }
 
 

@@ -69,6 +69,12 @@ TARGETS = [
         1,
         "<",
     ),
+    Target(
+        "`gpipe.distributed.Rank`: time / torch.distributed.pipelining's, both in two processes, the same schedule",
+        r"ranks, .*: time / distributed",
+        1,
+    ),
+    Target("`Rank` on an uneven model: time / that of even cuts", r"ranks, Uneven.*: time / even cuts", 1, "<"),
     Target("forward only: time / any peer's", r".*forward only.*: time / .*", 1, "<"),
     Target("engine, empty stages, n=4, m=64: time of a cell / the plain loop's", r"engine 4x64: workers / loop", 2),
     Target("frames of our packages above a layer on a worker", r"calls: frames above a layer", 9),

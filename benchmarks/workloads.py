@@ -26,6 +26,7 @@ class Workload:
         loss: of a micro-batch; the losses of all add up to that of the mini-batch.
         balance: makes two stages of about the same weight.
         quarters: makes four, where the model can be cut like that.
+        even: has as many layers in both stages, where those of `balance` do not.
         random: whether the model draws masks, so that gradients differ from run to run.
         has_batch_norm: which computes another function of the whole mini-batch than of its micro-batches.
     """
@@ -35,6 +36,7 @@ class Workload:
     loss: Callable[[Tensor], Tensor]
     balance: tuple[int, int]
     quarters: tuple[int, int, int, int] | None = None
+    even: tuple[int, int] | None = None
     random: bool = False
     has_batch_norm: bool = False
 
@@ -46,7 +48,7 @@ def by_name(name: str) -> Workload:
         ValueError: if there is none; names those that there are.
     """
     try:
-        return WORKLOADS[name]
+        return {**WORKLOADS, **OF_RANKS}[name]
     except KeyError:
         raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}; got {name!r}") from None
 
@@ -70,6 +72,12 @@ def w(width: int) -> Workload:
         return torch.randn(width, width, requires_grad=True)
 
     return Workload(partial(linear, width), batch, total, (8, 8), (4, 4, 4, 4))
+
+
+def narrowing(_: Skips) -> nn.Sequential:
+    """As W, but four blocks are wide and twelve narrow: most of the work is in the first quarter of the layers."""
+    widths = [512] * 5 + [128] * 12
+    return nn.Sequential(*[layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())])
 
 
 def unet(channels: int, depth: int, skips: Skips) -> nn.Sequential:
@@ -200,3 +208,11 @@ WORKLOADS = {
         random=True,
     ),
 }
+
+OF_RANKS = {
+    "W 512": w(512),
+    "Uneven": Workload(
+        narrowing, lambda: torch.randn(512, 512, requires_grad=True), total, balance=(4, 28), even=(16, 16)
+    ),
+}
+"""Measured by the part `ranks` alone."""

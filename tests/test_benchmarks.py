@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need rich")
 pytest.importorskip("tabulate", reason="the benchmarks need tabulate")
 
-from benchmarks import calls, compare, distributed, workloads
+from benchmarks import calls, compare, distributed, ranks, workloads
 from benchmarks.contenders import CHECKPOINTS, LOOP, PEERS, TWO_LOOPS, Contender, Task, contenders, rivals
 from benchmarks.distributed import SkipRelay, connect
 from benchmarks.machine import intra_op_threads
@@ -122,6 +122,14 @@ class TestRivals:
         step = Contender("gpipe", schedule="1f1b")
         assert rivals(step, "distributed", FIELD) == [Contender("distributed", schedule="1f1b")]
         assert rivals(Contender("gpipe"), "distributed", FIELD) == [Contender("distributed", schedule="fill_drain")]
+
+    @pytest.mark.parametrize("workload", ranks.WORKLOADS)
+    def test_ranks_meet_torchs_with_the_same_cuts(self, workload: str) -> None:
+        contenders = ranks.field(Task(workload, 8))
+        for ours in [one for one in contenders if one.library == "ranks"]:
+            (theirs,) = rivals(ours, "distributed", contenders)
+            cuts = [distributed.cuts(workloads.by_name(workload), one) for one in (ours, theirs)]
+            assert cuts[0] == cuts[1]
 
     @pytest.mark.parametrize("library", ["torchgpipe", "fairscale"])
     @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
