@@ -11,6 +11,7 @@ Both ends number the forms (:mod:`gpipe.distributed._forms`) that have passed, s
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -33,7 +34,8 @@ POISON: Final = -1
 _MOST = 1024
 """Forms that are remembered. Where each message has another one, as sparse gradients have, they are forgotten."""
 
-_HEAD = 5 * 8
+_LAYOUT = struct.Struct("=5q")
+_HEAD = _LAYOUT.size
 _ALIGN = 16  # so that the data of any dtype can be looked at in place
 
 
@@ -107,14 +109,16 @@ class Sender:
             self.forget(microbatch)
 
     def _send(self, microbatch: int, head: tuple[int, int, int, bool], parts: Sequence[Tensor]) -> None:
-        parts = [part.cpu() for part in parts if len(part)]
-        places, total = _places([len(part) for part in parts])
+        parts = [part.cpu() for part in parts if part.numel()]
+        sizes = [part.numel() for part in parts]  # len() of a tensor goes through Python
+        places, total = _places(sizes)
         small = total <= SMALL
-        frame = torch.empty(total if small else _HEAD, dtype=torch.uint8)
-        frame[:_HEAD].view(torch.int64).copy_(torch.tensor((*head, small)))
+        memory = bytearray(total if small else _HEAD)
+        _LAYOUT.pack_into(memory, 0, *head, small)
+        frame = torch.frombuffer(memory, dtype=torch.uint8)
         if small:
-            for place, part in zip(places, parts, strict=True):
-                frame[place : place + len(part)] = part
+            for place, size, part in zip(places, sizes, parts, strict=True):
+                frame[place : place + size].copy_(part)
             parts = ()
         transfers = [(self.peer.send(part), part) for part in (frame, *parts)]
         self._under_way.setdefault(microbatch, []).extend(transfers)
@@ -133,7 +137,7 @@ class Receiver:
         self._device = device
         self._forms: list[Form] = []
         self._expected = 0
-        self._posted: tuple[Any, Tensor] | None = None
+        self._posted: tuple[Any, Tensor, bytearray] | None = None
 
     def expect(self, messages: int) -> None:
         """A run begins, in which so many messages come."""
@@ -150,10 +154,10 @@ class Receiver:
         """
         if self.poisoned is not None:
             raise Cancelled
-        frame = self._frame()
-        microbatch, number, size, flag, small = frame[:_HEAD].view(torch.int64).tolist()
+        frame, memory = self._frame()
+        microbatch, number, size, flag, small = _LAYOUT.unpack_from(memory)
         parts = _Parts(self.peer, frame if small else None)
-        (text,) = parts.take([size])
+        text = parts.take([size])[0] if size else _NOTHING
         if microbatch == POISON:
             self.poisoned = bytes(text.tolist())
             raise Cancelled
@@ -176,19 +180,20 @@ class Receiver:
         except Cancelled:
             pass
 
-    def _frame(self) -> Tensor:
+    def _frame(self) -> tuple[Tensor, bytearray]:
         self._post()
         assert self._posted is not None
-        work, frame = self._posted
+        work, frame, memory = self._posted
         self.peer.wait(work)
         self._posted = None
-        return frame
+        return frame, memory
 
     def _post(self) -> None:
         """Have memory ready for the next message, so that it may come before anybody asks for it."""
         if self._posted is None:
-            frame = torch.empty(SMALL, dtype=torch.uint8)
-            self._posted = self.peer.receive(frame), frame
+            memory = bytearray(SMALL)
+            frame = torch.frombuffer(memory, dtype=torch.uint8)
+            self._posted = self.peer.receive(frame), frame, memory
 
 
 class _Parts:
@@ -202,14 +207,14 @@ class _Parts:
     def take(self, sizes: Sequence[int]) -> list[Tensor]:
         """The next ones, of so many bytes, each in memory of its own."""
         parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        present = [part for part in parts if len(part)]
+        present = [(size, part) for size, part in zip(sizes, parts, strict=True) if size]
         if self._frame is None:
-            for work in [self._peer.receive(part) for part in present]:
+            for work in [self._peer.receive(part) for _, part in present]:
                 self._peer.wait(work)
         else:
-            places, self._end = _places([len(part) for part in present], self._end)
-            for place, part in zip(places, present, strict=True):
-                part.copy_(self._frame[place : place + len(part)])
+            places, self._end = _places([size for size, _ in present], self._end)
+            for place, (size, part) in zip(places, present, strict=True):
+                part.copy_(self._frame[place : place + size])
         return parts
 
 
