@@ -11,6 +11,9 @@ import torch
 from .sweeps import sweeps as sweeps
 from .worlds import World
 
+CASES = 4
+"""How many cases of a test over several processes run where time is short."""
+
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
@@ -36,10 +39,26 @@ def worlds() -> Iterator[Callable[[int], World]]:
     opened: dict[int, World] = {}
 
     def of(size: int) -> World:
-        if size not in opened or not all(process.is_alive() for process in opened[size].processes):
+        if size in opened and not opened[size].is_fresh:
+            opened.pop(size).close()
+        if size not in opened:
             opened[size] = World(size)
         return opened[size]
 
     yield of
     for each in opened.values():
         each.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test over several processes, which take long, some stand for all."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if "worlds" in getattr(item, "fixturenames", ()):
+            cases.setdefault((str(item.path), getattr(item, "originalname", item.name)), []).append(item)
+    for found in cases.values():
+        chosen = {*found[:: -(-len(found) // CASES)]}
+        for item in found:
+            if item not in chosen:
+                item.add_marker(pytest.mark.long)

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+RUNS = 30
+"""Functions after which other processes take over: groups of ranks last, and listen, as long as their process."""
+
 LIMIT = 180.0
 """Seconds after which a world counts as hanging."""
 
@@ -32,6 +35,7 @@ class World:
         self._folder = tempfile.TemporaryDirectory()
         self.connections: list[Connection] = []
         self.processes = []
+        self.runs = 0
         for rank in range(size):
             here, there = context.Pipe()
             arguments = rank, size, os.path.join(self._folder.name, "store"), timeout, there
@@ -39,6 +43,11 @@ class World:
             self.processes[-1].start()
             there.close()
             self.connections.append(here)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether all processes are there, and have not yet so many groups that these take their time."""
+        return self.runs < RUNS and all(process.is_alive() for process in self.processes)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What ``function(*arguments)`` returns on each rank; the first traceback, if it raises anywhere."""
@@ -49,6 +58,7 @@ class World:
 
     def answers(self, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[tuple[bool, Any]]:
         """For each rank, whether it got to the end, and what it returned, or its traceback."""
+        self.runs += 1
         for connection in self.connections:
             connection.send((function, arguments))
         return [self.answer(rank, limit) for rank in range(len(self.connections))]
