@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -27,16 +25,42 @@ def layouts(draw: st.DrawFn) -> tuple[int, SkipLayout]:
     return stages, SkipLayout(Route((None, f"skip {n}"), a, b) for n, (a, b) in enumerate(pairs))
 
 
+class Making:
+    """Makes channels, and keeps a list of them."""
+
+    def __init__(self) -> None:
+        self.made: list[Channel] = []
+        self.between_stages: dict[int, tuple[int, int]] = {}
+
+    def end(self, name: str) -> Channel:
+        self.made.append(Channel(name))
+        return self.made[-1]
+
+    def between(self, a: int, b: int, number: int, name: str) -> Channel:
+        assert number not in self.between_stages
+        self.between_stages[number] = a, b
+        return self.end(name)
+
+
 def connected(stages: int, layout: SkipLayout) -> tuple[Channels, list[Channel]]:
     """The channels, and a list of all that were made."""
-    made: list[Channel] = []
+    making = Making()
+    return Channels(range(stages), stages, layout, making), making.made
 
-    def channel(name: str) -> Channel:
-        made.append(Channel(name))
-        return made[-1]
 
-    cpu: Any = (torch.device("cpu"), None, None)
-    return Channels([cpu] * stages, layout, channel), made
+@given(layouts(), st.sets(st.integers(0, 4)))
+def test_some_stages_have_the_channels_that_they_need_under_the_same_numbers(
+    case: tuple[int, SkipLayout], chosen: set[int]
+):
+    stages, layout = case
+    here = sorted(chosen & {*range(stages)})
+    whole, part = Making(), Making()
+    Channels(range(stages), stages, layout, whole)
+    channels = Channels(here, stages, layout, part)
+    assert list(channels.arrivals) == list(channels.departures) == here
+    assert part.between_stages == {
+        number: ends for number, ends in whole.between_stages.items() if not {*ends}.isdisjoint(here)
+    }
 
 
 def main(side: Channel | Ports) -> Channel:
@@ -50,7 +74,7 @@ def skips(side: Channel | Ports) -> list[str]:
 @given(layouts())
 def test_the_main_channels_are_a_chain(case: tuple[int, SkipLayout]) -> None:
     channels, _ = connected(*case)
-    arrivals, departures = list(map(main, channels.arrivals)), list(map(main, channels.departures))
+    arrivals, departures = (list(map(main, each.values())) for each in (channels.arrivals, channels.departures))
     assert arrivals == [channels.entrance, *departures[:-1]]
     assert departures[-1] is channels.exit
 
