@@ -8,8 +8,6 @@ from benchmarks.many_devices import MADE_WITH, NODES, PAGE, row, rows, version
 
 pytestmark = pytest.mark.timeout(600)
 
-FAST = (10240,)
-
 
 def test_it_has_a_line_for_each_number_of_devices():
     assert list(rows(PAGE.read_text(encoding="utf-8"))) == list(NODES)
@@ -23,9 +21,8 @@ def test_a_large_model_is_planned_in_a_minute_and_little_memory(case: tuple[str,
     assert float(found["bytes"]) < 2e9
 
 
-@pytest.mark.parametrize(
-    "devices", [each if each in FAST else pytest.param(each, marks=pytest.mark.long) for each in NODES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("devices", NODES)
 def test_a_line_is_as_planned(devices: int):
     page = PAGE.read_text(encoding="utf-8")
     if f"{MADE_WITH} {version()} " not in page:

@@ -11,7 +11,7 @@ import torch
 from .sweeps import sweeps as sweeps
 from .worlds import World
 
-CASES = 4
+CASES = 2
 """How many cases of a test over several processes run where time is short."""
 
 

@@ -26,7 +26,7 @@ kinds = st.lists(st.sampled_from(["none", "dense", "sparse"]), min_size=len(SHAP
 
 
 @settings(
-    max_examples=max(20, settings().max_examples // 4),
+    max_examples=max(8, settings().max_examples // 8),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(kinds, kinds, st.sampled_from([1, 24, 2**20]))

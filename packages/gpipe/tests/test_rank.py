@@ -29,7 +29,7 @@ pytestmark = [
 
 SLOW = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
-    max_examples=max(10, settings().max_examples // 4),
+    max_examples=max(8, settings().max_examples // 8),
 )
 
 

@@ -45,11 +45,11 @@ def moments(schedule: str, mode: str, microbatches: int, stages: int, stage: int
         stage: its number.
         split: whether its backward is.
 
-    >>> for moment in moments("1f1b", "never", 8, 2, 0, False):
+    >>> for moment in sorted(moments("1f1b", "never", 8, 2, 0, False)):
     ...     print(moment.kind, moment.begun, moment.whole)
-    forward False 1
     backward False 1
     backward True 1
+    forward False 1
     forward True 1
     """
     few = min(microbatches, 3 if schedule == "fill_drain" else 2 * stages + 2)
