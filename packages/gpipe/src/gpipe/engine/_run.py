@@ -151,12 +151,12 @@ class Run:
         if self._on_accelerator:
             expect_no_capture(self._devices)
         self._streams = self._current_streams() if self._on_accelerator else [CPUStream] * len(stages)
-        self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self.observer = None if observer is None else observer.begin(share.lines)
         self._failures = share.failures()
         self._channels = share.channels(
             self._streams, Link if self.observer is None else self.observer.link, self._failures
         )
+        self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._tied = Tied(stages)
         self._runners = {
             stage.index: StageRunner(self.mini_batch, stage, self._arrival(stage), self._departure(stage), leaves)
