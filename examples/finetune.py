@@ -103,7 +103,7 @@ def blocks(tokenizer: Tokenizer, text: str, length: int) -> tuple[Tensor, Tensor
     return rows[:-test], rows[-test:]
 
 
-def language_model(options: argparse.Namespace) -> GPT2LMHeadModel:
+def language_model(options: argparse.Namespace, **changes: float) -> GPT2LMHeadModel:
     """A small GPT-2 that knows nothing yet; ``AutoModelForCausalLM.from_pretrained(...)`` goes here just as well."""
     config = GPT2Config(
         vocab_size=options.vocabulary,
@@ -114,6 +114,7 @@ def language_model(options: argparse.Namespace) -> GPT2LMHeadModel:
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
+        **changes,
     )
     return GPT2LMHeadModel(config)  # its head is tied to its embedding, on whatever stages both are
 

@@ -15,11 +15,11 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-from finetune import batch_of, blocks, mini_batch, tokenizer_for
+from finetune import batch_of, blocks, language_model, mini_batch, tokenizer_for
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 from transformers.utils import logging
 
 from gpipe import GPipe, flatten
@@ -27,6 +27,9 @@ from gpipe.balance import balance_by_parameters
 from gpipe.distributed import Rank
 
 console = Console(quiet=int(os.environ.get("RANK", 0)) > 0)
+
+WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+"""A mini-batch and its micro-batches would draw other numbers."""
 
 Step = Callable[[dict[str, Tensor]], Tensor]
 """Forward and backward of a mini-batch; its loss."""
@@ -38,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     torch.manual_seed(0)  # the same weights in all processes
     text = " ".join(" ".join(topics.values()).split())  # what help("for") and the like print: 420 kB of English
     train, _ = blocks(tokenizer_for(text, options.vocabulary), text, options.length)
-    name, module, step = trained_by(options, language_model(options))
+    model = language_model(options, **WITHOUT_DROPOUT).train()
+    name, module, step = trained_by(options, model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     losses, begin = [], time.perf_counter()
     for k in range(options.steps):
@@ -62,24 +66,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128, help="of the hidden state")
     parser.add_argument("--layers", type=int, default=4)
     return parser.parse_args(argv)
-
-
-def language_model(options: argparse.Namespace) -> GPT2LMHeadModel:
-    """A small GPT-2 without dropout, for which a mini-batch and its micro-batches would draw other numbers."""
-    config = GPT2Config(
-        vocab_size=options.vocabulary,
-        n_positions=max(options.length, 64),
-        n_embd=options.width,
-        n_layer=options.layers,
-        n_head=options.width // 32,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    return GPT2LMHeadModel(config).train()
 
 
 def trained_by(options: argparse.Namespace, model: GPT2LMHeadModel) -> tuple[str, nn.Module, Step]:

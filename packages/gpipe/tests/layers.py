@@ -45,6 +45,17 @@ class Pop(nn.Module):
         return x + skip
 
 
+class Tied(nn.Module):
+    """A linear layer with the weight of another one."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 class Raise(torch.autograd.Function):
     """The identity, whose backward raises."""
 

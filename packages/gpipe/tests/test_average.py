@@ -15,6 +15,8 @@ import gpipe.distributed._average as average
 from gpipe import GPipe
 from gpipe.distributed import Rank, average_gradients
 
+from .layers import Tied
+
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
     pytest.mark.timeout(300),
@@ -78,17 +80,6 @@ class Sometimes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.rarely(x) if x.mean() > 1 else x * 1.0
-
-
-class Tied(nn.Module):
-    """A linear layer with the weight of another one."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.weight = other.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
 
 
 def network() -> nn.Sequential:

@@ -15,10 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe import GPipe
 from gpipe.distributed import Rank, load, save
+
+from .layers import Tied
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
@@ -28,17 +30,6 @@ pytestmark = [
 LAYERS = 6
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(8) % 3
-
-
-class Tied(nn.Module):
-    """A linear layer with the weight of another one."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.weight = other.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
 
 
 def network(seed: int = 0) -> nn.Sequential:

@@ -19,6 +19,7 @@ from gpipe import GPipe
 from gpipe.distributed import Rank
 from gpipe.schedule import checkpoint_stops
 
+from .layers import Tied
 from .models import Recipe, main_of, recipes
 from .schedules import CHOICES, LOOPED, V_SHAPED, some_schedule
 
@@ -306,17 +307,6 @@ def _expect_right(rank: Rank, model: nn.Sequential, schedule: str) -> None:
     torch.testing.assert_close(loss, expected.detach())
     for name, parameter in rank.named_parameters():
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
-
-
-class Tied(nn.Module):
-    """A linear layer with the weight of another one."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.weight = other.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
 
 
 def tied() -> nn.Sequential:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.distributed import Rank, RemoteError, load, save
 
+from .layers import Tied
+
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
     pytest.mark.timeout(300),
@@ -211,17 +213,6 @@ def _loaded(path: str) -> dict[str, tuple[Tensor, Tensor]]:
         name: (p.full_tensor().detach(), optimizer.state[p]["exp_avg"].full_tensor())
         for name, p in rank.named_parameters()
     }
-
-
-class Tied(nn.Module):
-    """A linear layer with the weight of another one."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.weight = other.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 1], [0, 1, 0]])

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from ._errors import RemoteError
-from ._rendezvous import Word
+from ._rendezvous import Report
 
 
 class Meeting(Protocol):
     """Where ranks meet."""
 
-    def meet(self, word: Word) -> list[Word]: ...
+    def meet(self, report: Report) -> list[Report]: ...
 
 
 class Agreement:
@@ -47,27 +47,27 @@ def agreement(meeting: Meeting, ranks: tuple[int, ...]) -> Iterator[Agreement]:
 
     Raises:
         RemoteError: on ranks where all was right, if another one raised something.
-        ValueError: on all, if they said something else of what must be alike.
+        ValueError: on all, if they differ in what must be alike.
     """
     found, error = Agreement(), None
     try:
         yield found
     except Exception as failed:
         error = failed
-    word = {"alike": found.alike, "told": found.told}
-    said = meeting.meet(word if error is None else {"error": f"{type(error).__name__}: {error}"})
+    report = {"alike": found.alike, "told": found.told}
+    reports = meeting.meet(report if error is None else {"error": f"{type(error).__name__}: {error}"})
     if error is not None:
         raise error
-    for k, each in enumerate(said):
+    for k, each in enumerate(reports):
         if "error" in each:
             raise RemoteError(f"rank {ranks[k]} could not begin: {each['error']}")
-    _expect_alike([each["alike"] for each in said], ranks)
-    found.heard = [each["told"] for each in said]
+    _expect_alike([each["alike"] for each in reports], ranks)
+    found.heard = [each["told"] for each in reports]
 
 
-def _expect_alike(said: list[dict[str, Any]], ranks: tuple[int, ...]) -> None:
-    for name, first in said[0].items():
-        for k, each in enumerate(said):
+def _expect_alike(reports: list[dict[str, Any]], ranks: tuple[int, ...]) -> None:
+    for name, first in reports[0].items():
+        for k, each in enumerate(reports):
             if each.get(name) != first:
                 raise ValueError(
                     f"the ranks disagree: {name} is {first!r} on rank {ranks[0]}, but {each.get(name)!r} on rank "

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._gathering import gathering_of
+from ._groups import expect_group
 
 BUCKET: Final = 25 * 2**20
 """Bytes that are reduced at once. Fewer have to wait longer for the network, more for each other."""
@@ -45,10 +46,7 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
     >>> loss = rank.step(x, y, loss_fn=loss_fn)  # doctest: +SKIP
     >>> average_gradients(rank, mesh["replicas"].get_group())  # doctest: +SKIP
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError("there is no process group; call torch.distributed.init_process_group() first")
-    group = dist.group.WORLD if group is None else group
-    assert group is not None
+    group = expect_group(group)
     _expect_replicas(rank, group)
     parameters = [parameter for parameter in rank.parameters() if parameter.requires_grad]
     if not parameters or group.size() == 1:

@@ -15,11 +15,12 @@ from ..module._arguments import Device, checked_checkpoint, checked_chunks, chec
 from ..module._init import means_of
 from ..module._partition import checked_balance, verify_module
 from ..module._sequential import as_sequential
-from ..schedule import Kind, Schedule, Walk, checkpoint_stops
+from ..schedule import SCHEDULES, Kind, Schedule, Walk, checkpoint_stops
+from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout, verify_skippables
 from ._groups import expect_group
 from ._own import own_share
-from ._rank import checked_ranks, chosen, expect_schedule
+from ._rank import checked_ranks, chosen
 
 
 class Exported(NamedTuple):
@@ -120,7 +121,7 @@ def _refuse_deferred(layers: nn.Module, asked: bool) -> None:
 
 
 def _walk(schedule: Schedule | str, chunks: int, ranks: Sequence[int]) -> Walk:
-    expect_schedule(schedule)
+    expect_schedule(schedule, SCHEDULES)
     walk = walk_of(chosen(schedule, len(ranks)), chunks, (0,) * len(ranks), tuple(ranks))
     last = [
         i

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ._agreement import Agreement, Meeting, agreement
 from ._groups import open_groups
-from ._rendezvous import Rendezvous, Word
+from ._rendezvous import Rendezvous, Report
 
 
 class Gathering(NamedTuple):
@@ -34,8 +34,8 @@ class Gathering(NamedTuple):
 
 
 class _Alone:
-    def meet(self, word: Word) -> list[Word]:
-        return [word]
+    def meet(self, report: Report) -> list[Report]:
+        return [report]
 
 
 _opened: WeakKeyDictionary[dist.ProcessGroup, Gathering] = WeakKeyDictionary()

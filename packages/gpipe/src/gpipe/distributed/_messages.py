@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, Final
@@ -174,11 +175,9 @@ class Receiver:
 
     def drain(self) -> None:
         """After a run that has failed: take everything up to the poison."""
-        try:
+        with suppress(Cancelled):
             while True:
                 self.get()
-        except Cancelled:
-            pass
 
     def _frame(self) -> tuple[Tensor, bytearray]:
         self._post()

@@ -31,7 +31,7 @@ from ._failures import BEFORE, RankFailures
 from ._far_loss import FarLoss
 from ._groups import Groups
 from ._random import AgreedRNG, take_seed
-from ._rendezvous import Rendezvous, Word
+from ._rendezvous import Rendezvous, Report
 from ._tied import Twin, Twins
 from ._verdict import verdict_of, written
 
@@ -134,12 +134,12 @@ class RankPipeline(Pipeline):
             self._lost = self._rendezvous.lost([error.member])
             raise self._lost from None
 
-    def meet(self, word: Word) -> list[Word]:
-        """Say something to all ranks, and hear what each has said."""
+    def meet(self, report: Report) -> list[Report]:
+        """Send a report to all ranks; those of all."""
         if self._lost is not None:
             raise LostRankError(str(self._lost))
         try:
-            return self._rendezvous.meet(word)
+            return self._rendezvous.meet(report)
         except LostRankError as error:
             self._lost = error
             raise
@@ -170,14 +170,14 @@ class RankPipeline(Pipeline):
     def together(self, run: Run | None) -> Iterator[None]:
         """Around all that a run does: every rank comes to its end, and hears whether another one has failed there."""
         error: BaseException | None = None
-        word: Word = {}
+        report: Report = {}
         try:
             yield
-            word = self._word(run)
+            report = self._success(run)
         except BaseException as failed:
             error = failed
         try:
-            self._end(run, error, word)
+            self._end(run, error, report)
         finally:
             del error  # whose traceback holds this frame
 
@@ -187,64 +187,72 @@ class RankPipeline(Pipeline):
             raise error
         raise AssertionError("unreachable")
 
-    def _word(self, run: Run | None) -> Word:
+    def _success(self, run: Run | None) -> Report:
         """What the others need to know of a run in which nothing has failed here."""
-        word: Word = {"drew": self._rng.drew}
+        report: Report = {"drew": self._rng.drew}
         if run is not None and run.observer is not None:
-            word["events"] = run.observer.told(self._since)
+            report["events"] = run.observer.told(self._since)
         if self.ends and self.loss is not None:
-            word["verdict"] = written(self.loss)
-        return word
+            report["verdict"] = written(self.loss)
+        return report
 
-    def _end(self, run: Run | None, error: BaseException | None, word: Word) -> None:
+    def _end(self, run: Run | None, error: BaseException | None, report: Report) -> None:
         if error is not None:
-            word = self._complaint(error)
+            report = self._failure(error)
             self._crossings.poison(self._failures.poison())
-        said = self.meet(word)
-        failed = [k for k, each in enumerate(said) if "failed" in each]
+        reports = self.meet(report)
+        failed = [k for k, each in enumerate(reports) if "failed" in each]
         if failed and error is None:
             self._crossings.poison(self._failures.poison())
-        if any(each.get("drew") for each in said):
+        if any(each.get("drew") for each in reports):
             take_seed()
         if not failed:
-            self._learn(run, said)
-            self._crossings.flush()
-            return
-        self._crossings.drain()
-        self._crossings.flush()
-        self._raise(error, said)
+            self._learn(run, reports)
+        self._tidy(reports, drains=bool(failed))
+        if failed:
+            self._raise(error, reports)
 
-    def _complaint(self, error: BaseException) -> Word:
+    def _tidy(self, reports: Sequence[Report], *, drains: bool) -> None:
+        """Leave nothing under way that the next run could take for its own."""
+        lost = sorted({k for each in reports for k in (*each.get("closed", ()), *each.get("silent", ()))})
+        if lost:  # all could meet, but messages did not arrive, so that there is no next run
+            self._lost = self._rendezvous.lost(lost)
+            return
+        with self._reaching():
+            if drains:
+                self._crossings.drain()
+            self._crossings.flush()
+
+    def _failure(self, error: BaseException) -> Report:
         """What the others need to know of a failure."""
         if isinstance(error, UnreachableError):
             return {"failed": True, "silent" if error.silent else "closed": [error.member]}
-        word: Word = {"failed": True, "drew": self._rng.drew}
+        report: Report = {"failed": True, "drew": self._rng.drew}
         if not isinstance(error, Cancelled):
             notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-            word["when"] = list(self._failures.earliest or BEFORE)
-            word["what"] = f"{type(error).__name__}: {error}{notes}"
-        return word
+            report["when"] = list(self._failures.earliest or BEFORE)
+            report["what"] = f"{type(error).__name__}: {error}{notes}"
+        return report
 
-    def _learn(self, run: Run | None, said: Sequence[Word]) -> None:
+    def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:
         """What others have found out: the losses, on the rank of the last stage, and what was recorded."""
         if run is not None and run.observer is not None:
-            for k, each in enumerate(said):
+            for k, each in enumerate(reports):
                 if k != self._groups.me:
                     run.observer.hear(each.get("events", []), self._since)
         if isinstance(self.loss, FarLoss):
-            self.loss.verdict = verdict_of(said[self._ranks[-1]]["verdict"])
+            self.loss.verdict = verdict_of(reports[self._ranks[-1]]["verdict"])
 
-    def _raise(self, error: BaseException | None, said: Sequence[Word]) -> NoReturn:
+    def _raise(self, error: BaseException | None, reports: Sequence[Report]) -> NoReturn:
         """Raise the failure that comes first in the schedule: this rank's own, or one that stands for another's."""
-        found = [(each["when"], k) for k, each in enumerate(said) if "what" in each]
+        found = [(each["when"], k) for k, each in enumerate(reports) if "what" in each]
         if not found:
-            closed = sorted({k for each in said for k in (*each.get("closed", ()), *each.get("silent", ()))})
-            self._lost = self._rendezvous.lost(closed)
+            assert self._lost is not None
             raise self._lost from None
         k = min(found)[1]
         if k == self._groups.me and error is not None:
             raise error
-        raise RemoteError(f"rank {self._groups.members[k]} failed: {said[k]['what']}") from None
+        raise RemoteError(f"rank {self._groups.members[k]} failed: {reports[k]['what']}") from None
 
 
 @lru_cache(maxsize=64)

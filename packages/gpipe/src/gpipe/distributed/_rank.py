@@ -32,7 +32,7 @@ from ..module._step import Stepping
 from ..module._training import LossOptions, losses_of, returned
 from ..module._transforms import refuse_transforms
 from ..schedule import SCHEDULES, Choice, Schedule, checkpoint_stops
-from ..schedule._named import expect_name
+from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout, verify_skippables
 from ..transport._copy import CopyStreams
 from ..values._gather import gathered
@@ -261,7 +261,8 @@ class Rank(Stepping):
                 "checkpoint": self._checkpoint,
                 "recording": settings().observer is not None,
             }
-            expect_schedule(schedule)
+            if schedule is not None:
+                expect_schedule(schedule, SCHEDULES)
             self._sharding.expect_whole()
             inputs = given()
             if self._pipeline.begins:
@@ -297,15 +298,6 @@ def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> lis
             f"processes of the group among them; got {found}"
         )
     return found
-
-
-def expect_schedule(schedule: Schedule | str | None) -> None:
-    if isinstance(schedule, str):
-        expect_name(schedule, SCHEDULES)
-    elif not isinstance(schedule, Schedule | None):
-        raise TypeError(
-            f"schedule must be a name such as '1f1b', or a gpipe.schedule.Schedule; got {type(schedule).__name__}"
-        )
 
 
 def chosen(schedule: Schedule | str, stages: int) -> Schedule | Choice:

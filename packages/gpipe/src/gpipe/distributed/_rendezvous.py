@@ -1,4 +1,4 @@
-"""Where all ranks meet: each says something, and hears what all have said."""
+"""Where all ranks meet: each sends a report to all others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ._errors import LostRankError, UnreachableError
 from ._groups import Groups
 from ._messages import SMALL, Peer
 
-Word = dict[str, Any]
-"""What JSON can write. ``word["silent"]`` lists members that did not answer in time."""
+Report = dict[str, Any]
+"""What JSON can write. ``report["silent"]`` lists members that did not answer in time."""
 
 _UP, _DOWN = 0, 1
 _HEAD = 8
@@ -23,7 +23,7 @@ _GRACE = timedelta(seconds=5)
 
 
 class Rendezvous:
-    """A star: all tell member 0, who tells all. So whoever is missing is known by name, as in no collective.
+    """A star: all send to member 0, which sends all reports to all. So who is missing is known, as in no collective.
 
     Args:
         groups: who meets.
@@ -36,18 +36,18 @@ class Rendezvous:
         self._in = {k: Peer(groups.control, k, _UP if groups.me == 0 else _DOWN) for k in others}
         self._count = 0
 
-    def meet(self, word: Word) -> list[Word]:
-        """Say ``word``; what each has said, in the order of members.
+    def meet(self, report: Report) -> list[Report]:
+        """Send ``report``; those of all, in the order of members.
 
         Raises:
             LostRankError: somebody is missing. So nobody can meet any more.
         """
         self._count += 1
-        said = self._gather(word) if self._groups.me == 0 else self._tell(word)
-        lost = [k for k, each in enumerate(said) if each is None]
+        reports = self._gather(report) if self._groups.me == 0 else self._exchange(report)
+        lost = [k for k, each in enumerate(reports) if each is None]
         if lost:
             raise self.lost(lost)
-        return said
+        return reports
 
     def lost(self, members: list[int]) -> LostRankError:
         """The error that says so."""
@@ -58,44 +58,45 @@ class Rendezvous:
             "again, from the last checkpoint"
         )
 
-    def _gather(self, word: Word) -> list[Any]:
-        said: list[Any] = [word, *[None] * len(self._in)]
-        silent = {*word.get("silent", ())}
+    def _gather(self, report: Report) -> list[Any]:
+        reports: list[Any] = [report, *[None] * len(self._in)]
+        silent = {*report.get("silent", ())}
         # All at once: when a wait for one has taken too long, gloo ends the connections to all, but not what has come.
         coming = {k: _Coming(peer) for k, peer in self._in.items()}
         while coming:
-            # Who waits in vain for somebody that waits in vain accuses the wrong one, whose own word is about to come.
+            # A rank that waits in vain may wait for one that waits in vain itself, whose own report is about to come.
             k = min(coming, key=lambda k: (k in silent, k))
-            said[k] = coming.pop(k).word(min(_GRACE, self._groups.timeout) if k in silent else self._groups.timeout)
-            silent.update((said[k] or {}).get("silent", ()))
-        self._leave_word(said)
+            timeout = min(_GRACE, self._groups.timeout) if k in silent else self._groups.timeout
+            reports[k] = coming.pop(k).report(timeout)
+            silent.update((reports[k] or {}).get("silent", ()))
+        if None in reports:
+            self._store_lost(reports)
         for peer in self._out.values():
-            if said[peer.member] is not None:
+            if reports[peer.member] is not None:
                 with suppress(UnreachableError):
-                    _wait(peer, _sent(peer, said))
-        return said
+                    _wait(peer, _sent(peer, reports))
+        return reports
 
-    def _tell(self, word: Word) -> list[Any]:
+    def _exchange(self, report: Report) -> list[Any]:
         coming = _Coming(self._in[0])
         with suppress(UnreachableError):
-            under_way = _sent(self._out[0], word)
+            under_way = _sent(self._out[0], report)
             # Not waited for by itself: member 0 may be waiting for somebody else yet, as long as that may take.
-            said = coming.word(2 * (self._groups.timeout + _GRACE))
-            if said is not None:
+            reports = coming.report(2 * (self._groups.timeout + _GRACE))
+            if reports is not None:
                 _wait(self._out[0], under_way)
-                return said  # type: ignore[no-any-return]
-        return self._word_left()
+                return reports  # type: ignore[no-any-return]
+        return self._stored_lost()
 
-    def _leave_word(self, said: list[Any]) -> None:
-        """If somebody is missing: gloo may have ended the other connections too, so leave their names in the store."""
-        lost = [k for k, each in enumerate(said) if each is None]
+    def _store_lost(self, reports: list[Any]) -> None:
+        """Put the numbers of who is missing into the store: gloo may have ended the other connections too."""
         store = _store()
-        if lost and store is not None:
+        if store is not None:
             with suppress(RuntimeError):
-                store.set(self._key, json.dumps(lost))
+                store.set(self._key, json.dumps([k for k, each in enumerate(reports) if each is None]))
 
-    def _word_left(self) -> list[Any]:
-        """Member 0 is out of reach: has it left the names of others? Else it is the one that is missing."""
+    def _stored_lost(self) -> list[Any]:
+        """Member 0 is out of reach: has it stored the numbers of others? Else it is the one that is missing."""
         store, lost = _store(), [0]
         if store is not None:
             with suppress(RuntimeError):
@@ -135,7 +136,7 @@ class _Coming:
         except UnreachableError:
             self._work = None
 
-    def word(self, timeout: timedelta) -> Any:
+    def report(self, timeout: timedelta) -> Any:
         """Wait for it; None if it does not come."""
         try:
             return None if self._work is None else self._received(timeout)

@@ -26,11 +26,11 @@ def written(losses: Losses) -> dict[str, Any]:
     }
 
 
-def verdict_of(word: dict[str, Any]) -> Verdict:
+def verdict_of(report: dict[str, Any]) -> Verdict:
     """The verdict that :func:`written` has written."""
-    data = [torch.tensor([*base64.b64decode(part)], dtype=torch.uint8) for part in word["data"]]
-    activation = Form.parse(word["form"]).rebuild(data)
+    data = [torch.tensor([*base64.b64decode(part)], dtype=torch.uint8) for part in report["data"]]
+    activation = Form.parse(report["form"]).rebuild(data)
     assert isinstance(activation, Activation)
     value = activation.value
     loss, metrics = value if isinstance(value, tuple) else (value, None)
-    return Verdict(loss, metrics, word["scale"])
+    return Verdict(loss, metrics, report["scale"])

@@ -158,11 +158,11 @@ class Pipeline:
         with self.workers.section.entered(accumulates=True):
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             walk = self.walk(schedule, run.mini_batch.size)
-            refuse_data_parallel(run.mini_batch.kept_nodes)
             before = _Gradients([p for stage in self.stages for p in stage.module.parameters()])
             mixed = 0
             try:
                 with self.together(run):
+                    refuse_data_parallel(run.mini_batch.kept_nodes)
                     entering = self.entering(batches)
                     found = run.train(entering, walk)
                 gradients = _spread(entering, found)

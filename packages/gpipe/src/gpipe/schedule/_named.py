@@ -85,6 +85,16 @@ def expect_name(name: str, names: Iterable[str]) -> None:
         )
 
 
+def expect_schedule(schedule: object, names: Iterable[str]) -> None:
+    """Raise TypeError unless ``schedule`` is a schedule or a name, and ValueError if that is none of ``names``."""
+    if isinstance(schedule, str):
+        expect_name(schedule, names)
+    elif not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule must be a name such as '1f1b', or a gpipe.schedule.Schedule; got {type(schedule).__name__}"
+        )
+
+
 def _expect_fitting(name: str, placement: Sequence[int]) -> None:
     """Raise ValueError unless stages are on workers as the schedule called ``name`` wants them."""
     workers = len(set(placement))

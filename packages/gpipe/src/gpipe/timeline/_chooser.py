@@ -14,7 +14,7 @@ from microbatch import Batch
 
 from ..engine._stage import Stage
 from ..schedule import SCHEDULES, SPLITTING, Choice, Kind, Schedule, Seconds, choose, named, worth_splitting
-from ..schedule._named import expect_name
+from ..schedule._named import expect_schedule
 from ._events import Event
 from ._record import Recorder
 
@@ -100,8 +100,7 @@ class Chooser:
     """Decides under which schedules the steps of a pipe run. For one thread at a time.
 
     ``"auto"`` leaves the schedule to :func:`gpipe.schedule.choose`, and those of :data:`gpipe.schedule.SPLITTING` leave
-    which stages they split.
-    Everything else is what it says, and is not measured.
+    which stages they split. Everything else is what it says, and is not measured.
 
     Attributes:
         last: the choice for the last step; None before the first.
@@ -121,14 +120,8 @@ class Chooser:
             TypeError: it is neither a name nor a schedule.
             ValueError: there is none of this name.
         """
-        if isinstance(schedule, str):
-            plan = self._named(schedule, batches, size)
-        elif isinstance(schedule, Schedule):
-            plan = Plan(schedule)
-        else:
-            raise TypeError(
-                f"schedule must be a name such as '1f1b', or a gpipe.schedule.Schedule; got {type(schedule).__name__}"
-            )
+        expect_schedule(schedule, (*SCHEDULES, "auto"))
+        plan = self._named(schedule.lower(), batches, size) if isinstance(schedule, str) else Plan(schedule)
         self.last = plan.schedule if isinstance(plan.schedule, Choice) else Choice("own", _split(plan.schedule))
         return plan
 
@@ -138,8 +131,6 @@ class Chooser:
             self._pending.append(plan)
 
     def _named(self, name: str, batches: Sequence[Batch], size: Size) -> Plan:
-        expect_name(name, (*SCHEDULES, "auto"))
-        name = name.lower()
         if name not in ("auto", *SPLITTING):
             return Plan(Choice(name))
         self._read()
