@@ -47,7 +47,7 @@ def cycle(edges: dict[str, set[str]]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("name", ["blockpartition", "gpipe", "microbatch", "streams"])
+@pytest.mark.parametrize("name", ["blockpartition", "gpipe", "microbatch", "profiler", "streams"])
 def test_no_module_imports_itself_by_others(name: str) -> None:
     edges = graph(PACKAGES / name / "src")
     assert len(edges) > 1

@@ -1,12 +1,12 @@
 """Seconds and bytes of every layer of a sequential model."""
 
 from ._allocations import AllocationTracker as AllocationTracker
+from ._data import LayerProfile as LayerProfile
+from ._data import SkipProfile as SkipProfile
 from ._diff import LayerChange as LayerChange
 from ._diff import ProfileDiff as ProfileDiff
 from ._profile import profile as profile
-from ._record import LayerProfile as LayerProfile
 from ._record import Profile as Profile
-from ._record import SkipProfile as SkipProfile
 from ._sandbox import detach as detach
 from ._sandbox import layerwise_sandbox as layerwise_sandbox
 from ._sizes import profile_sizes as profile_sizes

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ._record import COSTS, LayerProfile, Profile
-from ._table import diff_table
+from ._data import COSTS, LayerProfile, ProfileData
+from .text import align, format_bytes, format_flops, format_seconds
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,36 @@ class ProfileDiff:
         return diff_table(self)
 
 
-def diff(before: Profile, after: Profile) -> ProfileDiff:
+def diff(before: ProfileData, after: ProfileData) -> ProfileDiff:
     olds = {layer.name: layer for layer in before}
     news = {layer.name: layer for layer in after}
     return ProfileDiff(tuple(LayerChange(name, olds.get(name), news.get(name)) for name in {**olds, **news}))
+
+
+def diff_table(diff: ProfileDiff) -> str:
+    """A line for each layer: seconds and saved and parameter bytes, before → after."""
+    head = ["layer", "type", "seconds", "", "saved", "", "parameters", "", "FLOPs", ""]
+    return align([head, *(_change_row(change) for change in diff)], left=2)
+
+
+def _change_row(change: LayerChange) -> list[str]:
+    kinds = [layer.kind for layer in (change.before, change.after) if layer is not None]
+    cells = [change.name, " → ".join(dict.fromkeys(kinds))]
+    formats: dict[str, Callable[[float], str]] = {
+        "seconds": format_seconds,
+        "saved_bytes": format_bytes,
+        "parameter_bytes": format_bytes,
+        "flops": format_flops,
+    }
+    for by, format_ in formats.items():
+        cells += _change_cells(change, by, format_)
+    return cells
+
+
+def _change_cells(change: LayerChange, by: str, format_: Callable[[float], str]) -> list[str]:
+    def shown(layer: LayerProfile | None) -> str:
+        value = None if layer is None else getattr(layer, by)
+        return "–" if value is None else format_(value)
+
+    ratio = change.ratio(by)
+    return [f"{shown(change.before)} → {shown(change.after)}", "" if ratio is None else f"×{ratio:.2f}"]

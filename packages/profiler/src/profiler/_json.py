@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from ._record import LayerProfile, Profile, SkipProfile
+from ._data import LayerProfile, ProfileData, SkipProfile
+
+Profile = TypeVar("Profile", bound=ProfileData)
 
 SCHEMA = "gpipe-profiler/3"
 _MOST_DIGITS = 100
 
 
-def dump(profile: Profile) -> str:
+def dump(profile: ProfileData) -> str:
     return json.dumps({"schema": SCHEMA, **asdict(profile)}, indent=1, allow_nan=False)
 
 
-def load(text: str) -> Profile:
+def load(cls: type[Profile], text: str) -> Profile:
     """Raises ValueError with the path of the first thing that `dump` would not have written."""
     document = _expect_object(_parse(text), "profile")
     _expect_schema(document.pop("schema", None))
-    return _profile(document, "profile")
+    return _profile(cls, document, "profile")
 
 
-def _profile(document: Any, where: str) -> Profile:
+def _profile(cls: type[Profile], document: Any, where: str) -> Profile:
     values = _read(_expect_object(document, where), _PROFILE, where)
     skips = tuple(_skip(skip, f"skips[{i}]", len(values["layers"])) for i, skip in enumerate(values.pop("skips")))
     layers = tuple(_layer(layer, f"layers[{i}]") for i, layer in enumerate(values.pop("layers")))
     _expect_unique([layer.name for layer in layers])
     loss = values.pop("loss")
-    others = tuple(_profile(other, f"others[{i}]") for i, other in enumerate(values.pop("others")))
-    profile = Profile(
+    others = tuple(_profile(cls, other, f"others[{i}]") for i, other in enumerate(values.pop("others")))
+    profile = cls(
         layers=layers, loss=None if loss is None else _layer(loss, "loss"), others=others, skips=skips, **values
     )
     _expect_ascending([*others, profile])
@@ -51,14 +53,14 @@ def _skip(document: Any, where: str, layers: int) -> SkipProfile:
     return skip
 
 
-def _expect_ascending(profiles: list[Profile]) -> None:
+def _expect_ascending(profiles: Sequence[ProfileData]) -> None:
     for fewer, more in pairwise(profiles):
         alike = fewer.names == more.names and _ways(fewer) == _ways(more) and (not fewer.loss) == (not more.loss)
         if not alike or fewer.rows >= more.rows or fewer.others:
             raise ValueError("others: expected profiles of the same layers with fewer rows, in ascending order")
 
 
-def _ways(profile: Profile) -> list[tuple[int, int]]:
+def _ways(profile: ProfileData) -> list[tuple[int, int]]:
     return [(skip.source, skip.target) for skip in profile.skips]
 
 
@@ -148,10 +150,10 @@ _BY_ANNOTATION: dict[str, Check] = {
     "int | None": _count_or_none,
     "float | None": _seconds_or_none,
     "tuple[LayerProfile, ...]": _list,
-    "tuple[Profile, ...]": _list,
+    "tuple[ProfileData, ...]": _list,
     "tuple[SkipProfile, ...]": _list,
     "LayerProfile | None": _object_or_none,
 }
-_PROFILE = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(Profile)}
+_PROFILE = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(ProfileData)}
 _SKIP = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(SkipProfile)}
 _LAYER = {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(LayerProfile)}

@@ -11,7 +11,7 @@ from .svg import BACKWARD, DARK, FORWARD, GROUND, INK, PAPER, RULE, line, rect, 
 from .text import format_cost
 
 if TYPE_CHECKING:
-    from ._record import LayerProfile, Profile
+    from ._data import LayerProfile, ProfileData
 
 _TOP, _LEFT, _RIGHT, _HEIGHT = 72.0, 78.0, 18.0, 240.0
 _CUT = "#c53030"
@@ -45,7 +45,7 @@ class _Chart(NamedTuple):
 _NOTHING = 1e-15
 
 
-def picture(profile: Profile, balance: Sequence[int] | None, by: str) -> str:
+def picture(profile: ProfileData, balance: Sequence[int] | None, by: str) -> str:
     """See `Profile.picture`."""
     costs = profile.costs(by)
     step = _step(max(costs, default=0), 1024 if by.endswith("bytes") else 10)
@@ -89,7 +89,7 @@ def _open(width: float, height: float) -> str:
     )
 
 
-def _heading(profile: Profile, by: str) -> list[str]:
+def _heading(profile: ProfileData, by: str) -> list[str]:
     title = f"{by.replace('_', ' ')} of {len(profile)} layers, micro-batch of {profile.rows} rows, {profile.device}"
     legend = ((FORWARD, "forward"), (BACKWARD, "backward")) if by == "seconds" else ()
     marks = [text(_LEFT, 20, title, size=13, anchor="start")]
@@ -145,16 +145,16 @@ def _parts(layer: LayerProfile, by: str) -> list[tuple[str, float]]:
     return [(FORWARD, getattr(layer, by))]
 
 
-def _labels(profile: Profile) -> list[str]:
+def _labels(profile: ProfileData) -> list[str]:
     """Names, with the class where there is room for both."""
     return [layer.name if len(layer.name) > 12 else f"{layer.name} {layer.kind}"[:28] for layer in profile]
 
 
-def _room_below(profile: Profile) -> float:
+def _room_below(profile: ProfileData) -> float:
     return 26 + 4.4 * max((len(label) for label in _labels(profile)), default=0)
 
 
-def _names(profile: Profile, chart: _Chart) -> list[str]:
+def _names(profile: ProfileData, chart: _Chart) -> list[str]:
     every = math.ceil(13 / chart.pitch)
     y = _TOP + _HEIGHT + 14
     return [

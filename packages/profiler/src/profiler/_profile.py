@@ -13,12 +13,13 @@ from microbatch import Batch, map_tensors, scatter
 
 from ._arguments import check_chunks, check_no_gradient, check_rows, check_sample, check_timeout, sizing_device
 from ._count import Count
+from ._data import LayerProfile
 from ._isolation import isolated
 from ._layers import layers_of
 from ._loss import LossFunction, LossLayer, with_loss
 from ._owned import Owned, owned
 from ._progress import progress_bar
-from ._record import LayerProfile, Profile
+from ._record import Profile
 from ._sizes import count_layers
 from ._storages import tensor_bytes
 from ._times import Round, Seconds, measure, medians

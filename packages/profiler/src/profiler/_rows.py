@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from ._record import LayerProfile, Profile
+from ._data import LayerProfile, ProfileData
+
+Profile = TypeVar("Profile", bound=ProfileData)
 
 # What depends on the layer alone.
 _FIXED = frozenset({"name", "kind", "trainable_bytes", "frozen_bytes", "buffer_bytes", "largest_parameter_bytes"})
 _VARIABLE = tuple(field.name for field in fields(LayerProfile) if field.name not in _FIXED)
 
 
-def at(profile: Profile, rows: int) -> Profile:
-    """See `Profile.at`."""
+def at(measured: Sequence[Profile], rows: int) -> Profile:
+    """See `Profile.at`; `measured` are the same layers at ascending numbers of rows."""
     if rows < 1:
         raise ValueError(f"rows: expected at least 1, got {rows}")
-    measured = [*profile.others, profile]
     exact = next((each for each in measured if each.rows == rows), None)
     if exact is not None:
         return replace(exact, others=())
     if len(measured) < 2:
+        only = measured[0].rows
         raise ValueError(
-            f"rows: this profile knows {profile.rows} rows only, and got {rows}; "
-            f"measure at two: profile(..., rows=[{min(rows, profile.rows)}, {max(rows, profile.rows)}])"
+            f"rows: this profile knows {only} rows only, and got {rows}; "
+            f"measure at two: profile(..., rows=[{min(rows, only)}, {max(rows, only)}])"
         )
     # The last two that are not both above; in the beginning the first two.
     k = next((k for k in range(1, len(measured) - 1) if measured[k].rows > rows), len(measured) - 1)

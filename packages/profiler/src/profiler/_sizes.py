@@ -15,13 +15,13 @@ from microbatch import Batch, scatter
 from ._allocator import meter_for
 from ._arguments import check_chunks, check_sample, check_scale, sizing_device
 from ._count import Count, count, count_forward
+from ._data import SkipProfile
 from ._enter import copy_to, enter_batch
 from ._fake import explained, fake_batch, fake_layers, fake_mode, materialised, zeros_like
 from ._isolation import isolated
 from ._layers import layers_of
 from ._loose import Loose
 from ._owned import owned
-from ._record import SkipProfile
 from ._sandbox import layerwise_sandbox
 from ._storages import tensor_bytes
 from ._walk import Visit, walk

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import nn
 
+from ._data import SkipProfile
 from ._enter import enter
-from ._record import SkipProfile
 from ._storages import tensor_bytes
 
 Route = Callable[["SkipStore"], AbstractContextManager[object]]

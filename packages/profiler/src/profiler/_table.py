@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .text import align, format_bytes, format_cost, format_flops, format_seconds
+from .text import align, format_cost
 
 if TYPE_CHECKING:
-    from ._diff import LayerChange, ProfileDiff
-    from ._record import LayerProfile, Profile
+    from ._data import LayerProfile, ProfileData
 
 _COLUMNS = {
     "forward": "forward_seconds",
@@ -25,12 +24,12 @@ _COLUMNS = {
 NOTE = "* the largest of its column"
 
 
-def profile_table(profile: Profile) -> str:
+def profile_table(profile: ProfileData) -> str:
     """A line for each layer and the loss, one for the sum, the largest figure of each column marked."""
     return f"{heading(profile)}\n{align(profile_rows(profile), left=2)}\n{NOTE}"
 
 
-def profile_rows(profile: Profile) -> list[list[str]]:
+def profile_rows(profile: ProfileData) -> list[list[str]]:
     """The head, a line for each layer and the loss, and the total."""
     columns = _columns(profile)
     lines = [*profile, *([] if profile.loss is None else [profile.loss])]
@@ -38,13 +37,13 @@ def profile_rows(profile: Profile) -> list[list[str]]:
     return [["layer", "type", *columns], *(_row(layer, largest) for layer in lines), _total(lines, columns)]
 
 
-def _columns(profile: Profile) -> dict[str, str]:
+def _columns(profile: ProfileData) -> dict[str, str]:
     """The figures to show: the part of the backward for the inputs only where it was measured."""
     split = any(layer.backward_input_seconds is not None for layer in profile)
     return {head: column for head, column in _COLUMNS.items() if split or column != "backward_input_seconds"}
 
 
-def heading(profile: Profile) -> str:
+def heading(profile: ProfileData) -> str:
     """What was profiled, and how."""
     timed = f"median of {profile.rounds} rounds" if profile.rounds else "counted, not run"
     rows = f"micro-batch of {profile.rows} rows (chunks={profile.chunks})"
@@ -73,32 +72,3 @@ def _total(layers: Sequence[LayerProfile], columns: dict[str, str]) -> list[str]
         summable = None not in values and column not in ("peak_bytes", "output_bytes")
         cells.append(format_cost(sum(values), column) if summable else "")
     return cells
-
-
-def diff_table(diff: ProfileDiff) -> str:
-    """A line for each layer: seconds and saved and parameter bytes, before → after."""
-    head = ["layer", "type", "seconds", "", "saved", "", "parameters", "", "FLOPs", ""]
-    return align([head, *(_change_row(change) for change in diff)], left=2)
-
-
-def _change_row(change: LayerChange) -> list[str]:
-    kinds = [layer.kind for layer in (change.before, change.after) if layer is not None]
-    cells = [change.name, " → ".join(dict.fromkeys(kinds))]
-    formats: dict[str, Callable[[float], str]] = {
-        "seconds": format_seconds,
-        "saved_bytes": format_bytes,
-        "parameter_bytes": format_bytes,
-        "flops": format_flops,
-    }
-    for by, format_ in formats.items():
-        cells += _change_cells(change, by, format_)
-    return cells
-
-
-def _change_cells(change: LayerChange, by: str, format_: Callable[[float], str]) -> list[str]:
-    def shown(layer: LayerProfile | None) -> str:
-        value = None if layer is None else getattr(layer, by)
-        return "–" if value is None else format_(value)
-
-    ratio = change.ratio(by)
-    return [f"{shown(change.before)} → {shown(change.after)}", "" if ratio is None else f"×{ratio:.2f}"]
