@@ -132,12 +132,14 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def typing(session: nox.Session) -> None:
-    """Types of what README, front page and tutorial show, by mypy and pyright."""
+    """Types of the examples, by mypy, and of what README, front page and tutorial show, by mypy and pyright."""
     install_all(session, "typing", "demo")
     folder = empty_folder(Path(session.create_tmp()) / "pages")
     session.run("python", "-m", "tests.pages", str(folder))
     # PyTorch's functions are not all typed, and scikit-learn has no types.
-    session.run("mypy", "--strict", "--allow-untyped-calls", "--disable-error-code=import-untyped", str(folder))
+    mypy = ("mypy", "--strict", "--allow-untyped-calls", "--disable-error-code=import-untyped")
+    session.run(*mypy, str(folder))
+    session.run(*mypy, "examples")
     # Pyright, in a build that brings its own Node and so fetches nothing.
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
     session.run("basedpyright", "--level", "error", "-p", str(folder), "--pythonpath", session.bin + "/python")

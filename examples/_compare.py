@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from gpipe import GPipe, Timeline, record
+from gpipe.skip import Namespace, Skippable
 
 console = Console()
 
@@ -66,6 +67,13 @@ def parser(description: str | None, timeline: str, *, stages: int = 2, chunks: i
         help="where to save the drawing of a step: .svg, .html or .png (default: %(default)s)",
     )
     return options
+
+
+def isolated(layer: nn.Module, space: Namespace) -> nn.Module:
+    """The layer with its skips in a namespace; what ``@skippable`` adds to a class is unknown to type checkers."""
+    assert isinstance(layer, Skippable)
+    layer.isolate(space)
+    return layer
 
 
 def compare_results(

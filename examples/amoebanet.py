@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 import torch.nn.functional as F
-from _compare import MiniBatch, compare_memory, compare_results, console, draw, parser
+from _compare import MiniBatch, compare_memory, compare_results, console, draw, isolated, parser
 from digits import Digits, accuracy, load, mini_batches
 from rich.progress import track
 from torch import Tensor, nn
@@ -80,7 +80,8 @@ class Cell(nn.Module):
         far, near = self.far(earlier), self.near(x)
         first = self.tall(self.flat(far)) + F.max_pool2d(near, 3, stride=1, padding=1)
         second = self.square(near) + F.avg_pool2d(far, 3, stride=1, padding=1)
-        return self.join(torch.cat([far, near, first, second], dim=1))
+        output: Tensor = self.join(torch.cat([far, near, first, second], dim=1))
+        return output
 
 
 def convolution(inside: int, outside: int, size: tuple[int, int], stride: int = 1) -> nn.Sequential:
@@ -97,11 +98,11 @@ def amoebanet(cells: int, channels: int) -> nn.Sequential:
     """
     widths = [channels] * (2 + cells // 2) + [2 * channels] * (cells - cells // 2)
     spaces = [Namespace() for _ in range(cells)]
-    layers: list[nn.Module] = [nn.Conv2d(1, channels, 3, padding=1), Keep().isolate(spaces[0])]
+    layers: list[nn.Module] = [nn.Conv2d(1, channels, 3, padding=1), isolated(Keep(), spaces[0])]
     for k in range(cells):
         if k + 1 < cells:
-            layers.append(Keep().isolate(spaces[k + 1]))
-        layers.append(Cell(*widths[k : k + 3]).isolate(spaces[k]))
+            layers.append(isolated(Keep(), spaces[k + 1]))
+        layers.append(isolated(Cell(*widths[k : k + 3]), spaces[k]))
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1] * 4 * 4, 10))
 
 

@@ -119,7 +119,8 @@ def show_balance(balance: Sequence[int], measured: Profile, devices: Sequence[st
     layers = iter(measured.layers)
     for stage, (count, device) in enumerate(zip(balance, devices, strict=True)):
         mine = list(islice(layers, count))
-        forward, backward = sum(x.forward_seconds for x in mine), sum(x.backward_seconds for x in mine)
+        forward = sum(layer.forward_seconds or 0.0 for layer in mine)
+        backward = sum(layer.backward_seconds or 0.0 for layer in mine)
         share = f"{(forward + backward) / total:.1%}"
         table.add_row(str(stage), device, str(count), milliseconds(forward), milliseconds(backward), share)
     console.print(table)
@@ -158,7 +159,7 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
     model.eval()
     guesses = model(images).argmax(dim=1).cpu()
     model.train()
-    return (guesses == labels).float().mean().item()
+    return float((guesses == labels).float().mean())
 
 
 def compare_times(plain: nn.Sequential, pipe: GPipe, task: MiniBatch, seconds: float) -> None:

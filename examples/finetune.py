@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from _compare import compare_memory, compare_results, console, draw, parser
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from transformers.utils import logging
 
 from gpipe import GPipe
@@ -103,7 +104,7 @@ def blocks(tokenizer: Tokenizer, text: str, length: int) -> tuple[Tensor, Tensor
     return rows[:-test], rows[-test:]
 
 
-def language_model(options: argparse.Namespace, **changes: float) -> GPT2LMHeadModel:
+def language_model(options: argparse.Namespace, **changes: Any) -> GPT2LMHeadModel:
     """A small GPT-2 that knows nothing yet; ``AutoModelForCausalLM.from_pretrained(...)`` goes here just as well."""
     config = GPT2Config(
         vocab_size=options.vocabulary,
@@ -123,7 +124,7 @@ def language_model(options: argparse.Namespace, **changes: float) -> GPT2LMHeadM
 class Run:
     """What a training run consists of, and can be saved and loaded."""
 
-    model: nn.Module
+    model: PreTrainedModel
     pipe: GPipe
     optimizer: torch.optim.Optimizer
     schedule: OneCycleLR
@@ -131,7 +132,7 @@ class Run:
     step: int = 0
 
     @classmethod
-    def of(cls, model: nn.Module, devices: Sequence[str], options: argparse.Namespace) -> Run:
+    def of(cls, model: PreTrainedModel, devices: Sequence[str], options: argparse.Namespace) -> Run:
         """A pipeline of the model, balanced by a measurement of its layers."""
         rows = max(1, options.batch // options.chunks)
         sample = batch_of(torch.zeros(rows, options.length, dtype=torch.int64))
@@ -157,7 +158,7 @@ class Run:
         nn.utils.clip_grad_norm_(self.pipe.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
-        return loss.item()
+        return float(loss)
 
     @torch.no_grad()
     def loss(self, rows: Tensor) -> float:
@@ -166,7 +167,7 @@ class Run:
         with self.mixed_precision():
             output = self.pipe(**batch_of(rows))
         self.pipe.train()
-        return output.loss.item()
+        return float(output.loss)
 
     def mixed_precision(self) -> torch.autocast:
         return torch.autocast(self.pipe.devices[0].type, dtype=torch.bfloat16)
@@ -200,7 +201,8 @@ class Rows:
         return loss
 
     def step(self, pipe: GPipe, schedule: str) -> Tensor:
-        return pipe.step(**batch_of(self.rows), schedule=schedule)
+        loss: Tensor = pipe.step(**batch_of(self.rows), schedule=schedule)
+        return loss
 
 
 def batch_of(rows: Tensor) -> dict[str, Tensor]:
@@ -220,7 +222,7 @@ def progress() -> Progress:
 
 
 @torch.no_grad()
-def continued(model: nn.Module, tokenizer: Tokenizer, prompt: str, tokens: int = 40) -> str:
+def continued(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, tokens: int = 40) -> str:
     """What the model itself, without a pipeline, writes after the prompt."""
     model.eval().cpu()
     ids = torch.tensor([tokenizer.encode(prompt).ids])

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 import torch.nn.functional as F
-from _compare import MiniBatch, compare_memory, compare_results, console, draw, parser
+from _compare import MiniBatch, compare_memory, compare_results, console, draw, isolated, parser
 from rich.progress import track
 from sklearn.datasets import load_sample_image
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def convolutions(inside: int, outside: int) -> nn.Sequential:
     layers = nn.Sequential(
         nn.Conv2d(inside, outside, 3, padding=1), nn.GELU(), nn.Conv2d(outside, outside, 3, padding=1), nn.GELU()
     )
-    for layer in layers[::2]:
+    for layer in list(layers)[::2]:
         nn.init.kaiming_normal_(layer.get_parameter("weight"))  # or the noise is scaled down from layer to layer
     return layers
 
@@ -113,7 +113,8 @@ class Up(nn.Module):
     def forward(self, x: Tensor) -> Skipping:
         skip = yield pop("skip")
         x = F.interpolate(x, scale_factor=2)
-        return self.body(torch.cat([x, skip], dim=1))
+        output: Tensor = self.body(torch.cat([x, skip], dim=1))
+        return output
 
 
 def unet(channels: int, levels: int) -> nn.Sequential:
@@ -122,8 +123,8 @@ def unet(channels: int, levels: int) -> nn.Sequential:
     inside = 3
     for level in range(levels):
         space, width = Namespace(), channels * 2**level
-        down.append(Down(inside, width).isolate(space))
-        up.append(Up(2 * width, width, width).isolate(space))
+        down.append(isolated(Down(inside, width), space))
+        up.append(isolated(Up(2 * width, width, width), space))
         inside = width
     bottom = convolutions(inside, 2 * inside)
     return nn.Sequential(Keep(), *down, bottom, *reversed(up), nn.Conv2d(channels, 3, 1), Subtract())
