@@ -190,7 +190,8 @@ def reached(holder: object, target: str) -> bool:
         if found is None and inspect.ismodule(holder):
             with contextlib.suppress(ImportError):
                 found = importlib.import_module(f"{holder.__name__}.{name}")
-        if found is None and name not in getattr(holder, "__annotations__", {}):
+        bases = getattr(holder, "__mro__", (holder,))
+        if found is None and not any(name in getattr(base, "__annotations__", {}) for base in bases):
             return False
         holder = found
     return holder is not None or bool(names)

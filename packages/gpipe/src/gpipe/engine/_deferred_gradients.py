@@ -2,15 +2,20 @@
 
 The hooks of a parameter fire once a run, with the whole gradient, as they do in the plain model. And a gradient that
 can only be scaled at the end is not mixed with one that was there before.
+
+Other hooks are on the node in autograd in which a parameter accumulates its gradient. It lives as long as a graph with
+the parameter in it, or as somebody else who holds it: ``DistributedDataParallel`` does, to be called when the gradient
+is there. Such hooks cannot be seen, nor taken away; but the node need not run before the gradient is whole.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ._accumulate import added
 from ._scale import Scale, scale_in_place
@@ -72,3 +77,25 @@ def _hooks(leaf: Tensor) -> Iterator[dict[int, Any]]:
     for hooks in (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)):
         if hooks:
             yield hooks
+
+
+def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those of ``parameters`` whose nodes live between two runs: of hooks, or of a graph that is still to be used."""
+    # A node holds its parameter, so most are told by a look at a counter.
+    several = [p for p in parameters if p._use_count() > 1 and p.requires_grad]  # type: ignore[attr-defined]
+    return [p for p in dict.fromkeys(several) if _is_kept(p)]  # each once, though stages may share it
+
+
+def _is_kept(parameter: Tensor) -> bool:
+    """Whether the node is still the one that was marked, after we have let it go."""
+    if _MARK not in _metadata(parameter):
+        _metadata(parameter)[_MARK] = True
+        return _MARK in _metadata(parameter)
+    return True
+
+
+_MARK = "gpipe: seen before"
+
+
+def _metadata(parameter: Tensor) -> dict[str, object]:
+    return cast("dict[str, object]", get_gradient_edge(parameter).node.metadata)

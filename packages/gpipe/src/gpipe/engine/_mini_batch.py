@@ -11,8 +11,7 @@ from streams import Context
 
 from ..checkpoint._random import RunRNG
 from ._accumulate import AccumulatedGradients
-from ._deferred_gradients import DeferredGradients
-from ._kept_nodes import kept
+from ._deferred_gradients import DeferredGradients, kept
 from ._losses import Losses
 from ._stage import Stage
 

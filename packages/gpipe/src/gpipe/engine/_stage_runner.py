@@ -83,7 +83,11 @@ class StageRunner:
         inputs = self._arrival.get_values(i)
         if inputs.ties and self.layers.may_change_input:
             inputs = owned(inputs)  # what the caller gave stays as it is, and what a recomputation needs
-        cell = self._cells[i] = self._cell(i)
+        recomputed = self._recompute_context if i < self._checkpoint_stop else None
+        # Most cells neither draw nor are computed again.
+        random = self._random(i, recomputed) if recomputed is not None or self.layers.draws.drawing else None
+        cell = Cell(self.layers, random) if recomputed is None else CheckpointedCell(self.layers, random, recomputed)
+        self._cells[i] = cell
         current.statistics = self._statistics
         outputs = cell.forward(inputs)
         current.microbatch = current.statistics = None  # a loss belongs to no stage
@@ -162,19 +166,16 @@ class StageRunner:
                 raise RuntimeError(_HIDES)
             self._grown = None  # it is a graph of an earlier run that keeps the nodes, and not somebody with hooks
 
-    def _cell(self, i: int) -> Cell:
-        stage = self.stage
-        recomputed = self._recompute_context if i < self._checkpoint_stop else None
-        random: CellRNG | None = None
-        drawing = self.layers.draws.drawing
-        unsure = (
-            recomputed is not None and stage.on_accelerator
-        )  # of its draws nothing is seen unless they are followed
+    def _random(self, i: int, recomputed: RecomputeContext | None) -> CellRNG | None:
+        """Where the layers that are watched draw from in a cell; None if there are none."""
+        stage, drawing = self.stage, self.layers.draws.drawing
+        # On an accelerator nothing is seen of the draws of a cell that is recomputed, unless they are followed.
+        unsure = recomputed is not None and stage.on_accelerator
         if unsure and not stage.rewinds:
             drawing = stage.everyone
-        if drawing or unsure:
-            random = CellRNG(self._mini_batch.rng, i, stage.numbers.start, stage.device, drawing, stage.module)
-        return Cell(self.layers, random) if recomputed is None else CheckpointedCell(self.layers, random, recomputed)
+        if not drawing and not unsure:
+            return None
+        return CellRNG(self._mini_batch.rng, i, stage.numbers.start, stage.device, drawing, stage.module)
 
 
 ACTIONS: dict[Kind, Callable[[StageRunner, int], None]] = {

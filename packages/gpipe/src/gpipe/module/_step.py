@@ -18,10 +18,9 @@ from ..engine._loss_value import LossFunction
 from ..engine._losses import Losses
 from ..engine._pipeline import Pipeline
 from ..schedule import Schedule
-from ._cut import Checked, checked, cut
+from ._cut import Checked, checked, cut, expect_proportional
 from ._hooks import pre_hooked, refuse_hooks
 from ._keywords import NOTHING, Call, called_with
-from ._rows import expect_proportional
 from ._training import Kind, LossOptions, expect_grad_mode, losses_of, returned
 from ._transforms import not_compiled, refuse_transforms
 

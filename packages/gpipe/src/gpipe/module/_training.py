@@ -17,8 +17,7 @@ from ..engine._loss import LossStage
 from ..engine._loss_value import LossFunction, own_loss
 from ..engine._losses import Losses
 from ..values._gather import gathered
-from ._cut import checked, cut
-from ._rows import expect_same_rows
+from ._cut import checked, cut, expect_same_rows
 from ._signature import binds
 
 Kind = TypeVar("Kind", bound=Losses)
