@@ -1,5 +1,6 @@
 import re
 import threading
+from contextlib import ExitStack
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -34,13 +35,15 @@ def settings() -> dict[str, object]:
 def test_the_table_of_what_threads_see_is_right():
     token = NUMBER.set(1)
     found: list[dict[str, object]] = []
-    with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"):
-        with spawn_workers([torch.device("cpu")]) as ([in_queue], _):
-            found.append(settings())
-            thread = threading.Thread(target=lambda: found.append(settings()))
-            thread.start()
-            thread.join(60)
-            found.append(submit(in_queue, settings).result(60))
+    with ExitStack() as stack:
+        for setting in (torch.no_grad(), torch.autocast("cpu"), torch.device("meta")):
+            stack.enter_context(setting)
+        [in_queue], _ = stack.enter_context(spawn_workers([torch.device("cpu")]))
+        found.append(settings())
+        thread = threading.Thread(target=lambda: found.append(settings()))
+        thread.start()
+        thread.join(60)
+        found.append(submit(in_queue, settings).result(60))
     NUMBER.reset(token)
     for name in found[0]:
         row = " | ".join(str(each[name]) for each in found)
