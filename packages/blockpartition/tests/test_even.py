@@ -116,6 +116,49 @@ def test_the_string_may_miss_gates_and_the_blocks_are_optimal_still(problem, gat
         verify(partition(costs, k), costs, partitions=k)
 
 
+@pytest.fixture(params=[1, 4, 64])
+def filled(request):
+    """Blocks are taken as they are filled, also where they are few."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_even, "_MOST_GATES", 2)
+        patched.setattr(_even, "_TAIL", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("filled")
+@given(large_problems())
+@example(([0] * 20 + [1] * 12, 12))
+@example(([1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1], 8))
+def test_blocks_taken_as_they_are_filled_are_optimal(problem):
+    costs, k = problem
+    verify(partition(costs, k), costs, partitions=k)
+
+
+@pytest.mark.parametrize("share", [2, 5, 10, 20])
+@pytest.mark.parametrize("draw", [lambda random: random.randrange(1, 1000), Random.random], ids=["ints", "floats"])
+def test_blocks_taken_as_they_are_filled_are_about_as_even(share, draw):
+    """Layers do not come out even: loads differ by about a layer close to the string too."""
+    random = Random(share)
+    costs = [draw(random) for _ in range(20_000)]
+    k = len(costs) // share
+    mean, spreads = sum(costs) / k, []
+    for gates in (10**9, 2):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(_even, "_MOST_GATES", gates)
+            found = partition(costs, k)
+        spreads.append(sum((load - mean) ** 2 for load in found.loads))
+    near, filled = spreads
+    assert near != filled < 1.25 * near
+
+
+@pytest.mark.parametrize(("n", "k"), [(2990, 1000), (4995, 1000), (5000, 1000)])
+def test_what_filled_blocks_leave_over_is_spread_among_the_last(n, k):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_even, "_MOST_GATES", 2)
+        sizes = partition([7] * n, k).sizes
+    assert max(sizes) - min(sizes) <= 1
+
+
 @given(large_problems())
 def test_short_and_long_blocks_are_filled_alike(problem):
     """Once by looking at each layer, once by bisection."""

@@ -44,7 +44,7 @@ class TestFill:
         prefix = list(accumulate(costs, initial=0))
         blocks = data.draw(st.integers(1, len(costs)))
         bound = data.draw(st.integers(max(costs), sum(costs)))
-        heights, above = fill(prefix, bound, blocks)
+        heights, above, _ = fill(prefix, bound, blocks)
         assert above > bound
         if heights[-1] < prefix[-1]:
             assert greedy(costs, above - 1, blocks) == heights
@@ -61,6 +61,6 @@ class TestFill:
 @cases("blocks", [1, 2, 5])
 def test_layers_of_zero_belong_to_the_block_before(blocks):
     prefix = list(accumulate([2, 0, 0, 2, 0], initial=0))
-    heights, _ = fill(prefix, 2, blocks)
+    heights, _, _ = fill(prefix, 2, blocks)
     assert heights == [2, 4, 4, 4, 4][:blocks]
     assert all(end - start <= 2 for start, end in pairwise([0, *heights]))

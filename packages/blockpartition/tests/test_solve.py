@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpartition import Stage, partition, place, solve, verify
+from blockpartition import Stage, _exact, partition, place, solve, verify
 
 from . import instances, oracle
 from .cases import cases
@@ -43,6 +43,26 @@ def test_thousands_of_drawn_problems():
 @cases("seed", range(1, 6))
 def test_tens_of_thousands_of_drawn_problems(seed):
     check_many(seed, 8_000)
+
+
+@given(large_problems(), st.sampled_from([1, 8]), st.sampled_from([1, 4]))
+def test_bounds_that_parts_of_the_costs_suggest_first_lead_to_the_same_bottleneck(problem, sample, chunks):
+    costs, k = problem
+    expected = partition(costs, k).bottleneck
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_exact, "_SAMPLE", sample)
+        patched.setattr(_exact, "_CHUNKS", chunks)
+        found = partition(costs, k)
+    assert found.bottleneck == expected
+    verify(found, costs, partitions=k)
+
+
+@given(large_problems())
+def test_as_many_blocks_as_layers(problem):
+    costs, _ = problem
+    found = partition(costs, len(costs))
+    assert found.sizes == (1,) * len(costs)
+    verify(found, costs, partitions=len(costs))
 
 
 @given(problems() | large_problems())

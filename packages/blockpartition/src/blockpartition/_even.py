@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate, count, islice, pairwise, repeat
-from operator import floordiv
+from operator import floordiv, sub
 from typing import Any, TypeAlias
 
 from ._fill import fill_back, window
@@ -16,6 +17,7 @@ Gates: TypeAlias = dict[int, int]
 """Heights by the numbers of ends."""
 
 _MOST_GATES = 2**12  # that the string passes: to find where it bends takes longer than all the rest
+_TAIL = 64  # blocks among which what one of them would have is spread
 _EXACT = 2**50  # floats have an exact half of all ints below
 _SHORT = 8  # layers of a block; a bisection takes about as long as a look at so many
 
@@ -26,8 +28,31 @@ def near_even(sums: Sums, bottleneck: int, highest: list[Any]) -> list[int]:
     Without gates the string is straight and the targets are the quantiles of the total. Of very many gates it passes
     every so-many-th only: a cut is some part of a layer away from it anyway.
 
+    Where very many blocks, filled from the left, leave hardly one of them over, no partition differs from them by much:
+    these are taken, and only the last of them evened out.
+
     highest: heights of the ends of blocks that are filled up to the bottleneck from the left.
     """
+    blocks = len(highest)
+    head = blocks - _TAIL * (1 + blocks - bisect_left(highest, highest[-1]))
+    if blocks <= _MOST_GATES or 2 * head < blocks:
+        return _near_the_string(sums, bottleneck, highest)
+    ends = _positions(sums.prefix, highest[:head])
+    tail = replace(sums, prefix=sums.prefix[ends[-1] :])
+    if tail.layers < blocks - head:
+        return _near_the_string(sums, bottleneck, highest)
+    rest = _near_the_string(tail, bottleneck, highest[head:])
+    return [0, *ends, *map(ends[-1].__add__, islice(rest, 1, None))]
+
+
+def _positions(prefix: list[Any], heights: list[Any]) -> list[int]:
+    """The first positions with these heights, which are in order."""
+    at, index = 0, prefix.index
+    return [at := index(height, at) for height in heights]
+
+
+def _near_the_string(sums: Sums, bottleneck: int, highest: list[Any]) -> list[int]:
+    """As `near_even`, for any number of blocks."""
     blocks, bound = len(highest), bottleneck * sums.unit
     lowest = fill_back(sums.prefix, bound, blocks)
     turns = bends(*gates(sums, lowest, highest, range(0, blocks, 1 + blocks // _MOST_GATES)))
@@ -202,4 +227,4 @@ def _turn(at: int, start: int, via: int, middle: int, to: int, end: int) -> int:
 
 def sizes_of(ends: list[int]) -> tuple[int, ...]:
     """Layers between consecutive ends."""
-    return tuple(end - start for start, end in pairwise(ends))
+    return tuple(map(sub, islice(ends, 1, None), ends))

@@ -12,16 +12,21 @@ from typing import Any
 _SHORT = 16  # layers of a block; a bisection takes about as long as a look at so many
 
 
-def fill(prefix: list[Any], bound: Any, blocks: int) -> tuple[list[Any], Any]:
+def fill(prefix: list[Any], bound: Any, blocks: int, slack: Any = 0) -> tuple[list[Any], Any, list[tuple[Any, Any]]]:
     """Heights of the ends of blocks filled up to the bound from the left; no layer may exceed it.
 
     Returns:
-        As many heights as blocks, the total where nothing is left; and a sum above the bound: with any bound below it
-        these blocks would be the same.
+        As many heights as blocks, the total where nothing is left; a sum above the bound: with any bound below it these
+        blocks would be the same; and start and sum of each block that lacks less than `slack` of the bound.
     """
-    heights, over = _scan(prefix, bound) if _are_short(prefix, blocks) else _bisect(prefix, bound, blocks)
+    found = scan(prefix, bound, slack) if _are_short(prefix, blocks) else _bisect(prefix, bound, blocks, slack)
+    heights, over, full = found
+    start = heights[-1] if heights else prefix[0]
+    if prefix[-1] - start > bound - slack:
+        full.append((start, prefix[-1] - start))
     heights += [prefix[-1]] * (blocks - len(heights))
-    return heights[:blocks], bound + over
+    del heights[blocks:]
+    return heights, bound + over, full
 
 
 def fill_back(prefix: list[Any], bound: Any, blocks: int) -> list[Any]:
@@ -41,9 +46,10 @@ def _are_short(prefix: list[Any], blocks: int) -> bool:
     return len(prefix) <= _SHORT * blocks
 
 
-def _scan(prefix: list[Any], bound: Any) -> tuple[list[Any], Any]:
-    """By a look at each layer."""
+def scan(prefix: list[Any], bound: Any, slack: Any = 0) -> tuple[list[Any], Any, list[tuple[Any, Any]]]:
+    """As `fill` by a look at each layer: of all blocks but the last, and with what was too much of the bound."""
     heights: list[Any] = []
+    full: list[tuple[Any, Any]] = []
     before = prefix[0]
     limit, over = before + bound, prefix[-1] - before + 1
     for height in prefix:
@@ -51,9 +57,12 @@ def _scan(prefix: list[Any], bound: Any) -> tuple[list[Any], Any]:
             heights.append(before)
             if height - limit < over:
                 over = height - limit
+            if limit - before < slack:
+                start = limit - bound
+                full.append((start, before - start))
             limit = before + bound
         before = height
-    return heights, over
+    return heights, over, full
 
 
 def _scan_back(prefix: list[Any], bound: Any) -> list[Any]:
@@ -67,9 +76,10 @@ def _scan_back(prefix: list[Any], bound: Any) -> list[Any]:
     return heights
 
 
-def _bisect(prefix: list[Any], bound: Any, blocks: int) -> tuple[list[Any], Any]:
+def _bisect(prefix: list[Any], bound: Any, blocks: int, slack: Any) -> tuple[list[Any], Any, list[tuple[Any, Any]]]:
     """By a bisection for each block."""
     heights: list[Any] = []
+    full: list[tuple[Any, Any]] = []
     end, limit, over = 0, prefix[0] + bound, prefix[-1] - prefix[0] + 1
     near, size = window(prefix, blocks), len(prefix)
     for _ in range(blocks):
@@ -84,9 +94,13 @@ def _bisect(prefix: list[Any], bound: Any, blocks: int) -> tuple[list[Any], Any]
         if prefix[end] - limit < over:
             over = prefix[end] - limit
         end -= 1
-        heights.append(prefix[end])
-        limit = prefix[end] + bound
-    return heights, over
+        height = prefix[end]
+        heights.append(height)
+        if limit - height < slack:
+            start = limit - bound
+            full.append((start, height - start))
+        limit = height + bound
+    return heights, over, full
 
 
 def _bisect_back(prefix: list[Any], bound: Any, blocks: int) -> list[Any]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
-from itertools import chain, compress, count, repeat
-from operator import gt, sub
+from dataclasses import dataclass
+from itertools import chain
+from operator import sub
 from typing import Any, NamedTuple
 
 from ._fill import fill, window
 from ._sums import Sums
 
 _FEW = 128  # to fill one of so many blocks anew, and those behind it, takes as long as to fill all
+_MOVES = 16  # times that all heights behind a place are moved, which take as long as to make a new list
 
 
 class Filled(NamedTuple):
     """Blocks filled up to a bound from the left.
 
-    heights: of their ends, the total where nothing is left; of the last alone, if they do not hold everything.
+    heights: of their ends up to the total, fewer than blocks where some are left; of the last alone, if they do not
+        hold everything. Good until the next bound is tried.
     complete: whether they hold everything.
     limit: a bound, in units: if complete, one that they keep too; if not, one below which nothing is complete.
     """
@@ -35,22 +37,25 @@ class _Whole:
     bound: up to which they were filled.
     floor: what only the loose blocks exceed.
     loose: the starts and the loads of these, in order.
-    loads: of all blocks, where they are known.
     """
 
     heights: list[Any]
     bound: Any
     floor: Any
-    loose: list[tuple[Any, Any]] = field(default_factory=list)
-    loads: list[Any] = field(default_factory=list)
+    loose: list[tuple[Any, Any]]
 
 
-class _Part(NamedTuple):
-    """Some heights of a list, which are copied only once they are needed."""
+class _Patch(NamedTuple):
+    """Heights in place of those from number `start` to before number `end`."""
 
-    heights: list[Any]
     start: int
     end: int
+    heights: list[Any]
+
+    @property
+    def more(self) -> int:
+        """How many more heights there are with it."""
+        return len(self.heights) - (self.end - self.start)
 
 
 class Fills:
@@ -60,8 +65,8 @@ class Fills:
     are filled anew. All that follow are the same, but for their numbers.
     """
 
-    def __init__(self, sums: Sums, blocks: int) -> None:
-        self._sums, self._blocks = sums, blocks
+    def __init__(self, sums: Sums, blocks: int, slack: int = 0) -> None:
+        self._sums, self._blocks, self._slack = sums, blocks, slack * sums.unit
         self._near = window(sums.prefix, blocks)
         self._whole: _Whole | None = None
 
@@ -74,37 +79,34 @@ class Fills:
 
     def _fill(self, bound: Any) -> Filled:
         total = self._sums.prefix[-1]
-        heights, above = fill(self._sums.prefix, bound, self._blocks)
+        heights, above, loose = fill(self._sums.prefix, bound, self._blocks, self._slack)
         if heights[-1] < total:
             return Filled(heights[-1:], False, self._sums.length(above))
-        ends = heights[: bisect_left(heights, total) + 1]
-        loads = self._loads(ends)
-        if len(ends) > _FEW:
-            self._whole = _Whole(ends, bound, bound, loads=loads)
-        return Filled(heights, True, self._sums.length(max(loads)))
+        del heights[bisect_left(heights, total) + 1 :]
+        whole = _Whole(heights, bound, bound - self._slack, loose)
+        if len(heights) > _FEW:
+            self._whole = whole
+        return Filled(heights, True, self._limit(whole))
 
-    def _loads(self, ends: list[Any]) -> list[Any]:
-        return list(map(sub, ends, chain(self._sums.prefix[:1], ends)))
+    def _limit(self, whole: _Whole) -> int:
+        return self._sums.length(max((load for _, load in whole.loose), default=whole.floor))
 
     def _changes_few(self, whole: _Whole, bound: Any) -> bool:
         if bound > whole.bound:
             return False
         if bound < whole.floor:  # further down, for bounds to come
             whole.floor = bound - (whole.bound - bound)
-            loads = whole.loads or self._loads(whole.heights)
-            are_loose = map(gt, loads, repeat(whole.floor))
-            whole.loose = [(self._start(whole, j), loads[j]) for j in compress(count(), are_loose)]
+            starts = chain(self._sums.prefix[:1], whole.heights)
+            loads = map(sub, whole.heights, chain(self._sums.prefix[:1], whole.heights))
+            whole.loose = [(start, load) for start, load in zip(starts, loads, strict=False) if load > whole.floor]
         changed: int = sum(load > bound for _, load in whole.loose)
         return _FEW * changed < len(whole.heights)
 
-    def _start(self, whole: _Whole, j: int) -> Any:
-        return whole.heights[j - 1] if j else self._sums.prefix[0]
-
     def _fill_again(self, whole: _Whole, bound: Any) -> Filled:
         total, old = self._sums.prefix[-1], whole.heights
-        new = _Whole([], bound, whole.floor)
-        passed, copied, above = self._sums.prefix[0], 0, total - self._sums.prefix[0]
-        parts: list[_Part] = []
+        new = _Whole([], bound, whole.floor, [])
+        passed, above = self._sums.prefix[0], total - self._sums.prefix[0]
+        patches: list[_Patch] = []
         for start, load in whole.loose:
             if start < passed:
                 continue
@@ -112,20 +114,15 @@ class Fills:
                 new.loose.append((start, load))
                 continue
             at = 0 if start == self._sums.prefix[0] else bisect_left(old, start) + 1
-            parts.append(_Part(old, copied, at))
-            passed, copied, least = self._catch_up(new, old, start, at)
-            above = min(above, least)
-            parts.append(_Part(new.heights, 0, len(new.heights)))
             new.heights = []
-        parts.append(_Part(old, copied, len(old)))
-        missing = self._blocks - sum(part.end - part.start for part in parts)
-        if missing < 0:
-            return Filled([_nth(parts, self._blocks - 1)], False, self._sums.length(above))
-        for part in parts:
-            new.heights += part.heights[part.start : part.end]
+            passed, end, least = self._catch_up(new, old, start, at)
+            above = min(above, least)
+            patches.append(_Patch(at, end, new.heights))
+        if len(old) + sum(patch.more for patch in patches) > self._blocks:
+            return Filled([_nth(old, patches, self._blocks - 1)], False, self._sums.length(above))
+        new.heights = _patched(old, patches)
         self._whole = new
-        largest = max((load for _, load in new.loose), default=new.floor)
-        return Filled(new.heights + [total] * missing, True, self._sums.length(largest))
+        return Filled(new.heights, True, self._limit(new))
 
     def _catch_up(self, new: _Whole, old: list[Any], start: Any, at: int) -> tuple[Any, int, Any]:
         """Fill blocks from this start, where the old ends go on with number `at`, until one ends as an old one does.
@@ -155,9 +152,25 @@ class Fills:
             start = height
 
 
-def _nth(parts: list[_Part], n: int) -> Any:
-    for heights, start, end in parts:
-        if n < end - start:
-            return heights[start + n]
-        n -= end - start
-    raise IndexError
+def _nth(old: list[Any], patches: list[_Patch], n: int) -> Any:
+    """The n-th height of the patched list."""
+    for patch in patches:
+        if n < patch.start + len(patch.heights):
+            return old[n] if n < patch.start else patch.heights[n - patch.start]
+        n -= patch.more
+    return old[n]
+
+
+def _patched(old: list[Any], patches: list[_Patch]) -> list[Any]:
+    """The heights with the patches, which are in order: the same list where few of these change their number."""
+    if sum(patch.more != 0 for patch in patches) <= _MOVES:
+        for patch in reversed(patches):
+            old[patch.start : patch.end] = patch.heights
+        return old
+    new: list[Any] = []
+    copied = 0
+    for patch in patches:
+        new += old[copied : patch.start]
+        new += patch.heights
+        copied = patch.end
+    return new + old[copied:]

@@ -52,8 +52,8 @@ def is_witness(
     if sums.error == 0:
         return True
     prefix, reach = sums.prefix, (bottleneck + 2 * sums.error) * sums.unit
-    # A set, since behind a layer that is too heavy all of them are the same.
-    close = {(start, end + 1) for start, end in pairwise((0, *witness)) if prefix[end + 1] - prefix[start] <= reach}
+    different = witness[: witness.index(witness[-1]) + 2]  # behind a layer that is too heavy all of them are the same
+    close = {(start, end + 1) for start, end in pairwise((0, *different)) if prefix[end + 1] - prefix[start] <= reach}
     return not _are_many(close, costs) and all(exact_sum(costs[start:end]) >= largest for start, end in close)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import fsum
+from operator import sub
 from typing import Any, Literal, TypeVar
 
 from ._arguments import block_count, choice
@@ -52,8 +53,8 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     with uncollected():
         if blocks == len(items):
             return [[item] for item in items]
-        ends = _ends(items, sums, blocks)
-        return [items[start:end] for start, end in pairwise(ends)]
+        start = 0
+        return [items[start : (start := end)] for end in islice(_ends(items, sums, blocks), 1, None)]
 
 
 def _quick(costs: list[Any], blocks: int) -> Sums | None:
@@ -96,23 +97,41 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     choice(even, "even", _TIE_BREAKS)
     numbers = listed(costs, "costs")
     blocks = block_count(partitions, "partitions", len(numbers))
-    sums = _quick(numbers, blocks) if even == "quantile" else None
-    quick = sums and _quickly(numbers, sums, blocks)
-    return quick or _exactly(read(numbers), blocks, _TIE_BREAKS[even])
+    with uncollected():
+        sums = _quick(numbers, blocks) if even == "quantile" or blocks == len(numbers) else None
+        quick = sums and _quickly(numbers, sums, blocks)
+        return quick or _exactly(read(numbers), blocks, _TIE_BREAKS[even])
 
 
 def _quickly(costs: list[Any], sums: Sums, blocks: int) -> Partition | None:
     """None where sums that were rounded do not tell which blocks are optimal."""
-    bottleneck, highest = least_bottleneck(sums, blocks)
-    ends = near_even(sums, bottleneck, highest)
-    largest = largest_sum(costs, sums, bottleneck, ends) if sums.error else bottleneck
+    bottleneck, ends, largest = _chosen(costs, sums, blocks)
     proof = witness(sums.prefix, blocks, bottleneck * sums.unit)
     if largest is None or not is_witness(costs, sums, proof, bottleneck, largest):
         return None
-    kind = type(costs[0])
-    add_up = sum if kind is int else fsum
-    loads = tuple([add_up(costs[start:end]) for start, end in pairwise(ends)])
-    return _described(ends, loads, Fraction(largest), Fraction(exact_sum(costs)), Fraction(max(costs)), kind, proof)
+    exact = sums.error == 0
+    loads = _loads(sums.prefix, ends) if exact else _loads_of(costs, ends)
+    total, heaviest = (sums.total, sums.heaviest) if exact else (exact_sum(costs), max(costs))
+    return _described(ends, loads, Fraction(largest), Fraction(total), Fraction(heaviest), type(costs[0]), proof)
+
+
+def _loads(prefix: list[Any], ends: list[int]) -> tuple[int, ...]:
+    heights = list(map(prefix.__getitem__, ends))
+    return tuple(map(int, map(sub, islice(heights, 1, None), heights)))
+
+
+def _loads_of(costs: list[Any], ends: list[int]) -> tuple[Number, ...]:
+    add_up = sum if type(costs[0]) is int else fsum
+    return tuple([add_up(costs[start:end]) for start, end in pairwise(ends)])
+
+
+def _chosen(costs: list[Any], sums: Sums, blocks: int) -> tuple[int, list[int], int | Fraction | None]:
+    """The bottleneck of the rounded costs, where blocks end, and the largest exact sum of these if that is known."""
+    if blocks == len(costs):
+        return sums.heaviest, list(range(blocks + 1)), Fraction(max(costs))
+    bottleneck, highest = least_bottleneck(sums, blocks)
+    ends = near_even(sums, bottleneck, highest)
+    return bottleneck, ends, largest_sum(costs, sums, bottleneck, ends) if sums.error else bottleneck
 
 
 def _exactly(grid: Grid, blocks: int, choose: Callable[[Sums, int, list[Any]], list[int]]) -> Partition:
