@@ -228,6 +228,64 @@ def _disagree(change: dict[str, Any]) -> None:
     rank.step(*batch(), loss_fn=nn.functional.mse_loss)
 
 
+@pytest.mark.parametrize("what", ["chunks", "method", "grad mode", "schedule", "interrupt"])
+def test_who_does_not_begin_is_named_by_all_and_the_next_step_is_right(worlds, what: str):
+    for who in (2, 0):
+        found = worlds(3).run(_expect_no_begin, who, what)
+        kinds = {"chunks": "ValueError", "method": "ValueError", "schedule": "ValueError", "grad mode": "RuntimeError"}
+        kind = kinds.get(what, "KeyboardInterrupt")
+        disagrees = what in ("chunks", "method")
+        for k, (name, text) in enumerate(found):
+            assert name == (kind if disagrees or k == who else "RemoteError")
+            assert disagrees or k == who or text.startswith(f"rank {who} could not begin: {kind}: ")
+        assert not disagrees or len({text for _, text in found}) == 1
+
+
+def _expect_no_begin(who: int, what: str) -> tuple[str, str]:
+    plain = network()
+    rank = Rank(copy.deepcopy(plain), [2, 2, 4], chunks=4)
+    _expect_right(rank, plain, "1f1b")
+    call: Any = rank.step
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss}
+    given = batch()
+    if dist.get_rank() == who:
+        if what == "chunks":
+            rank._chunks = 3
+        elif what == "method":
+            call = rank.evaluate
+        elif what == "schedule":
+            options["schedule"] = "none"
+        elif what == "interrupt":
+            rank._sharding.expect_whole = _interrupt
+    try:
+        with torch.set_grad_enabled(what != "grad mode" or dist.get_rank() != who):
+            call(*given, **options)
+    except BaseException as error:
+        found = type(error).__name__, str(error)
+    else:
+        raise AssertionError("it has begun")
+    rank._chunks = 4
+    vars(rank._sharding).pop("expect_whole", None)
+    _expect_right(rank, plain, "zero_bubble")
+    return found
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_step_is_one_meeting(worlds):
+    worlds(3).run(_expect_one_meeting)
+
+
+def _expect_one_meeting() -> None:
+    rank = Rank(network(), [2, 2, 4], chunks=4)
+    meetings = rank._pipeline._rendezvous._count
+    for k in range(1, 4):
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+        assert rank._pipeline._rendezvous._count == meetings + k
+
+
 def test_no_schedule_is_chosen(worlds):
     for succeeded, text in worlds(2).answers(_expect_in_turn, "auto"):
         assert not succeeded

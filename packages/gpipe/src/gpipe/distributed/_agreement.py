@@ -61,18 +61,24 @@ def agreement(meeting: Meeting, ranks: tuple[int, ...]) -> Iterator[Agreement]:
     for k, each in enumerate(reports):
         if "error" in each:
             raise RemoteError(f"rank {ranks[k]} could not begin: {each['error']}")
-    _expect_alike([each["alike"] for each in reports], ranks)
+    for k, each in enumerate(reports):
+        expect_alike(reports[0]["alike"], each["alike"], (ranks[0], ranks[k]))
     found.heard = [each["told"] for each in reports]
 
 
-def _expect_alike(reports: list[dict[str, Any]], ranks: tuple[int, ...]) -> None:
-    for name, first in reports[0].items():
-        for k, each in enumerate(reports):
-            if each.get(name) != first:
-                raise ValueError(
-                    f"the ranks disagree: {name} is {first!r} on rank {ranks[0]}, but {each.get(name)!r} on rank "
-                    f"{ranks[k]}; give all of them the same"
-                )
+def expect_alike(first: dict[str, Any], other: dict[str, Any], ranks: tuple[int, int]) -> None:
+    """Raise ValueError if these differ.
+
+    Args:
+        first, other: the ``alike`` of two ranks.
+        ranks: which these are.
+    """
+    for name, expected in first.items():
+        if other.get(name) != expected:
+            raise ValueError(
+                f"the ranks disagree: {name} is {expected!r} on rank {ranks[0]}, but {other.get(name)!r} on rank "
+                f"{ranks[1]}; give all of them the same"
+            )
 
 
 def described(module: nn.Sequential) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from microbatch import Batch
 from ..engine._losses import Losses
 from ..engine._pipeline import Pipeline
 from ..engine._run import Run
+from ..engine._settings import RunObserver
 from ..engine._stage import Stage
 from ..engine._walks import Size, forwards_and_backwards, walk_of
 from ..engine._workers import Workers
@@ -25,15 +26,22 @@ from ..transport._channels import Connect, Nearby
 from ..transport._copy import CopyStreams
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
+from ._agreement import expect_alike
 from ._channels import Crossings, Reach
 from ._errors import LostRankError, RemoteError, UnreachableError
 from ._failures import BEFORE, RankFailures
 from ._far_loss import FarLoss
+from ._frames import Announcements
 from ._groups import Groups
+from ._messages import Peer
+from ._opening import Opening
 from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Report
 from ._tied import Twin, Twins
 from ._verdict import verdict_of, written
+
+_ANNOUNCED = 0
+"""The tag of announcements; those of channels are from 2 on."""
 
 
 class RankPipeline(Pipeline):
@@ -75,6 +83,11 @@ class RankPipeline(Pipeline):
         self._rendezvous = rendezvous
         devices = dict(zip([stage.index for stage in stages], self.devices, strict=True))
         self._crossings = Crossings(groups, ranks, layout, devices)
+        hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self.begins else [ranks[0]]
+        peers = [Peer(groups.values, k, _ANNOUNCED) for k in hearers]
+        self._announcements = Announcements(peers, tells=self.begins)
+        self._opening = Opening()
+        self._rng = AgreedRNG(0)
         self._twins = Twins(twins, groups, 2 * (len(ranks) + len(layout.routes)))
         self._lost: LostRankError | None = None
         with self._reaching():
@@ -134,23 +147,69 @@ class RankPipeline(Pipeline):
             self._lost = self._rendezvous.lost([error.member])
             raise self._lost from None
 
-    def meet(self, report: Report) -> list[Report]:
-        """Send a report to all ranks; those of all."""
+    def _expect_all(self) -> None:
         if self._lost is not None:
             raise LostRankError(str(self._lost))
+
+    def _meet(self, report: Report) -> list[Report]:
+        """Send a report to all ranks; those of all."""
+        self._expect_all()
         try:
             return self._rendezvous.meet(report)
         except LostRankError as error:
             self._lost = error
             raise
 
-    def begin(self, microbatches: int, seed: int, loss: Losses | None, *, backwards: bool) -> None:
-        """All ranks have agreed on a run."""
-        self._since = time.perf_counter()  # all ranks come here at nearly the same moment
-        self._rng = AgreedRNG(seed)
-        self._failures = RankFailures()
+    @contextmanager
+    def opening(self) -> Iterator[Opening]:
+        """Around what this rank checks by itself before a run.
+
+        No rank waits for all others. That of the first stage goes on at once, and the others when they have heard of
+        the run from it. Whoever has an error, or has been given something else than that rank, gives the run up, and
+        the others hear of it where they wait, or at the end.
+
+        Raises:
+            RemoteError: another rank could not begin.
+            ValueError: the ranks have been given different things.
+            LostRankError: a rank has ended, or does not answer.
+        """
+        self._expect_all()
+        self._opening, self._failures = Opening(), RankFailures()
+        self.loss: Losses | None = None
+        error: BaseException | None = None
+        report: Report = {}
+        try:
+            yield self._opening
+        except BaseException as failed:
+            error, report = failed, {"failed": True, "error": f"{type(failed).__name__}: {failed}"}
+        try:
+            self._announce(failed=error is not None)
+        except (Cancelled, UnreachableError) as failed:
+            error, report = (failed, self._failure(failed)) if error is None else (error, report)
+        if error is None and self._opening.differs:
+            error, report = Cancelled(), {"failed": True, "alike": self._opening.alike}
+        if error is not None:
+            self._crossings.expect(0, backwards=False)
+            try:
+                self._end(None, error, report)
+            finally:
+                del error
+
+    def _announce(self, *, failed: bool) -> None:
+        """Let all know what the rank of the first stage does; raises :class:`Cancelled` if that has failed."""
+        if self.begins:
+            self._announcements.tell(None if failed else self._opening.told())
+        else:
+            told = self._announcements.hear()
+            if told is None:
+                raise Cancelled
+            self._opening.hear(told)
+
+    def begin(self, loss: Losses | None, *, backwards: bool) -> None:
+        """The run of which this rank has heard begins."""
+        self._rng = AgreedRNG(self._opening.seed)
         self.loss = loss
-        self._crossings.expect(microbatches, backwards=backwards)
+        self._crossings.expect(len(self._opening.batches), backwards=backwards)
 
     def outputs(self, batches: Sequence[Batch]) -> list[Activation]:
         """Put each micro-batch through all stages, without gradients; what comes out, where the last stage is."""
@@ -173,9 +232,9 @@ class RankPipeline(Pipeline):
         report: Report = {}
         try:
             yield
-            report = self._success(run)
+            report = self._success()
         except BaseException as failed:
-            error = failed
+            error, report = failed, self._failure(failed)
         try:
             self._end(run, error, report)
         finally:
@@ -187,20 +246,17 @@ class RankPipeline(Pipeline):
             raise error
         raise AssertionError("unreachable")
 
-    def _success(self, run: Run | None) -> Report:
+    def _success(self) -> Report:
         """What the others need to know of a run in which nothing has failed here."""
-        report: Report = {"drew": self._rng.drew}
-        if run is not None and run.observer is not None:
-            report["events"] = run.observer.told(self._since)
+        report: Report = {"drew": True} if self._rng.drew else {}
         if self.ends and self.loss is not None:
             report["verdict"] = written(self.loss)
         return report
 
     def _end(self, run: Run | None, error: BaseException | None, report: Report) -> None:
         if error is not None:
-            report = self._failure(error)
             self._crossings.poison(self._failures.poison())
-        reports = self.meet(report)
+        reports = self._meet(report)
         failed = [k for k, each in enumerate(reports) if "failed" in each]
         if failed and error is None:
             self._crossings.poison(self._failures.poison())
@@ -222,6 +278,7 @@ class RankPipeline(Pipeline):
             if drains:
                 self._crossings.drain()
             self._crossings.flush()
+            self._announcements.flush()
 
     def _failure(self, error: BaseException) -> Report:
         """What the others need to know of a failure."""
@@ -237,14 +294,19 @@ class RankPipeline(Pipeline):
     def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:
         """What others have found out: the losses, on the rank of the last stage, and what was recorded."""
         if run is not None and run.observer is not None:
-            for k, each in enumerate(reports):
-                if k != self._groups.me:
-                    run.observer.hear(each.get("events", []), self._since)
+            self._share_events(run.observer)
         if isinstance(self.loss, FarLoss):
             self.loss.verdict = verdict_of(reports[self._ranks[-1]]["verdict"])
 
+    def _share_events(self, observer: RunObserver) -> None:
+        now = time.perf_counter()  # all ranks come from a meeting, at nearly the same moment
+        for k, each in enumerate(self._meet({"events": observer.told(now)})):
+            if k != self._groups.me:
+                observer.hear(each["events"], now)
+
     def _raise(self, error: BaseException | None, reports: Sequence[Report]) -> NoReturn:
         """Raise the failure that comes first in the schedule: this rank's own, or one that stands for another's."""
+        self._expect_begun(error, reports)
         found = [(each["when"], k) for k, each in enumerate(reports) if "what" in each]
         if not found:
             assert self._lost is not None
@@ -253,6 +315,18 @@ class RankPipeline(Pipeline):
         if k == self._groups.me and error is not None:
             raise error
         raise RemoteError(f"rank {self._groups.members[k]} failed: {reports[k]['what']}") from None
+
+    def _expect_begun(self, error: BaseException | None, reports: Sequence[Report]) -> None:
+        """Raise what has kept any rank from beginning."""
+        members, first = self._groups.members, self._groups.members[self._ranks[0]]
+        if error is not None and "error" in reports[self._groups.me]:
+            raise error
+        for k, each in enumerate(reports):
+            if "error" in each:
+                raise RemoteError(f"rank {members[k]} could not begin: {each['error']}") from None
+        for k, each in enumerate(reports):
+            if "alike" in each:
+                expect_alike(self._opening.first, each["alike"], (first, members[k]))
 
 
 @lru_cache(maxsize=64)

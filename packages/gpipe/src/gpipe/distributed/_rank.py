@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from ..values._leaves import Arguments
 from ._agreement import agreement, described
 from ._far_loss import FarLoss
 from ._groups import open_groups
+from ._opening import Opening
 from ._own import Share, own_share
 from ._pipeline import RankPipeline
 from ._random import next_seed
@@ -191,8 +192,8 @@ class Rank(Stepping):
                 )
             return without_loss_only(given)
 
-        batches, seed = self._agreed("forward", None, inputs)
-        self._pipeline.begin(len(batches), seed, None, backwards=False)
+        batches = self._agreed("forward", None, inputs).batches
+        self._pipeline.begin(None, backwards=False)
         with nullcontext() if ending is None else ending.wanted():
             outputs = self._pipeline.outputs(batches)
         if not self._pipeline.ends:
@@ -218,9 +219,9 @@ class Rank(Stepping):
             self._expect_fit(kind, call)
             return called_with(next(self.children()), call)[0] if self._pipeline.begins else None
 
-        batches, seed = self._agreed(call.method, schedule, given)
+        batches = self._agreed(call.method, schedule, given).batches
         losses: Any = FarLoss()
-        self._pipeline.begin(len(batches), seed, losses, backwards=kind is LossStage)
+        self._pipeline.begin(losses, backwards=kind is LossStage)
         if self._pipeline.ends:
             losses = self._pipeline.loss = self._losses(kind, call, options, batches)
         return batches, losses
@@ -243,16 +244,13 @@ class Rank(Stepping):
             options = options._replace(return_outputs=False)
         return returned(losses, batches, self.out_spec, options)
 
-    def _agreed(
-        self, method: str, schedule: Schedule | str | None, given: Callable[[], Any]
-    ) -> tuple[list[Batch], int]:
-        """The micro-batches, or how many rows they have where they are on another rank; and the seed of the run.
+    def _agreed(self, method: str, schedule: Schedule | str | None, given: Callable[[], Any]) -> Opening:
+        """What all ranks know of a run that begins.
 
         Args:
             given: checks what this rank was given; the mini-batch, on the rank of the first stage.
         """
-        batches: list[Any] = []
-        with agreement(self._pipeline, self._groups.members) as found:
+        with self._pipeline.opening() as found:
             found.alike = {
                 "the method that is called": method,
                 "schedule": None if schedule is None else str(schedule),
@@ -266,20 +264,9 @@ class Rank(Stepping):
             self._sharding.expect_whole()
             inputs = given()
             if self._pipeline.begins:
-                batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
-                found.told = {"rows": [batch.rows for batch in batches], "seed": next_seed()}
-        first = found.heard[self._ranks[0]]
-        return batches or [_Rows(tuple(rows)) for rows in first["rows"]], first["seed"]
-
-
-class _Rows(NamedTuple):
-    """A micro-batch on another rank.
-
-    Attributes:
-        rows: how many it has, by tensor.
-    """
-
-    rows: tuple[int, ...]
+                found.batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
+                found.seed = next_seed()
+        return found
 
 
 def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:

@@ -1,0 +1,48 @@
+"""The begin of a run: the rank of the first stage tells the others what they need to know, and all compare."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Rows(NamedTuple):
+    """A micro-batch on another rank.
+
+    Attributes:
+        rows: how many it has, by tensor.
+    """
+
+    rows: tuple[int, ...]
+
+
+class Opening:
+    """What is known of a run before it begins.
+
+    Attributes:
+        alike: what all ranks must say alike, by names that a user knows.
+        batches: the micro-batches; where the first stage is elsewhere, how many rows they have.
+        seed: of its random numbers.
+        first: what the rank of the first stage says of ``alike``.
+    """
+
+    def __init__(self) -> None:
+        self.alike: dict[str, Any] = {}
+        self.batches: list[Any] = []
+        self.seed = 0
+        self.first: dict[str, Any] = {}
+
+    @property
+    def differs(self) -> bool:
+        """Whether this rank was given something else than that one."""
+        return self.first != self.alike
+
+    def told(self) -> dict[str, Any]:
+        """What the rank of the first stage tells the others, as JSON can write it."""
+        self.first = self.alike
+        return {"alike": self.alike, "rows": [batch.rows for batch in self.batches], "seed": self.seed}
+
+    def hear(self, told: dict[str, Any]) -> None:
+        """What it has told."""
+        self.first = told["alike"]
+        self.batches = [Rows(tuple(rows)) for rows in told["rows"]]
+        self.seed = told["seed"]
