@@ -22,6 +22,9 @@ from gpipe.schedule import checkpoint_stops, zero_bubble
 from gpipe.skip import pop, skippable, stash
 from profiler import profile
 
+from .models import CHANNELS, PARTS, Fresh
+from .models import WIDTH as PART_WIDTH
+
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
 CHUNKS, STAGES = 6, 2
@@ -170,6 +173,19 @@ def test_real_layers_take_what_their_profile_predicts(case):
     walk = zero_bubble(chunks, STAGES, split=split) if split else schedule
     found = taken(model, x, balance, modes, walk, chunks, squares)
     expect_near(predicted, found, costs, balance, schedule, modes)
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_a_stage_is_planned_to_split_if_the_engine_splits_it(name: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(Fresh(), Fresh(), *PARTS[name].layers())
+    x = torch.randn(4, CHANNELS, PART_WIDTH, requires_grad=True)
+    found = profile(model, x, device="cpu", timeout=1e-6, split_backward=True)
+    pipe = GPipe(model, [1, len(model) - 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    with inline():
+        pipe.step(x, loss_fn=loss, schedule=zero_bubble(2, 2, split=[1]))
+    whole = pipe._pipeline.stages[1].facts.runs_whole
+    assert any(layer.backward_input_seconds is None for layer in found) == whole
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -53,6 +54,19 @@ def test_a_plan_is_replayed_as_it_would_be_simulated(measured: Measured):
         schedule = named(found.schedule, found.chunks, range(len(stages)), stops_of(found), found.split)
         simulated = simulate(schedule, stages, transfer=hops[1:]).makespan
         assert replayed(found) == pytest.approx(simulated + measured.step)
+
+
+@given(measurements(), st.sampled_from(SCHEDULES))
+def test_a_schedule_alone_is_found_also_where_nothing_can_be_split(measured: Measured, schedule: str):
+    whole = [
+        replace(one, layers=tuple(replace(layer, backward_input_seconds=None) for layer in one))
+        for one in (measured.profiles[0], *measured.profiles[0].others)
+    ]
+    profile = replace(whole[0], others=tuple(whole[1:]))
+    space = space_of(replace(measured, profiles=(profile,) * measured.stages))
+    found = search(replace(space, schedules=(schedule,)))
+    assert found
+    assert {(each.schedule, each.split) for each in found} == {(schedule, ())}
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 9), st.integers(1, 5), st.data())

@@ -88,3 +88,57 @@ def test_skips_are_those_that_arrive():
         nn.Sequential(Keep(), nn.ReLU(), Add()), torch.rand(8, WIDTH), device="cpu", rows=[2, 4], timeout=1e-6
     )
     assert [(skip.source, skip.target, skip.bytes) for skip in found.at(6).skips] == [(0, 2, 6 * ROW)]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.inner = kind(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(x[None])[0][0]
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.square() * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return 2 * x * weight * gradient, (x.square() * gradient).sum(0)
+
+
+class Custom(nn.Linear):
+    def forward(self, x):
+        return Squared.apply(x, self.bias)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return super().forward(super().forward(x).tanh())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("make", "splits"),
+    [
+        (lambda: nn.Linear(WIDTH, WIDTH), True),
+        (nn.Tanh, True),
+        (lambda: nn.ReLU(inplace=True), True),
+        (lambda: nn.LayerNorm(WIDTH), True),
+        (lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False), True),
+        (lambda: Recurrent(nn.LSTM), False),  # one kernel gives all gradients
+        (lambda: Recurrent(nn.GRU), False),
+        (lambda: Custom(WIDTH, WIDTH), False),
+        (lambda: Twice(WIDTH, WIDTH), False),  # gradients of a weight add up
+    ],
+    ids=["linear", "tanh", "in place", "norm", "frozen", "lstm", "gru", "custom", "twice"],
+)
+def test_a_backward_has_two_parts_where_an_engine_may_do_one_first(make, splits, device):
+    (layer,) = counted(nn.Sequential(make()), torch.rand(8, WIDTH, requires_grad=True), device)
+    assert (layer.parting_bytes is not None) == splits
+    assert (layer.parting_peak_bytes is not None) == splits
+    assert (layer.backward_input_seconds is not None) == (splits and device == "cpu")

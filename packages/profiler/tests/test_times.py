@@ -162,7 +162,7 @@ class Overwriting(nn.Module):
         (Weighted, True, (0, 7, 4)),
         (Weighted, False, (0, 3, 0)),
         (lambda _: nn.ReLU(), True, (0, 0, 0)),
-        (lambda _: Overwriting(), True, (0, 0, None)),
+        (lambda _: Overwriting(), True, (0, 0, 0)),
     ],
 )
 def test_the_part_of_the_backward_for_the_inputs(layer, requires_grad, expected):

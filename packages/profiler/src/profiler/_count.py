@@ -96,7 +96,7 @@ def count(
     freed = sum(each.size for each in loose if not each.leaves & inputs.alive())
     del output
     gone = outputs.gone(inputs, loose)
-    peak, parting = tracker.restart(), None
+    peak, parting = tracker.restart(), Parting(0, 0) if split else None  # without a backward there is nothing to do
     if turn is not None:
         with uncompiled(), mode:
             parting = partings(turn) if split else None

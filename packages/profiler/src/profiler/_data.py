@@ -23,8 +23,9 @@ class LayerProfile:
     flops: of forward and backward, by PyTorch's own formulas; 0 for operations without one.
     allocated_bytes, allocated_peak_bytes: saved and peak as an accelerator's allocator sees them, rounded up to its
         blocks; None on a CPU and where the allocator keeps no statistics.
-    backward_input_seconds: of the backward for the inputs alone; None unless it was asked for, and where autograd
-        cannot do it alone. Figures of both parts may add up to more than the backward in one go.
+    backward_input_seconds: of the backward for the inputs alone; None unless it was asked for, and where it cannot be
+        done alone: one operation gives all gradients, as that of an LSTM, or those of a parameter add up. Figures of
+        both parts may add up to more than the backward in one go.
     passing_bytes: of its output, what its own backward does not need. It stays where a layer behind saves it.
     freed_bytes: of what passes, what is gone once this layer has run, because it does not need that either.
     backward_peak_bytes: the peak of its backward without what passes; None where nothing was counted.

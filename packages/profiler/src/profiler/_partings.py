@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -27,12 +27,14 @@ class Parting(NamedTuple):
 
 
 def partings(root: torch.Tensor) -> Parting | None:
-    """Does the part for the inputs of a backward from ``root``; None if autograd cannot do that part alone."""
+    """Does the part for the inputs of a backward from ``root``; None if that part cannot be done alone."""
     assert root.grad_fn is not None
     start = GradientEdge(root.grad_fn, 0)  # not the tensor, of which no fake one can be made
-    entrances, inner = _edges(start.node)
+    entrances, inner, splits = _edges(start.node)
     if not entrances:
         return Parting(0, 0)
+    if not splits:
+        return None
     tracker, ends = AllocationTracker(), cast("list[GradientEdge]", [*entrances, *inner])
     handles = [leaf.register_hook(_apart) for leaf in entrances]  # type: ignore[no-untyped-call]
     try:
@@ -52,14 +54,37 @@ def _apart(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clone() if gradient.layout is torch.strided and gradient._is_view() else gradient
 
 
-def _edges(root: Node) -> tuple[list[torch.Tensor], list[GradientEdge]]:
-    """The inputs, and the edges into nodes that lead to inputs and to something else."""
+def _edges(root: Node) -> tuple[list[torch.Tensor], list[GradientEdge], bool]:
+    """The inputs, the edges into nodes that lead to inputs and to something else, and whether these may part there."""
     leads = _leads(root)
     entrances = [node for node in leads if is_entrance(node)]
     inner = [node for node in leads if leads[node] and not is_entrance(node)]
     parting = {node for node in inner if any(not leads[child] for child, _ in _children(node))}
     into = dict.fromkeys(edge for node in inner for edge in _children(node) if edge[0] in parting)
-    return list(map(_leaf, entrances)), [GradientEdge(*edge) for edge in into]
+    splits = not any(map(_is_whole, parting)) and _ends_differ(parting, leads)
+    return list(map(_leaf, entrances)), [GradientEdge(*edge) for edge in into], splits
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether the node computes all its gradients whenever it runs, so that it would do its work twice."""
+    return hasattr(node, "_forward_cls") or "Rnn" in node.name()
+
+
+def _ends_differ(parting: Iterable[Node], leads: dict[Node, bool]) -> bool:
+    """Whether each parameter is reached from one of these nodes only: else its gradients add up in another order."""
+    ends = [end for node in parting for end in _ends(child for child, _ in _children(node) if not leads[child])]
+    return len(set(ends)) == len(ends)
+
+
+def _ends(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes without children below these."""
+    stack = list(nodes)
+    seen = set(stack)
+    while stack:
+        fresh = {child for child, _ in _children(stack.pop())} - seen
+        seen |= fresh
+        stack += fresh
+    return {node for node in seen if not node.next_functions}
 
 
 def _leaf(entrance: Node) -> torch.Tensor:

@@ -162,7 +162,7 @@ def _record(name: str, layer: nn.Module, own: Owned, seconds: Seconds | None, co
         flops=counted.flops,
         allocated_bytes=counted.allocated,
         allocated_peak_bytes=counted.allocated_peak,
-        backward_input_seconds=seconds and seconds.backward_input,
+        backward_input_seconds=seconds.backward_input if seconds and counted.parting else None,
         passing_bytes=sum(each.size for each in counted.loose),
         freed_bytes=counted.freed,
         backward_peak_bytes=counted.backward_peak,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from microbatch import Batch
 
@@ -177,7 +178,8 @@ class _Timer:
 
     def run(self, visit: Visit) -> tuple[Batch, Seconds]:
         watch = self._watch
-        versions = [x._version for x in visit.input]
+        # Edges, because what a layer overwrites is no input of its graph any more.
+        inputs = [get_gradient_edge(x) for x in visit.input if x.requires_grad] if self._split else []
         start = watch.mark()
         output, roots = visit.forward()
         middle = watch.mark()
@@ -185,20 +187,17 @@ class _Timer:
         # A layer that differentiates nothing has no backward, not one that takes as long as reading the clock.
         if not roots:
             return output, Seconds(watch.seconds(start, middle), 0.0, 0.0 if self._split else None)
-        part = self._backward_input(visit, versions, roots, gradients) if self._split else None
+        part = self._backward_input(inputs, roots, gradients) if self._split else None
         resumed = watch.mark()
         torch.autograd.backward(roots, gradients)
         end = watch.mark()
         return output, Seconds(watch.seconds(start, middle), watch.seconds(resumed, end), part)
 
     def _backward_input(
-        self, visit: Visit, versions: list[int], roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+        self, inputs: Sequence[GradientEdge], roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> float | None:
-        inputs = [x for x in visit.input if x.requires_grad]
         if not inputs:
             return 0.0
-        if [x._version for x in visit.input] != versions:
-            return None  # what a layer has overwritten is no input of its graph any more
         start = self._watch.mark()
         try:
             torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)

@@ -150,16 +150,18 @@ def estimated(profile: Profile, fake: Fake) -> Profile:
     """A profile that was counted and not run, with the seconds that a device would need at least for its operations
     and for reading and writing what it keeps.
     """
+    counted = any(layer.parting_bytes is not None for layer in profile)
     return replace(
         profile,
-        layers=tuple(_layer(layer, fake) for layer in profile.layers),
-        loss=profile.loss and _layer(profile.loss, fake),
+        layers=tuple(_layer(layer, fake, whole=counted and layer.parting_bytes is None) for layer in profile.layers),
+        loss=profile.loss and _layer(profile.loss, fake, whole=False),
         others=tuple(estimated(other, fake) for other in profile.others),
     )
 
 
-def _layer(layer: LayerProfile, fake: Fake) -> LayerProfile:
+def _layer(layer: LayerProfile, fake: Fake, *, whole: bool) -> LayerProfile:
     moved = layer.parameter_bytes + layer.saved_bytes + layer.output_bytes
     # A backward does twice the operations of a forward: for the inputs, and for the weights.
     forward = max(layer.flops / 3 / (fake.flops * _FLOPS_REACHED), moved / (fake.bandwidth * _BANDWIDTH_REACHED))
-    return replace(layer, forward_seconds=forward, backward_seconds=2 * forward, backward_input_seconds=forward)
+    part = None if whole else forward
+    return replace(layer, forward_seconds=forward, backward_seconds=2 * forward, backward_input_seconds=part)

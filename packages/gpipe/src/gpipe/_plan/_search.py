@@ -133,7 +133,8 @@ def candidates(space: Space) -> Iterator[Candidate]:
             return
         short = space.is_bounded and _excess(space, free)
         found = _fitting(space, free.costs, free.schedule) if short else free
-        if found is not None and (found.schedule != "zero_bubble" or found.split):  # else it is 1F1B
+        # Zero bubble that splits nothing is 1F1B, which is among the others unless zero bubble alone was asked for.
+        if found is not None and (found.split or found.schedule != "zero_bubble" or len(space.schedules) == 1):
             fastest = min(fastest, found.seconds)
             yield found
 
