@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import time
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
 
-from .machine import stamp
-from .report import keep, show_all, write
+from .measure import stamp
+from .report import Report, keep, show_all, write
 
-# In this order; `targets` reads what the others have found.
+# In this order; `targets` reads what the others have found. For each, the function that measures it.
 PARTS = {
-    "compare": "time of a step: ours, the plain loop, torchgpipe, fairscale, torch.distributed.pipelining",
-    "ranks": "gpipe.distributed.Rank beside torch.distributed.pipelining, each in two processes",
-    "predicted": "`step` by each schedule beside the time that `simulate` predicts",
-    "plan": "what `gpipe.plan` predicts, beside what is measured",
-    "memory": "what a pipe keeps between forward and backward; resident memory of each library",
-    "engine": "microseconds a cell on stages that do nothing; time to import",
-    "calls": "how many calls a cell makes, and where the engine's microseconds go",
-    "solve": "blockpartition beside prefix sums and torchgpipe's solver",
-    "profiling": "how repeatable balances by time are",
-    "workers": "streams: workers and contexts",
-    "batches": "microbatch: cutting and joining",
-    "cuda": "one GPU, where there is one",
-    "targets": "the figures to reach, beside those measured",
+    "compare": (
+        "compare.of_steps",
+        "time of a step: ours, the plain loop, torchgpipe, fairscale, torch.distributed.pipelining",
+    ),
+    "ranks": ("compare.of_ranks", "gpipe.distributed.Rank beside torch.distributed.pipelining, each in two processes"),
+    "predicted": ("predictions.of_schedules", "`step` by each schedule beside the time that `simulate` predicts"),
+    "plan": ("predictions.of_plans", "what `gpipe.plan` predicts, beside what is measured"),
+    "memory": ("memory.run", "what a pipe keeps between forward and backward; resident memory of each library"),
+    "engine": ("engine.run", "microseconds a cell on stages that do nothing; time to import"),
+    "calls": ("calls.run", "how many calls a cell makes, and where the engine's microseconds go"),
+    "solve": ("solve.run", "blockpartition beside prefix sums and torchgpipe's solver"),
+    "profiling": ("profiling.run", "how repeatable balances by time are"),
+    "workers": ("micro.of_workers", "streams: workers and contexts"),
+    "batches": ("micro.of_batches", "microbatch: cutting and joining"),
+    "cuda": ("cuda.run", "one GPU, where there is one"),
+    "targets": ("targets.run", "the figures to reach, beside those measured"),
 }
 
 
@@ -40,7 +44,7 @@ def main() -> None:
         console.rule(part)
         start = time.monotonic()
         try:
-            for report in importlib.import_module(f"benchmarks.{part}").run(options):
+            for report in _function(part)(options):
                 show_all(console, report.tables)
                 if not options.quick:
                     keep(part, line, report.figures)
@@ -55,8 +59,15 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
+def _function(part: str) -> Callable[[argparse.Namespace], Iterable[Report]]:
+    """What measures a part; parts that are not asked for are not even imported."""
+    module, _, name = PARTS[part][0].partition(".")
+    function: Callable[[argparse.Namespace], Iterable[Report]] = getattr(import_module(f"benchmarks.{module}"), name)
+    return function
+
+
 def _arguments() -> argparse.Namespace:
-    what = "\n".join(f"  {name:<12} {meaning}" for name, meaning in PARTS.items())
+    what = "\n".join(f"  {name:<12} {meaning}" for name, (_, meaning) in PARTS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import gpipe
 
 from .engine import empty_pipe, one_row_each
-from .machine import installed
+from .measure import installed
 from .report import Report, Table
 
 OURS = ("gpipe", "profiler", "blockpartition", "microbatch", "streams")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from .contenders import CHECKPOINTS
+from .measure import ratios, repeats_within, spread, turns
 from .programs import optimizer_of
 from .report import Report, Table
-from .timing import ratios, repeats_within, spread, turns
 from .workloads import linear, total
 
 CHUNKS, DEVICE = 8, "cuda:0"

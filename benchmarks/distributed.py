@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.checkpoint import checkpoint
 
 from .contenders import Contender, Task
-from .machine import bind_to_share
+from .measure import bind_to_share
 from .programs import optimizer_of, slices
 from .workloads import Workload
 

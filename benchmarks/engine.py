@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import gpipe
 
 from .contenders import LOOP, Contender, can_run
+from .measure import ratios, spread, turns
 from .report import Report, Table
-from .timing import ratios, spread, turns
 
 PAGE = "engine.md"
 STAGES, MICROBATCHES = (2, 4, 8, 16, 32, 64), (1, 4, 16, 64, 256)

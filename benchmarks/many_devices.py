@@ -1,13 +1,19 @@
-"""The table of docs/howto/many-devices.md: a model like Llama 70B, planned for 8 to 10,240 devices that are not there.
+"""A model like Llama 70B, planned for 8 to 10,240 devices that are not there: the table of docs/howto/many-devices.md.
 
-python -m benchmarks.many_devices            # writes it anew
+And what it takes to plan one without data.
+
+python -m benchmarks.many_devices            # writes the table anew
 python -m benchmarks.many_devices 8 512      # these lines only
 """
 
 from __future__ import annotations
 
+import json
 import re
+import resource
+import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -19,6 +25,8 @@ from torch import Tensor, nn
 import gpipe
 from profiler import Profile, profile
 from profiler.text import format_bytes, format_seconds, format_share
+
+from .report import Report, Table
 
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "many-devices.md"
 HEAD = """\
@@ -133,6 +141,54 @@ def version() -> str:
 
 
 _BLOCK = re.DOTALL | re.MULTILINE
+
+FEW_ROWS = 64
+CASES = (("8x80GB", "adam"), ("8x80GB", "sgd"), ("16x80GB", "adam"), ("8x8x80GB", "adam"))
+Figures = dict[str, float | str]
+
+
+def large(quick: bool) -> Report:
+    """Seconds of a processor and resident memory of a process that imports torch, makes the model, and plans."""
+    caption = (
+        f"A model like Llama 70B on meta, {FEW_ROWS} rows of {TOKENS} tokens: a process that does nothing but plan"
+    )
+    table = Table("plan.md", "large", caption, ("devices", "optimizer", "found", "seconds", "peak memory"), left=3)
+    figures = {}
+    for devices, optimizer in CASES[:1] if quick else CASES:
+        found = measured(devices, optimizer)
+        seconds, memory = float(found["seconds"]), float(found["bytes"])
+        table.add(devices, optimizer, found["found"], f"{seconds:.0f}", f"{memory / 1e9:.2f} GB")
+        figures |= {f"plan, Llama 70B {devices} {optimizer}: seconds": seconds}
+        figures |= {f"plan, Llama 70B {devices} {optimizer}: bytes": memory}
+    return Report([table], figures)
+
+
+def measured(devices: str, optimizer: str) -> Figures:
+    """What a process that plans once says of itself."""
+    code = f"from benchmarks.many_devices import report; report({devices!r}, {optimizer!r})"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=900, check=True
+    )
+    found: Figures = json.loads(ended.stdout)
+    return found
+
+
+def _plan(devices: str, optimizer: str) -> str:
+    sample = torch.zeros(FEW_ROWS, TOKENS, dtype=torch.long)
+    try:
+        plan = gpipe.plan(model(), sample, devices, optimizer=optimizer)
+    except gpipe.Infeasible as error:
+        return f"does not fit: needs {error.changes[-1].partition(' (')[2].rstrip(')')}"
+    return f"{plan.replicas} × {len(plan.balance)} × {plan.chunks}, {plan.schedule}"
+
+
+def report(devices: str, optimizer: str) -> None:
+    """Plan once and print what was found, the seconds of a processor, and the most bytes of memory, as JSON."""
+    found = _plan(devices, optimizer)
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({"found": found, "seconds": time.process_time(), "bytes": peak}))
+
 
 if __name__ == "__main__":
     write([int(text) for text in sys.argv[1:]])

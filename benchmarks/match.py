@@ -12,8 +12,8 @@ from typing import Any
 from rich.progress import track
 
 from .contenders import Contender, Task
+from .measure import Step, repeats_within
 from .process import Failure, Process
-from .timing import Step, repeats_within
 
 TOLERANCE = 1e-3  # of the largest number in a gradient: float32, summed in another order
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import machine
+from . import measure
 from .contenders import RANKS, Contender, Task
+from .measure import Step
 from .programs import Costs, Program, build, named_results
-from .timing import Step
 
 REPOSITORY = Path(__file__).parents[1]
 MODULE = ["-m", "benchmarks.process"]
@@ -178,8 +178,8 @@ class Server:
             _keep_memory()
         self.program = self.output = None  # end the last one's threads, free its memory
         self.program = build(self.contender, task)
-        machine.reset_peak()
-        self.before = machine.resident_memory()
+        measure.reset_peak()
+        self.before = measure.resident_memory()
 
     def run(self, times: int) -> list[Step]:
         return [self._run() for _ in range(times)]
@@ -188,13 +188,13 @@ class Server:
         assert self.program is not None
         self.output = None
         self.program.prepare()
-        faults, start = machine.page_faults(), time.monotonic()
+        faults, start = measure.page_faults(), time.monotonic()
         self.output = self.program.run()
-        return Step(start, time.monotonic(), machine.page_faults() - faults)
+        return Step(start, time.monotonic(), measure.page_faults() - faults)
 
     def grown(self) -> int | None:
         """By how many bytes the peak of resident memory is above what was there before the first run."""
-        peak = machine.peak_memory()
+        peak = measure.peak_memory()
         return None if peak is None or self.before is None else max(0, peak - self.before)
 
     def threads(self) -> int:

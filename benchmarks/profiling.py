@@ -23,7 +23,7 @@ from torch import nn
 from blockpartition import partition
 from profiler import profile, profile_sizes
 
-from .machine import intra_op_threads
+from .measure import intra_op_threads
 from .report import Report, Table
 
 Costs = Sequence[float]

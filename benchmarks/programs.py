@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .contenders import STAGES, Contender, Task
-from .machine import bind_to_share, intra_op_threads
-from .timing import timed
+from .measure import bind_to_share, intra_op_threads, timed
 from .workloads import Workload, by_name
 
 # An optimizer's step costs the same whatever its rate; with this one, thousands of steps leave the results comparable.

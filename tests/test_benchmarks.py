@@ -13,11 +13,11 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need rich")
 pytest.importorskip("tabulate", reason="the benchmarks need tabulate")
 
-from benchmarks import calls, compare, distributed, ranks, workloads
+from benchmarks import calls, compare, distributed, workloads
 from benchmarks.contenders import CHECKPOINTS, LOOP, PEERS, TWO_LOOPS, Contender, Task, contenders, rivals
 from benchmarks.distributed import SkipRelay, connect
-from benchmarks.machine import intra_op_threads
 from benchmarks.match import Match, Outcome, Rules
+from benchmarks.measure import intra_op_threads
 from benchmarks.programs import build, named_results, slices
 from benchmarks.report import PAGES, Table, keep, kept, markdown, write
 from benchmarks.targets import TARGETS, Target
@@ -123,9 +123,9 @@ class TestRivals:
         assert rivals(step, "distributed", FIELD) == [Contender("distributed", schedule="1f1b")]
         assert rivals(Contender("gpipe"), "distributed", FIELD) == [Contender("distributed", schedule="fill_drain")]
 
-    @pytest.mark.parametrize("workload", ranks.WORKLOADS)
+    @pytest.mark.parametrize("workload", compare.RANKS_WORKLOADS)
     def test_ranks_meet_torchs_with_the_same_cuts(self, workload: str) -> None:
-        contenders = ranks.field(Task(workload, 8))
+        contenders = compare.field_of_ranks(Task(workload, 8))
         for ours in [one for one in contenders if one.library == "ranks"]:
             (theirs,) = rivals(ours, "distributed", contenders)
             cuts = [distributed.cuts(workloads.by_name(workload), one) for one in (ours, theirs)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.large_plan import CASES, measured
-from benchmarks.many_devices import MADE_WITH, NODES, PAGE, row, rows, version
+from benchmarks.many_devices import CASES, MADE_WITH, NODES, PAGE, measured, row, rows, version
 
 pytestmark = pytest.mark.timeout(600)
 
