@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from ._alike import aligned, expect_tensors, kind, same, unlike
+from ._alike import aligned, expect_rows, expect_tensors, kind, same, unlike
 from ._batch import Batch
 from ._reduce import reduced
-from ._rows import expect_rows
 from ._rules import ROWS, Mean, Rule, Split, Sum
 from ._spec import ruled
 from ._tree import Place, flatten, is_tensors, unflatten

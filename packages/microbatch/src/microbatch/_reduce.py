@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ._alike import expect_tensors, unlike
+from ._alike import expect_tensors, unlike, weights
 from ._batch import Batch
-from ._rows import weights
 from ._rules import Mean, Sum
 from ._tree import Place
 

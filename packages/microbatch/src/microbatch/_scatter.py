@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from ._batch import Batch
-from ._cut import Cut, copies, views
+from ._cut import Chunks, Cut, Deal, Sizes, copies, dealer, remembering, views
 from ._rules import ROWS, Rule, Split
-from ._sizes import Chunks, Deal, Sizes, dealer, remembering
 from ._spec import cut_rules
 from ._tree import Place, is_tensors, leaves_of, unflatten
 from ._versions import Versions

@@ -46,8 +46,6 @@ def accumulate_whole(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> No
     In one, because hooks may wait for the gradients of several leaves. On this thread, where hooks may do as they like.
     The gradients are ready on this thread's current streams.
     """
-    if not roots:
-        return
     with torch.autograd.set_multithreading_enabled(False):
         torch.autograd.backward(_on_current_streams(roots), list(gradients))
 

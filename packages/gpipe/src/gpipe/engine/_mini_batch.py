@@ -52,11 +52,11 @@ class MiniBatch:
         self.context = callers_context()
         self.rng = rng
         self.loss = loss
-        self.deferred = DeferredGradients() if loss is None else loss.held
-        self.accumulated = [] if loss is None else [loss.grown]
         self.kept_nodes: list[Tensor] = []
         if self.keeps:
             self.kept_nodes = kept([p for stage in stages for p in stage.module.parameters()])
+        self.deferred = DeferredGradients() if loss is None else loss.held
+        self.accumulated = [] if loss is None else [loss.grown]
 
     def accumulated_outside(self, stage: Stage) -> AccumulatedGradients | None:
         """Where gradients of ``stage`` accumulate before they go to ``.grad``; None if they may go there at once."""

@@ -170,7 +170,8 @@ class Pipeline:
                 mixed = len(batches)
                 inputs, flowing = _flowing(batches[: len(gradients)], gradients, loss.scale)
                 # In one backward: a leaf may be both above and in the loss, and hooks may wait for several gradients.
-                accumulate_whole([*inputs, *leaves], [*flowing, *whole])
+                if inputs or leaves:
+                    accumulate_whole([*inputs, *leaves], [*flowing, *whole])
             except BaseException as error:
                 before.restore(error, max(mixed, run.mixed), len(batches))
                 loss.restore()

@@ -156,19 +156,19 @@ class Run:
         self._channels = share.channels(
             self._streams, Link if self.observer is None else self.observer.link, self._failures
         )
-        self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._tied = Tied(stages)
         self._runners = {
-            stage.index: StageRunner(self.mini_batch, stage, self._arrival(stage), self._departure(stage), leaves)
-            for stage, leaves in zip(stages, self._shared_leaves(share), strict=True)
+            stage.index: StageRunner(
+                self.mini_batch,
+                stage,
+                self._arrival(stage),
+                self._departure(stage),
+                [*tied, *share.tied_elsewhere(stage)],
+            )
+            for stage, tied in zip(stages, self._tied.leaves, strict=True)
         }
         self._layers = [runner.layers for runner in self._runners.values()]
-
-    def _shared_leaves(self, share: Share) -> list[list[Tensor]]:
-        """For each stage the leaves that others have too, here or in other processes."""
-        return [
-            [*here, *share.tied_elsewhere(stage)] for stage, here in zip(share.stages, self._tied.leaves, strict=True)
-        ]
+        self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
 
     def _arrival(self, stage: Stage) -> Channel | Ports:
         return self._channels.arrivals[stage.index]
@@ -225,7 +225,8 @@ class Run:
             _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
         own = [whole.pop(parameter, None) for parameter in self.mini_batch.kept_nodes]
-        accumulate_whole(list(whole), list(whole.values()))
+        if whole:
+            accumulate_whole(list(whole), list(whole.values()))
         return [self._channels.entrance.get_gradients(i) for i in range(self.mini_batch.microbatches)], own
 
     def train(self, inputs: Sequence[Activation], walk: Walk) -> list[list[Tensor | None]]:
