@@ -28,6 +28,7 @@ ELSEWHERE = {
     "engine/_capture": "graphs",
     "engine/_cell": "checkpoint",
     "engine/_deferred_gradients": "hooks",
+    "engine/_failed_cell": "oom",
     "engine/_mini_batch": "pipeline",
     "engine/_run": "pipeline",
     "engine/_settings": "inline",

@@ -98,3 +98,27 @@ def test_a_device_that_has_too_little_memory_for_a_backward(placement: str, how:
         trained(pipe, rows().to(pipe.devices[0]), how, "own")
     pipe.zero_grad()
     assert_trains_like(plain, pipe, how, "own")
+
+
+class Wasteful(nn.Module):
+    """Takes memory by its rows, for a moment."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.empty(len(x) << 20, dtype=torch.uint8, device=x.device)
+        return x * 1
+
+
+@pytest.mark.parametrize("placement", [name for name, places in PLACEMENTS.items() if places[-1] is not None])
+@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+def test_a_step_that_runs_out_of_memory_is_done_with_smaller_chunks(placement: str, inline: bool):
+    plain = nn.Sequential(*model(), Wasteful())
+    pipe = piped(plain, placement)
+    before = pipe.chunks = 2
+    last = PLACEMENTS[placement][-1]
+    assert last is not None
+    x = rows().to(pipe.devices[0])
+    with running(inline), limited(last, len(x) << 19):
+        loss = pipe.step(x, loss_fn=lambda output: output.square().mean(), on_oom="smaller chunks")
+    assert pipe.chunks > before
+    expected = plain(rows()).square().mean()
+    torch.testing.assert_close(loss.cpu(), expected.detach())

@@ -7,6 +7,7 @@ import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from ._flatten._inputs import Inputs
 from ._flatten._names import divide_names, model_of, no_child_of_the_model
 from ._flatten._shapes import has_data
 from .balance import balance_by_parameters, balance_by_time
+from .checkpoint._snapshot import Slot
 from .engine._loss import LossStage
 from .engine._pipeline import Pipeline
 from .engine._stage import stages_of
+from .engine._undo import Undo
 from .engine._workers import Workers
 from .module._arguments import (
     Device,
@@ -42,11 +45,14 @@ from .module._devices import (
     untouched_on_failure,
 )
 from .module._init import means_of
+from .module._keywords import Call
 from .module._layers import Held, expect_replacement, refill, refuse
+from .module._oom import Attempts, expect_retry, rows_of
 from .module._partition import BalanceError, divide, expect_partitions, recommend_auto_balance
 from .module._sequential import as_sequential
 from .module._signature import class_for
 from .module._step import Stepping
+from .module._training import LossOptions
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule, checkpoint_stops
 from .skip import inspect_skip_layout, verify_skippables
@@ -124,6 +130,7 @@ class GPipe(Stepping):
     _deferred: bool
     _pipeline: Pipeline
     _chooser: Chooser
+    _still: set[Slot]
     _copy_streams: list[CopyStreams]
     _workers: Workers
 
@@ -409,13 +416,28 @@ class GPipe(Stepping):
         divide_names(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
+    def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str, *, undoes: bool = False) -> None:
         stops = self._checkpoint_stops(len(batches))
         # One thread at a time learns what cells take, too.
         with self._workers.section.entered(accumulates=True):
             plan = self._chooser.plan(schedule, batches, Size(len(batches), self._pipeline.placement, stops))
-            self._pipeline.train(batches, stops, loss, plan.schedule, plan.recorder)
+            self._pipeline.train(batches, stops, loss, plan.schedule, plan.recorder, undoes=undoes)
             self._chooser.learn(plan)
+
+    def _step_or_smaller(self, call: Call, options: LossOptions, schedule: Schedule | str, on_oom: str) -> Any:
+        expect_retry(on_oom, schedule, options)
+        inputs, target = self._given(LossStage, call)
+
+        def step() -> tuple[LossStage, list[Batch]]:
+            batches, losses = self._cut_with_losses(LossStage, options, inputs, target)
+            self._train(batches, losses, schedule, undoes=True)
+            return losses, batches
+
+        modules = [*self._partitions, *([options.loss_fn] if isinstance(options.loss_fn, nn.Module) else [])]
+        with self._workers.section.entered(accumulates=True):
+            undo = Undo(modules, self._devices, self._still)
+            losses, batches = Attempts(self, step, partial(rows_of, inputs), undo, modules).run()
+        return self._returned(losses, batches, options)
 
     def _prepare(self) -> None:
         """What a pipe needs in the process it runs in."""
@@ -442,6 +464,7 @@ class GPipe(Stepping):
         stages = stages_of(self._partitions, self._devices, layout)
         self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers)
         self.__dict__["_chooser"] = Chooser(stages)
+        self.__dict__["_still"] = set()
 
     def _change(self, name: str, layer: nn.Module | None) -> None:
         """Put ``layer`` in the place of the one called ``name``, in the pipe and its partition."""
@@ -481,7 +504,7 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 _FIXED = ("balance", "devices", "partitions")
 # Hugging Face's Trainer divides the loss by these, and may lack keys in what it loads.
 _ASKED_OF_MODELS = ("config", "loss_type", "accepts_loss_kwargs", "main_input_name", "_keys_to_ignore_on_save")
-_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers")
+_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_still", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 

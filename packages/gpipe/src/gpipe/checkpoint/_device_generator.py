@@ -22,6 +22,11 @@ class DeviceGenerator:
         self._module = module_of(device)
         self._state = None if self._module is None else self._module.get_rng_state(device)
 
+    def rewind(self) -> None:
+        """From now on the device draws from that state on."""
+        if self._state is not None:
+            self._module.set_rng_state(self._state, self._device)
+
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Inside, the device draws from that state on; afterwards as if nothing had been drawn."""
@@ -29,7 +34,7 @@ class DeviceGenerator:
             yield
             return
         now: Tensor = self._module.get_rng_state(self._device)
-        self._module.set_rng_state(self._state, self._device)
+        self.rewind()
         try:
             yield
         finally:

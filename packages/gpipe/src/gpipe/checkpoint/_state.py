@@ -69,7 +69,7 @@ class Snapshot:
     def recoverable(self, slot: Slot) -> bool:
         """Whether what was in ``slot`` before the forward can be put back although something else is there now."""
         if slot.kind == "_parameters":
-            return _renormed(slot)
+            return is_renormed(slot)
         return slot not in self.bare or self.once_more(slot)._version == self.bare[slot]
 
     def once_more(self, slot: Slot) -> Any:
@@ -235,7 +235,7 @@ class State:
         )
 
     def _expect_still(self, moved: Sequence[Slot]) -> None:
-        changed = [slot for slot in moved if slot.kind != "attribute" and not _renormed(slot)]
+        changed = [slot for slot in moved if slot.kind != "attribute" and not is_renormed(slot)]
         if changed:
             raise RuntimeError(
                 f"the recomputation changed {self._names(changed)}, which its forward did not; let the layer change it "
@@ -270,7 +270,7 @@ def _ground(tensor: Tensor) -> tuple[int, bool]:
     return memory, tensor.requires_grad
 
 
-def _renormed(slot: Slot) -> bool:
+def is_renormed(slot: Slot) -> bool:
     """Whether a forward changes this parameter in a way that makes no difference when it is done twice."""
     owner = slot.owner
     return slot.name == "weight" and isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None

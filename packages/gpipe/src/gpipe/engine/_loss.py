@@ -22,6 +22,16 @@ class LossStage(Losses):
         super().__init__(*arguments, **options)
         self._filled: dict[Tensor, bool] = {}
 
+    def undo_on_failure(self, parameters: Sequence[Tensor]) -> None:
+        """Before a run: until its last micro-batch is through, nothing is added to a gradient that is there now.
+
+        Those of ``parameters`` that have none are left to the owner of the run: they get none by a failure.
+        """
+        self.undoes = frozenset(map(id, parameters))
+        filled = [each for each in parameters if each.grad is not None]
+        self._filled.update(dict.fromkeys(filled, True))
+        self.held.hold(filled, every=True)
+
     def _compute(self, i: int, outputs: Activation) -> None:
         value = self._value(i, outputs)
         expect_trains(value.total)

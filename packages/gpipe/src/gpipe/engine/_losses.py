@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +37,10 @@ class Losses:
         held: leaves whose ``.grad`` and hooks are out of reach during the run, of the loss and of all stages.
         grown: gradients of leaves of the loss that are not in ``.grad`` yet.
         outputs: of the last stage, by micro-batch, detached, if they are kept.
+        undoes: if a failure is to leave every ``.grad`` as it was, the identities of the parameters of the pipe.
     """
+
+    undoes: frozenset[int] | None = None
 
     def __init__(
         self,
@@ -71,6 +74,11 @@ class Losses:
         """
         self._rng, self._number, self.draws = rng, number, draws
         draws.begin(_kind(self._loss_fn))
+
+    def hold_others(self, leaves: Iterable[Tensor]) -> None:
+        """Hold those of ``leaves`` that are no parameters of the pipe, before a backward adds to them."""
+        assert self.undoes is not None
+        self.held.hold([leaf for leaf in leaves if id(leaf) not in self.undoes], every=True)
 
     def put_values(self, i: int, activation: Activation) -> None:
         """Compute the loss of a micro-batch."""

@@ -27,6 +27,7 @@ from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import refuse_data_parallel
 from ._draws import DrawFacts
+from ._failed_cell import failed_cell, mark, mark_late
 from ._failures import Failures
 from ._loss import LossStage
 from ._losses import Losses
@@ -145,6 +146,8 @@ class Pipeline:
         loss: LossStage,
         schedule: Schedule | Choice,
         observer: Observer | None = None,
+        *,
+        undoes: bool = False,
     ) -> None:
         """Put each micro-batch through all stages and back, as ``schedule`` says, turning around at ``loss``.
 
@@ -154,13 +157,18 @@ class Pipeline:
 
         Args:
             observer: wants to know of this run, unless somebody does who wants to know of every run.
+            undoes: whether a failure leaves every ``.grad`` as it was, unless the error is marked as
+                late. Gradients that were there before then take their memory beside those of this step.
         """
         with self.workers.section.entered(accumulates=True):
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             walk = self.walk(schedule, run.mini_batch.size)
-            before = _Gradients([p for stage in self.stages for p in stage.module.parameters()])
+            parameters = [p for stage in self.stages for p in stage.module.parameters()]
+            before = _Gradients(parameters)
             mixed = 0
             try:
+                if undoes:
+                    loss.undo_on_failure(parameters)
                 with self.together(run):
                     refuse_data_parallel(run.mini_batch.kept_nodes)
                     entering = self.entering(batches)
@@ -173,8 +181,12 @@ class Pipeline:
                 if inputs or leaves:
                     accumulate_whole([*inputs, *leaves], [*flowing, *whole])
             except BaseException as error:
+                run.mini_batch.deferred.give_back()  # the walk may not have begun
                 before.restore(error, max(mixed, run.mixed), len(batches))
                 loss.restore()
+                _tell(error, schedule)
+                if mixed:
+                    mark_late(error)
                 raise
             finally:
                 self._keep(run)
@@ -247,6 +259,12 @@ class Pipeline:
         attached = iter(attach(backward, sources, list(compress(tensors, flags))))
         results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])
         return [output.with_tensors(islice(results, len(output.tensors))) for output in outputs]
+
+
+def _tell(error: BaseException, schedule: Schedule | Choice) -> None:
+    cell = failed_cell(error)
+    if cell is not None:
+        mark(error, cell._replace(schedule=schedule.name if isinstance(schedule, Choice) else "own"))
 
 
 class _Gradients:

@@ -18,6 +18,7 @@ from ..transport._ports import Ports
 from ..values._describe import shapes
 from ..values._sharing import owned
 from ._cell import Cell, CheckpointedCell, RecomputeContext
+from ._failed_cell import FailedCell, mark
 from ._graph_leaves import Below
 from ._layers import Layers
 from ._losses import Losses
@@ -137,27 +138,35 @@ class StageRunner:
     def annotate(self, error: BaseException, action: Action) -> None:
         """Say in a note on ``error`` which cell it comes from."""
         cell = self._cells.get(action.microbatch)
-        stage = self.stage
+        stage, m = self.stage, self._mini_batch.microbatches
+        first, end = stage.numbers.start, stage.numbers.stop
+        where = FailedCell(
+            stage.index, first, end, str(stage.device), action.microbatch, m, str(action.kind), self._checkpoint_stop
+        )
+        mark(error, where)
         add_note(
             error,
             f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
-            f"{self._mini_batch.microbatches}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
+            f"{m}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
         )
 
     def _hold(self, i: int) -> None:
         """Before a backward: keep hooks, and gradients that have to be scaled, out of it."""
-        loss = self._mini_batch.loss
+        loss, deferred = self._mini_batch.loss, self._mini_batch.deferred
         every = loss is not None and loss.scales
+        undoes = loss is not None and loss.undoes is not None
         if not self._begun:
             self._begun = True
             if self._tied:
-                self._mini_batch.deferred.hold(self._tied, every=True)
-            self._mini_batch.deferred.hold(self.stage.module.parameters(), every=every)
-        if every or self._grown is not None:  # layers may also use tensors that are no parameters of theirs
+                deferred.hold(self._tied, every=True)
+            deferred.hold(self.stage.module.parameters(), every=every)
+        if every or undoes or self._grown is not None:  # layers may also use tensors that are no parameters of theirs
             graph = self._cells[i].below()
-            self._mini_batch.deferred.hold(graph.leaves, every=every)
+            deferred.hold(graph.leaves, every=every)
+            if loss is not None and undoes:
+                loss.hold_others(graph.leaves)
             self._expect_shown(graph)
-        self._adds_directly = not every and self._grown is None
+        self._adds_directly = not every and not undoes and self._grown is None
         self.mixed += self._adds_directly
 
     def _expect_shown(self, graph: Below) -> None:

@@ -46,6 +46,7 @@ class Stepping(nn.Module):
         reduction: str = ...,
         normalizer: float | Tensor | None = ...,
         return_outputs: Literal[False] = ...,
+        on_oom: Literal["raise", "smaller chunks"] = ...,
         **arguments: Any,
     ) -> Tensor: ...
 
@@ -61,6 +62,7 @@ class Stepping(nn.Module):
         reduction: str = ...,
         normalizer: float | Tensor | None = ...,
         return_outputs: bool = ...,
+        on_oom: Literal["raise", "smaller chunks"] = ...,
         **arguments: Any,
     ) -> Any: ...
 
@@ -80,6 +82,7 @@ class Stepping(nn.Module):
         reduction: str = "mean",
         normalizer: float | Tensor | None = None,
         return_outputs: bool = False,
+        on_oom: Literal["raise", "smaller chunks"] = "raise",
         **arguments: Any,
     ) -> Any:
         """Forward, loss and backward in one go.
@@ -105,6 +108,9 @@ class Stepping(nn.Module):
                 right for plain means only. ``"sum"`` adds them up.
             normalizer: with ``"sum"``, what to divide by.
             return_outputs: also return what :meth:`forward` would have, detached.
+            on_oom: what to do where a device runs out of memory. ``"smaller chunks"`` puts everything back as it was
+                before the step, and does the step once more with about twice as many chunks, which the pipe keeps; a
+                warning says so. Then the result is what a step with these chunks gives.
             arguments: keywords for the first layer, as in ``step(**batch)``.
 
         Returns:
@@ -127,9 +133,9 @@ class Stepping(nn.Module):
             TypeError: a keyword that the first layer does not take, or takes under the name of one of these; a target
                 without a ``loss_fn`` that takes it; a loss, count or metric that is no number or tensor.
             ValueError: no such schedule, or one that does not fit; a loss that is no scalar or needs no grad; a target
-                or metrics with other numbers of rows than the input.
+                or metrics with other numbers of rows than the input; ``on_oom`` with what depends on ``chunks``.
             RuntimeError: grad mode is off; the pipe itself has forward or backward hooks; it is in a
-                ``DistributedDataParallel``, outside of ``no_sync()``.
+                ``DistributedDataParallel``, outside of ``no_sync()``; ``on_oom`` inside of a layer.
             Whatever a layer raises, with a note that says where.
 
         >>> from gpipe import GPipe
@@ -139,7 +145,9 @@ class Stepping(nn.Module):
         False
         """
         options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
-        call = Call("step", (*LossOptions._fields, "schedule"), input, target, arguments)
+        call = Call("step", (*LossOptions._fields, "schedule", "on_oom"), input, target, arguments)
+        if on_oom != "raise":
+            return self._step_or_smaller(call, options, schedule, on_oom)
         batches, losses = self._with_losses(LossStage, call, options, schedule)
         self._train(batches, losses, schedule)
         return self._returned(losses, batches, options)
@@ -221,9 +229,18 @@ class Stepping(nn.Module):
         self, kind: type[Kind], call: Call, options: LossOptions, schedule: Schedule | str | None = None
     ) -> tuple[list[Batch], Kind]:
         """The micro-batches of a step or an evaluation, and what computes their losses."""
+        return self._cut_with_losses(kind, options, *self._given(kind, call))
+
+    def _given(self, kind: type[Losses], call: Call) -> tuple[Checked, Any]:
+        """The mini-batch and the target of a call."""
         self._expect_fit(kind, call)
         inputs, target = called_with(next(self.children()), call)
-        batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
+        return checked(pre_hooked(self, inputs), self.in_spec), target
+
+    def _cut_with_losses(
+        self, kind: type[Kind], options: LossOptions, inputs: Checked, target: Any
+    ) -> tuple[list[Batch], Kind]:
+        batches, _ = self._cut(inputs)
         device = self._pipeline.stages[-1].device
         return batches, losses_of(kind, options, target, batches, self._chunks, device)
 
@@ -235,6 +252,10 @@ class Stepping(nn.Module):
         if not self._devices:
             raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
         refuse_hooks(self, call.method)
+
+    @abstractmethod
+    def _step_or_smaller(self, call: Call, options: LossOptions, schedule: Schedule | str, on_oom: str) -> Any:
+        """A step that is done again with more chunks if memory runs out."""
 
     @abstractmethod
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
