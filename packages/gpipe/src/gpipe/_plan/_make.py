@@ -12,10 +12,12 @@ from torch import nn
 
 from microbatch import check
 from profiler import Profile
+from streams import add_note
 
 from .._flatten._shapes import expect_data
 from ..module._arguments import Device, checked_devices, checked_flag
 from ..module._sequential import as_sequential
+from ._after import lowered, read_after
 from ._arguments import (
     SCHEDULES,
     OptimizerChoice,
@@ -31,7 +33,7 @@ from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
 from ._fake import FAKE, Fake, read_fake
 from ._fleet import Layout, all_chunks, dealt, layouts_of, of_several_rows, read_size, search_all, told
-from ._infeasible import Relaxation, explain
+from ._infeasible import Infeasible, Relaxation, explain
 from ._measure import count, measure, rows_of
 from ._outcome import plan_of
 from ._plan import Plan
@@ -57,6 +59,7 @@ def plan(
     calibrate: bool = True,
     bandwidth: float | str | Sequence[float | str] | None = None,
     latency: float | Sequence[float] | None = None,
+    after: BaseException | None = None,
 ) -> Plan:
     """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages recompute, so that it fits.
 
@@ -88,6 +91,8 @@ def plan(
             such as ``"50GB"`` or ``"400Gbit/s"``. Two are inside a node and between nodes; one is between nodes, or
             inside where there is one node. By default 25 and 12.5 GB/s.
         latency: of the same links, in seconds; by default 10 µs.
+        after: the error of a step that ran out of memory. The device where that was counts as holding a tenth less than
+            what was expected of the stage there, or of ``memory`` if that is less; ``plan.notes`` says so.
 
     Returns:
         The plan; ``print`` shows it, ``.build(model)`` makes the pipe.
@@ -117,6 +122,9 @@ def plan(
     modes, schedules = {each.stages: read_modes(checkpoint, each.stages) for each in layouts}, read_schedules(schedule)
     given = {"target": target, "loss_fn": loss_fn, "optimizer": optimizer_bytes(optimizer, layers)}
     known = _expect_fit(profile, layers)
+    if fake and after is not None:
+        raise ValueError("after: devices that are not there run out of no memory; give the devices of the step")
+    shortage = read_after(after, places, len(layers))
     if not fake and (known is None or calibrate):
         expect_data(layers, "plan")
     every = layouts[0].devices
@@ -124,20 +132,31 @@ def plan(
     look = partial(look, known=known, **given)
     measured, layouts = _measured(look, layouts, may_leave_out=chunks is None and known is None)
     shares = [dealt(measured, fake, each) if fake else measured for each in layouts]
-    space, found = search_all(
-        [
-            Space(share, each.chunks, schedules, modes[each.stages], room[: each.stages])
-            for share, each in zip(shares, layouts, strict=True)
-        ]
-    )
+    spaces = [
+        Space(share, each.chunks, schedules, modes[each.stages], room[: each.stages])
+        for share, each in zip(shares, layouts, strict=True)
+    ]
+    learned: list[str] = []
+    if shortage is not None:
+        spaces[0], note = lowered(spaces[0], shortage, names[shortage.device])
+        learned.append(note)
+    space, found = search_all(spaces)
     if not found:
-        raise explain(space, names, _relaxations(space, layers, optimizer))
-    spread, notes = (GUESSED, [_guessed(fake), *told(fake, found[0])]) if fake else (UNSURE, [_how(measured, layers)])
+        raise _with_notes(explain(space, names, _relaxations(space, layers, optimizer)), learned)
+    spread, notes = (
+        (GUESSED, [_guessed(fake), *told(fake, found[0])]) if fake else (UNSURE, [_how(measured, layers), *learned])
+    )
     if calibrate and not fake:
         space, spread, note = calibrated(space, found[0], layers, places, sample, target, loss_fn)
         found, notes = search(space) or found, [*notes, note]
     here = Remembered(loss_fn=loss_fn, sample=sample)
     return plan_of(Plan, found, space, layer_keys(layers), names, spread, notes, here)
+
+
+def _with_notes(error: Infeasible, notes: Sequence[str]) -> Infeasible:
+    for note in notes:
+        add_note(error, note)
+    return error
 
 
 def _layouts(

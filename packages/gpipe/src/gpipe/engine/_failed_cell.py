@@ -13,6 +13,7 @@ class FailedCell(NamedTuple):
 
     Attributes:
         stage: its number.
+        stages: how many there were.
         first, end: the layers of the stage: from the number of the first to the one behind the last.
         device: as text.
         microbatch: its number.
@@ -20,9 +21,11 @@ class FailedCell(NamedTuple):
         kind: of the action: "forward", "backward" and so on.
         checkpoint_stop: of the stage.
         schedule: its name; "own" for one that has none.
+        split: the stages whose backward it splits.
     """
 
     stage: int
+    stages: int
     first: int
     end: int
     device: str
@@ -31,6 +34,7 @@ class FailedCell(NamedTuple):
     kind: str
     checkpoint_stop: int
     schedule: str = "fill_drain"
+    split: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"partition {self.stage} on {self.device}, in a {self.kind.replace('_', ' of ')}"

@@ -262,9 +262,11 @@ class Pipeline:
 
 
 def _tell(error: BaseException, schedule: Schedule | Choice) -> None:
+    """Let ``error`` say what the run was under."""
     cell = failed_cell(error)
     if cell is not None:
-        mark(error, cell._replace(schedule=schedule.name if isinstance(schedule, Choice) else "own"))
+        name, split = (schedule.name, schedule.split) if isinstance(schedule, Choice) else ("own", ())
+        mark(error, cell._replace(schedule=name, split=split))
 
 
 class _Gradients:

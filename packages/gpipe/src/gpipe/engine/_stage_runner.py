@@ -140,9 +140,9 @@ class StageRunner:
         cell = self._cells.get(action.microbatch)
         stage, m = self.stage, self._mini_batch.microbatches
         first, end = stage.numbers.start, stage.numbers.stop
-        where = FailedCell(
-            stage.index, first, end, str(stage.device), action.microbatch, m, str(action.kind), self._checkpoint_stop
-        )
+        stages, stop = len(self._mini_batch.checkpoint_stops), self._checkpoint_stop
+        place = stage.index, stages, first, end, str(stage.device)
+        where = FailedCell(*place, action.microbatch, m, str(action.kind), stop)
         mark(error, where)
         add_note(
             error,

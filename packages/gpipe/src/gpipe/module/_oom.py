@@ -23,8 +23,7 @@ from ..checkpoint._snapshot import Slot
 from ..engine._failed_cell import came_late, failed_cell, is_out_of_memory
 from ..engine._undo import Undo
 from ..schedule import Schedule
-from ._cut import Checked, cut
-from ._rows import expect_proportional
+from ._cut import Checked, cut, expect_proportional
 from ._training import LossOptions
 
 Result = TypeVar("Result")
