@@ -155,6 +155,15 @@ def test_by_flops_needs_no_data():
     assert balance_by_flops(2, model, torch.rand(3, 8)) == [3, 2]
 
 
+def test_by_flops_recurrent_layers_are_not_free():
+    class Tagger(nn.LSTM):
+        def forward(self, x):
+            return super().forward(x)[0]
+
+    model = nn.Sequential(Tagger(8, 8), *(nn.Linear(8, 8) for _ in range(8)))  # as much as eight
+    assert balance_by_flops(2, model, torch.rand(4, 2, 8)) == [1, 8]
+
+
 def test_by_time_gives_each_partition_a_layer():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     balance = balance_by_time(3, model, torch.rand(2, 4), timeout=0.01, device="cpu")

@@ -12,6 +12,7 @@ import torch
 
 from streams import DispatchMode
 
+from ._flops import flops
 from ._storages import storages
 
 
@@ -61,7 +62,7 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         # Data written out in Python becomes a tensor unseen, and comes into sight as the input of this operation.
         old = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         self._note(result, {storage._cdata for storage in storages(old)})
-        self.flops += _flops(func, args, kwargs, result)
+        self.flops += flops(func, args, kwargs, result)
         return result
 
     def _note(self, result: Any, old: set[int]) -> None:
@@ -93,10 +94,3 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
             key, size = self._deaths.popleft()
             del self._alive[key]
             self._now -= size
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    from torch.utils.flop_counter import flop_registry
-
-    formula = flop_registry.get(getattr(func, "_overloadpacket", func))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -20,7 +20,7 @@ class LayerProfile:
     output_bytes: of its output, which is what has to cross if a partition ends here.
     peak_bytes: the most that storages created in its forward and backward take at any one time, gradients included,
         also that of its output.
-    flops: of forward and backward, by PyTorch's own formulas; 0 for operations without one.
+    flops: of forward and backward, of matrix products, convolutions, attention and recurrent layers.
     allocated_bytes, allocated_peak_bytes: saved and peak as an accelerator's allocator sees them, rounded up to its
         blocks; None on a CPU and where the allocator keeps no statistics.
     backward_input_seconds: of the backward for the inputs alone; None unless it was asked for, and where it cannot be

@@ -148,7 +148,7 @@ def balance_by_flops(
 ) -> list[int]:
     """Balances the floating-point operations of forward and backward; runs nothing.
 
-    PyTorch counts those of matrix products, convolutions and attention; other layers count as free.
+    Those of matrix products, convolutions, attention and recurrent layers are counted; other layers count as free.
 
     Args:
         partitions, module, pin, forbid: as of :func:`balance_by_time`.

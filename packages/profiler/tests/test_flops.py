@@ -1,0 +1,87 @@
+"""Floating-point operations, beside the matrix products that they are made of."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from profiler import profile
+
+from .strategies import fewer
+
+sizes = st.integers(1, 7)
+DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])
+
+
+class First(nn.Module):
+    """The first of what a layer gives."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+def product(m: int, k: int, n: int) -> int:
+    return 2 * m * k * n
+
+
+def flops(layer: nn.Module, x: torch.Tensor, device: str) -> float:
+    (found,) = profile(nn.Sequential(layer), x.requires_grad_(), device=device, timeout=1e-6).costs("flops")
+    return found
+
+
+@DEVICES
+@fewer
+@given(sizes, sizes, sizes, sizes, st.integers(1, 2), st.booleans(), st.booleans())
+def test_an_lstm_multiplies_its_matrices_with_each_input_and_state(
+    device, rows, times, width, hidden, layers, both_ways, bias
+):
+    inner = nn.LSTM(width, hidden, layers, bidirectional=both_ways, bias=bias, batch_first=True)
+    ways, once = 1 + both_ways, 0
+    for entering in [width, *(ways * hidden for _ in range(layers - 1))]:
+        once += ways * (product(rows * times, entering, 4 * hidden) + product(rows * times, hidden, 4 * hidden))
+    # The backward does as much for the inputs, and again for the matrices.
+    assert flops(First(inner), torch.rand(rows, times, width), device) == 3 * once
+
+
+@DEVICES
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.5}, {"bidirectional": True}], ids=str)
+def test_no_recurrent_layer_is_free(device, kind, gates, options):
+    """Those that run step by step leave out gradients of the first state, which nobody needs."""
+    rows, times, width = 4, 6, 8
+    layer = kind(width, width, batch_first=True, **options)
+    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    found = flops(First(layer), torch.rand(rows, times, width), device)
+    assert 0.85 * 3 * product(rows * times, 1, matrices) <= found <= 3 * product(rows * times, 1, matrices)
+
+
+def test_rows_that_end_early_take_no_more():
+    class Packed(First):
+        def forward(self, x):
+            packed = pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
+            return self.layer(packed)[0].data
+
+    layer = nn.GRU(4, 4, batch_first=True)
+    assert 0 < flops(Packed(layer), torch.rand(2, 5, 4), "cpu") < flops(First(layer), torch.rand(2, 5, 4), "cpu")
+
+
+@DEVICES
+@fewer
+@given(sizes, sizes, st.integers(1, 3), sizes)
+def test_attention_multiplies_queries_keys_and_values(device, rows, times, heads, width):
+    layer = nn.MultiheadAttention(heads * width, heads, batch_first=True)
+
+    class Attends(First):
+        def forward(self, x):
+            return self.layer(x, x, x, need_weights=False)[0]
+
+    projections = product(rows * times, heads * width, 4 * heads * width)
+    scores = 2 * rows * heads * product(times, width, times)
+    # Kernels that keep no scores compute them again, for the gradients of queries, keys and values.
+    assert flops(Attends(layer), torch.rand(rows, times, heads * width), device) == 3 * projections + 3.5 * scores
