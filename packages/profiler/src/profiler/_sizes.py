@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +12,7 @@ from torch import nn
 
 from microbatch import Batch, scatter
 
+from ._alike import situation
 from ._allocator import meter_for
 from ._arguments import check_chunks, check_sample, check_scale, sizing_device
 from ._count import Count, count, count_forward
@@ -135,19 +136,33 @@ def _add(found: Counts, counted: Count, visit: Visit) -> None:
 
 
 def _count_fakes(module: nn.Sequential, batch: Batch, one: CountOne, found: Counts) -> None:
+    """Layers that are alike are counted once: deep models repeat a few blocks."""
     mode = fake_mode()
+    known: dict[Hashable, tuple[Batch, Count]] = {}
+    alive: list[Batch] = []  # what a situation names by its identity
 
     def step(visit: Visit) -> Batch:
-        loose = found.layers[-1].loose if found.layers else ()
-        output, counted = one(visit, loose, mode)
-        if counted.workspace:
-            real = replace(visit, layer=materialised(module[visit.index]), input=enter_batch(zeros_like(visit.input)))
-            _, counted = one(real, loose, nullcontext())
-        _expect_known_size(output)
+        loose, original = found.layers[-1].loose if found.layers else (), module[visit.index]
+        key = situation(original, visit.input, loose)
+        output, counted = known.get(key) or _count_fake(visit, original, loose, one, mode)
+        if key is not None and key not in known:
+            known[key] = output, counted
+            alive.append(visit.input)
         _add(found, counted, visit)
         return output
 
     walk(module, fake_layers(module, mode), fake_batch(batch, mode), step)
+
+
+def _count_fake(
+    visit: Visit, original: nn.Module, loose: Sequence[Loose], one: CountOne, mode: AbstractContextManager[object]
+) -> tuple[Batch, Count]:
+    output, counted = one(visit, loose, mode)
+    if counted.workspace:
+        real = replace(visit, layer=materialised(original), input=enter_batch(zeros_like(visit.input)))
+        _, counted = one(real, loose, nullcontext())
+    _expect_known_size(output)
+    return output, counted
 
 
 def _expect_known_size(output: Batch) -> None:

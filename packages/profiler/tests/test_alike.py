@@ -1,0 +1,106 @@
+"""Layers that are alike are counted once without data, and the figures are those of counting each."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from microbatch import Batch
+from profiler import _sizes, profile
+from profiler._alike import situation
+
+from .strategies import WIDTH, fewer, models, samples
+
+
+def counted(model: nn.Module, sample: torch.Tensor, *, each: bool):
+    with patch.object(_sizes, "situation", lambda *_: None) if each else patch.object(_sizes, "situation", situation):
+        return profile(model, sample, device="meta", split_backward=True)
+
+
+@fewer
+@given(st.lists(models(max_size=3), min_size=1, max_size=2), st.lists(st.integers(0, 1), max_size=5), samples())
+def test_figures_are_those_of_counting_each(stacks, order, sample):
+    layers = [layer for k in [0, *order] for layer in stacks[k % len(stacks)]]
+    model = nn.Sequential(*layers)
+    assert counted(model, sample, each=False) == counted(model, sample, each=True)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH, *, config: object = None, scale: float = 1.0, tied: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.config, self.options = config, {"scale": scale, "widths": [width]}
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, x):
+        type(self).calls += 1
+        return x + self.second(self.first(x).tanh()) * self.options["scale"]
+
+
+def calls(*blocks: nn.Module) -> int:
+    Block.calls = 0
+    profile(nn.Sequential(*blocks), torch.rand(4, WIDTH, requires_grad=True), device="meta")
+    return Block.calls
+
+
+def hooked(block: nn.Module) -> nn.Module:
+    block.first.register_forward_hook(lambda *_: None)
+    return block
+
+
+class Other(Block):
+    pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deep_model_takes_as_long_as_one_block(dtype):
+    shared = object()
+    blocks = [Block(config=shared) for _ in range(20)]
+    Block.calls = 0
+    sample = torch.rand(4, WIDTH, dtype=dtype, requires_grad=True)
+    profile(nn.Sequential(*blocks).to(dtype), sample, device="meta")
+    assert Block.calls == 2  # the first gets its input from outside
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Other(),
+        Block(config=object()),
+        Block(scale=2.0),
+        Block(tied=True),
+        hooked(Block()),
+        Block().requires_grad_(False),
+        nn.Sequential(Block()),
+        Block().eval(),
+    ],
+    ids=["class", "object", "attribute", "tied", "hook", "frozen", "nested", "mode"],
+)
+def test_whatever_may_matter_is_counted_apart(other):
+    Other.calls = 0
+    ahead = nn.Linear(WIDTH, WIDTH)
+    assert calls(ahead, Block(), Block(), Block()) == 1
+    assert calls(ahead, Block(), other, Block()) + Other.calls == 2
+
+
+def test_another_input_is_counted_apart():
+    layer = nn.Linear(WIDTH, WIDTH)
+    inputs = [
+        torch.rand(4, WIDTH),
+        torch.rand(5, WIDTH),
+        torch.rand(4, WIDTH).double(),
+        torch.rand(WIDTH, 4).t(),
+        torch.rand(4, WIDTH, requires_grad=True),
+        (torch.rand(4, WIDTH),),
+        {"x": torch.rand(4, WIDTH)},
+    ]
+    assert len({situation(layer, Batch(x), ()) for x in inputs}) == len(inputs)
+    x, y = torch.rand(2, 4, WIDTH)
+    assert situation(layer, Batch((x, x)), ()) != situation(layer, Batch((x, y.clone())), ())
+    assert situation(layer, Batch((x.clone(), y.clone())), ()) == situation(layer, Batch((y.clone(), x.clone())), ())
