@@ -27,10 +27,13 @@ def _own() -> dict[Any, Formula]:
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
     def attention(query: Any, key: Any, value: Any, *rest: Any) -> int:
-        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+        return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
     def attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any) -> int:
-        return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+        found = sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
+            gradient.shape, query.shape, key.shape, value.shape
+        )
+        return int(found)
 
     formulas: dict[str, Formula] = {
         "mkldnn_rnn_layer": _recurrent,
