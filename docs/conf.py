@@ -8,6 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+
 import gpipe
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,7 +17,7 @@ from catalogue import filled
 
 project = "gpipe"
 version = release = gpipe.__version__
-project_copyright = "BSD-3-Clause"
+project_copyright = "2026, the gpipe-torch contributors. BSD-3-Clause"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
@@ -76,7 +78,17 @@ def warn_of_lost_names(app: Any, env: Any, node: Any, text: Any) -> None:
         node["refwarn"] = True
 
 
+def box_pictures(app: Any, tree: nodes.document, page: str) -> None:
+    """Puts each picture into a box that scrolls on a narrow screen, where it would be too small to read."""
+    for picture in list(tree.findall(nodes.image)):
+        alone = isinstance(picture.parent, nodes.paragraph) and len(picture.parent) == 1
+        box = nodes.container(classes=["picture"])
+        (picture.parent if alone else picture).replace_self(box)
+        box += picture
+
+
 def setup(app: Any) -> None:
+    app.connect("doctree-resolved", box_pictures)
     app.connect("autodoc-skip-member", skip_aliases)
     app.connect("missing-reference", warn_of_lost_names)
     app.connect("source-read", list_errors)
