@@ -42,6 +42,14 @@ def test_fractions_make_fractions(fractions, ints):
     assert type(read([*ints, *fractions]).value(1)) is Fraction
 
 
+@cases("kind", [int, float, Fraction])
+def test_whole_numbers_stay_of_their_kind(kind):
+    """Floats beyond 2⁵³ and fractions without a rest are on the same grid as ints."""
+    grid = read([kind(2**60), kind(2**61)])
+    assert grid.values(grid.units) == (2**60, 2**61)
+    assert {type(value) for value in grid.values(grid.units)} == {kind}
+
+
 def test_beyond_the_floats_a_sum_is_a_fraction():
     assert read([1.7e308, 1.7e308]).value(2**2000) == Fraction(2**2000)
     assert solve([1.7e308] * 4, 2) == [[1.7e308] * 2] * 2

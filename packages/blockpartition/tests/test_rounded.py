@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpartition import _refill, _solve, partition, solve, verify
+from blockpartition import _refill, _rounded, _solve, partition, solve, verify
 from blockpartition._exact import least_bottleneck
 from blockpartition._rounded import is_least, is_witness, largest_sum
-from blockpartition._sums import quick_sums
+from blockpartition._sums import exact_sum, quick_sums
 
 from . import instances, oracle
 from .strategies import CLOSE_FLOATS, FLOATS, INTS
@@ -128,6 +128,28 @@ def test_one_heavy_layer_takes_no_exact_solver():
         found = partition(costs, 1000)
     assert found.bottleneck == 50
     verify(found, costs, partitions=1000)
+
+
+@pytest.mark.parametrize("heaviest", [1.0, 10_000.0])
+def test_costs_in_no_order_take_no_exact_solver(heaviest):
+    """Neither where blocks decide nor where one layer does, which is then all that is looked at exactly."""
+    random = Random(1)
+    costs = [random.random() for _ in range(3000)] + [heaviest]
+    for call in (solve, partition):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(_solve, "read", None)
+            call(costs, 500)
+
+
+def test_few_sums_are_added_up_exactly():
+    """Of those that are equal, or nearly, none: the exact solver is quicker then."""
+    costs = [0.1, 0.2, 0.3, 0.1] * 1000
+    added = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_rounded, "exact_sum", lambda costs: added.append(costs) or exact_sum(costs))
+        solve(costs, 2000)
+        partition(costs, 2000)
+    assert len(added) < 300
 
 
 def test_many_sums_that_are_equal_are_left_to_the_exact_solver():
