@@ -3,12 +3,12 @@ from itertools import accumulate, pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpartition import _refill, _rounded, _solve, partition, solve, verify
 from blockpartition._exact import least_bottleneck
-from blockpartition._rounded import is_least, is_witness, largest_sum
+from blockpartition._rounded import _close_beyond, is_least, is_witness, largest_sum
 from blockpartition._sums import exact_sum, quick_sums
 
 from . import instances, oracle
@@ -87,6 +87,19 @@ def test_only_an_optimum_passes_for_one(problem, data):
     largest = max(oracle.loads(costs, tuple(ends)))
     if is_least(costs, sums, bottleneck, largest):
         assert largest == exactly(costs, k).bottleneck or largest == oracle.least_bottleneck(costs, k)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(9, 40), st.integers(0, 9))
+@example([3, 9], 9, 3)
+def test_blocks_that_are_close_are_all_found(costs, bound, reach):
+    heights = list(accumulate(costs, initial=0))
+    start, close = 0, []
+    for i, height in enumerate(heights):
+        if height > heights[start] + bound:
+            if height <= heights[start] + bound + reach:
+                close.append((heights[start], height))
+            start = i - 1
+    assert _close_beyond(heights, bound, reach) == close
 
 
 @given(rounded_problems())

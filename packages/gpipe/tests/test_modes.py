@@ -33,6 +33,13 @@ def recomputed(timeline: Timeline, stages: int) -> list[list[int]]:
     return [sorted(i for j, i in events if j == stage) for stage in range(stages)]
 
 
+@given(st.lists(modes, min_size=1, max_size=4), st.integers(0, 5))
+def test_stops_are_all_but_one_or_none_of_the_microbatches(each: list[str], m: int):
+    stops = {"never": 0, "except_last": len(range(m)[:-1]), "always": m}
+    assert checkpoint_stops(each, m, len(each)) == tuple(stops[mode] for mode in each)
+    assert checkpoint_stops(each[0], m, len(each)) == (stops[each[0]],) * len(each)
+
+
 @given(st.lists(modes, min_size=1, max_size=4), st.integers(1, 5), st.sampled_from(SCHEDULES), st.booleans())
 def test_each_stage_recomputes_what_its_mode_says(each: list[str], m: int, schedule: str, inside: bool):
     pipe = piped(linears(len(each)), [1] * len(each), chunks=m, checkpoint=each)
