@@ -13,7 +13,8 @@ from profiler import LayerProfile, Profile
 from ..schedule import SPLIT_SECONDS, Kind
 from ..timeline import StageCost
 from ..timeline._hops import Link
-from ._memory import DeviceBytes, Surroundings, kept_bytes, stage_bytes
+from ..timeline._kept import kept_bytes
+from ._memory import DeviceBytes, Surroundings, stage_bytes
 from ._moments import moments
 
 SPLITTING = 130e-6

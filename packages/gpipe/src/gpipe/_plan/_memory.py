@@ -9,6 +9,7 @@ from itertools import accumulate, takewhile
 from profiler import LayerProfile
 
 from ..schedule import Kind
+from ..timeline._kept import freed, kept_bytes
 from ._moments import Moment
 
 
@@ -106,20 +107,6 @@ def stage_bytes(
     return DeviceBytes(stage.parameters, peak[0], optimizer, beside, peak[1], loss, crossing)
 
 
-def kept_bytes(layers: Sequence[LayerProfile]) -> int:
-    """What layers that run one after the other leave alive together after a forward."""
-    return sum(layer.saved_bytes for layer in layers) - sum(_freed(layers))
-
-
-def _freed(layers: Sequence[LayerProfile]) -> list[int]:
-    """What each layer lets go of that was made by layers before it, rather than before them all."""
-    found, loose = [], 0
-    for layer in layers:
-        found.append(min(layer.freed_bytes, loose))
-        loose = min(layer.passing_bytes, layer.saved_bytes + loose - found[-1])
-    return found
-
-
 class _Stage:
     """The sums and peaks over the layers of a stage.
 
@@ -138,7 +125,7 @@ class _Stage:
         self._sent = layers[-1].output_bytes + sum(size for _, size in around.stashed) if shares else 0
         self.parameters = sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
         self.gradients = sum(layer.trainable_bytes for layer in layers)
-        self._freed = _freed(layers)
+        self._freed = freed(layers)
         saved = accumulate((layer.saved_bytes for layer in layers), initial=0)
         # The graph of what comes before a layer, without what that layer has let go of.
         self._before = [made - gone for made, gone in zip(saved, accumulate(self._freed), strict=False)]
@@ -199,9 +186,9 @@ class _Stage:
 
     def _forward(self) -> int:
         found = self._kept + (self._around.loss.peak_bytes if self._around.loss else 0)
-        for before, freed, layer in zip(self._before, self._freed, self._layers, strict=True):
+        for before, gone, layer in zip(self._before, self._freed, self._layers, strict=True):
             if layer.peak_bytes > _backward_peak(layer, begun=False):  # so it is that of the forward
-                found = max(found, before + freed + layer.peak_bytes)
+                found = max(found, before + gone + layer.peak_bytes)
         return found
 
     def _backward(self, begun: bool) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from blockpartition import Infeasible, Mode, Stage, place
 from ..schedule import Kind, checkpoint_stops
 from ..schedule._makespan import makespan
 from ..schedule._named import lanes
+from ..timeline._kept import shares
 from ._arguments import SCHEDULES
 from ._costs import Costs, Measured
 from ._memory import DeviceBytes, held_by
@@ -227,7 +228,7 @@ def _placed(
             [0] * costs.measured.layers,
             options,
             memory=costs.fixed_bytes() if bounded else None,
-            activations=[layer.saved_bytes for layer in costs.profiles[0]] if bounded else None,
+            activations=shares(costs.profiles[0].layers) if bounded else None,
             boundary=costs.incoming if bounded else None,
             in_flight=held_by(schedule, costs.chunks, stages, split) if bounded and schedule else None,
             objective=objective,

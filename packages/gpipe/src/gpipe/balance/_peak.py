@@ -10,6 +10,7 @@ from blockpartition import Infeasible, Mode, Stage, place
 from profiler import Profile
 
 from ..schedule import in_flight, named
+from ..timeline._kept import shares
 from ._cuts import Cuts
 
 # What a stage keeps of the micro-batches that it holds; where it recomputes, all of one at a time.
@@ -42,7 +43,7 @@ def bytes_of(profile: Profile, param_scale: float) -> LayerBytes:
     memory = [round(param_scale * layer.parameter_bytes) for layer in profile]
     memory[-1] += profile.loss.peak_bytes if profile.loss else 0
     boundary = [0, *(layer.output_bytes for layer in profile.layers[:-1])]  # the caller has the input anyhow
-    return LayerBytes(memory, profile.costs("saved_bytes"), boundary)
+    return LayerBytes(memory, shares(profile.layers), boundary)
 
 
 def least_peak(layers: LayerBytes, held: Sequence[int], mode: Mode, cuts: Cuts) -> list[int]:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from profiler import LayerProfile, Profile
 
 from ..schedule import Kind
+from ._kept import kept_bytes
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _stage_cost(layers: Sequence[LayerProfile], scale: float, boundary: int, cop
     return StageCost(
         forward=scale * sum(layer.forward_seconds or 0.0 for layer in layers) if timed else 1.0,
         backward=scale * sum(layer.backward_seconds or 0.0 for layer in layers) if timed else 2.0,
-        activation_bytes=round(scale * sum(layer.saved_bytes for layer in layers)) + copied,
+        activation_bytes=round(scale * kept_bytes(layers)) + copied,
         boundary_bytes=boundary,
         layers=", ".join(layer.name for layer in layers),
         timed=timed,

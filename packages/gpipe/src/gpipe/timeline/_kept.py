@@ -1,0 +1,36 @@
+"""What layers that run one after the other keep for their backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from profiler import LayerProfile
+
+
+def kept_bytes(layers: Sequence[LayerProfile]) -> int:
+    """What these layers leave alive together after a forward: what two of them hold counts once."""
+    return sum(layer.saved_bytes for layer in layers) - sum(freed(layers))
+
+
+def freed(layers: Sequence[LayerProfile]) -> list[int]:
+    """What each layer lets go of that was made by layers before it, rather than before them all."""
+    found, loose = [], 0
+    for layer in layers:
+        found.append(min(layer.freed_bytes, loose))
+        loose = min(layer.passing_bytes, layer.saved_bytes + loose - found[-1])
+    return found
+
+
+def shares(layers: Sequence[LayerProfile]) -> list[int]:
+    """What each of these layers keeps, without what it made and a later one let go of.
+
+    The sum over a stage is what it keeps at least; it also keeps what the next stage would have let go of.
+    """
+    left = [layer.saved_bytes for layer in layers]
+    for k, gone in enumerate(freed(layers)):
+        for j in reversed(range(k)):
+            taken = min(left[j], gone)
+            left[j], gone = left[j] - taken, gone - taken
+            if not gone:
+                break
+    return left
