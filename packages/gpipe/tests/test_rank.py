@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import closing
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,8 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import GPipe
 from gpipe.distributed import Rank
-from gpipe.schedule import checkpoint_stops
+from gpipe.schedule import SPLIT_SECONDS, Choice, checkpoint_stops
+from gpipe.timeline._chooser import RUNS, Chooser, Plan
 
 from .layers import Tied
 from .models import Recipe, main_of, recipes
@@ -286,11 +290,70 @@ def _expect_one_meeting() -> None:
         assert rank._pipeline._rendezvous._count == meetings + k
 
 
-def test_no_schedule_is_chosen(worlds):
-    for succeeded, text in worlds(2).answers(_expect_in_turn, "auto"):
-        assert not succeeded
-        assert "ValueError: there is no schedule 'auto'" in text
-    worlds(2).run(_expect_in_turn, "1f1b")
+@pytest.mark.parametrize("pace", [SPLIT_SECONDS / 1e3, SPLIT_SECONDS])
+@pytest.mark.parametrize(("size", "ranks"), [(2, [1, 0]), (3, [0, 1, 2, 1])])
+@pytest.mark.parametrize("schedule", ["auto", "zero_bubble"])
+def test_all_ranks_take_the_same_choice(worlds, schedule: str, size: int, ranks: list[int], pace: float):
+    found = worlds(size).run(_choices, schedule, ranks, pace)
+    assert found == [found[0]] * size
+    names, splits = [choice.name for choice in found[0]], [choice.split for choice in found[0]]
+    all_ = tuple(range(1, len(ranks)))  # x needs no gradient
+    if schedule == "auto":
+        assert names[:RUNS] == ["1f1b"] * RUNS
+        assert {*found[0][-1].seconds} == {"1f1b", "zero_bubble", "fill_drain"}
+    else:
+        assert {*names} == {"zero_bubble"}
+        assert splits[0] == all_  # nothing is known yet
+        assert splits[-1] == (all_ if pace >= SPLIT_SECONDS else ())
+
+
+def _choices(schedule: str, ranks: list[int], pace: float) -> list[Choice]:
+    """What a rank says of each of its steps, all of which are right, where the clock goes on by ``pace`` at a look."""
+    plain = network()
+    balance = [8 // len(ranks)] * len(ranks)
+    rank = Rank(copy.deepcopy(plain), balance, chunks=4, ranks=ranks)
+    chooser, ticks, found = rank._pipeline.chooser, count(), []
+    pipe = GPipe(network(), balance, devices=["cpu"] * len(ranks))
+    with pytest.MonkeyPatch.context() as patch, closing(pipe):
+        patch.setattr("gpipe.timeline._record.time", SimpleNamespace(perf_counter=lambda: pace * next(ticks)))
+        patch.setattr(chooser, "plan", _expect_as_alone(chooser.plan, Chooser(pipe._pipeline.stages)))
+        for _ in range(4 * RUNS):
+            _expect_right(rank, plain, schedule)
+            found.append(rank.last_schedule)
+    assert rank._plan.recorder is None
+    return found
+
+
+def _expect_as_alone(plan: Any, alone: Chooser) -> Any:
+    """As ``plan``, which must decide as ``alone``, that has measured the same."""
+
+    def both(*arguments: Any) -> Plan:
+        found, expected = plan(*arguments), alone.plan(*arguments)
+        assert found.schedule == expected.schedule
+        assert (found.recorder is None) == (expected.recorder is None)
+        alone.learn(replace(expected, recorder=found.recorder))
+        return found
+
+    return both
+
+
+def test_stages_that_are_not_trained_are_not_split(worlds):
+    first, second = worlds(2).run(_frozen)
+    assert first == second == [(2, 3), (2, 3), (3,)]
+
+
+def _frozen() -> list[tuple[int, ...]]:
+    """What is split in steps of four stages, the second of which is frozen, and the third after the first step."""
+    model = network()
+    model[2].requires_grad_(False)
+    rank = Rank(model, [2] * 4, chunks=4, ranks=[1, 0, 0, 1])
+    found = []
+    for _ in range(3):
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss, schedule="zero_bubble")
+        found.append(rank.last_schedule.split)
+        if 2 in rank.stages:
+            rank.partitions[1].requires_grad_(False)
+    return found
 
 
 class Fails(nn.Module):

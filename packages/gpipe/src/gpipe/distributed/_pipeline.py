@@ -28,6 +28,7 @@ from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._agreement import expect_alike
 from ._channels import Crossings, Reach
+from ._choosing import RankChooser
 from ._errors import LostRankError, RemoteError, UnreachableError
 from ._failures import BEFORE, RankFailures
 from ._far_loss import FarLoss
@@ -54,9 +55,11 @@ class RankPipeline(Pipeline):
         ranks: that of each stage, of all ranks.
         rendezvous: where the ranks meet.
         twins: tensors that other ranks have too.
+        trained: by rank, the stages with parameters to train.
 
     Attributes:
         loss: of the run that is under way.
+        chooser: of schedules.
         begins, ends: whether the first and the last stage are here.
     """
 
@@ -72,6 +75,7 @@ class RankPipeline(Pipeline):
         ranks: Sequence[int],
         rendezvous: Rendezvous,
         twins: Sequence[Twin],
+        trained: Sequence[Sequence[int]],
     ) -> None:
         super().__init__(stages, layout, copy_streams, workers)
         self.count = len(ranks)
@@ -86,6 +90,7 @@ class RankPipeline(Pipeline):
         hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self.begins else [ranks[0]]
         peers = [Peer(groups.values, k, _ANNOUNCED) for k in hearers]
         self._announcements = Announcements(peers, tells=self.begins)
+        self.chooser = RankChooser(stages, groups.me, trained)
         self._opening = Opening()
         self._rng = AgreedRNG(0)
         self._twins = Twins(twins, groups, 2 * (len(ranks) + len(layout.routes)))
@@ -232,7 +237,7 @@ class RankPipeline(Pipeline):
         report: Report = {}
         try:
             yield
-            report = self._success()
+            report = self._success(run)
         except BaseException as failed:
             error, report = failed, self._failure(failed)
         try:
@@ -246,9 +251,12 @@ class RankPipeline(Pipeline):
             raise error
         raise AssertionError("unreachable")
 
-    def _success(self) -> Report:
+    def _success(self, run: Run | None) -> Report:
         """What the others need to know of a run in which nothing has failed here."""
         report: Report = {"drew": True} if self._rng.drew else {}
+        if run is not None and self._opening.is_chosen:
+            self._keep(run)
+            report |= self.chooser.news()
         if self.ends and self.loss is not None:
             report["verdict"] = written(self.loss)
         return report
@@ -292,7 +300,8 @@ class RankPipeline(Pipeline):
         return report
 
     def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:
-        """What others have found out: the losses, on the rank of the last stage, and what was recorded."""
+        """What others have found out: of their stages, of the losses, and what was recorded."""
+        self.chooser.hear(reports)
         if run is not None and run.observer is not None:
             self._share_events(run.observer)
         if isinstance(self.loss, FarLoss):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -31,9 +32,10 @@ from ..module._sequential import as_sequential
 from ..module._step import Stepping
 from ..module._training import LossOptions, losses_of, returned
 from ..module._transforms import refuse_transforms
-from ..schedule import SCHEDULES, Choice, Schedule, checkpoint_stops
+from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule, checkpoint_stops
 from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout, verify_skippables
+from ..timeline._chooser import Plan, Size, choice_of
 from ..transport._copy import CopyStreams
 from ..values._gather import gathered
 from ..values._leaves import Arguments
@@ -91,6 +93,7 @@ class Rank(Stepping):
 
     _partitions: nn.ModuleList
     _pipeline: RankPipeline
+    _plan: Plan
 
     def __init__(
         self,
@@ -124,20 +127,24 @@ class Rank(Stepping):
             self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
             found.alike = {"balance": self._balance, "ranks": self._ranks, **described(layers)}
             found.alike["deferred_batch_norm"] = self._deferred
-        with agreement(rendezvous, groups.members):
+        with agreement(rendezvous, groups.members) as placed:
             share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
             if self._deferred:
                 DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
+            own = [j for j, rank in enumerate(self._ranks) if rank == groups.me]
+            trained = [any(p.requires_grad for p in each.parameters()) for each in share.partitions]
+            placed.told = {"trained": [*compress(own, trained)]}
         self.training = layers.training
         for partition in share.partitions:
             self._modules.update(partition._modules)
         # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
         self.__dict__["_partitions"] = share.partitions
         self._devices = share.devices
-        self._pipeline = self._laid_out(share, rendezvous)
+        self._pipeline = self._laid_out(share, rendezvous, [each["trained"] for each in placed.heard])
         self._sharding = Sharding(share.partitions, share.twins)
+        self._last: Choice | None = None
 
-    def _laid_out(self, share: Share, rendezvous: Rendezvous) -> RankPipeline:
+    def _laid_out(self, share: Share, rendezvous: Rendezvous, trained: Sequence[Sequence[int]]) -> RankPipeline:
         """What the engine sees of the layers."""
         groups, layout = self._groups, inspect_skip_layout(share.every)
         places = iter(share.devices)
@@ -145,7 +152,7 @@ class Rank(Stepping):
         stages = [stage for stage in stages_of(share.every, devices, layout) if self._ranks[stage.index] == groups.me]
         streams = [CopyStreams.on(each) for each in share.devices]
         workers = Workers.for_owner(self, share.devices)
-        return RankPipeline(stages, layout, streams, workers, groups, self._ranks, rendezvous, share.twins)
+        return RankPipeline(stages, layout, streams, workers, groups, self._ranks, rendezvous, share.twins, trained)
 
     @property
     def stages(self) -> list[int]:
@@ -161,6 +168,11 @@ class Rank(Stepping):
     def ranks(self) -> list[int]:
         """For each stage the number, in the group, of the process that has it."""
         return list(self._ranks)
+
+    @property
+    def last_schedule(self) -> Choice | None:
+        """What the last :meth:`step` ran under, the same on all ranks; see :attr:`gpipe.GPipe.last_schedule`."""
+        return self._last
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -235,9 +247,14 @@ class Rank(Stepping):
             self._pipeline.call_off(error)
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
-        stops = checkpoint_stops(self._checkpoint if self.training else "never", len(batches), len(self._balance))
+        plan = self._plan
         with self._sharding.reduced_once(loss):
-            self._pipeline.train(batches, stops, loss, chosen(schedule, len(self._balance)))
+            self._pipeline.train(batches, self._stops(len(batches)), loss, plan.schedule, plan.recorder)
+        if self._pipeline.begins:
+            self._pipeline.chooser.learn(plan)
+
+    def _stops(self, microbatches: int) -> tuple[int, ...]:
+        return checkpoint_stops(self._checkpoint if self.training else "never", microbatches, len(self._balance))
 
     def _step_or_smaller(self, call: Call, options: LossOptions, schedule: Schedule | str, on_oom: str) -> Any:
         raise ValueError(
@@ -266,12 +283,19 @@ class Rank(Stepping):
                 "recording": settings().observer is not None,
             }
             if schedule is not None:
-                expect_schedule(schedule, SCHEDULES)
+                expect_schedule(schedule, (*SCHEDULES, "auto"))
+                found.is_chosen = isinstance(schedule, str) and schedule.lower() in ("auto", *SPLITTING)
+                found.plan = None if isinstance(schedule, str) else Plan(schedule)
             self._sharding.expect_whole()
             inputs = given()
             if self._pipeline.begins:
                 found.batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
                 found.seed = next_seed()
+                if schedule is not None:
+                    size = Size(len(found.batches), tuple(self._ranks), self._stops(len(found.batches)))
+                    found.plan = self._pipeline.chooser.plan(schedule, found.batches, size)
+        if found.plan is not None:
+            self._plan, self._last = found.plan, choice_of(found.plan.schedule)
         return found
 
 
@@ -291,11 +315,6 @@ def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> lis
             f"processes of the group among them; got {found}"
         )
     return found
-
-
-def chosen(schedule: Schedule | str, stages: int) -> Schedule | Choice:
-    """``schedule``, with all stages split where it splits any: each rank knows only its own cells."""
-    return Choice(schedule.lower(), tuple(range(stages))) if isinstance(schedule, str) else schedule
 
 
 def _seconds(timeout: float | timedelta | None) -> timedelta | None:

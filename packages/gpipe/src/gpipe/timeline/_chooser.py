@@ -56,6 +56,29 @@ class Situation(NamedTuple):
     placement: tuple[int, ...]
 
 
+class Standing(NamedTuple):
+    """What there is to know of stages before a step.
+
+    Attributes:
+        training: whether they are in training mode.
+        trained: the numbers of those with parameters to train.
+        whole: the numbers of those whose backward has turned out to be one that cannot be split.
+    """
+
+    training: bool
+    trained: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+def standing_of(stages: Sequence[Stage]) -> Standing:
+    """That of ``stages``, of which there is at least one."""
+    return Standing(
+        training=stages[0].module.training,
+        trained=tuple(s.index for s in stages if any(p.requires_grad for p in s.module.parameters())),
+        whole=tuple(s.index for s in stages if s.facts.runs_whole),
+    )
+
+
 class Measured:
     """What the actions of each stage took, by kind."""
 
@@ -122,7 +145,7 @@ class Chooser:
         """
         expect_schedule(schedule, (*SCHEDULES, "auto"))
         plan = self._named(schedule.lower(), batches, size) if isinstance(schedule, str) else Plan(schedule)
-        self.last = plan.schedule if isinstance(plan.schedule, Choice) else Choice("own", _split(plan.schedule))
+        self.last = choice_of(plan.schedule)
         return plan
 
     def learn(self, plan: Plan) -> None:
@@ -134,9 +157,9 @@ class Chooser:
         if name not in ("auto", *SPLITTING):
             return Plan(Choice(name))
         self._read()
-        situation = self._situation(batches, size)
-        whole = tuple(stage.index for stage in self._stages if stage.facts.runs_whole)
-        key = name, size, situation, whole
+        standing = self.standing()
+        situation = _situation(batches, size, standing)
+        key = name, size, situation, standing.whole
         if key not in self._choices:
             self._choices[key] = self._choice(*key)
         choice, cells = self._choices[key]
@@ -166,17 +189,26 @@ class Chooser:
         if pending:
             self._choices.clear()
 
-    def _situation(self, batches: Sequence[Batch], size: Size) -> Situation:
-        trained = tuple(s.index for s in self._stages if any(p.requires_grad for p in s.module.parameters()))
-        first = 0 if any(tensor.requires_grad for tensor in batches[0]) else min(trained, default=len(self._stages)) + 1
-        return Situation(
-            size=sum(tensor.numel() for tensor in batches[0]).bit_length(),
-            training=self._stages[0].module.training,
-            trained=trained,
-            needs=tuple(range(first, len(self._stages))),
-            placement=size.placement,
-        )
+    def standing(self) -> Standing:
+        """That of all stages now."""
+        return standing_of(self._stages)
 
 
-def _split(schedule: Schedule) -> tuple[int, ...]:
-    return tuple(j for j, program in enumerate(schedule) if any(kind == Kind.BACKWARD_INPUT for kind, _ in program))
+def _situation(batches: Sequence[Batch], size: Size, standing: Standing) -> Situation:
+    last = len(size.placement)
+    first = 0 if any(tensor.requires_grad for tensor in batches[0]) else min(standing.trained, default=last) + 1
+    return Situation(
+        size=sum(tensor.numel() for tensor in batches[0]).bit_length(),
+        training=standing.training,
+        trained=standing.trained,
+        needs=tuple(range(first, last)),
+        placement=size.placement,
+    )
+
+
+def choice_of(schedule: Schedule | Choice) -> Choice:
+    """What callers are told of it."""
+    if isinstance(schedule, Choice):
+        return schedule
+    split = (j for j, program in enumerate(schedule) if any(kind == Kind.BACKWARD_INPUT for kind, _ in program))
+    return Choice("own", tuple(split))
