@@ -104,3 +104,8 @@ def test_what_is_no_list_of_costs_is_named(costs):
     }.items():
         with pytest.raises(TypeError, match=f"^{name.strip()} must be numbers in a row"):
             call()
+
+
+def test_one_layer_has_no_cut():
+    with pytest.raises(ValueError, match=r"^pin\[0\] is 1; 1 layer has no cut$"):
+        place([1], 1, pin=[1])
