@@ -48,7 +48,7 @@ def run() -> None:
 
 @contextmanager
 def _numbers_of_any_length() -> Iterator[None]:
-    """Without the limit on the digits of ints, which guards servers against what strangers send them."""
+    """Without the limit on the digits of ints, which protects servers from untrusted input."""
     if not hasattr(sys, "set_int_max_str_digits"):  # before Python 3.10.7 there is no limit
         yield
         return

@@ -25,8 +25,8 @@ _SHORT = 8  # layers of a block; a bisection takes about as long as a look at so
 def witness(prefix: list[Any], blocks: int, bottleneck: Any) -> tuple[int, ...]:
     """Ends g₁ … g_k of greedy blocks that stay strictly below the bottleneck.
 
-    Whoever keeps every load below the bottleneck ends the j-th block at g_j at the latest. So g_k < n is a proof that
-    nobody covers all n layers that way.
+    If every load is below the bottleneck, the j-th block ends at g_j at the latest. So g_k < n proves that such blocks
+    cannot cover all n layers.
     """
     ends = (
         _by_looks(prefix, bottleneck) if len(prefix) <= _SHORT * blocks else _by_bisection(prefix, blocks, bottleneck)

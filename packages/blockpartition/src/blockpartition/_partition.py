@@ -19,7 +19,7 @@ class Partition:
     sizes: number of layers in each block.
     loads: sum of each block's costs, in the costs' own unit.
     bottleneck: the largest load.
-    lower_bound: max(Σ/k, heaviest layer), below which nobody could hope to come.
+    lower_bound: max(Σ/k, heaviest layer); no partition has a smaller bottleneck.
     imbalance: bottleneck·k/Σ; 1.0 is perfect, also where Σ is zero.
     witness: ends g₁ … g_k; see `verify`.
     gap: how far the objective may lie above the optimum, relative to the optimum; 0 is proven optimal.

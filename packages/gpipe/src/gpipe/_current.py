@@ -1,6 +1,6 @@
-"""What the calling thread is doing for pipes: the one place where that is kept.
+"""The state of the calling thread in a run: all of it is kept here.
 
-Layers, batch norm, skips and the random numbers of operations are not told which cell they work for; they ask here.
+Layers, batch norm, skips and operations that draw random numbers look up here for which cell they work.
 """
 
 from __future__ import annotations

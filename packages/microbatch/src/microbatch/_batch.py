@@ -18,8 +18,9 @@ class Batch:
     The value stays what it is, a one-tuple a one-tuple and a dict a dict. Iteration, `len`, indexing and `.tensors` run
     over the tensors in it, in tree order; what is no tensor is only in `.value`. Nothing is copied, nothing is checked.
 
-    `.rows` is how many rows `scatter` put into this micro-batch: one number for each number of rows among the tensors
-    that it cut, so mostly one. `call` hands it on, and `gather` checks by it. It is empty where nobody knows.
+    `.rows` is the number of rows that `scatter` put into this micro-batch: one number for each different number of rows
+    among the tensors that it cut, so usually one. `call` passes it on, and `gather` checks outputs with it. It is empty
+    if it is unknown.
 
     >>> import torch
     >>> Batch(torch.ones(2)).tensor

@@ -18,9 +18,9 @@ from ._tree import Place, flatten, is_tensors, unflatten
 def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
     """The value that `scatter` would have cut into `batches`: rows concatenated, gradients flowing back into each.
 
-    A tensor of which the spec says nothing must follow the rows of its micro-batch, as far as `Batch.rows` knows them:
-    as many entries on dimension 0, or k times as many. Otherwise it is no tensor with a row for each sample, and the
-    spec has to say what it is. (Where sizes agree by chance nobody can tell.)
+    A tensor without a rule in the spec must have as many entries on dimension 0 as its micro-batch has rows, or k times
+    as many, if `Batch.rows` is known. Otherwise it does not have a row for each sample, and needs a rule in the spec.
+    (A size that equals the number of rows by chance is not noticed.)
 
     Args:
         batches: the micro-batches, in order. A single one is returned as it is, not copied.

@@ -48,8 +48,8 @@ class Split:
 class Replicate:
     """A rule: the leaf goes whole into every micro-batch. Or a value with this rule, as in `Replicate(mask)`.
 
-    All micro-batches share it, so nobody may change it in place. Gradients add up. In `gather` it must be the same in
-    all micro-batches, and the first is taken.
+    All micro-batches share it, so it must not be changed in place. Gradients add up. In `gather` it must be the same
+    in all micro-batches, and the first is taken.
     """
 
     value: Any = field(default=Nothing, compare=False)

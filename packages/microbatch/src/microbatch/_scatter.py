@@ -48,11 +48,11 @@ def scatter(value: Any, chunks: Chunks, spec: Any = None) -> list[Batch]:
 
 
 def scatter_views(value: Any, chunks: Chunks, spec: Any = None) -> tuple[list[Batch], Versions]:
-    """`scatter` without the copy and outside of autograd, with the means to notice changes.
+    """`scatter` without a copy: detached views, and an object that makes changes in place known to autograd.
 
     The micro-batches share the memory of `value`, detached, and each has a version counter of its own. An in-place
-    layer on one changes `value` too, as without micro-batches. Autograd hears of it, and of changes that the caller
-    makes to `value`, by `Versions.sync`: call it before the backward.
+    layer on one changes `value` too, as without micro-batches. `Versions.sync` tells autograd about such changes, and
+    about changes that the caller makes to `value`: call it before the backward.
 
     Args:
         value: as for `scatter`.
@@ -60,7 +60,7 @@ def scatter_views(value: Any, chunks: Chunks, spec: Any = None) -> tuple[list[Ba
         spec: as for `scatter`.
 
     Returns:
-        The micro-batches in the order of the rows, and what brings version counters up to date.
+        The micro-batches in the order of the rows, and the object whose `sync` updates version counters.
 
     Raises:
         TypeError: as for `scatter`.

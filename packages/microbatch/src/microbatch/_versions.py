@@ -12,7 +12,7 @@ class Versions:
 
     Autograd finds a changed tensor by its version counter. The chunks have counters of their own, so that a change of
     one is none of its siblings; hence the chunks do not see a change of the source, nor it theirs, until `sync`.
-    Not thread-safe: call it while nobody works on the tensors.
+    Not thread-safe: call it while no other thread uses the tensors.
     """
 
     def __init__(self) -> None:

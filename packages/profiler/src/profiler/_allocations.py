@@ -1,4 +1,4 @@
-"""Watches storages being born and dying while a layer runs."""
+"""Counts the storages that are allocated and freed while a layer runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ._storages import storages
 class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, counts the bytes of storages that operations create, and the FLOPs they do.
 
-    It holds storages weakly: whoever keeps one alive, Python or the autograd graph, it is counted exactly as long.
-    What existed before (parameters, inputs, and all views and in-place results of them) is never born here.
+    It holds storages weakly: each is counted as long as Python or the autograd graph keeps it alive. Storages that
+    existed before (parameters, inputs, and all views and in-place results of them) are not counted.
     """
 
     supports_higher_order_operators = True
@@ -35,7 +35,7 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, torch.dtype]] = {}
 
     def alive(self, without: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes of the storages born so far and not dead yet, except those of the tensors in ``without``.
+        """Bytes of the storages allocated so far and not freed yet, except those of the tensors in ``without``.
 
         Args:
             without: tensors that do not count.

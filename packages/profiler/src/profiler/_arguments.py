@@ -33,7 +33,7 @@ def check_not_lazy(module: nn.Module) -> None:
 
 
 def check_no_gradient(module: nn.Module) -> None:
-    """Refuses a module with gradients: somebody is in the middle of a training step."""
+    """Refuses a module with gradients, which may be in the middle of a training step."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A clock that stands still while somebody else has the core."""
+"""A clock that does not count the time in which another process has the core."""
 
 from __future__ import annotations
 

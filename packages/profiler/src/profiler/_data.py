@@ -61,7 +61,7 @@ class LayerProfile:
 
     @property
     def backward_weight_seconds(self) -> float | None:
-        """The rest of the backward, which nobody waits for; None if the part for the inputs was not measured."""
+        """The rest of the backward, for which no stage waits; None if the part for the inputs was not measured."""
         if self.backward_seconds is None or self.backward_input_seconds is None:
             return None
         return max(0.0, self.backward_seconds - self.backward_input_seconds)

@@ -18,7 +18,7 @@ def layers_of(module: nn.Module, layers: Sequence[str] | None = None) -> nn.Sequ
         layers: names of submodules, such as ``"encoder.0"``.
 
     Raises:
-        TypeError: no layers can be told from ``module``.
+        TypeError: ``module`` does not show which layers it has.
         ValueError: there are none, ``module`` has no submodule of a name, or a parameter is lazy.
     """
     chain = nn.Sequential()

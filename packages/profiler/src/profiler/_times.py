@@ -49,7 +49,7 @@ def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device
     """Microseconds of forward plus backward for each layer, summed over the rounds that fit in `timeout` seconds.
 
     A round runs every layer once, on a copy. There is an untimed one to warm up, and then at least one. Only the
-    ratios between layers mean something: how many rounds there were is not told (`profile_seconds` gives medians).
+    ratios between layers are meaningful, since the number of rounds is not returned (`profile_seconds` gives medians).
 
     Args:
         module, sample, timeout, device: as for :func:`profile_seconds`.

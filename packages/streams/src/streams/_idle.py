@@ -11,7 +11,7 @@ _SOFT = 1  # omp_pause_soft of OpenMP 5.0: what threads have of their own surviv
 
 
 def pause_helpers() -> bool:
-    """End the helper threads that intra-op parallelism has started for this thread; whether OpenMP could be told.
+    """End the helper threads that intra-op parallelism has started for this thread.
 
     After a parallel operation OpenMP's helpers do not sleep at once: they spin for some milliseconds, in case the next
     operation comes soon. If other threads of the process are about to compute, that takes cores away from them. The
@@ -20,7 +20,7 @@ def pause_helpers() -> bool:
     the thread that is left in a forked process.
 
     Returns:
-        True if OpenMP could be told.
+        True if OpenMP has a function for it, and it was called.
     """
     if threading.get_ident() == _left_by_a_fork:
         return False  # its helpers stayed in the parent, and OpenMP would wait for them

@@ -72,7 +72,7 @@ def current_stream(device: Device) -> AbstractStream:
 
 
 def default_stream(device: Device) -> AbstractStream:
-    """The stream on which work on ``device`` goes unless somebody chose another.
+    """The stream that ``device`` uses unless another one is current.
 
     Args:
         device: as torch takes it, or anything with a type and an index.

@@ -19,8 +19,8 @@ class Task(Generic[Result]):
     Args:
         stream: current while either half runs.
         compute: called by the worker without arguments; what it returns is the result.
-        finalize: called with that result by whoever took it out of the worker's queue, for what must happen there in
-            order. ``None``: nothing.
+        finalize: called with that result on the thread that took it out of the worker's queue, for work that has to be
+            done there in order. ``None``: nothing.
     """
 
     __slots__ = ("__weakref__", "_compute", "_finalize", "stream")

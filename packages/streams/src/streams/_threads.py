@@ -1,4 +1,4 @@
-"""A worker's share of the processor: with how many threads its operations run, without a word to anybody else."""
+"""The number of threads with which a worker's operations run, without an effect on other threads."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
     """Make ``source`` wait for everything queued on ``target`` so far.
 
     Between two streams of accelerators the device waits and this call returns at once. When ``source`` is the CPU, this
-    call itself waits. Nothing ever has to wait for the CPU: its work is done by the time anybody could wait for it.
+    call itself waits. Nothing has to wait for the CPU: its work is done when the call that does it returns.
 
     Args:
-        source: who waits.
+        source: the stream that waits.
         target: what is waited for.
 
     Raises:

@@ -83,7 +83,7 @@ def lowered(space: Space, shortage: Shortage, name: str) -> tuple[Space, str]:
         name: of the device.
 
     Raises:
-        ValueError: nobody knows what the device holds, and the error does not say what it held.
+        ValueError: the capacity of the device is unknown, and the error does not say what it held.
     """
     j, room = shortage.device, space.memory[shortage.device]
     expected = _expected(space, shortage)

@@ -1,7 +1,7 @@
 """Whether a recomputation computed what its forward sent on.
 
-Layers may remember things where nobody can look: in a closure, a list, a library of their own. Then the recomputation
-computes another function, and its gradients are wrong. Its outputs tell.
+Layers may have state that cannot be restored: in a closure, a list, a library. Then the recomputation computes
+another function, and its gradients are wrong. Its outputs differ.
 
 Always compared are the number, shapes, dtypes and ``requires_grad`` of the outputs. Their values are compared
 

@@ -20,7 +20,7 @@ class Groups(NamedTuple):
         me: the number of this process among them.
         values: over which activations and gradients travel.
         control: over which ranks agree. Another group, because gloo closes all connections of one in which a wait took
-            too long, and then nobody could say so any more.
+            too long, and then ranks could no longer report it.
         timeout: how long a rank waits for another one.
     """
 

@@ -72,7 +72,7 @@ def lanes(
 
 
 def usual_placement(name: str, stages: int) -> list[int]:
-    """The worker of each stage unless told otherwise: for schedules in a V as these want it, else one of its own."""
+    """The default worker of each stage: for schedules in a V as they need it, else one worker for each stage."""
     return v_placement(stages) if name.lower() in _V_SHAPED else list(range(stages))
 
 

@@ -18,9 +18,9 @@ class StageCost:
     """What a stage takes for one micro-batch.
 
     Attributes:
-        forward, backward, recompute: seconds; a recomputation takes those of the forward, unless told otherwise.
-        backward_input, backward_weight: the seconds of the two parts of a split backward; what is not told of them is
-            the rest of the backward, or half of it each.
+        forward, backward, recompute: seconds; by default a recomputation takes as long as the forward.
+        backward_input, backward_weight: the seconds of the two parts of a split backward. If one is not given, it is
+            the rest of the backward; if neither is given, each is half of it.
         activation_bytes: what the stage keeps for the backward.
         boundary_bytes: of the stage's input. They cross the link before it, forwards as a value and backwards as a
             gradient, and are all that a checkpointed micro-batch keeps until its recomputation.
@@ -87,8 +87,8 @@ def stage_costs(
             bytes are taken to be in proportion.
         input_bytes: of a micro-batch's input, which the first stage keeps if it is checkpointed.
 
-    A profile without seconds, as of a model on ``meta``, tells bytes alone: each stage then takes one tick for a
-    forward and two for a backward, and timelines say ticks. The most that a stage keeps depends on the order alone.
+    A profile without seconds, as of a model on ``meta``, has only bytes. Each stage then takes one tick for a
+    forward and two for a backward, and timelines show ticks. The most that a stage keeps depends on the order alone.
 
     On CUDA a stage gets a copy of its input, which it keeps too; on a CPU this is the output that the stage before
     keeps anyhow.

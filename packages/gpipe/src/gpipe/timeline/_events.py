@@ -81,7 +81,7 @@ class Events:
     def add(self, event: Event | Callable[[], Event]) -> None:
         """Note an action, from any thread.
 
-        A function is called once, when somebody reads the timeline: a time on a GPU is known only after its work.
+        A function is called once, when the timeline is read: a time on a GPU is known only after its work.
         """
         self._added.append(event)
 

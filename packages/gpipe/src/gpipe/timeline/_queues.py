@@ -15,8 +15,8 @@ class Crossing:
 
     Attributes:
         seconds: from the first byte that leaves to the last that arrives.
-        busy: seconds for which it keeps others from its link.
-        link: the name of the link; None if it keeps nobody.
+        busy: seconds during which other transfers wait for its link.
+        link: the name of the link; None if no transfer has to wait.
     """
 
     seconds: float
@@ -25,7 +25,7 @@ class Crossing:
 
 
 def queued(walk: Walk, duration: Callable[[Step], float], crossings: Sequence[Crossing]) -> dict[Step, Span]:
-    """When each step of ``walk`` runs, as :func:`gpipe.schedule.replay` says it for links that keep nobody.
+    """When each step of ``walk`` runs, as :func:`gpipe.schedule.replay` does for links without waiting.
 
     What a step makes comes to its link when the step ends. Links serve in the order in which things come, and of those
     that come at once first what an earlier stage made.

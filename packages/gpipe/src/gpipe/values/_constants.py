@@ -14,7 +14,7 @@ from microbatch import flatten, is_flat, leaf_paths
 
 
 class Note:
-    """Something that nobody changes, which gpipe lets go along with tensors: a constant, whatever it is made of.
+    """An immutable object that may be passed between stages beside tensors: a constant.
 
     Attributes:
         content: what :mod:`gpipe.distributed` can write, without tensors.
@@ -34,7 +34,7 @@ _CONSTANTS = (
 
 
 def is_constant(value: Any) -> bool:
-    """Whether ``value`` holds no tensors that nobody sees."""
+    """Whether ``value`` is a constant, which contains no tensors."""
     return isinstance(value, _CONSTANTS)
 
 
