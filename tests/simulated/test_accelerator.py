@@ -189,6 +189,18 @@ class TestFreedMemory:
     def test_recorded(self):
         assert self.use_elsewhere(record_stream) == []
 
+    def test_recorded_with_a_stream_that_has_waited(self):
+        def record_last(x: Tensor, stream: torch.Stream) -> None:
+            last = new_stream(0)
+            wait_stream(last, stream)
+            record_stream(x, last)
+
+        assert self.use_elsewhere(record_last) == []
+
+    def test_recorded_with_a_stream_that_has_not(self):
+        freed = self.use_elsewhere(lambda x, s: record_stream(x, new_stream(0)))
+        assert ["FREE of memory of dev0/s0" in text for text in freed] == [True]
+
     def test_after_its_own_stream_has_waited(self):
         assert self.use_elsewhere(lambda x, s: wait_stream(torch.accelerator.current_stream(device(0)), s)) == []
 

@@ -91,7 +91,7 @@ FAULTS: list[tuple[Fault, Case, str]] = [
         Fault(
             "the source of a copy is not recorded with its stream",
             COPY,
-            "_each(payload, lambda tensor: _recorded(tensor, source.copy))",
+            "_each(payload, lambda tensor: recorded(tensor, source.copy))",
             "pass",
         ),
         TWO,
@@ -121,7 +121,7 @@ FAULTS: list[tuple[Fault, Case, str]] = [
         Fault(
             "what was copied is not recorded with the stream that reads it",
             COPY,
-            "return _each(payload, lambda tensor: _recorded(tensor, compute))",
+            "return _each(payload, lambda tensor: recorded(tensor, compute))",
             "return payload",
         ),
         TWO,
@@ -187,7 +187,7 @@ def test_each_fault_is_found(fault: Fault, case: Case, race: str):
     assert any(re.search(race, each) for each in races), races[:5]
 
 
-ORDERS = re.compile(r"\b(wait_stream|wait_event|record_event|_recorded|use_stream|_all_wait|_on_current_streams)\(")
+ORDERS = re.compile(r"\b(wait_stream|wait_event|record_event|recorded|use_stream|_all_wait|_on_current_streams)\(")
 
 
 def test_every_line_that_orders_is_taken_away_once():

@@ -46,11 +46,12 @@ void check_host_write(const Block& block, const std::string& what) {
 
 void check_free(const Block& block) {
   if (block.pinned) return;  // torch's allocator of pinned memory waits for the copies that it saw
+  // Of each recorded stream the allocator waits for all that is queued there, and so for what that waits for.
   Clock known = clock_of(block.home);
   known.join(machine().clocks.host());
+  for (const Stream each : block.recorded) known.join(clock_of(each));
   auto check = [&](const Access& access) {
-    const Stream stream = access.moment.stream;
-    if (stream != block.home && !block.recorded.count(stream) && !known.knows(access.moment))
+    if (!known.knows(access.moment))
       found("FREE of memory of " + name(block.home) + " not ordered after " + access.text() + " (no record_stream)");
   };
   check(block.written);

@@ -19,6 +19,8 @@ from ._failures import RankFailures
 from ._far_loss import FarLoss
 from ._groups import Groups
 from ._messages import Peer, Receiver, Sender
+from ._places import channels_between, tags
+from ._wires import Wires
 
 
 class Crossing(NamedTuple):
@@ -41,22 +43,27 @@ class Crossings:
         ranks: that of each stage.
         layout: which skips go from where to where.
         devices: of the stages that are here.
+        wires: those of the directions in which tensors go from device to device.
     """
 
     def __init__(
-        self, groups: Groups, ranks: Sequence[int], layout: SkipLayout, devices: Mapping[int, torch.device]
+        self,
+        groups: Groups,
+        ranks: Sequence[int],
+        layout: SkipLayout,
+        devices: Mapping[int, torch.device],
+        wires: Wires,
     ) -> None:
-        ends = [(j - 1, j) for j in range(1, len(ranks))]
-        numbered = [*enumerate(ends, start=1), *enumerate([route[1:] for route in layout.routes], start=len(ranks))]
+        self._wires = wires
         self._crossings: dict[int, Crossing] = {}
-        for number, (a, b) in numbered:
-            if groups.me in (ranks[a], ranks[b]) and ranks[a] != ranks[b]:
+        for number, a, b in channels_between(ranks, layout):
+            if groups.me in (ranks[a], ranks[b]):
                 leads_away = ranks[a] == groups.me
                 here, there = (a, b) if leads_away else (b, a)
-                values, gradients = 2 * number, 2 * number + 1
+                values, gradients = tags(number)
                 out, into = (values, gradients) if leads_away else (gradients, values)
-                sender = Sender(Peer(groups.values, ranks[there], out))
-                receiver = Receiver(Peer(groups.values, ranks[there], into), devices[here])
+                sender = Sender(Peer(groups.values, ranks[there], out), wires.get(out))
+                receiver = Receiver(Peer(groups.values, ranks[there], into), devices[here], wires.get(into))
                 self._crossings[number] = Crossing(sender, receiver, leads_away)
 
     def expect(self, microbatches: int, *, backwards: bool) -> None:
@@ -83,6 +90,14 @@ class Crossings:
         """Wait until all that was sent has arrived."""
         for crossing in self._crossings.values():
             crossing.sender.flush()
+
+    def settle(self) -> None:
+        """Wait until devices have all that was received; UnreachableError if it does not come."""
+        self._wires.settle()
+
+    def end(self) -> None:
+        """Somebody is lost: let no device wait for what will not come."""
+        self._wires.end()
 
 
 class Reach:

@@ -1,22 +1,25 @@
 """Messages from one rank to another, over one direction of a channel.
 
-A message is a head, perhaps the text of its form, and the data of tensors. A small one is a single transfer, since each
-has to be waited for; the parts of a large one are transfers of their own, into memory of their own::
+A message is a head, perhaps the text of its form, and the data of tensors, unless these go from device to device
+(:mod:`gpipe.distributed._wires`). A small one is a single transfer, since each has to be waited for; the parts of a
+large one are transfers of their own, into memory of their own::
 
     [microbatch, form, bytes of its text, flag, 1 | text | data | data ...]
     [microbatch, form, bytes of its text, flag, 0]  [text]  [data]  [data] ...
 
-Both ends number the forms (:mod:`gpipe.distributed._forms`) that have passed, so that the text of each comes once.
+Both ends number the forms (:mod:`gpipe.distributed._forms`) that have passed, so that the text of each comes once,
+with the sizes of the data before it: what has been sent is received, also by who cannot read the form.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,24 +50,26 @@ class Peer:
         group: over which they go.
         member: who it is.
         tag: of these messages, among all between the two.
+        number: of the member in ``group``, if that is not ``member``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, member: int, tag: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, member: int, tag: int, *, number: int | None = None) -> None:
         self.member = member
+        self._number = member if number is None else number
         self._group = group
         self._tag = tag
 
     def send(self, data: Tensor) -> Any:
         """Begin to send; ``data`` must stay as it is until this has been waited for."""
         try:
-            return self._group.send([data], self.member, self._tag)
+            return self._group.send([data], self._number, self._tag)
         except RuntimeError as error:
             raise UnreachableError(self.member, error) from None
 
     def receive(self, data: Tensor) -> Any:
         """Begin to receive into ``data``, which may be larger than what comes."""
         try:
-            return self._group.recv([data], self.member, self._tag)
+            return self._group.recv([data], self._number, self._tag)
         except RuntimeError as error:
             raise UnreachableError(self.member, error) from None
 
@@ -76,11 +81,27 @@ class Peer:
             raise UnreachableError(self.member, error) from None
 
 
-class Sender:
-    """The near end. Nothing but :meth:`forget` and :meth:`flush` waits."""
+class Direct(Protocol):
+    """Takes the data of messages from device to device."""
 
-    def __init__(self, peer: Peer) -> None:
+    def send(self, data: Sequence[Tensor]) -> None: ...
+
+    def receive(self, sizes: Sequence[int]) -> list[Tensor]: ...
+
+    def drain(self) -> None: ...
+
+
+class Sender:
+    """The near end. Nothing but :meth:`forget` and :meth:`flush` waits.
+
+    Args:
+        peer: the far end.
+        direct: takes the data of tensors; None if they go by way of host memory.
+    """
+
+    def __init__(self, peer: Peer, direct: Direct | None = None) -> None:
         self.peer = peer
+        self._direct = direct
         self._forms: dict[Form, int] = {}
         self._under_way: dict[int, list[tuple[Any, Tensor]]] = {}
 
@@ -92,7 +113,10 @@ class Sender:
             if len(self._forms) >= _MOST:
                 self._forms.clear()
             self._forms[form] = len(self._forms)
-            text = form.text.encode()
+            text = f"{json.dumps(form.sizes)}\n{form.text}".encode()
+        if self._direct is not None:
+            self._direct.send(data)  # before the head, which says that they come
+            data = []
         self._send(microbatch, (microbatch, self._forms[form], len(text), flag), [_bytes(text), *data])
 
     def poison(self, why: bytes) -> None:
@@ -126,17 +150,23 @@ class Sender:
 
 
 class Receiver:
-    """The far end, which puts tensors on ``device``.
+    """The far end.
+
+    Args:
+        peer: the near end.
+        device: where tensors are put.
+        direct: as of the sender.
 
     Attributes:
         poisoned: why nothing more comes in this run; None while something does.
     """
 
-    def __init__(self, peer: Peer, device: torch.device) -> None:
+    def __init__(self, peer: Peer, device: torch.device, direct: Direct | None = None) -> None:
         self.peer = peer
         self.poisoned: bytes | None = None
         self._device = device
-        self._forms: list[Form] = []
+        self._direct = direct
+        self._forms: list[_Known] = []
         self._expected = 0
         self._posted: tuple[Any, Tensor, bytearray] | None = None
 
@@ -165,16 +195,18 @@ class Receiver:
         if size:
             if number == 0:  # the sender has begun anew
                 self._forms.clear()
-            self._forms.append(Form.parse(bytes(text.tolist()).decode()))
-        form = self._forms[number]
-        data = parts.take(form.sizes)
+            self._forms.append(_Known(bytes(text.tolist()).decode()))
+        known = self._forms[number]
+        data = parts.take(known.sizes) if self._direct is None else self._direct.receive(known.sizes)
         self._expected -= 1
         if self._expected > 0:
             self._post()
-        return microbatch, bool(flag), form.rebuild([part.to(self._device) for part in data])
+        return microbatch, bool(flag), known.form().rebuild([part.to(self._device) for part in data])
 
     def drain(self) -> None:
         """After a run that has failed: take everything up to the poison."""
+        if self._direct is not None:
+            self._direct.drain()
         with suppress(Cancelled):
             while True:
                 self.get()
@@ -193,6 +225,20 @@ class Receiver:
             memory = bytearray(SMALL)
             frame = torch.frombuffer(memory, dtype=torch.uint8)
             self._posted = self.peer.receive(frame), frame, memory
+
+
+class _Known:
+    """A form that has come, read when it is first asked for: what cannot be read is an error each time."""
+
+    def __init__(self, text: str) -> None:
+        sizes, _, self._text = text.partition("\n")
+        self.sizes: list[int] = json.loads(sizes)
+        self._form: Form | None = None
+
+    def form(self) -> Form:
+        if self._form is None:
+            self._form = Form.parse(self._text)
+        return self._form
 
 
 class _Parts:

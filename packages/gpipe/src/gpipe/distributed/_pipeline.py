@@ -40,6 +40,7 @@ from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Report
 from ._tied import Twin, Twins
 from ._verdict import verdict_of, written
+from ._wires import Wires
 
 _ANNOUNCED = 0
 """The tag of announcements; those of channels are from 2 on."""
@@ -56,6 +57,7 @@ class RankPipeline(Pipeline):
         rendezvous: where the ranks meet.
         twins: tensors that other ranks have too.
         trained: by rank, the stages with parameters to train.
+        wires: between accelerators of this rank and others.
 
     Attributes:
         loss: of the run that is under way.
@@ -76,6 +78,7 @@ class RankPipeline(Pipeline):
         rendezvous: Rendezvous,
         twins: Sequence[Twin],
         trained: Sequence[Sequence[int]],
+        wires: Wires,
     ) -> None:
         super().__init__(stages, layout, copy_streams, workers)
         self.count = len(ranks)
@@ -86,7 +89,7 @@ class RankPipeline(Pipeline):
         self._groups = groups
         self._rendezvous = rendezvous
         devices = dict(zip([stage.index for stage in stages], self.devices, strict=True))
-        self._crossings = Crossings(groups, ranks, layout, devices)
+        self._crossings = Crossings(groups, ranks, layout, devices, wires)
         hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self.begins else [ranks[0]]
         peers = [Peer(groups.values, k, _ANNOUNCED) for k in hearers]
         self._announcements = Announcements(peers, tells=self.begins)
@@ -149,8 +152,13 @@ class RankPipeline(Pipeline):
         try:
             yield
         except UnreachableError as error:
-            self._lost = self._rendezvous.lost([error.member])
-            raise self._lost from None
+            raise self._lose(self._rendezvous.lost([error.member])) from None
+
+    def _lose(self, error: LostRankError) -> LostRankError:
+        """Remember that somebody is lost; there is no next run."""
+        self._lost = error
+        self._crossings.end()
+        return error
 
     def _expect_all(self) -> None:
         if self._lost is not None:
@@ -162,7 +170,7 @@ class RankPipeline(Pipeline):
         try:
             return self._rendezvous.meet(report)
         except LostRankError as error:
-            self._lost = error
+            self._lose(error)
             raise
 
     @contextmanager
@@ -237,6 +245,7 @@ class RankPipeline(Pipeline):
         report: Report = {}
         try:
             yield
+            self._crossings.settle()  # before anything reads what may not have come
             report = self._success(run)
         except BaseException as failed:
             error, report = failed, self._failure(failed)
@@ -280,11 +289,12 @@ class RankPipeline(Pipeline):
         """Leave nothing under way that the next run could take for its own."""
         lost = sorted({k for each in reports for k in (*each.get("closed", ()), *each.get("silent", ()))})
         if lost:  # all could meet, but messages did not arrive, so that there is no next run
-            self._lost = self._rendezvous.lost(lost)
+            self._lose(self._rendezvous.lost(lost))
             return
         with self._reaching():
             if drains:
                 self._crossings.drain()
+                self._crossings.settle()
             self._crossings.flush()
             self._announcements.flush()
 

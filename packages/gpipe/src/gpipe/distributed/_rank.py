@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from itertools import compress
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -45,9 +46,11 @@ from ._groups import open_groups
 from ._opening import Opening
 from ._own import Share, own_share
 from ._pipeline import RankPipeline
+from ._places import checked_transport, place_of, places_of
 from ._random import next_seed
 from ._rendezvous import Rendezvous
 from ._sharded import Sharding
+from ._wires import open_wires
 
 Kind = TypeVar("Kind", bound=Losses)
 
@@ -74,6 +77,8 @@ class Rank(Stepping):
         in_spec, out_spec: see :class:`gpipe.GPipe`.
         init: see :class:`gpipe.GPipe`; called for this rank's layers alone.
         timeout: how long to wait for another rank before it counts as lost; by default as long as ``group`` does.
+        transport: how tensors on accelerators go to other ranks. ``"auto"``: from device to device where PyTorch has a
+            backend for both, such as NCCL, and they are not the same device. ``"host"``: by way of host memory.
 
     Attributes:
         stages: the numbers of the stages of this rank, a list of int.
@@ -111,6 +116,7 @@ class Rank(Stepping):
         out_spec: Any = None,
         init: Any = None,
         timeout: float | timedelta | None = None,
+        transport: str = "auto",
     ) -> None:
         super().__init__()
         self.in_spec, self.out_spec = in_spec, out_spec
@@ -127,32 +133,39 @@ class Rank(Stepping):
             self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
             found.alike = {"balance": self._balance, "ranks": self._ranks, **described(layers)}
             found.alike["deferred_batch_norm"] = self._deferred
+            found.alike["transport"] = checked_transport(transport)
         with agreement(rendezvous, groups.members) as placed:
             share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
             if self._deferred:
                 DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
             own = [j for j, rank in enumerate(self._ranks) if rank == groups.me]
             trained = [any(p.requires_grad for p in each.parameters()) for each in share.partitions]
-            placed.told = {"trained": [*compress(own, trained)]}
+            places = [place_of(each, transport) for each in share.devices]
+            placed.told = {"trained": [*compress(own, trained)], "places": places, "name": uuid4().hex}
         self.training = layers.training
         for partition in share.partitions:
             self._modules.update(partition._modules)
         # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
         self.__dict__["_partitions"] = share.partitions
         self._devices = share.devices
-        self._pipeline = self._laid_out(share, rendezvous, [each["trained"] for each in placed.heard])
+        self._pipeline = self._laid_out(share, rendezvous, placed.heard)
         self._sharding = Sharding(share.partitions, share.twins)
         self._last: Choice | None = None
 
-    def _laid_out(self, share: Share, rendezvous: Rendezvous, trained: Sequence[Sequence[int]]) -> RankPipeline:
+    def _laid_out(self, share: Share, rendezvous: Rendezvous, placed: list[dict[str, Any]]) -> RankPipeline:
         """What the engine sees of the layers."""
         groups, layout = self._groups, inspect_skip_layout(share.every)
-        places = iter(share.devices)
-        devices = [next(places) if rank == groups.me else torch.device("cpu") for rank in self._ranks]
+        own = iter(share.devices)
+        devices = [next(own) if rank == groups.me else torch.device("cpu") for rank in self._ranks]
         stages = [stage for stage in stages_of(share.every, devices, layout) if self._ranks[stage.index] == groups.me]
         streams = [CopyStreams.on(each) for each in share.devices]
         workers = Workers.for_owner(self, share.devices)
-        return RankPipeline(stages, layout, streams, workers, groups, self._ranks, rendezvous, share.twins, trained)
+        trained = [each["trained"] for each in placed]
+        places = places_of(self._ranks, [each["places"] for each in placed])
+        wires = open_wires(rendezvous, groups, self._ranks, layout, devices, places, placed[0]["name"])
+        return RankPipeline(
+            stages, layout, streams, workers, groups, self._ranks, rendezvous, share.twins, trained, wires
+        )
 
     @property
     def stages(self) -> list[int]:

@@ -96,18 +96,14 @@ class Copy:
         # torch orders a copy between two accelerators with the current stream of both, so both have to be copy streams.
         with use_stream(target.copy), use_stream(source.copy):
             copies = _each(payload, self._copy)
-        _each(payload, lambda tensor: _recorded(tensor, source.copy))
+        _each(payload, lambda tensor: recorded(tensor, source.copy))
         last = target.copy if is_accelerator(target.copy) else source.copy
         return (parted(copies) if isinstance(copies, Activation) else copies), record_event(last)
 
     def receive(self, parcel: Parcel) -> Payload:
         """Let the target's computation wait for the copy; called there."""
         payload, event = parcel
-        compute = self._target.compute
-        wait_event(compute, event)
-        if is_accelerator(compute):
-            return _each(payload, lambda tensor: _recorded(tensor, compute))
-        return payload
+        return arrived(payload, event, self._target.compute)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = self._moved(tensor.detach())
@@ -120,6 +116,14 @@ class Copy:
             if self._source.device.type == "cpu":  # also what is pinned: its owner may change it before it is read
                 tensor = _pinned_like(tensor).copy_(tensor)
         return tensor.to(self._target.device, non_blocking=True)
+
+
+def arrived(payload: Payload, event: AbstractEvent, compute: AbstractStream) -> Payload:
+    """Let ``compute`` wait for ``event``, which comes after all that writes the tensors of ``payload``."""
+    wait_event(compute, event)
+    if is_accelerator(compute):
+        return _each(payload, lambda tensor: recorded(tensor, compute))
+    return payload
 
 
 @cache
@@ -142,6 +146,7 @@ def _each(payload: Payload, function: Callable[[Tensor], Tensor]) -> Payload:
     return [None if tensor is None else function(tensor) for tensor in payload]
 
 
-def _recorded(tensor: Tensor, stream: AbstractStream) -> Tensor:
+def recorded(tensor: Tensor, stream: AbstractStream) -> Tensor:
+    """``tensor``, whose memory is not used for anything else before ``stream`` is through with it."""
     record_stream(tensor, stream)
     return tensor

@@ -1,0 +1,107 @@
+"""Between which stages tensors can go from accelerator to accelerator, without host memory in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from streams import has_streams
+
+from ..skip import SkipLayout
+
+TRANSPORTS = ("auto", "host")
+
+_OF_HOSTS = frozenset({"gloo", "mpi", "fake"})
+
+
+class Place(NamedTuple):
+    """What other ranks need to know of the device of a stage.
+
+    Attributes:
+        backend: of process groups that send from such devices, such as ``"nccl"``; None if there is none here.
+        card: which device it is, among those of all machines; None if the device does not say.
+    """
+
+    backend: str | None
+    card: str | None
+
+
+def checked_transport(transport: str) -> str:
+    """``transport``; ValueError if there is none of that name."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}")
+    return transport
+
+
+def place_of(device: torch.device, transport: str) -> Place:
+    """That of a stage on ``device``."""
+    backend = _backend_of(device) if transport == "auto" and has_streams(device) else None
+    return Place(backend, None if backend is None else _card(device))
+
+
+def _backend_of(device: torch.device) -> str | None:
+    try:
+        backend = dist.get_default_backend_for_device(device)
+    except ValueError:  # torch knows of none
+        return None
+    return backend if backend not in _OF_HOSTS and dist.is_backend_available(backend) else None
+
+
+def _card(device: torch.device) -> str | None:
+    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+class Direction(NamedTuple):
+    """One direction of a channel between stages of two ranks.
+
+    Attributes:
+        tag: its number, among all.
+        source, target: the stages.
+    """
+
+    tag: int
+    source: int
+    target: int
+
+
+def channels_between(ranks: Sequence[int], layout: SkipLayout) -> list[tuple[int, int, int]]:
+    """The number of each channel between stages of two ranks, and its stages; the same on all ranks."""
+    ends = [(j - 1, j) for j in range(1, len(ranks))]
+    numbered = [*enumerate(ends, start=1), *enumerate([route[1:] for route in layout.routes], start=len(ranks))]
+    return [(number, a, b) for number, (a, b) in numbered if ranks[a] != ranks[b]]
+
+
+def tags(number: int) -> tuple[int, int]:
+    """Of the values and of the gradients of that channel."""
+    return 2 * number, 2 * number + 1
+
+
+def direct(ranks: Sequence[int], layout: SkipLayout, places: Sequence[Place]) -> list[Direction]:
+    """Directions in which tensors go from device to device, in an order that is the same on all ranks.
+
+    Args:
+        places: of all stages.
+    """
+    found = []
+    for number, a, b in channels_between(ranks, layout):
+        if _reach(places[a], places[b]):
+            forth, back = tags(number)
+            found += [Direction(forth, a, b), Direction(back, b, a)]
+    return found
+
+
+def _reach(a: Place, b: Place) -> bool:
+    """Whether a process group of two can connect them. NCCL refuses two processes on one device."""
+    shared = a.card is not None and a.card == b.card
+    return a.backend is not None and a.backend == b.backend and not shared
+
+
+def places_of(ranks: Sequence[int], told: Sequence[Sequence[Sequence[str | None]]]) -> list[Place]:
+    """Those of all stages, from what each rank has told of its own."""
+    given = [iter(each) for each in told]
+    return [Place(*next(given[rank])) for rank in ranks]

@@ -1,0 +1,170 @@
+"""Process groups for the simulated accelerator, as NCCL's are for CUDA: transfers are work of a stream of their own.
+
+A group has a stream on each device. A transfer waits there for what the caller's current stream has queued, and
+``wait()`` lets the stream that is current then wait for the transfer. So memory is read and written there, as far as
+order goes. The bytes go by gloo. Those that are sent are taken at once, but leave only when the transfers before, and
+those that the caller's stream has waited for, are done, each with its other end. Those that come are in the tensor
+only after ``wait()``; before, it holds others. The device cannot wait: a wait for what has not come stops the host.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streams import current_stream, new_stream, use_stream, wait_stream
+
+from . import accelerator
+
+NAME = "simulated_ccl"
+
+FOREIGN = 0xAB
+"""Each byte of memory in which something is to come."""
+
+_LONG = timedelta(minutes=10)
+
+
+def register() -> None:
+    """Make torch use such groups for simulated devices, from now on."""
+    accelerator.library()
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _group, devices=[accelerator.TYPE])
+
+
+opened: list[Communicator] = []
+"""Those of this process."""
+
+
+class Communicator(dist.ProcessGroup):
+    """A group that sends from device to device.
+
+    Attributes:
+        transfers: how many it was asked for.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.transfers = 0
+        self._bytes = dist.ProcessGroupGloo(store, rank, size, _LONG)
+        self._streams: dict[torch.device, Any] = {}
+        self._under_way: queue.SimpleQueue[_Transfer] = queue.SimpleQueue()
+        self._all: list[_Transfer] = []
+        self._aborted = False
+        threading.Thread(target=self._finish, daemon=True).start()
+        opened.append(self)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> Transfer:
+        (tensor,) = tensors
+        stream, before = self._behind(tensor.device)
+        with use_stream(stream):
+            host = _pinned(tensor).copy_(tensor, non_blocking=True)
+        transfer = self._asked(_Transfer(lambda: self._bytes.send([host], target, tag), host, before))
+        return Transfer(transfer, None, tensor.device, stream)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Transfer:
+        (tensor,) = tensors
+        stream, before = self._behind(tensor.device)
+        with use_stream(stream):
+            tensor.fill_(FOREIGN)
+        host = _pinned(tensor)
+        transfer = self._asked(_Transfer(lambda: self._bytes.recv([host], source, tag), host, before))
+        return Transfer(transfer, tensor, tensor.device, stream)
+
+    def abort(self) -> None:
+        self._aborted = True
+        for transfer in self._all:
+            transfer.done.set()
+
+    def _behind(self, device: torch.device) -> tuple[Any, list[_Transfer]]:
+        """The stream of that device, which waits for the current one; and the transfers that hold that one up."""
+        if self._aborted:
+            raise RuntimeError("the communicator was aborted")
+        stream, now = self._streams.get(device), current_stream(device)
+        if stream is None:
+            stream = self._streams[device] = new_stream(device)
+        wait_stream(stream, now)
+        return stream, [each for each in _waited_for.get(now, ()) if not each.done.is_set()]
+
+    def _asked(self, transfer: _Transfer) -> _Transfer:
+        self.transfers += 1
+        self._all = [each for each in self._all if not each.done.is_set()] + [transfer]
+        self._under_way.put(transfer)
+        return transfer
+
+    def _finish(self) -> None:
+        while True:
+            self._under_way.get().finish()
+
+
+class _Transfer:
+    """The bytes of one, on the host.
+
+    Args:
+        begin: begins it.
+        before: transfers that have to be done first.
+    """
+
+    def __init__(self, begin: Callable[[], Any], host: Tensor, before: list[_Transfer]) -> None:
+        self.host = host
+        self.arrived = False
+        self.done = threading.Event()
+        self._begin = begin
+        self._before = before
+
+    def finish(self) -> None:
+        for each in self._before:
+            each.done.wait()
+        with suppress(RuntimeError):  # the other end has gone, of which a device hears nothing
+            self._begin().wait()
+            self.arrived = True
+            self.done.set()
+
+
+_waited_for: dict[Any, list[_Transfer]] = {}
+"""By stream: what it waits for before it does what is queued after that."""
+
+
+class Transfer(dist.Work):
+    """What :meth:`Communicator.send` and ``recv`` return.
+
+    Args:
+        tensor: where it is to arrive; None if it leaves.
+    """
+
+    def __init__(self, transfer: _Transfer, tensor: Tensor | None, device: torch.device, stream: Any) -> None:
+        super().__init__()
+        self._transfer = transfer
+        self._tensor = tensor
+        self._device = device
+        self._stream = stream
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._tensor is not None:
+            self._transfer.done.wait()
+            if self._transfer.arrived:
+                with use_stream(self._stream):
+                    self._tensor.copy_(self._transfer.host, non_blocking=True)
+            self._tensor = None
+        now = current_stream(self._device)
+        _waited_for[now] = [each for each in _waited_for.get(now, ()) if not each.done.is_set()] + [self._transfer]
+        wait_stream(now, self._stream)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._transfer.done.is_set()
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
+def _group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Communicator:
+    return Communicator(store, rank, size)

@@ -1,0 +1,330 @@
+"""Ranks whose tensors go from accelerator to accelerator: the results of one process, without a race."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from packages.gpipe.tests.test_rank import Fails
+from packages.gpipe.tests.test_rendezvous import Meets
+from packages.gpipe.tests.worlds import World, world
+from torch import nn
+
+from gpipe import GPipe
+from gpipe.distributed import LostRankError, Rank
+from gpipe.distributed._messages import Sender
+
+from . import accelerator, communicators
+from .faults import Fault, planted
+from .models import MODES, balance, model, rows, some_of, squares
+
+pytestmark = pytest.mark.timeout(300)
+
+WIRES, COPY = "gpipe.distributed._wires", "gpipe.transport._copy"
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Callable[[int], World]]:
+    opened: dict[int, World] = {}
+
+    def get(size: int) -> World:
+        if size not in opened or not opened[size].is_fresh:
+            if size in opened:
+                opened[size].close()
+            opened[size] = World(size)
+        return opened[size]
+
+    yield get
+    for each in opened.values():
+        each.close()
+
+
+class Ranks(NamedTuple):
+    """Where stages are.
+
+    Attributes:
+        ranks: the process of each stage.
+        devices: that of each stage; None is the CPU.
+        direct: how many directions of channels go from device to device, of all ranks.
+    """
+
+    ranks: list[int]
+    devices: list[int | None]
+    direct: int
+
+    @property
+    def size(self) -> int:
+        return len({*self.ranks})
+
+    def own(self) -> list[torch.device]:
+        """Of the stages of this process."""
+        here = zip(self.ranks, self.devices, strict=True)
+        return [accelerator.device(device) for rank, device in here if rank == dist.get_rank()]
+
+    def rank(self, plain: nn.Sequential, **options: Any) -> Rank:
+        """This process's share of a copy of ``plain``."""
+        communicators.register()
+        sizes = balance(len(plain), len(self.ranks))
+        own = {"ranks": self.ranks, "device": self.own(), "chunks": 3}
+        return Rank(copy.deepcopy(plain), sizes, **{**own, **options})
+
+    def pipe(self, plain: nn.Sequential, **options: Any) -> GPipe:
+        """The same, all of it in this process."""
+        places = [accelerator.device(each) for each in self.devices]
+        sizes = balance(len(plain), len(places))
+        return GPipe(copy.deepcopy(plain), sizes, devices=places, chunks=3, **options)
+
+
+PLACEMENTS = {
+    "two ranks": Ranks([0, 1], [0, 1], 4),
+    "in turn": Ranks([0, 1, 0, 1], [0, 0, 1, 2], 6),
+    "a V": Ranks([0, 1, 1, 0], [0, 1, 2, 0], 6),
+    "three ranks": Ranks([0, 1, 2], [0, 1, 0], 6),
+    "the first on the CPU": Ranks([0, 1, 2], [None, 0, 1], 2),
+    "the last on the CPU": Ranks([0, 1], [0, None], 0),
+    "the CPU between": Ranks([0, 1, 2], [2, None, 1], 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("placement", "schedule", "checkpoint"),
+    some_of(PLACEMENTS, ["fill_drain", "1f1b", "zero_bubble"], MODES, every=8),
+)
+def test_ranks_train_as_one_process(worlds, placement: str, schedule: str, checkpoint: str):
+    ranks = PLACEMENTS[placement]
+    opened = worlds(ranks.size).run(_expect_one_process, ranks, schedule, checkpoint)
+    assert sum(opened) == 2 * ranks.direct
+
+
+def _expect_one_process(ranks: Ranks, schedule: str, checkpoint: str) -> int:
+    """How many communicators there are, once the results are those of a pipe in this process."""
+    before = len(communicators.opened)
+    with accelerator.no_races():
+        rank, pipe = ranks.rank(model(), checkpoint=checkpoint), ranks.pipe(model(), checkpoint=checkpoint)
+        expect_alike(rank, pipe, schedule, steps=2)
+        outputs = rank(rows())
+        if outputs is not None:
+            assert torch.equal(outputs.cpu(), pipe(rows().to(pipe.devices[0])).detach().cpu())
+    return len(communicators.opened) - before
+
+
+def expect_alike(rank: Rank, pipe: GPipe, schedule: str = "1f1b", steps: int = 1) -> None:
+    """The same losses and gradients, bit for bit."""
+    rank.zero_grad()
+    pipe.zero_grad()
+    for _ in range(steps):
+        found = rank.step(rows(), loss_fn=squares, schedule=schedule)
+        wanted = pipe.step(rows().to(pipe.devices[0]), loss_fn=squares, schedule=schedule)
+        assert torch.equal(found.cpu(), wanted.cpu())
+    whole = dict(pipe.named_parameters())
+    for key, parameter in rank.named_parameters():
+        assert torch.equal(parameter.grad.cpu(), whole[key].grad.cpu()), key
+
+
+def test_by_way_of_the_host_if_asked_to(worlds):
+    assert worlds(2).run(_by_way_of_the_host) == [0, 0]
+
+
+def _by_way_of_the_host() -> int:
+    before, ranks = len(communicators.opened), PLACEMENTS["two ranks"]
+    expect_alike(ranks.rank(model(), transport="host"), ranks.pipe(model()))
+    return len(communicators.opened) - before
+
+
+@pytest.mark.parametrize(
+    ("placement", "where", "phase", "schedule"),
+    some_of(
+        ["two ranks", "three ranks"], [0, 1], ["forward", "recompute", "backward"], ["1f1b", "zero_bubble"], every=7
+    ),
+)
+def test_after_a_failure_the_next_step_is_right(worlds, placement: str, where: int, phase: str, schedule: str):
+    ranks = PLACEMENTS[placement]
+    found = worlds(ranks.size).run(_fail, ranks, where, phase, schedule)
+    assert found == ["ArithmeticError" if rank == where else "RemoteError" for rank in range(ranks.size)]
+
+
+def _fail(ranks: Ranks, where: int, phase: str, schedule: str) -> str:
+    plain = with_each_stage(model(), len(ranks.ranks), Fails)
+    with accelerator.no_races():
+        rank, pipe = ranks.rank(plain, checkpoint="always"), ranks.pipe(plain, checkpoint="always")
+        expect_alike(rank, pipe, schedule)
+        own = [layer for layer in rank.modules() if isinstance(layer, Fails)]
+        if dist.get_rank() == where:
+            own[0].when = phase, 1
+        found = error_of(lambda: rank.step(rows(), loss_fn=squares, schedule=schedule))
+        own[0].when = None
+        expect_alike(rank, pipe, schedule)
+    return type(found).__name__
+
+
+def error_of(work: Callable[[], object]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error.with_traceback(None)
+    return None
+
+
+def with_each_stage(plain: nn.Sequential, stages: int, layer: type[nn.Module]) -> nn.Sequential:
+    """The model with a new ``layer`` in front of each of its stages, as :func:`balance` cuts both."""
+    layers, sizes = iter(plain), balance(len(plain), stages)
+    return nn.Sequential(*[each for size in sizes for each in (layer(), *[next(layers) for _ in range(size)])])
+
+
+def test_too_little_memory_for_what_comes(worlds):
+    assert worlds(2).run(_receive_too_much) == ["RemoteError", "OutOfMemoryError"]
+
+
+def _receive_too_much() -> str:
+    ranks = Ranks([0, 1], [0, 1], 4)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.float64))
+    with accelerator.no_races():
+        rank, pipe = ranks.rank(plain), ranks.pipe(plain)
+        expect_alike(rank, pipe)
+        many = torch.ones(3 * 2**14, 8, dtype=torch.float64)
+        with accelerator.limited(1, 2**18) if dist.get_rank() == 1 else nullcontext():
+            found = error_of(lambda: rank.step(many, loss_fn=squares))
+        expect_alike(rank, pipe)
+    return type(found).__name__
+
+
+LONG = [(1, "after a head", 10.0), (2, "backward", 60.0), (0, "recompute", 60.0)]
+
+
+@pytest.mark.parametrize(
+    ("who", "phase", "timeout"),
+    [
+        (0, "after a head", 10.0),
+        (1, "forward", 60.0),
+        *[pytest.param(*case, marks=[pytest.mark.long]) for case in LONG],
+    ],
+)
+def test_a_rank_that_is_killed_is_named(who: int, phase: str, timeout: float):
+    with world(3) as opened:
+        answers = opened.answers(_lose, who, phase, timeout)
+    assert not answers[who][0]
+    for k in {0, 1, 2} - {who}:
+        succeeded, text = answers[k]
+        assert succeeded, text
+        assert f"rank {who} has ended, or did not answer within {timeout:g} s" in text
+
+
+def _lose(who: int, phase: str, timeout: float) -> str:
+    """What a rank gets when ``who`` ends in the second step."""
+    ranks = PLACEMENTS["three ranks"]
+    rank = ranks.rank(with_each_stage(model(), 3, Meets), checkpoint="always", timeout=timeout)
+    rank.step(rows(), loss_fn=squares)
+    with ExitStack() as stack:
+        if dist.get_rank() == who:
+            meets = next(layer for layer in rank.modules() if isinstance(layer, Meets))
+            meets.when = phase, 1
+            if phase == "after a head":
+                stack.enter_context(_ends_after_a_head())
+        found = error_of(lambda: rank.step(rows(), loss_fn=squares))
+    again = error_of(lambda: rank.step(rows(), loss_fn=squares))
+    assert isinstance(again, LostRankError), again
+    assert isinstance(found, LostRankError), found
+    return str(found)
+
+
+@contextmanager
+def _ends_after_a_head() -> Iterator[None]:
+    """Inside, the process announces tensors that its device does not send any more, and ends when it has."""
+
+    def put(sender: Sender, *arguments: Any, **options: Any) -> None:
+        right(sender, *arguments, **options)
+        sender.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        right = Sender.put
+        patch.setattr(Sender, "put", put)
+        patch.setattr(communicators._Transfer, "finish", lambda transfer: None)
+        yield
+
+
+FAULTS: list[tuple[Fault, str]] = [
+    (
+        Fault(
+            "a wire does not wait for what computes what it sends",
+            WIRES,
+            "wait_stream(self._stream, current_stream(self._device))",
+            "pass",
+        ),
+        "READ by copy D2H on .* not ordered after",
+    ),
+    (
+        Fault(
+            "a wire does not wait for its transfers",
+            WIRES,
+            "self._peer.wait(work)  # no thread: the current stream",
+            "pass",
+        ),
+        "wrong numbers",
+    ),
+    (
+        Fault("what is sent is not recorded with its wire", WIRES, "recorded(part, self._stream)", "pass"),
+        "FREE of memory of .* not ordered after copy D2H .*no record_stream",
+    ),
+    (
+        Fault(
+            "the event of what comes is recorded where it does not come",
+            WIRES,
+            "record_event(self._stream)",
+            "record_event(current_stream(self._device))",
+        ),
+        "READ by .* not ordered after copy H2D",
+    ),
+    (
+        Fault("a stage does not wait for what comes", COPY, "wait_event(compute, event)", "pass"),
+        "READ by .* not ordered after copy H2D",
+    ),
+    (
+        Fault(
+            "what came is not recorded with the stream that reads it",
+            COPY,
+            "return _each(payload, lambda tensor: recorded(tensor, compute))",
+            "return payload",
+        ),
+        "FREE of memory of .* not ordered after .*no record_stream",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "text"), FAULTS, ids=[fault.name for fault, _ in FAULTS])
+def test_each_fault_is_found(worlds, fault: Fault, text: str):
+    found = worlds(2).run(_found, fault)
+    assert any(re.search(text, each) for each in [*found[0], *found[1]]), found
+
+
+def _found(fault: Fault) -> list[str]:
+    """What is wrong with a step while the fault is there."""
+    ranks = PLACEMENTS["two ranks"]
+    rank, pipe = ranks.rank(model()), ranks.pipe(model())
+    expect_alike(rank, pipe)
+    assert accelerator.found() == []
+    with planted(fault):
+        wrong = error_of(lambda: expect_alike(rank, pipe))
+    return ["wrong numbers"] * isinstance(wrong, AssertionError) + [str(race) for race in accelerator.found()]
+
+
+def test_wires_with_one_stream_would_wait_for_each_other_for_ever():
+    with world(2) as opened:
+        found = opened.run(_on_one_stream)
+    assert found == ["LostRankError", "LostRankError"]
+
+
+def _on_one_stream() -> str:
+    one = "self._stream = vars(watch).setdefault('stream', new_stream(device))"
+    with planted(Fault("wires have one stream", WIRES, "self._stream = new_stream(device)", one)):
+        rank = PLACEMENTS["two ranks"].rank(model(), timeout=5.0)
+    return type(error_of(lambda: rank.step(rows(), loss_fn=squares, schedule="1f1b"))).__name__
