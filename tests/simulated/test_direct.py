@@ -180,21 +180,36 @@ def with_each_stage(plain: nn.Sequential, stages: int, layer: type[nn.Module]) -
 
 
 def test_too_little_memory_for_what_comes(worlds):
-    assert worlds(2).run(_receive_too_much) == ["RemoteError", "OutOfMemoryError"]
+    found = worlds(2).run(_receive_too_much)
+    assert found == ["RemoteError", "OutOfMemoryError"]
 
 
 def _receive_too_much() -> str:
-    ranks = Ranks([0, 1], [0, 1], 4)
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.float64))
+    ranks = PLACEMENTS["two ranks"]
     with accelerator.no_races():
-        rank, pipe = ranks.rank(plain), ranks.pipe(plain)
+        rank, pipe = ranks.rank(model()), ranks.pipe(model())
         expect_alike(rank, pipe)
-        many = torch.ones(3 * 2**14, 8, dtype=torch.float64)
-        with accelerator.limited(1, 2**18) if dist.get_rank() == 1 else nullcontext():
-            found = error_of(lambda: rank.step(many, loss_fn=squares))
+        with _no_memory_once() if dist.get_rank() == 1 else nullcontext():
+            found = error_of(lambda: rank.step(rows(), loss_fn=squares))
         expect_alike(rank, pipe)
     return type(found).__name__
+
+
+@contextmanager
+def _no_memory_once() -> Iterator[None]:
+    """Inside, there is no memory for the first tensor of bytes on a device."""
+    right, refused = torch.empty, []
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.uint8 and "device" in options and not refused:
+            refused.append(size)
+            raise torch.OutOfMemoryError("planted")
+        return right(*size, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        yield
+    assert refused
 
 
 LONG = [(1, "after a head", 10.0), (2, "backward", 60.0), (0, "recompute", 60.0)]
