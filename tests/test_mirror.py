@@ -30,6 +30,7 @@ ELSEWHERE = {
     "engine/_deferred_gradients": "hooks",
     "engine/_failed_cell": "oom",
     "engine/_mini_batch": "pipeline",
+    "engine/_piecewise": "pieces",
     "engine/_run": "pipeline",
     "engine/_settings": "inline",
     "engine/_stage": "placement",

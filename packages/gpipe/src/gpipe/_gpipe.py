@@ -23,17 +23,16 @@ from ._flatten._shapes import has_data
 from .balance import balance_by_parameters, balance_by_time
 from .checkpoint._snapshot import Slot
 from .engine._loss import LossStage
+from .engine._piecewise import whole_stages
 from .engine._pipeline import Pipeline
 from .engine._stage import stages_of
 from .engine._undo import Undo
 from .engine._workers import Workers
 from .module._arguments import (
     Device,
-    checked_checkpoint,
     checked_chunks,
     checked_devices,
     checked_flag,
-    checked_modes,
     checked_sizes,
 )
 from .module._cut import checked
@@ -49,6 +48,16 @@ from .module._keywords import Call
 from .module._layers import Held, expect_replacement, refill, refuse
 from .module._oom import Attempts, expect_retry, rows_of
 from .module._partition import BalanceError, divide, expect_partitions, recommend_auto_balance
+from .module._pieces import (
+    Choices,
+    checked_choices,
+    copied,
+    expect_callable_in_pieces,
+    expect_fitting,
+    modes_of,
+    pieces_of,
+    runs_of,
+)
 from .module._sequential import as_sequential
 from .module._signature import class_for
 from .module._step import Stepping
@@ -82,7 +91,9 @@ class GPipe(Stepping):
         chunks: how many micro-batches to cut a mini-batch into. As with ``torch.chunk``, a small one gives fewer.
         checkpoint: which micro-batches keep only their inputs between forward and backward and compute the rest again:
             ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none; or a list with one of these for each
-            partition. Evaluation checkpoints nothing.
+            partition. A partition may have a list of flags instead, one for each of its layers, as in
+            ``["never", [True, True, False]]``: then layers in a row that are checkpointed keep their input alone, and
+            are computed again, together, just before their backward. Evaluation checkpoints nothing.
         deferred_batch_norm: let batch norm update its running statistics once a mini-batch, to those of the whole of it
             (:class:`DeferredBatchNorm`).
         in_spec: how the input is cut, where its rows are not on dimension 0: :class:`microbatch.Split`,
@@ -100,7 +111,7 @@ class GPipe(Stepping):
         balance: layers of each partition, a list of int.
         devices: the device of each partition, a list of ``torch.device``.
         chunks: int.
-        checkpoint: str, or a list of str with one for each partition, as it was given.
+        checkpoint: str, or a list with one for each partition, or its flags, as it was given.
         partitions: an ``nn.ModuleList`` of ``nn.Sequential``: the same layers under the same names, by partition.
 
     Raises:
@@ -125,7 +136,7 @@ class GPipe(Stepping):
     _balance: list[int]
     _devices: list[torch.device]
     _chunks: int
-    _checkpoint: str | list[str]
+    _checkpoint: Choices
     _partitions: nn.ModuleList
     _deferred: bool
     _pipeline: Pipeline
@@ -142,7 +153,7 @@ class GPipe(Stepping):
         sample: Any = None,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: str | Iterable[str] = "except_last",
+        checkpoint: str | Iterable[str | Iterable[bool]] = "except_last",
         deferred_batch_norm: bool = False,
         in_spec: Any = None,
         out_spec: Any = None,
@@ -153,7 +164,7 @@ class GPipe(Stepping):
         self.in_spec = in_spec
         self.out_spec = out_spec
         self.chunks = chunks
-        checkpoint = checked_checkpoint(checkpoint)
+        choices = checked_choices(checkpoint)
         self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
         module = as_sequential(module, sample)
         if balance is None:
@@ -161,7 +172,7 @@ class GPipe(Stepping):
         sizes = checked_sizes(balance, len(module))
         places: Sequence[Device] = checked_devices(devices, len(sizes))
         verify_skippables(module)
-        self.__dict__["_checkpoint"] = checked_modes(checkpoint, len(sizes))
+        self.__dict__["_checkpoint"] = expect_fitting(choices, sizes)
         with untouched_on_failure(module):
             partitions, self.__dict__["_balance"], self.__dict__["_devices"] = divide(module, sizes, places, means)
             if self._deferred:
@@ -195,15 +206,19 @@ class GPipe(Stepping):
         self.__dict__["_chunks"] = checked_chunks(chunks)
 
     @property
-    def checkpoint(self) -> str | list[str]:
-        """Which micro-batches are checkpointed: a mode, or a list with one for each partition. May be set, for the runs
-        that begin afterwards.
+    def checkpoint(self) -> Choices:
+        """Which micro-batches are checkpointed: a mode, or a list with one for each partition, or with a flag for each
+        of its layers. May be set, for the runs that begin afterwards.
         """
-        return self._checkpoint if isinstance(self._checkpoint, str) else list(self._checkpoint)
+        return copied(self._checkpoint)
 
     @checkpoint.setter
-    def checkpoint(self, mode: str | Iterable[str]) -> None:
-        self.__dict__["_checkpoint"] = checked_modes(checked_checkpoint(mode), len(self._balance))
+    def checkpoint(self, mode: str | Iterable[str | Iterable[bool]]) -> None:
+        choices = expect_fitting(checked_choices(mode), self._balance)
+        before, self.__dict__["_checkpoint"] = self._checkpoint, choices
+        if runs_of(before) != runs_of(choices):
+            with self._workers.section.entered(accumulates=True):
+                self._lay_out()
 
     @property
     def last_schedule(self) -> Choice | None:
@@ -284,6 +299,7 @@ class GPipe(Stepping):
         [1, 2]
         """
         sizes = expect_partitions(checked_sizes(balance, len(self)), len(self._devices))
+        expect_fitting(self._checkpoint, sizes)
         with self._workers.section.entered(accumulates=True), untouched_on_failure(self._partitions):
             partitions, sizes, _ = divide(self._whole(), sizes, self._devices, None)
             refill(self._partitions, partitions)
@@ -342,7 +358,8 @@ class GPipe(Stepping):
 
     def train(self, mode: bool = True) -> GPipe:
         super().train(mode)
-        for container in (self._partitions, *self._partitions):
+        pieces = (stage.module for stage in self._pipeline.stages)
+        for container in (self._partitions, *self._partitions, *pieces):
             container.training = mode
         return self
 
@@ -460,10 +477,14 @@ class GPipe(Stepping):
     def _lay_out(self) -> None:
         """What the engine sees of the layers; what it has learned about them is forgotten."""
         object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, next(iter(self.children()), None)))
-        layout = inspect_skip_layout(list(self._partitions))
-        stages = stages_of(self._partitions, self._devices, layout)
-        self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers)
-        self.__dict__["_chooser"] = Chooser(stages)
+        pieces = pieces_of(self._partitions, self._checkpoint)
+        layout = inspect_skip_layout([piece.module for piece in pieces])
+        places = [self._devices[piece.partition] for piece in pieces]
+        streams = [self._copy_streams[piece.partition] for piece in pieces]
+        kinds = [(piece.partition, piece.recomputed) for piece in pieces]
+        stages = stages_of([piece.module for piece in pieces], places, layout, kinds)
+        self.__dict__["_pipeline"] = Pipeline(stages, layout, streams, self._workers)
+        self.__dict__["_chooser"] = Chooser(whole_stages(stages))
         self.__dict__["_still"] = set()
 
     def _change(self, name: str, layer: nn.Module | None) -> None:
@@ -489,7 +510,9 @@ class GPipe(Stepping):
     def _checkpoint_stops(self, microbatches: int) -> tuple[int, ...]:
         """For each partition, the first micro-batch that is not checkpointed."""
         stages = len(self._balance)
-        return checkpoint_stops(self._checkpoint if self.training else "never", microbatches, stages)
+        if len(self._pipeline.stages) > stages:
+            expect_callable_in_pieces(self._partitions, self._checkpoint)
+        return checkpoint_stops(modes_of(self._checkpoint) if self.training else "never", microbatches, stages)
 
 
 def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:

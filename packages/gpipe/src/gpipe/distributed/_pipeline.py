@@ -81,7 +81,7 @@ class RankPipeline(Pipeline):
         wires: Wires,
     ) -> None:
         super().__init__(stages, layout, copy_streams, workers)
-        self.count = len(ranks)
+        self.count = self.connected = len(ranks)
         self.line = groups.me
         self.begins = ranks[0] == groups.me
         self.ends = ranks[-1] == groups.me

@@ -146,7 +146,7 @@ class Layers:
 
     def _packed(self, output: Any) -> Any:
         """``output``, which is no bare tensor, as it goes to the next stage."""
-        expect_plain(output, self.stage.index)
+        expect_plain(output, self.stage.partition)
         return packed(output)
 
     def look_for_hooks(self) -> None:
@@ -163,7 +163,8 @@ class Layers:
         if not self.facts.runs_whole:
             self.facts = self.facts._replace(runs_whole=True)
             _log.warning(
-                "the backward of partition %d cannot be split into inputs and weights; it runs whole", self.stage.index
+                "the backward of partition %d cannot be split into inputs and weights; it runs whole",
+                self.stage.partition,
             )
 
     def repeats(self, training: Training) -> None:

@@ -58,6 +58,12 @@ class MiniBatch:
         self.deferred = DeferredGradients() if loss is None else loss.held
         self.accumulated = [] if loss is None else [loss.grown]
 
+    def stop_of(self, stage: Stage) -> int:
+        """The first micro-batch that ``stage`` does not checkpoint."""
+        if stage.recomputed is None:
+            return self.checkpoint_stops[stage.partition]
+        return self.microbatches if stage.recomputed and self.keeps and stage.module.training else 0
+
     def accumulated_outside(self, stage: Stage) -> AccumulatedGradients | None:
         """Where gradients of ``stage`` accumulate before they go to ``.grad``; None if they may go there at once."""
         own = {id(parameter) for parameter in stage.module.parameters()}

@@ -54,7 +54,8 @@ class Pipeline:
         devices: of the stages.
         on_accelerator: whether the work of any stage is queued on streams.
         loss_facts: whether losses draw random numbers, as far as runs have shown.
-        count: how many stages there are.
+        count: how many partitions there are.
+        connected: how many stages they are in: a partition in pieces is several.
         line: whose steps the caller's thread does, if it does them itself: all stages are on one worker then.
     """
 
@@ -68,7 +69,8 @@ class Pipeline:
         self.on_accelerator = any(stage.on_accelerator for stage in stages)
         self.workers = workers
         self.loss_facts = DrawFacts()
-        self.count = len(stages)
+        self.count = len({stage.partition for stage in stages})
+        self.connected = len(stages)
         self._layout = layout
         self._copy_streams = copy_streams
 
@@ -218,7 +220,7 @@ class Pipeline:
         numbers = [stage.index for stage in self.stages]
         places = dict(zip(numbers, zip(self.devices, streams, self._copy_streams, strict=True), strict=True))
         connect = self.connect(Nearby(places, link, stall_seconds(), failures.forestall_current), failures)
-        return Channels(numbers, self.count, self._layout, connect)
+        return Channels(numbers, self.connected, self._layout, connect)
 
     def connect(self, nearby: Nearby, failures: Failures) -> Connect:
         """What makes the channels of a run."""

@@ -29,6 +29,7 @@ from ._failures import Failures
 from ._layers import Layers
 from ._losses import Losses
 from ._mini_batch import MiniBatch, callers_context
+from ._piecewise import joined
 from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage import Stage
@@ -46,6 +47,7 @@ class Share(Protocol):
 
     Attributes:
         stages: those that are here, in order.
+        connected: how many stages there are, wherever they are; a partition in pieces counts as several.
         devices: of these.
         on_accelerator: whether the work of any is queued on streams.
         placement: the worker of each stage of the pipeline, wherever it is.
@@ -57,6 +59,7 @@ class Share(Protocol):
     """
 
     stages: Sequence[Stage]
+    connected: int
     devices: list[torch.device]
     on_accelerator: bool
     workers: Workers
@@ -156,9 +159,10 @@ class Run:
         self._channels = share.channels(
             self._streams, Link if self.observer is None else self.observer.link, self._failures
         )
+        self._stream_of = {stage.partition: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._tied = Tied(stages)
-        self._runners = {
-            stage.index: StageRunner(
+        found = [
+            StageRunner(
                 self.mini_batch,
                 stage,
                 self._arrival(stage),
@@ -166,15 +170,18 @@ class Run:
                 [*tied, *share.tied_elsewhere(stage)],
             )
             for stage, tied in zip(stages, self._tied.leaves, strict=True)
-        }
-        self._layers = [runner.layers for runner in self._runners.values()]
-        self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
+        ]
+        self._layers = [runner.layers for runner in found]
+        self._runners = {runner.stage.partition: runner for runner in found}
+        self._in_pieces = len(self._runners) < len(found)
+        if self._in_pieces:
+            self._runners = joined(found)
 
     def _arrival(self, stage: Stage) -> Channel | Ports:
         return self._channels.arrivals[stage.index]
 
     def _departure(self, stage: Stage) -> Channel | Ports | Losses:
-        last = len(self.mini_batch.checkpoint_stops) - 1
+        last = self._share.connected - 1
         loss = self.mini_batch.loss
         return loss if loss is not None and stage.index == last else self._channels.departures[stage.index]
 
@@ -238,7 +245,7 @@ class Run:
             self._channels.entrance.put_values(i, each)
         split = {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}
         for j in split & self._runners.keys():
-            self._runners[j].layers.look_for_hooks()
+            self._runners[j].look_for_hooks()
         try:
             self._walk(walk, self.mini_batch.context)
         finally:  # a refused recomputation promises that the next run knows who draws
@@ -281,7 +288,7 @@ class Run:
         else:
             works = [partial(self._do, steps, context) for steps in walk]
             placement = self.mini_batch.size[-1]
-            streams = [self._streams[placement.index(worker)] for worker in range(len(works))]
+            streams = [self._stream_of[placement.index(worker)] for worker in range(len(works))]
             self._workers.run(list(zip(streams, works, strict=True)), self._stop)
 
     def _do(self, steps: Sequence[Step], context: Context) -> None:
@@ -316,6 +323,8 @@ class Run:
         do = _labelled if torch.autograd.profiler._is_profiler_enabled else None
         if self.observer is not None:
             do = self.observer.do
+        if do is None and self._in_pieces:
+            do = _plainly
         if self._workers is None and self._on_accelerator:
             return partial(self._do_on_stream, do or StageRunner.do)
         return do
@@ -323,7 +332,7 @@ class Run:
     def _do_on_stream(self, do: Callable[[StageRunner, Action], None], runner: StageRunner, action: Action) -> None:
         # Workers are on the stream of their stages all the time. A backward may come on another one than the forward,
         # and a recomputation would be queued there, past everything that waits for the stage's.
-        with use_stream(self._stream_of[runner.stage.index]):
+        with use_stream(self._stream_of[runner.stage.partition]):
             do(runner, action)
 
     def _look_for_draws(self) -> None:
@@ -339,8 +348,12 @@ class Run:
         self._channels.cancel()
 
 
+def _plainly(runner: StageRunner, action: Action) -> None:
+    runner.do(action)
+
+
 def _labelled(runner: StageRunner, action: Action) -> None:
-    with torch.profiler.record_function(f"gpipe {action}@{runner.stage.index}"):
+    with torch.profiler.record_function(f"gpipe {action}@{runner.stage.partition}"):
         runner.do(action)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import count
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,11 +21,22 @@ from ._facts import StageFacts
 _log = logging.getLogger("gpipe")
 
 
-def stages_of(modules: Iterable[nn.Module], devices: Iterable[torch.device], layout: SkipLayout) -> list[Stage]:
-    """A stage of each of the ``modules``, whose layers are numbered from the first of all."""
+def stages_of(
+    modules: Iterable[nn.Module],
+    devices: Iterable[torch.device],
+    layout: SkipLayout,
+    pieces: Iterable[tuple[int, bool | None]] | None = None,
+) -> list[Stage]:
+    """A stage of each of the ``modules``, whose layers are numbered from the first of all.
+
+    Args:
+        pieces: of each, the partition that it is a piece of, and whether that is recomputed. By default each is a
+            partition of its own.
+    """
     stages: list[Stage] = []
+    known = ((j, None) for j in count()) if pieces is None else iter(pieces)
     for j, (module, device) in enumerate(zip(modules, devices, strict=True)):
-        stages.append(Stage(j, module, device, layout, stages[-1].numbers.stop if stages else 0))
+        stages.append(Stage(j, module, device, layout, stages[-1].numbers.stop if stages else 0, *next(known)))
     return stages
 
 
@@ -35,6 +47,9 @@ class Stage:
         first: how many layers of the model come before.
 
     Attributes:
+        index: its number among all that are connected.
+        partition: the number of its partition; the same, unless some partition is in pieces.
+        recomputed: of a piece, whether it is checkpointed; None for a whole partition, whose mode says it.
         numbers: of the layers, in the model; one if nobody tells the layers of ``module`` apart.
         told: the layers, if ``module`` tells them apart.
         everyone: the layers whose draws may be followed, by number in the stage, and ``OUTSIDE``.
@@ -46,8 +61,19 @@ class Stage:
         module_copies: of modules that an earlier stage has too.
     """
 
-    def __init__(self, index: int, module: nn.Module, device: torch.device, layout: SkipLayout, first: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        layout: SkipLayout,
+        first: int,
+        partition: int | None = None,
+        recomputed: bool | None = None,
+    ) -> None:
         self.index = index
+        self.partition = index if partition is None else partition
+        self.recomputed = recomputed
         self.told = [*module.children()] if getattr(module, "tells_layers", False) else []
         self.numbers = range(first, first + max(len(self.told), 1))
         self.module = module

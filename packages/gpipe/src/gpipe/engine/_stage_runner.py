@@ -62,7 +62,7 @@ class StageRunner:
         self._departure = departure
         self._tied = tied
         self._grown = mini_batch.accumulated_outside(stage) if mini_batch.kept_nodes else None
-        self._checkpoint_stop = mini_batch.checkpoint_stops[stage.index]
+        self._checkpoint_stop = mini_batch.stop_of(stage)
         # A loss would hold its gradient until the backward comes. So it is computed on what is recomputed.
         self._late_losses = self._checkpoint_stop if isinstance(departure, Losses) else 0
         self._begun = False
@@ -135,18 +135,23 @@ class StageRunner:
         self._cells[i].backward_weight(self._grown)
         del self._cells[i]
 
+    def look_for_hooks(self) -> None:
+        """Let the next forward see whether layers put hooks on tensors."""
+        self.layers.look_for_hooks()
+
     def annotate(self, error: BaseException, action: Action) -> None:
         """Say in a note on ``error`` which cell it comes from."""
         cell = self._cells.get(action.microbatch)
         stage, m = self.stage, self._mini_batch.microbatches
         first, end = stage.numbers.start, stage.numbers.stop
         stages, stop = len(self._mini_batch.checkpoint_stops), self._checkpoint_stop
-        place = stage.index, stages, first, end, str(stage.device)
+        j = stage.partition
+        place = j, stages, first, end, str(stage.device)
         where = FailedCell(*place, action.microbatch, m, str(action.kind), stop)
         mark(error, where)
         add_note(
             error,
-            f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
+            f"in partition {j} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
             f"{m}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
         )
 

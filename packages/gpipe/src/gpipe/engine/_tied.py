@@ -161,7 +161,7 @@ class Tied:
     def _name(self, wanted: Tensor | nn.Module) -> str:
         """As the first and the last stage that have it call it."""
         found = [
-            f"{name!r} of partition {stage.index}"
+            f"{name!r} of partition {stage.partition}"
             for stage, copies in zip(self._stages, self._copies, strict=True)
             for name, value in _named(stage.module)
             if value is wanted or value is copies.tensors.get(wanted) or value is copies.modules.get(wanted)

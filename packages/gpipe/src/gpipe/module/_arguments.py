@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from streams import current_stream, has_streams, new_stream, record_event, wait_
 from .._meant import did_you_mean
 from ..schedule import CHECKPOINT_MODES
 
+Modes = TypeVar("Modes", bound=str | Sequence[object])
 Device = torch.device | int | str
 
 
@@ -47,7 +48,7 @@ def checked_mode(mode: Any, name: str = "checkpoint") -> str:
     return text
 
 
-def checked_modes(checkpoint: str | list[str], partitions: int) -> str | list[str]:
+def checked_modes(checkpoint: Modes, partitions: int) -> Modes:
     """``checkpoint``, if it is one mode, or as many as ``partitions``."""
     if not isinstance(checkpoint, str) and len(checkpoint) != partitions:
         raise ValueError(
@@ -60,6 +61,8 @@ def checked_modes(checkpoint: str | list[str], partitions: int) -> str | list[st
 def _meant(mode: Any, name: str) -> str:
     if isinstance(mode, bool):
         return f"; instead of {mode} write checkpoint={'always' if mode else 'never'!r}"
+    if isinstance(mode, (list, tuple)):
+        return "; a flag for each layer is for GPipe alone"
     return did_you_mean(name, CHECKPOINT_MODES)
 
 

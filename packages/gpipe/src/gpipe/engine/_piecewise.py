@@ -1,0 +1,126 @@
+"""A partition in pieces: for the schedule it is one stage, for the cells each piece is a stage of its own.
+
+::
+
+    forward i      piece 0, piece 1, piece 2
+    backward i     piece 2, piece 1 again and back, piece 0         (of which piece 1 is checkpointed)
+
+So a checkpointed piece keeps its input alone, and the graphs of two of them are never there together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from .._current import current
+from ..schedule import Action, Kind
+from ._facts import StageFacts
+from ._failed_cell import failed_cell, mark
+from ._stage import Stage, first_to_last
+from ._stage_runner import ACTIONS, StageRunner
+
+
+class WholeStage:
+    """A partition in pieces, as those see it who ask for one stage.
+
+    Args:
+        pieces: in order.
+
+    Attributes:
+        partition: its number.
+        device: of all of them.
+        on_accelerator: whether its work is queued on streams.
+    """
+
+    def __init__(self, pieces: Sequence[Stage]) -> None:
+        self._pieces = pieces
+        self.partition = pieces[0].partition
+        self.device = pieces[0].device
+        self.on_accelerator = pieces[0].on_accelerator
+        self._module = nn.Sequential()
+        for piece in pieces:
+            self._module._modules.update(piece.module.named_children())
+
+    @property
+    def module(self) -> nn.Sequential:
+        """All layers."""
+        self._module.training = self._pieces[0].module.training
+        return self._module
+
+    @property
+    def facts(self) -> StageFacts:
+        """Of the first piece whose backward runs whole although it was to be split, or of the first."""
+        return next((piece.facts for piece in self._pieces if piece.facts.runs_whole), self._pieces[0].facts)
+
+    @property
+    def layers(self) -> str:
+        """The names of the first and the last layer."""
+        return first_to_last([name for name, _ in self._module.named_children()])
+
+
+def whole_stages(stages: Sequence[Stage]) -> list[Stage | WholeStage]:
+    """One for each partition: the stage itself where it is whole."""
+    found: dict[int, list[Stage]] = {}
+    for stage in stages:
+        found.setdefault(stage.partition, []).append(stage)
+    return [pieces[0] if len(pieces) == 1 else WholeStage(pieces) for pieces in found.values()]
+
+
+class PiecewiseRunner(StageRunner):
+    """Does each action of a partition piece by piece.
+
+    Args:
+        pieces: the runners, in order.
+
+    Attributes:
+        stage: all of them.
+    """
+
+    def __init__(self, pieces: Sequence[StageRunner]) -> None:
+        self.stage = WholeStage([piece.stage for piece in pieces])  # type: ignore[assignment]
+        self._pieces = pieces
+        self._at = pieces[0]
+
+    @property
+    def mixed(self) -> int:  # type: ignore[override]
+        """How many micro-batches may have added to gradients that were there before the run."""
+        return max(piece.mixed for piece in self._pieces)
+
+    def do(self, action: Action) -> None:
+        """Do one action of the partition's program. What is to be recomputed is, just before its backward."""
+        forwards = action.kind is Kind.FORWARD
+        if action.kind is Kind.RECOMPUTE:
+            return
+        begins = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        for piece in self._pieces if forwards else reversed(self._pieces):
+            self._at = piece
+            if begins:
+                self._begin(action)
+                piece.recompute(action.microbatch)
+            self._begin(action)
+            ACTIONS[action.kind](piece, action.microbatch)
+
+    def _begin(self, action: Action) -> None:
+        current.microbatch = action.microbatch
+
+    def look_for_hooks(self) -> None:
+        for piece in self._pieces:
+            piece.layers.look_for_hooks()
+
+    def annotate(self, error: BaseException, action: Action) -> None:
+        """As the piece that has failed."""
+        self._at.annotate(error, action)
+        cell = failed_cell(error)
+        if cell is not None:
+            stages = [piece.stage for piece in self._pieces]
+            mark(error, cell._replace(first=stages[0].numbers.start, end=stages[-1].numbers.stop))
+
+
+def joined(runners: Sequence[StageRunner]) -> dict[int, StageRunner]:
+    """A runner for each partition, by its number."""
+    found: dict[int, list[StageRunner]] = {}
+    for runner in runners:
+        found.setdefault(runner.stage.partition, []).append(runner)
+    return {j: own[0] if len(own) == 1 else PiecewiseRunner(own) for j, own in found.items()}
