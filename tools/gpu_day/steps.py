@@ -46,11 +46,11 @@ STEPS = (
     _tests("streams", "The vocabulary; if its witnesses fail, nothing else counts", 60, "packages/streams/tests"),
     _tests("safety", "No hang; errors, memory, random numbers", 100, _GPIPE, "-k", SAFETY),
     _tests("order", "Nobody reads what is not written yet, nor what is not theirs any more", 110, _GPIPE, "-k", ORDER),
-    _tests("parity", "The results of the plain model", 120, _GPIPE, "-k", f"not ({SAFETY} or {ORDER})"),
+    _tests("parity", "The results of the plain model", 100, _GPIPE, "-k", f"not ({SAFETY} or {ORDER})"),
     _tests(
         "virtual", "Stages on one GPU with workers and streams of their own", 60, "packages/gpipe/tests/test_virtual.py"
     ),
-    _tests("nccl", "Two GPUs with a process each: tensors over NCCL", 60, "packages/gpipe/tests/test_nccl.py"),
+    _tests("nccl", "Two GPUs with a process each: tensors over NCCL", 45, "packages/gpipe/tests/test_nccl.py"),
     _tests("microbatch", "Micro-batches on a GPU", 30, "packages/microbatch/tests/test_scatter.py"),
     _tests("profiler", "The profiler beside the allocator", 40, "packages/profiler/tests/test_cuda.py"),
     Step("transformer", "A transformer of 8 layers", ("-m", "tools.gpu_day.transformer"), 90),
