@@ -91,6 +91,8 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def _bury(self) -> None:
         """Forget the storages that have died since the last time."""
         while self._deaths:
-            key, size = self._deaths.popleft()
-            del self._alive[key]
-            self._now -= size
+            self._gone(*self._deaths.popleft())
+
+    def _gone(self, key: int, size: int) -> None:
+        del self._alive[key]
+        self._now -= size

@@ -41,6 +41,8 @@ class Count(NamedTuple):
     freed: int = 0
     backward_peak: int = 0
     adding_peak: int = 0
+    given_peak: int = 0
+    adding_given_peak: int = 0
     parting: Parting | None = None
     loose: Sequence[Loose] = ()
 
@@ -100,6 +102,8 @@ def count(
     if turn is not None:
         with uncompiled(), mode:
             parting = partings(turn) if split else None
+        assert turn.grad_fn is not None
+        turn.grad_fn.register_hook(lambda seeds, _: tracker.begin(seeds))
         with tracker.setting_aside(parameters), uncompiled(), mode, tracker:
             torch.autograd.backward(turn, SEED)
     return handed, Count(
@@ -113,6 +117,8 @@ def count(
         freed=freed,
         backward_peak=tracker.whole_peak,
         adding_peak=tracker.peak,
+        given_peak=tracker.whole_given_peak,
+        adding_given_peak=tracker.given_peak,
         parting=parting,
         loose=gone,
     )

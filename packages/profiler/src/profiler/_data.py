@@ -35,6 +35,8 @@ class LayerProfile:
         done alone; None as ``backward_input_seconds``.
     parting_peak_bytes: the peak of the part for the inputs, beside what the forward saved.
     largest_parameter_bytes: of the largest of its trainable parameters.
+    given_peak_bytes, adding_given_peak_bytes: ``backward_peak_bytes`` and ``adding_peak_bytes`` without the gradient of
+        the output, where that is in memory of another stage.
     """
 
     name: str
@@ -58,6 +60,8 @@ class LayerProfile:
     parting_bytes: int | None = None
     parting_peak_bytes: int | None = None
     largest_parameter_bytes: int | None = None
+    given_peak_bytes: int | None = None
+    adding_given_peak_bytes: int | None = None
 
     @property
     def backward_weight_seconds(self) -> float | None:

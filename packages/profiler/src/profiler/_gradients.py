@@ -1,9 +1,13 @@
-"""Counts a backward twice: with new gradients of parameters, and with gradients that are added to earlier ones."""
+"""Counts a backward with new gradients of parameters, and with gradients that are added to earlier ones.
+
+Each with the gradients that it begins with, and without them, where they are in the memory of somebody else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -18,18 +22,26 @@ class GradientTracker(AllocationTracker):  # type: ignore[no-untyped-call]
 
     Attributes:
         whole_peak: the same with gradients that stay.
+        given_peak, whole_given_peak: both without the gradients that the backward begins with.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.whole_peak = 0
+        self.whole_peak = self.given_peak = self.whole_given_peak = 0
         self._aside = 0
+        self._seeds: dict[int, int] = {}
 
     def restart(self) -> int:
         """The peak so far; from now on it is that of what comes."""
         peak, self.peak = self.peak, self.alive()
-        self.whole_peak = self.peak
+        self.whole_peak = self.given_peak = self.whole_given_peak = self.peak
         return peak
+
+    def begin(self, seeds: Iterable[Any]) -> None:
+        """The backward begins with these gradients, and nothing else has been made."""
+        made = {storage._cdata for storage in storages(list(seeds))}
+        self._seeds = {key: size for key, (_, size, _) in self._alive.items() if key in made}
+        self.given_peak = self.whole_given_peak = self._now - sum(self._seeds.values())
 
     @contextmanager
     def setting_aside(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
@@ -48,4 +60,16 @@ class GradientTracker(AllocationTracker):  # type: ignore[no-untyped-call]
 
     def _born(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         super()._born(storage, dtype)
+        own = self._now - sum(self._seeds.values())
         self.whole_peak = max(self.whole_peak, self._now + self._aside)
+        self.given_peak = max(self.given_peak, own)
+        self.whole_given_peak = max(self.whole_given_peak, own + self._aside)
+
+    def _forget(self, storage: torch.UntypedStorage) -> int:
+        size = super()._forget(storage)
+        self._seeds.pop(storage._cdata, None)
+        return size
+
+    def _gone(self, key: int, size: int) -> None:
+        super()._gone(key, size)
+        self._seeds.pop(key, None)

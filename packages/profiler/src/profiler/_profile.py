@@ -167,6 +167,8 @@ def _record(name: str, layer: nn.Module, own: Owned, seconds: Seconds | None, co
         freed_bytes=counted.freed,
         backward_peak_bytes=counted.backward_peak,
         adding_peak_bytes=counted.adding_peak,
+        given_peak_bytes=counted.given_peak,
+        adding_given_peak_bytes=counted.adding_given_peak,
         parting_bytes=counted.parting and counted.parting.left,
         parting_peak_bytes=counted.parting and counted.parting.peak,
         largest_parameter_bytes=max(map(tensor_bytes, trainable), default=0),

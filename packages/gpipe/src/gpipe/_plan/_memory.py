@@ -120,9 +120,9 @@ class _Stage:
         self._kept = kept_bytes(layers)
         self._copy = around.incoming if around.copied else 0
         self._parting = sum(map(_parting, layers))
-        shares = not around.is_last and not around.sends_copies
+        self._shares = not around.is_last and not around.sends_copies
         # What the next stage keeps of the output, in memory of this one.
-        self._sent = layers[-1].output_bytes + sum(size for _, size in around.stashed) if shares else 0
+        self._sent = layers[-1].output_bytes + sum(size for _, size in around.stashed) if self._shares else 0
         self.parameters = sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
         self.gradients = sum(layer.trainable_bytes for layer in layers)
         self._freed = freed(layers)
@@ -196,9 +196,14 @@ class _Stage:
         # Gradients of the layers behind have been made.
         made = list(accumulate((layer.trainable_bytes for layer in reversed(self._layers)), initial=0))[-2::-1]
         return [
-            (self.gradients if begun else made[k], self._before[k] + _backward_peak(layer, begun) + self._flowing(k))
+            (self.gradients if begun else made[k], self._before[k] + self._peak_of(layer, k, begun) + self._flowing(k))
             for k, layer in enumerate(self._layers)
         ]
+
+    def _peak_of(self, layer: LayerProfile, k: int, begun: bool) -> int:
+        """The peak of its backward; the gradient that this begins with may be in memory of the next stage."""
+        given = layer.adding_given_peak_bytes if begun else layer.given_peak_bytes
+        return _backward_peak(layer, begun) if given is None or k < self._turn or not self._shares else given
 
     def _flowing(self, k: int) -> int:
         """What is there beside the graph while the backward of a layer runs."""
