@@ -11,6 +11,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 from transformers.utils import logging
 
-from gpipe import GPipe, flatten
+from gpipe import GPipe, flatten, record
 from gpipe.balance import balance_by_parameters
 from gpipe.distributed import Rank
 
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         losses.append(step(batch_of(mini_batch(train, options.batch, k))).item())
         optimizer.step()
     show(name, losses, time.perf_counter() - begin, sum(p.numel() for p in module.parameters()))
+    if options.timeline:
+        draw(step, batch_of(mini_batch(train, options.batch, 0)), options.timeline)
     return losses
 
 
@@ -58,6 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="train the model itself")
     parser.add_argument("--stages", type=int, default=2, help="of a pipeline; at least as many as processes")
     parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--timeline", type=Path, help="where to save the drawing of a step: .svg, .html or .png")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches a mini-batch is cut into")
     parser.add_argument("--batch", type=int, default=16, help="blocks of text in a mini-batch")
@@ -86,6 +90,17 @@ def trained_by(options: argparse.Namespace, model: GPT2LMHeadModel) -> tuple[str
     rank = Rank(layers, balance, chunks=options.chunks)
     name = f"{options.stages} stages in {dist.get_world_size()} processes"
     return name, rank, lambda batch: rank.step(**batch, schedule=options.schedule)
+
+
+def draw(step: Step, batch: dict[str, Tensor], path: Path) -> None:
+    """Save a drawing of the fastest of some steps; every process records all stages, and the first one saves."""
+    timelines = []
+    for _ in range(8):
+        with record() as timeline:
+            step(batch)
+        timelines.append(timeline)
+    if int(os.environ.get("RANK", 0)) == 0:
+        min(timelines, key=lambda timeline: timeline.makespan).save(path)
 
 
 def plain_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
