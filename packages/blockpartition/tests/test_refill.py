@@ -20,12 +20,20 @@ def again(request):
         yield
 
 
-@pytest.mark.usefixtures("again")
+@pytest.fixture(params=[-1, 10**9], ids=["new list", "in place"])
+def moved(request):
+    """Whether heights are put in place in the list that there is."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_refill, "_MOVES", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("again", "moved")
 @given(COSTS, st.sampled_from([exact_sums, quick_sums]), st.data())
 def test_bounds_in_any_order_give_what_each_gives_alone(costs, sums_of, data):
     blocks = data.draw(st.integers(1, len(costs)))
     sums = sums_of(costs)
-    fills = Fills(sums, blocks)
+    fills = Fills(sums, blocks, data.draw(st.integers(0, 9)))
     for bound in data.draw(st.lists(st.integers(max(costs), sum(costs)), min_size=1, max_size=6)):
         heights, _, _ = fill(sums.prefix, bound * sums.unit, blocks)
         found = fills.fill(bound)
