@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +20,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import GPipe
-from gpipe.distributed import Rank, load, save
+from gpipe.distributed import LostRankError, Rank, load, save
+from gpipe.distributed._gathering import Gathering
 
 from .layers import Tied
+from .worlds import world
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
@@ -244,7 +248,7 @@ def test_an_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: py
 
 
 def _constant(value: float) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
     return model
@@ -270,6 +274,73 @@ def begin_where_one_cannot_write(path: str) -> None:
         if dist.get_rank() == 1:
             patch.setattr(FileSystemWriter, "write_data", fail)
         begin(path, TWO, 2)
+
+
+PHASES = ["state", "write", "between", "commit", "after"]
+
+
+@pytest.mark.parametrize(
+    ("who", "phase"),
+    [
+        pytest.param(who, phase, marks=[] if (who, phase) == (1, "write") else pytest.mark.long)
+        for who in range(3)
+        for phase in PHASES
+        if who == 0 or phase not in ("commit", "after")  # the first does that for all
+    ],
+)
+def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path, who: int, phase: str) -> None:
+    """The others hear who it was, also when they save again; the last whole checkpoint is there."""
+    path = str(tmp_path / "checkpoint")
+    with world(3, 60.0) as ranks:
+        ranks.run(save_constant, path, 1.0)
+        for connection in ranks.connections:
+            connection.send((lose_while_saving, (path, who, phase)))
+        for told in (ranks.answer(k) for k in range(3) if k != who):
+            assert told == (True, f"rank {who}")
+    found = _constant(0.0)
+    load(path, found)
+    assert found[0].weight.unique().item() == (2.0 if phase == "after" else 1.0)
+    save(path, _constant(3.0))
+    load(path, found)
+    assert found[0].weight.unique().item() == 3.0
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def save_constant(path: str, value: float) -> None:
+    save(path, Rank(_constant(value), [1, 1, 1]))
+
+
+def lose_while_saving(path: str, who: int, phase: str) -> str:
+    """Whom the others miss, if ``who`` is killed then."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    rank = Rank(_constant(2.0), [1, 1, 1])
+    if dist.get_rank() == who:
+        owner, name = {
+            "state": (rank, "state_dict"),
+            "write": (FileSystemWriter, "write_data"),
+            "between": (Path, "rename") if who == 0 else (Gathering, "agreement"),
+            "commit": (Path, "rename"),
+            "after": (shutil, "rmtree"),
+        }[phase]
+        calls = {"between": 1 if who == 0 else 2, "commit": 2, "after": 3}.get(phase, 1)
+        setattr(owner, name, _killed_at(getattr(owner, name), calls))
+    for _ in range(2):
+        with pytest.raises(LostRankError) as caught:
+            save(path, rank)
+    return str(caught.value).partition(" has")[0]
+
+
+def _killed_at(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """``function``, whose process is killed instead at that call."""
+    calls = count(1)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+
+    return counted
 
 
 class Wrong(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -96,6 +97,40 @@ def _expect_named(who: int, phase: str, number: signal.Signals, timeout: float) 
     for succeeded, text in told:
         assert succeeded, text
         assert text.startswith(f"rank {who} has ended, or did not answer within {timeout:g} s")
+
+
+class Waits(nn.Module):
+    """Waits, when it is told to, for so many seconds, as a layer does for something that does not come in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        threading.Event().wait(self.seconds)
+        return x * 1.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", range(2))
+def test_a_rank_that_is_slower_than_the_timeout_is_named_on_all(who: int):
+    """On itself too, when it goes on; nobody hears of connections that gloo has ended."""
+    with world(3, 3.0) as ranks:
+        for text in ranks.run(_be_slow, who, 12.0):
+            assert text.startswith(f"rank {who} has ended, or did not answer within 3 s")
+
+
+def _be_slow(who: int, seconds: float) -> str:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(6, 6), Waits())]
+    rank = Rank(nn.Sequential(*layers), [2, 2, 2], chunks=3)
+    x = torch.randn(6, 6)
+    rank.step(x, loss_fn=lambda output: output.square().mean())
+    if dist.get_rank() == who:
+        rank.partitions[0][1].seconds = seconds
+    for _ in range(2):
+        with pytest.raises(LostRankError) as caught:
+            rank.step(x, loss_fn=lambda output: output.square().mean())
+    return str(caught.value)
 
 
 @pytest.mark.long

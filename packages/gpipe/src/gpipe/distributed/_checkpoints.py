@@ -42,6 +42,7 @@ def save(
         FileExistsError: ``path`` holds other things than a checkpoint.
         ValueError: ``optimizer`` has other parameters; processes were given different paths; ``path`` is an address.
         RemoteError: another process has failed.
+        LostRankError: another process has ended. :func:`load` finds the last checkpoint that is whole.
     """
     together = gathering_of(group)
     with together.agreement() as found:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from ._agreement import Agreement, Meeting, agreement
-from ._groups import open_groups
+from ._errors import UnreachableError
+from ._groups import Groups, open_groups
+from ._messages import Peer
 from ._rendezvous import Rendezvous, Report
 
 
@@ -21,16 +27,32 @@ class Gathering(NamedTuple):
         members: the rank of each in the world.
         group: for collectives on the CPU; None for a process alone.
         first: whether this process does what one has to do for all.
+        leave: ends the connections of ``group``, so that nobody waits in a collective for who has left it.
     """
 
     meeting: Meeting
     members: tuple[int, ...]
     group: dist.ProcessGroup | None
     first: bool
+    leave: Callable[[], None]
 
     def agreement(self) -> AbstractContextManager[Agreement]:
         """Around what each does by itself: if it raises anywhere, it raises everywhere."""
         return agreement(self.meeting, self.members)
+
+    @contextmanager
+    def collectives(self) -> Iterator[None]:
+        """Around collectives of ``group``: when one fails because somebody has ended, all meet to find out who it was.
+
+        Raises:
+            LostRankError: somebody has.
+        """
+        try:
+            yield
+        except RuntimeError:
+            self.leave()
+            self.meeting.meet({"failed": True})
+            raise
 
 
 class _Alone:
@@ -48,10 +70,26 @@ def gathering_of(group: dist.ProcessGroup | None) -> Gathering:
         RuntimeError: this process is not in ``group``.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Gathering(_Alone(), (0,), None, first=True)
+        return Gathering(_Alone(), (0,), None, first=True, leave=_nothing)
     group = dist.group.WORLD if group is None else group
     assert group is not None
     if group not in _opened:
         groups = open_groups(group, None)
-        _opened[group] = Gathering(Rendezvous(groups), groups.members, groups.values, first=groups.me == 0)
+        leave = partial(_end_connections, groups)
+        _opened[group] = Gathering(Rendezvous(groups), groups.members, groups.values, groups.me == 0, leave)
     return _opened[group]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _end_connections(groups: Groups) -> None:
+    """Wait in vain for a message that nobody sends: then gloo ends all connections. There is no call that does."""
+    peer = Peer(groups.values, (groups.me + 1) % len(groups.members), _UNSENT)
+    with suppress(UnreachableError):
+        peer.wait(peer.receive(torch.empty(1, dtype=torch.uint8)), timedelta(milliseconds=1))
+
+
+_UNSENT = 2**20
+"""The tag of messages that nobody sends."""

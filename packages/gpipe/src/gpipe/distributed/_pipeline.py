@@ -287,7 +287,7 @@ class RankPipeline(Pipeline):
 
     def _tidy(self, reports: Sequence[Report], *, drains: bool) -> None:
         """Leave nothing under way that the next run could take for its own."""
-        lost = sorted({k for each in reports for k in (*each.get("closed", ()), *each.get("silent", ()))})
+        lost = _unreached(reports)
         if lost:  # all could meet, but messages did not arrive, so that there is no next run
             self._lose(self._rendezvous.lost(lost))
             return
@@ -346,6 +346,13 @@ class RankPipeline(Pipeline):
         for k, each in enumerate(reports):
             if "alike" in each:
                 expect_alike(self._opening.first, each["alike"], (first, members[k]))
+
+
+def _unreached(reports: Sequence[Report]) -> list[int]:
+    """Who did not answer in time, but for those who waited in vain themselves; else with whom connections ended."""
+    silent = {k for each in reports for k in each.get("silent", ())}
+    waited = {k for k, each in enumerate(reports) if "silent" in each}
+    return sorted(silent - waited or silent or {k for each in reports for k in each.get("closed", ())})
 
 
 @lru_cache(maxsize=64)

@@ -34,6 +34,7 @@ class Rendezvous:
         self._out = {k: Peer(groups.control, k, _DOWN if groups.me == 0 else _UP) for k in others}
         self._in = {k: Inbox(Peer(groups.control, k, _UP if groups.me == 0 else _DOWN)) for k in others}
         self._count = 0
+        self._lost: LostRankError | None = None
 
     def meet(self, report: Report) -> list[Report]:
         """Send ``report``; those of all, in the order of members.
@@ -41,11 +42,14 @@ class Rendezvous:
         Raises:
             LostRankError: somebody is missing. So nobody can meet any more.
         """
+        if self._lost is not None:
+            raise LostRankError(str(self._lost))
         self._count += 1
         reports = self._gather(report) if self._groups.me == 0 else self._exchange(report)
         lost = [k for k, each in enumerate(reports) if each is None]
         if lost:
-            raise self.lost(lost)
+            self._lost = self.lost(lost)
+            raise self._lost
         for inbox in self._in.values():
             inbox.post()  # for the next meeting
         return reports

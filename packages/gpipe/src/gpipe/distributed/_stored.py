@@ -25,11 +25,12 @@ def write(state: dict[str, Any], folder: Path, together: Gathering) -> None:
 
     Raises:
         RemoteError: another process has failed; what this one raises goes through.
+        LostRankError: another process has ended.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _alone_is_meant(), _own_error(together):
+    with _own_error(together), _alone_is_meant(), together.collectives():
         save(
             state,
             storage_writer=FileSystemWriter(folder),
