@@ -112,7 +112,7 @@ class Waits(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", range(2))
+@pytest.mark.parametrize("who", range(3))
 def test_a_rank_that_is_slower_than_the_timeout_is_named_on_all(who: int):
     """On itself too, when it goes on; nobody hears of connections that gloo has ended."""
     with world(3, 3.0) as ranks:
