@@ -10,7 +10,7 @@ from hypothesis import settings
 
 settings.register_profile("default", deadline=None, max_examples=100)
 settings.register_profile("long", deadline=None, max_examples=2_000)
-settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True, database=None)
+settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # Tests interrupt themselves, which a process that a shell started in the background would ignore.

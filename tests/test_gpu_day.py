@@ -108,6 +108,7 @@ def test_reports_of_tests_are_only_asked_for_where_there_is_a_gpu(tmp_path: Path
     assert "--collect-only" in command(STEPS[0], report, gpu=False)
 
 
+@pytest.mark.long
 def test_the_transformer_fills_its_table() -> None:
     arguments = ["-m", "tools.gpu_day.transformer", "--width", "16", "--length", "2", "--rows", "8", "--steps", "1"]
     table = subprocess.run(

@@ -23,6 +23,7 @@ def test_a_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.
     run(page)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", pages_of_processes(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_for_several_processes_runs_as_printed(page: Path, tmp_path: Path) -> None:
