@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpartition import _refill, _rounded, _solve, partition, solve, verify
+from blockpartition._even import near_even
 from blockpartition._exact import least_bottleneck
 from blockpartition._rounded import _close_beyond, is_least, is_witness, largest_sum
 from blockpartition._sums import exact_sum, quick_sums
@@ -109,7 +110,7 @@ def test_the_largest_of_blocks_is_the_exact_one(problem):
     if sums is None or sums.error == 0:
         return
     bottleneck, heights = least_bottleneck(sums, k)
-    ends = sorted({0, *(sums.prefix.index(height) for height in heights)})
+    ends = near_even(sums, bottleneck, heights)
     largest = largest_sum(costs, sums, bottleneck, ends)
     if sums.length(max(sums.prefix[b] - sums.prefix[a] for a, b in pairwise(ends))) == bottleneck:
         assert largest in (None, max(oracle.loads(costs, tuple(ends))))

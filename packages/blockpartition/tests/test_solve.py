@@ -6,6 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpartition import Stage, _exact, partition, place, solve, verify
+from blockpartition._grid import read
+from blockpartition._refill import Fills
+from blockpartition._sums import exact_sums
 
 from . import instances, oracle
 from .cases import cases
@@ -63,6 +66,27 @@ def test_as_many_blocks_as_layers(problem):
     found = partition(costs, len(costs))
     assert found.sizes == (1,) * len(costs)
     verify(found, costs, partitions=len(costs))
+
+
+@given(problems() | large_problems())
+@example(([0.0, 0.5, 0.5, 1.0, 0.5], 2))
+def test_the_search_takes_few_passes(problem):
+    """Floats are ints of up to two thousand bits to it: it must not go from one to the next."""
+    costs, k = problem
+    passes = 0
+
+    class Counted(Fills):
+        def fill(self, bound):
+            nonlocal passes
+            passes += 1
+            assert passes <= limit
+            return super().fill(bound)
+
+    sums = exact_sums(read(costs).units)
+    limit = 6 * sums.total.bit_length() + 12
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_exact, "Fills", Counted)
+        _exact.least_bottleneck(sums, k)
 
 
 @given(problems() | large_problems())

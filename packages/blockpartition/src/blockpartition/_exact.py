@@ -32,7 +32,7 @@ def least_bottleneck(sums: Sums, blocks: int) -> tuple[int, list[Any]]:
     low, high = max(-(-total // blocks), sums.heaviest), total
     highest, lost = [sums.prefix[-1]] * blocks, _lost(sums)
     fills = Fills(sums, blocks, lost // _SLACK)
-    bound, guesses = _first(sums, blocks, low, lost), Guesses(blocks, isqrt(blocks) * lost, high - low)
+    bound, guesses = _first(sums, blocks, low, lost), Guesses(blocks, max(1, isqrt(blocks) * lost), high - low)
     while low < high:
         bound = min(max(bound, low), high - 1)
         found = fills.fill(bound)
@@ -78,4 +78,4 @@ def _over(sums: Sums, heights: list[Any], blocks: int) -> int:
         return sums.length(left_out)
     full, start = len(heights) - 1, (heights[-2:-1] or sums.prefix)[0]
     mean = sums.units(start) // max(1, full)
-    return (blocks - full) * mean - sums.length(heights[-1] - start)
+    return max(0, (blocks - full) * mean - sums.length(heights[-1] - start))

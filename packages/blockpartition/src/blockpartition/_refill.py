@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import sub
@@ -89,7 +90,11 @@ class Fills:
         return Filled(heights, True, self._limit(whole))
 
     def _limit(self, whole: _Whole) -> int:
-        return self._sums.length(max((load for _, load in whole.loose), default=whole.floor))
+        loads = [load for _, load in whole.loose] or self._loads(whole.heights)
+        return self._sums.length(max(loads))
+
+    def _loads(self, heights: list[Any]) -> Iterator[Any]:
+        return map(sub, heights, chain(self._sums.prefix[:1], heights))
 
     def _changes_few(self, whole: _Whole, bound: Any) -> bool:
         if bound > whole.bound:
@@ -97,8 +102,8 @@ class Fills:
         if bound < whole.floor:  # further down, for bounds to come
             whole.floor = bound - (whole.bound - bound)
             starts = chain(self._sums.prefix[:1], whole.heights)
-            loads = map(sub, whole.heights, chain(self._sums.prefix[:1], whole.heights))
-            whole.loose = [(start, load) for start, load in zip(starts, loads, strict=False) if load > whole.floor]
+            loads = zip(starts, self._loads(whole.heights), strict=False)
+            whole.loose = [(start, load) for start, load in loads if load > whole.floor]
         changed: int = sum(load > bound for _, load in whole.loose)
         return _FEW * changed < len(whole.heights)
 
