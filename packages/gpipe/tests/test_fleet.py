@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,7 +21,7 @@ from gpipe._plan._data import PlanData
 from gpipe._plan._fake import BETWEEN, INSIDE, read_bandwidth, read_fake
 from gpipe._plan._fleet import Layout, all_chunks, dealt, layouts_of, search_all
 from gpipe._plan._search import NEAR, Space
-from gpipe.distributed import Rank
+from gpipe.distributed import Rank, average_gradients
 from gpipe.simulate import Link
 from profiler import profile
 
@@ -272,6 +273,34 @@ class TestDistribution:
         assert isinstance(found, PlanData)
         assert (found.is_estimate, found.replicas, found.ranks, found.reduction) == (False, 1, (0, 1), 0.0)
         assert found.distribute().place(1).stages == (1,)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+@pytest.mark.parametrize("memory", ["25kB", "20kB"])  # a replica of four stages, and two of two
+def test_processes_that_do_as_planned_train_the_model(worlds: Any, memory: str) -> None:
+    found = plan(small(), torch.zeros(16, 16), f"2x2x{memory}", chunks=2)
+    assert (found.replicas, len(found.balance)) == {"25kB": (1, 4), "20kB": (2, 2)}[memory]
+    worlds(4).run(_expect_as_the_model, found.to_json())
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+
+
+def _expect_as_the_model(text: str) -> None:
+    found = Plan.from_json(text).distribute()
+    place, loss_fn = found.place(dist.get_rank()), nn.functional.mse_loss
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 16, 16, generator=generator)
+    mesh = dist.init_device_mesh("cpu", found.mesh_shape, mesh_dim_names=("replica", "pipe"))
+    rank, plain = Rank(small(), **found.rank_arguments, group=mesh.get_group("pipe")), small()
+    assert tuple(rank.stages) == place.stages
+    loss_fn(plain(x), y).backward()
+    rank.step(x[place.rows], y[place.rows], loss_fn=loss_fn, **found.step_arguments)
+    average_gradients(rank, mesh.get_group("replica"))
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
 class TestArguments:
