@@ -157,6 +157,11 @@ def _gpipe(workload: Workload, contender: Contender, task: Task) -> Program:
     pipe = GPipe(model, balance, devices=devices, chunks=task.chunks, checkpoint=contender.checkpoint)
     if not contender.schedule:
         return _by_module(pipe, pipe, batch, workload, task)
+    return Program(_stepping(pipe, batch, workload, contender), pipe)
+
+
+def _stepping(pipe: Any, batch: Tensor, workload: Workload, contender: Contender) -> Callable[[], None]:
+    """A training step of a pipe or a rank by a schedule, with the optimizer's."""
     optimizer = optimizer_of(pipe)
 
     def step() -> None:
@@ -169,7 +174,7 @@ def _gpipe(workload: Workload, contender: Contender, task: Task) -> Program:
         )
         optimizer.step()
 
-    return Program(step, pipe)
+    return step
 
 
 def _inline(workload: Workload, contender: Contender, task: Task) -> Program:
@@ -236,19 +241,7 @@ def _ranks(workload: Workload, contender: Contender, task: Task) -> Program:
     model, batch = _model(workload, "gpipe.skip"), _batch(workload)
     balance = distributed.cuts(workload, contender)
     rank = Rank(model, balance, chunks=task.chunks, checkpoint=contender.checkpoint)
-    optimizer = optimizer_of(rank)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        rank.step(
-            batch.detach().requires_grad_(),
-            loss_fn=lambda output, _: workload.loss(output),
-            schedule=contender.schedule,
-            reduction="sum",
-        )
-        optimizer.step()
-
-    return Program(step, rank, dist.barrier)
+    return Program(_stepping(rank, batch, workload, contender), rank, dist.barrier)
 
 
 def named_results(program: Program, output: Tensor | None) -> dict[str, Tensor]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from packages.gpipe.tests.layers import running as running
 from torch import Tensor, nn
 
-import gpipe
 from gpipe import GPipe
 from gpipe.schedule import Schedule, zero_bubble
 from gpipe.skip import pop, skippable, stash
@@ -76,10 +75,6 @@ def piped(plain: nn.Sequential, placement: str, mode: str = "except_last", **opt
     return GPipe(
         copy.deepcopy(plain), balance(len(plain), len(places)), devices=places, chunks=3, checkpoint=mode, **options
     )
-
-
-def running(inline: bool) -> AbstractContextManager[object]:
-    return gpipe.inline() if inline else nullcontext()
 
 
 def squares(output: Tensor, target: Any = None) -> Tensor:

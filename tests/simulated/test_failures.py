@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from packages.gpipe.tests.layers import Raise
 from torch import Tensor, nn
 
 from .accelerator import limited
@@ -34,19 +35,8 @@ class Fails(nn.Module):
         if self.call is None or self._calls != self.call:
             return x * 1
         if self.backward:
-            return _Fails.apply(x, self.error)
+            return Raise.apply(x, self.error)
         raise self.error
-
-
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
-        ctx.error = error
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise ctx.error
 
 
 CROSSING = ["three devices", "two devices", "CPU between", "device between CPUs"]

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from packages.gpipe.tests.layers import Tied
 from torch import Tensor, nn
 
 from gpipe import GPipe
@@ -14,17 +15,6 @@ from .models import HOWS, MODES, WIDTH, assert_trains_like, linear, piped, rows,
 from .placements import PLACEMENTS, STREAMS, devices
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Transposed(nn.Module):
-    """Uses the weight of another layer the other way round."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.weight = other.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
 
 
 class Scaled(nn.Module):
@@ -44,8 +34,8 @@ def model() -> nn.Sequential:
     torch.manual_seed(0)
     first, second, shared = linear(), linear(), Scaled()
     second.bias = first.bias
-    layers = [first, nn.Sequential(shared), second, nn.Sequential(shared, Transposed(second)), linear()]
-    return nn.Sequential(*layers, Transposed(first))
+    layers = [first, nn.Sequential(shared), second, nn.Sequential(shared, Tied(second)), linear()]
+    return nn.Sequential(*layers, Tied(first))
 
 
 CASES = [
@@ -106,7 +96,7 @@ def test_a_state_is_loaded_and_a_layer_replaced():
     layer = linear()
     for module in (pipe, plain):
         module.load_state_dict({name: tensor + 0.1 for name, tensor in model().state_dict().items()})
-        module[4] = nn.Sequential(copy.deepcopy(layer), Transposed(module[2]))
+        module[4] = nn.Sequential(copy.deepcopy(layer), Tied(module[2]))
     assert_trains_like(plain, pipe, "1f1b", "own")
     assert_tied(pipe)
     assert pipe[2].weight is pipe[4][1].weight

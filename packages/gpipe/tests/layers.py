@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import gpipe
 from gpipe import GPipe
 from gpipe.skip import pop, skippable, stash
 
@@ -172,3 +174,8 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
     if succeeded:
         return answer
     raise answer
+
+
+def running(inline: bool) -> AbstractContextManager[None]:
+    """Around runs: on the caller's thread, or on workers."""
+    return gpipe.inline() if inline else nullcontext()

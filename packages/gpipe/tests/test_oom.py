@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from gpipe import GPipe
 from gpipe.distributed import Rank
 from gpipe.schedule import SCHEDULES, one_forward_one_backward, v_placement
 
-from .layers import DOUBLE, Call, assert_same, linears, piped, rows
+from .layers import DOUBLE, Call, Raise, assert_same, linears, piped, rows, running
 from .models import Recipe, main_of, recipes, with_main
 from .schedules import V_SHAPED
 from .test_step import SLOW, Way, floats, losses, ways, weights_for
@@ -58,23 +58,8 @@ class Limited(nn.Module):
             if self.phase == ("recompute" if gpipe.is_recomputing() else "forward"):
                 raise ERRORS[self.error]()
             if self.phase == "backward" and x.requires_grad:
-                return with_main(value, Fails.apply(x, ERRORS[self.error]()))
+                return with_main(value, Raise.apply(x, ERRORS[self.error]()))
         return with_main(value, x * 1)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
-        ctx.error = error
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise ctx.error
-
-
-def running(inline: bool) -> AbstractContextManager[None]:
-    return gpipe.inline() if inline else nullcontext()
 
 
 def everything(pipe: GPipe) -> dict[str, Any]:

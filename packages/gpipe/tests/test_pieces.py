@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -21,20 +21,15 @@ from gpipe import GPipe, record
 from gpipe.module._arguments import checked_checkpoint
 from gpipe.schedule import SCHEDULES, v_placement
 
-from .layers import DOUBLE, Call, Pop, Stash, assert_same, linears, piped, rows
+from .layers import DOUBLE, Call, Pop, Stash, assert_same, linears, piped, rows, running
 from .models import Recipe, recipes
 from .schedules import V_SHAPED
 from .test_models import assert_close
-from .test_models import step as optimize
-from .test_step import SLOW, Way, stepped, ways, weights_for
+from .test_step import SLOW, Way, lived_by, ways
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
 
 each_way = pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
-
-
-def running(inline: bool) -> AbstractContextManager[None]:
-    return gpipe.inline() if inline else nullcontext()
 
 
 def flags(balance: list[int], choices: list[bool]) -> list[list[bool]]:
@@ -52,15 +47,7 @@ def lived(recipe: Recipe, way: Way, balance: list[int], checkpoint: Any) -> list
     """What two steps of training leave behind."""
     options = {"chunks": recipe.chunks, "checkpoint": checkpoint, "deferred_batch_norm": recipe.deferred}
     pipe = GPipe(recipe.model(), balance, devices=way.devices(len(balance)), **options)
-    results: list[Any] = []
-    with closing(pipe):
-        with torch.no_grad():
-            weights = [weights_for(pipe(x.clone()), recipe.seed) for x in recipe.batches()]
-        torch.manual_seed(recipe.seed)
-        for x, w in zip(recipe.batches(), weights, strict=True):
-            results.append(stepped(pipe, x, w, way, recipe))
-            optimize(pipe)
-        return [*results, dict(pipe.state_dict())]
+    return lived_by(pipe, recipe, way)
 
 
 @settings(SLOW, max_examples=SLOW.max_examples // 2)

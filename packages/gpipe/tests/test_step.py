@@ -185,8 +185,13 @@ def test_step_is_forward_and_backward_of_the_model(recipe: Recipe, way: Way):
 
 def lived(recipe: Recipe, way: Way, checkpoint: str | None = None) -> list[Any]:
     """What two steps of training leave behind."""
+    return lived_by(pipe_of(recipe, way, recipe.model(), checkpoint), recipe, way)
+
+
+def lived_by(pipe: GPipe, recipe: Recipe, way: Way) -> list[Any]:
+    """The same of ``pipe``, which is closed."""
     results: list[Any] = []
-    with closing(pipe_of(recipe, way, recipe.model(), checkpoint)) as pipe:
+    with closing(pipe):
         with torch.no_grad():
             weights = [weights_for(pipe(x.clone()), recipe.seed) for x in recipe.batches()]
         torch.manual_seed(recipe.seed)

@@ -10,7 +10,8 @@ So a checkpointed piece keeps its input alone, and the graphs of two of them are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from torch import nn
 
@@ -20,6 +21,8 @@ from ._facts import StageFacts
 from ._failed_cell import failed_cell, mark
 from ._stage import Stage, first_to_last
 from ._stage_runner import ACTIONS, StageRunner
+
+T = TypeVar("T")
 
 
 class WholeStage:
@@ -62,10 +65,8 @@ class WholeStage:
 
 def whole_stages(stages: Sequence[Stage]) -> list[Stage | WholeStage]:
     """One for each partition: the stage itself where it is whole."""
-    found: dict[int, list[Stage]] = {}
-    for stage in stages:
-        found.setdefault(stage.partition, []).append(stage)
-    return [pieces[0] if len(pieces) == 1 else WholeStage(pieces) for pieces in found.values()]
+    groups = _by_partition(stages, lambda stage: stage)
+    return [pieces[0] if len(pieces) == 1 else WholeStage(pieces) for pieces in groups.values()]
 
 
 class PiecewiseRunner(StageRunner):
@@ -120,7 +121,12 @@ class PiecewiseRunner(StageRunner):
 
 def joined(runners: Sequence[StageRunner]) -> dict[int, StageRunner]:
     """A runner for each partition, by its number."""
-    found: dict[int, list[StageRunner]] = {}
-    for runner in runners:
-        found.setdefault(runner.stage.partition, []).append(runner)
-    return {j: own[0] if len(own) == 1 else PiecewiseRunner(own) for j, own in found.items()}
+    groups = _by_partition(runners, lambda runner: runner.stage)
+    return {j: own[0] if len(own) == 1 else PiecewiseRunner(own) for j, own in groups.items()}
+
+
+def _by_partition(pieces: Iterable[T], stage_of: Callable[[T], Stage]) -> dict[int, list[T]]:
+    found: dict[int, list[T]] = {}
+    for piece in pieces:
+        found.setdefault(stage_of(piece).partition, []).append(piece)
+    return found
