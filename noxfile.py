@@ -31,6 +31,7 @@ TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 SHORT = {"blockpartition": "solve", "microbatch": "scatter", "streams": "spawn", "profiler": "sizes", "gpipe": "models"}
 """Of each package the properties that stand for all of its tests where CI tries its wheel."""
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
+EDITABLE = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
 SETTINGS = nox.project.load_toml(ROOT / "pyproject.toml")
 
 
@@ -196,8 +197,7 @@ def frameworks(session: nox.Session) -> None:
 @nox.parametrize("version", TORCH_VERSIONS, ids=TORCH_VERSIONS)
 def torch_versions(session: nox.Session, version: str) -> None:
     """All tests with another PyTorch, each in an environment of its own; the CUDA builds take several GB each."""
-    paths = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
-    session.install(f"torch=={version}", *paths, *group("all-tests"))
+    install_with(session, version, "all-tests")
     session.run("pytest", *session.posargs)
 
 
@@ -246,14 +246,26 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-m", "benchmarks", *(session.posargs or ["--write"]))
 
 
+@nox.session(name="bench-torch")
+@nox.parametrize("version", TORCH_VERSIONS, ids=TORCH_VERSIONS)
+def bench_torch(session: nox.Session, version: str) -> None:
+    """Ranks beside another PyTorch's own runtime; arguments go to python -m benchmarks instead."""
+    install_with(session, version, "bench")
+    session.run("python", "-m", "benchmarks", *(session.posargs or ["ranks", "--write"]))
+
+
 def install(session: nox.Session, *what: str | Path) -> None:
     session.install("-c", "constraints.txt", *map(str, what))
 
 
 def install_all(session: nox.Session, *groups: str) -> None:
     """All five packages in one call, so that no sibling is ever looked up by name on an index."""
-    paths = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
-    install(session, *paths, *group(*groups))
+    install(session, *EDITABLE, *group(*groups))
+
+
+def install_with(session: nox.Session, torch: str, *groups: str) -> None:
+    """All five packages with a PyTorch that is not the one of constraints.txt."""
+    session.install(f"torch=={torch}", *EDITABLE, *group(*groups))
 
 
 def group(*names: str) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ PARTS = {
 def main() -> None:
     options = _arguments()
     console = Console(width=200)
-    line = stamp(" ".join(["python -m nox -s bench --", *sys.argv[1:]]))
+    line = stamp(sys.argv[1:])
     failed = []
     for part in options.parts or PARTS:
         console.rule(part)

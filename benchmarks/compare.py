@@ -23,7 +23,7 @@ from .contenders import (
     rivals,
 )
 from .match import Match, Outcomes, Rules
-from .measure import allocator, ratios, spread
+from .measure import allocator, other_torch, ratios, spread
 from .report import Report, Table
 from .workloads import WORKLOADS, by_name
 
@@ -212,7 +212,7 @@ def field_of_ranks(task: Task) -> list[Contender]:
 
 
 def _report_of_ranks(task: Task, outcomes: Outcomes, rules: Rules) -> Report:
-    title = f"{task.workload}, m={task.chunks}"
+    title = ", ".join([task.workload, f"m={task.chunks}", *([f"torch {other}"] if (other := other_torch()) else [])])
     name = "ranks-" + title.lower().replace(", ", "-").replace(" ", "-").replace("=", "")
     caption = f"{title}; two processes; {rules.rounds} rounds: medians, in brackets the quartiles"
     table, figures = Table("ranks.md", name, caption, RANKS_HEADINGS, left=2), {}

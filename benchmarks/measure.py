@@ -82,13 +82,23 @@ def spread(values: list[float], digits: int = 2, scale: float = 1.0) -> str:
 DISTRIBUTIONS = ("torch", "torchgpipe", "fairscale", "transformers")
 # Variables that change how threads wait or how memory is allocated: a figure measured with one of them says so.
 VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "GPIPE_")
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 _STATUS = Path("/proc/self/status")
 
 
-def stamp(command: str) -> str:
+def stamp(arguments: list[str]) -> str:
     """One line that says where, when, with what, and how to measure again."""
     where = f"{processor()}, {_cores()} cores, {platform.system()}"
+    other = other_torch()
+    session = "bench" if other is None else f"'bench-torch({other})'"
+    command = " ".join(["python -m nox -s", session, "--", *arguments])
     return "; ".join([str(date.today()), where, _versions(), *_variables(), f"`{command}`"])
+
+
+def other_torch() -> str | None:
+    """The release of torch that is installed, if it is not the one of constraints.txt."""
+    release = torch.__version__.partition("+")[0]
+    return None if f"torch=={release}" in CONSTRAINTS.read_text(encoding="utf-8").split() else release
 
 
 def processor() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need rich")
 pytest.importorskip("tabulate", reason="the benchmarks need tabulate")
 
-from benchmarks import calls, compare, distributed, workloads
+from benchmarks import calls, compare, distributed, measure, workloads
 from benchmarks.contenders import CHECKPOINTS, LOOP, PEERS, TWO_LOOPS, Contender, Task, contenders, rivals
 from benchmarks.distributed import SkipRelay, connect
 from benchmarks.match import Match, Outcome, Rules
@@ -151,6 +152,17 @@ class TestRivals:
 
     def test_names_differ(self) -> None:
         assert len({one.name for one in FIELD}) == len(FIELD)
+
+
+class TestStamp:
+    def test_the_command_is_that_of_the_session_for_the_torch_that_is_installed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (pinned,) = re.findall(r"torch==(.*)", measure.CONSTRAINTS.read_text(encoding="utf-8"))
+        monkeypatch.setattr(torch, "__version__", f"{pinned}+cpu")
+        assert measure.stamp(["ranks"]).endswith("`python -m nox -s bench -- ranks`")
+        monkeypatch.setattr(torch, "__version__", "9.9.0+cu999")
+        assert measure.stamp(["ranks"]).endswith("`python -m nox -s 'bench-torch(9.9.0)' -- ranks`")
 
 
 class TestMatch:
