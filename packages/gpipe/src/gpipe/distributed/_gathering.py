@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ._agreement import Agreement, Meeting, agreement
 from ._errors import UnreachableError
-from ._groups import Groups, open_groups
+from ._groups import Groups, group_for_collectives, open_groups
 from ._messages import Peer
 from ._rendezvous import Rendezvous, Report
 
@@ -76,7 +76,8 @@ def gathering_of(group: dist.ProcessGroup | None) -> Gathering:
     if group not in _opened:
         groups = open_groups(group, None)
         leave = partial(_end_connections, groups)
-        _opened[group] = Gathering(Rendezvous(groups), groups.members, groups.values, groups.me == 0, leave)
+        collectives = group_for_collectives(groups)
+        _opened[group] = Gathering(Rendezvous(groups), groups.members, collectives, groups.me == 0, leave)
     return _opened[group]
 
 

@@ -98,6 +98,7 @@ class RankPipeline(Pipeline):
         self._rng = AgreedRNG(0)
         self._twins = Twins(twins, groups, 2 * (len(ranks) + len(layout.routes)))
         self._lost: LostRankError | None = None
+        self._closed = False
         with self._reaching():
             self._twins.spread_values()
 
@@ -160,7 +161,15 @@ class RankPipeline(Pipeline):
         self._crossings.end()
         return error
 
+    def close(self) -> None:
+        """End the connections to other ranks: gloo ends them with the last reference. There is no next run."""
+        if not self._closed:
+            self._closed = True
+            del self._groups, self._rendezvous, self._crossings, self._announcements, self._twins
+
     def _expect_all(self) -> None:
+        if self._closed:
+            raise RuntimeError("this Rank was closed, and with it its connections to other ranks; make a new one")
         if self._lost is not None:
             raise LostRankError(str(self._lost))
 

@@ -42,7 +42,7 @@ from ..values._gather import gathered
 from ..values._leaves import Arguments
 from ._agreement import agreement, described
 from ._far_loss import FarLoss
-from ._groups import open_groups
+from ._groups import Groups, open_groups
 from ._opening import Opening
 from ._own import Share, own_share
 from ._pipeline import RankPipeline
@@ -120,7 +120,7 @@ class Rank(Stepping):
     ) -> None:
         super().__init__()
         self.in_spec, self.out_spec = in_spec, out_spec
-        self._groups = groups = open_groups(group, _seconds(timeout))
+        groups = open_groups(group, _seconds(timeout))
         rendezvous = Rendezvous(groups)
         with agreement(rendezvous, groups.members) as found:
             self._chunks = checked_chunks(chunks)
@@ -148,13 +148,15 @@ class Rank(Stepping):
         # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
         self.__dict__["_partitions"] = share.partitions
         self._devices = share.devices
-        self._pipeline = self._laid_out(share, rendezvous, placed.heard)
+        self._pipeline = self._laid_out(share, groups, rendezvous, placed.heard)
         self._sharding = Sharding(share.partitions, share.twins)
         self._last: Choice | None = None
 
-    def _laid_out(self, share: Share, rendezvous: Rendezvous, placed: list[dict[str, Any]]) -> RankPipeline:
+    def _laid_out(
+        self, share: Share, groups: Groups, rendezvous: Rendezvous, placed: list[dict[str, Any]]
+    ) -> RankPipeline:
         """What the engine sees of the layers."""
-        groups, layout = self._groups, inspect_skip_layout(share.every)
+        layout = inspect_skip_layout(share.every)
         own = iter(share.devices)
         devices = [next(own) if rank == groups.me else torch.device("cpu") for rank in self._ranks]
         stages = [stage for stage in stages_of(share.every, devices, layout) if self._ranks[stage.index] == groups.me]
@@ -225,6 +227,16 @@ class Rank(Stepping):
             return None
         found = gathered(outputs, [batch.rows for batch in batches], self.out_spec)
         return found if ending is None else ending(Inputs.of(unwrap(given)[0]), found, self.training)
+
+    def close(self) -> None:
+        """End the connections to other ranks, which otherwise happens when this is garbage.
+
+        Each rank calls it by itself, after the last step; its parameters and its state stay. Waits for a run of another
+        thread to end. Whoever calls this :class:`Rank` again gets a RuntimeError, and ranks that still wait for it a
+        :class:`gpipe.distributed.LostRankError`.
+        """
+        with self._pipeline.workers.section.entered():
+            self._pipeline.close()
 
     def train(self, mode: bool = True) -> Rank:
         super().train(mode)

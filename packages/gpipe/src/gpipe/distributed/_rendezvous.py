@@ -7,8 +7,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from ._errors import LostRankError, UnreachableError
 from ._frames import Inbox, joined, sent, wait
 from ._groups import Groups
@@ -100,27 +98,17 @@ class Rendezvous:
 
     def _store_lost(self, reports: list[Any]) -> None:
         """Put the numbers of who is missing into the store: gloo may have ended the other connections too."""
-        store = _store()
-        if store is not None:
-            with suppress(RuntimeError):
-                store.set(self._key, json.dumps([k for k, each in enumerate(reports) if each is None]))
+        with suppress(RuntimeError):
+            self._groups.store.set(self._key, json.dumps([k for k, each in enumerate(reports) if each is None]))
 
     def _stored_lost(self) -> list[Any]:
         """Member 0 is out of reach: has it stored the numbers of others? Else it is the one that is missing."""
-        store, lost = _store(), [0]
-        if store is not None:
-            with suppress(RuntimeError):
-                store.wait([self._key], _GRACE)
-                lost = json.loads(store.get(self._key))
+        lost = [0]
+        with suppress(RuntimeError):
+            self._groups.store.wait([self._key], _GRACE)
+            lost = json.loads(self._groups.store.get(self._key))
         return [None if k in lost else {} for k in range(len(self._groups.members))]
 
     @property
     def _key(self) -> str:
-        return f"gpipe/{self._groups.members}/{self._count}/lost"
-
-
-def _store() -> Any:
-    """The store of the process group. Torch has no public way to it."""
-    with suppress(AttributeError, ValueError, RuntimeError):
-        return dist.distributed_c10d._get_default_store()
-    return None
+        return f"{self._count}/lost"
