@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
@@ -13,17 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch
+from microbatch import Batch, scatter
 
 from .._gpipe import GPipe
-from ..schedule import Kind
+from ..schedule import Kind, Schedule, checkpoint_stops, named
 from ..timeline import Timeline
 from ._costs import SPLITTING, Measured
 from ._data import Expected
-from ._search import Candidate, Space, replayed
+from ._finals import CLOSE, STEPS, Trial, finalists, key, race, winner
+from ._search import Candidate, Space, replayed, search
 from ._verify import timed
-
-_STEPS = 5
 
 UNSURE = Expected(0.88, 1.0, 1.25)
 """How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
@@ -33,78 +33,132 @@ class Calibrated(NamedTuple):
     """What is known after some steps of training.
 
     Attributes:
-        space: to search again, with the costs that were learned.
-        spread: the factors on a replayed step for the quickest, the median and the slowest step.
+        space: with the costs that were learned.
+        found: the ways to train, the best first; those that were tried with the seconds that they took.
+        spread: the factors on those seconds for the quickest, the median and the slowest step.
         note: for the reader of the plan.
     """
 
     space: Space
+    found: list[Candidate]
     spread: Expected
     note: str
 
 
 def calibrated(
     space: Space,
-    candidate: Candidate,
+    found: list[Candidate],
     model: nn.Sequential,
     devices: Sequence[torch.device],
     x: Any,
     y: Any,
     loss_fn: Callable[[Any, Any], Any] | None,
 ) -> Calibrated:
-    """What some steps of a copy of ``model`` tell of its costs; nothing if there is no memory for a copy.
+    """What some steps of a copy of ``model`` tell of the best ways to train; nothing if there is no memory for a copy.
+
+    The cells of the first one correct the costs. By those the ways that are worth a trial are found, and trained in
+    turns. So what is taken was measured beside the others, and its seconds are measured ones.
 
     Args:
         space: what was searched.
-        candidate: the way to train that is tried.
+        found: there, the best first.
         model: stays as it is.
         devices: of the stages.
         x, y: a mini-batch.
         loss_fn: None for the sum of the outputs.
     """
     try:
-        pipe = GPipe(
-            copy.deepcopy(model), candidate.sizes, devices=devices, chunks=candidate.chunks, checkpoint=candidate.modes
-        )
-        with closing(pipe):
-            pipe.zero_grad()
-            seconds, timeline = timed(pipe, x, y, loss_fn or sum_of_outputs, candidate.schedule, _STEPS)
+        layers = copy.deepcopy(model)
+        try_out = partial(_tried, layers, devices, x, y, loss_fn or sum_of_outputs)
+        (first,) = race(found[:1], try_out)
+        space, found, before = _corrected(space, found, first)
+        ways = finalists(space, found, first.median)
+        trials = race(ways, try_out)
     except torch.OutOfMemoryError:
-        return Calibrated(space, UNSURE, "not calibrated: there was no memory for a copy of the model")
-    measured = learned(space.measured, candidate, timeline)
-    expected = replayed(replace(candidate, costs=measured.cut(candidate.chunks)))
-    return Calibrated(
-        replace(space, measured=measured),
-        Expected(*(value / expected for value in (min(seconds), median(seconds), max(seconds)))),
-        f"calibrated by steps of a copy: cells in the pipe made a step {expected / replayed(candidate):.2f} times as "
-        "long as layers alone",
+        return Calibrated(space, found, UNSURE, "not calibrated: there was no memory for a copy of the model")
+    best = winner(ways, trials)
+    took = trials[best].median
+    note = (
+        f"calibrated by steps of a copy: cells in the pipe made a step {before:.2f} times as long as layers alone; "
+        f"{len(ways)} ways were trained in turns, and of those within {CLOSE:.0%} of the fastest the simplest was taken"
     )
+    spread = Expected(min(trials[best].seconds) / took, 1.0, max(trials[best].seconds) / took)
+    return Calibrated(*_ranked(space, found, ways, trials, best), spread, note)
 
 
-def learned(measured: Measured, candidate: Candidate, timeline: Timeline) -> Measured:
+def _corrected(space: Space, found: list[Candidate], first: Trial) -> tuple[Space, list[Candidate], float]:
+    """The search again with the costs that the first trial tells, and how much longer they made that step."""
+    tried = found[0]
+    space = replace(space, measured=learned(space.measured, tried, first.timelines))
+    now = replace(tried, costs=space.measured.cut(tried.chunks))
+    now = replace(now, seconds=replayed(now))
+    again = search(space)
+    return space, [now, *(each for each in again if key(each) != key(now))], now.seconds / replayed(tried)
+
+
+def _ranked(
+    space: Space, found: Sequence[Candidate], ways: Sequence[Candidate], trials: Sequence[Trial], best: int
+) -> tuple[Space, list[Candidate]]:
+    """The space with what the cells of the best way took, and all ways: that one, then those that were tried."""
+    space = replace(space, measured=learned(space.measured, ways[best], trials[best].timelines))
+    measured = [replace(way, seconds=trial.median) for way, trial in zip(ways, trials, strict=True)]
+    chosen = replace(measured.pop(best), costs=space.measured.cut(ways[best].chunks))
+    tried = {key(way) for way in ways}
+    # The others are expected to miss by as much as those that were tried.
+    off = median(trial.median / way.seconds for way, trial in zip(ways, trials, strict=True))
+    others = [replace(each, seconds=off * each.seconds) for each in found if key(each) not in tried]
+    return space, [chosen, *sorted([*measured, *others], key=lambda each: each.seconds)]
+
+
+def _tried(
+    layers: nn.Sequential,
+    devices: Sequence[torch.device],
+    x: Any,
+    y: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    way: Candidate,
+) -> Trial:
+    """Some steps of training, after one to warm up, and another one that is recorded."""
+    pipe = GPipe(layers, way.sizes, devices=devices, chunks=way.chunks, checkpoint=way.modes)
+    # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.
+    schedule = _split(way, len(scatter(x, way.chunks))) if way.split else way.schedule
+    with closing(pipe):
+        pipe.zero_grad()
+        seconds, timeline = timed(pipe, x, y, loss_fn, schedule, STEPS)
+    return Trial(seconds, [timeline])
+
+
+def _split(way: Candidate, microbatches: int) -> Schedule:
+    """Its schedule, for the micro-batches that there are: few rows give fewer than chunks."""
+    stops = checkpoint_stops(way.modes, microbatches, len(way.modes))
+    return named(way.schedule, microbatches, range(len(way.modes)), stops, way.split)
+
+
+def learned(measured: Measured, candidate: Candidate, timelines: Sequence[Timeline]) -> Measured:
     """The costs that led to the ``candidate``, with the cells of each stage in proportion to what its cells took."""
     stages = candidate.costs.stage_costs(candidate.sizes, candidate.modes)
     forward, backward = list(measured.forward), list(measured.backward)
     forward, backward = forward or [1.0] * measured.layers, backward or [1.0] * measured.layers
     for j, end in enumerate(accumulate(candidate.sizes)):
         own = slice(end - candidate.sizes[j], end)
-        ahead = _factor(_median(timeline, j, Kind.FORWARD), stages[j].forward, measured.action)
-        back = _factor(_backward(timeline, j), stages[j].backward, measured.action)
+        ahead = _factor(_seconds(timelines, j, Kind.FORWARD), stages[j].forward, measured.action)
+        back = _factor(_backward(timelines, j), stages[j].backward, measured.action)
         forward[own] = [ahead * factor for factor in forward[own]]
         backward[own] = [back * factor for factor in backward[own]]
     return replace(measured, forward=tuple(forward), backward=tuple(backward))
 
 
-def _backward(timeline: Timeline, stage: int) -> float | None:
+def _backward(timelines: Sequence[Timeline], stage: int) -> float | None:
     """What a backward took; where all were split, both parts without what splitting adds."""
-    whole = _median(timeline, stage, Kind.BACKWARD)
-    parts = [_median(timeline, stage, kind) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+    whole = _seconds(timelines, stage, Kind.BACKWARD)
+    parts = [_seconds(timelines, stage, kind) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
     return whole if whole is not None or None in parts else sum(filter(None, parts)) - SPLITTING
 
 
-def _median(timeline: Timeline, stage: int, kind: Kind) -> float | None:
-    found = [event.seconds for event in timeline.events if event.stage == stage and event.kind is kind]
-    return median(found) if found else None
+def _seconds(timelines: Sequence[Timeline], stage: int, kind: Kind) -> float | None:
+    """Of the median actions of each step the quickest, since whatever else the machine does only adds to it."""
+    steps = [[e.seconds for e in each.events if e.stage == stage and e.kind is kind] for each in timelines]
+    return min((median(step) for step in steps if step), default=None)
 
 
 def _factor(found: float | None, expected: float, action: float) -> float:

@@ -37,7 +37,7 @@ from ._infeasible import Infeasible, Relaxation, explain
 from ._measure import count, measure, rows_of
 from ._outcome import plan_of
 from ._plan import Plan
-from ._search import Space, search
+from ._search import Space
 
 GUESSED = Expected(0.5, 1.0, 2.0)
 """The same where nothing ran."""
@@ -66,8 +66,9 @@ def plan(
     Layers are profiled one by one at a few sizes of micro-batches, and the engine with stages that do nothing. For each
     number of chunks and each schedule the best balance and modes are found together (:func:`blockpartition.place`); the
     fastest are replayed action by action. Of those within 5 % of the fastest the one with the fewest chunks is taken,
-    then 1F1B, then the one that holds the least. Then a copy of the model is trained for a few steps, and what its
-    cells took corrects the costs.
+    then 1F1B, then the one that holds the least. A copy of the model is trained that way for a few steps, and what its
+    cells took corrects the costs. Then up to five ways that are expected to be about as fast are trained in turns, and
+    the plan is the simplest of those within 2 % of the fastest.
 
     Args:
         model: an ``nn.Sequential``, or any that :func:`gpipe.flatten` makes one of. It stays as it is.
@@ -86,7 +87,9 @@ def plan(
             several.
         profile: of the layers on a micro-batch, instead of measuring; with ``rows=`` of at least two sizes, unless
             ``chunks`` is what it was made with. One without seconds, as of a model on ``meta``, gets estimated ones.
-        calibrate: whether to train a copy for a few steps. It needs the memory that training takes.
+        calibrate: whether to train a copy for some steps: a few seconds, or some twenty steps if those take longer. It
+            needs the memory that training takes. ``plan.predicted.seconds`` is then what steps took; without, it
+            comes from layers that were measured alone.
         bandwidth: of devices that are not there, bytes a second that a device sends to another one: a number or text
             such as ``"50GB"`` or ``"400Gbit/s"``. Two are inside a node and between nodes; one is between nodes, or
             inside where there is one node. By default 25 and 12.5 GB/s.
@@ -147,8 +150,8 @@ def plan(
         (GUESSED, [_guessed(fake), *told(fake, found[0])]) if fake else (UNSURE, [_how(measured, layers), *learned])
     )
     if calibrate and not fake:
-        space, spread, note = calibrated(space, found[0], layers, places, sample, target, loss_fn)
-        found, notes = search(space) or found, [*notes, note]
+        space, found, spread, note = calibrated(space, found, layers, places, sample, target, loss_fn)
+        notes = [*notes, note]
     here = Remembered(loss_fn=loss_fn, sample=sample)
     return plan_of(Plan, found, space, layer_keys(layers), names, spread, notes, here)
 

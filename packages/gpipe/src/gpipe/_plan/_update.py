@@ -29,7 +29,7 @@ def update(plan: Plan, timeline: Timeline) -> Plan:
             "gpipe.plan(...), and update that"
         )
     _expect_step_of(plan, timeline)
-    space = _with_balance_open(replace(space, measured=learned(space.measured, now, timeline)), now)
+    space = _with_balance_open(replace(space, measured=learned(space.measured, now, [timeline])), now)
     stay = replace(now, costs=space.measured.cut(now.chunks))
     stay = replace(stay, seconds=replayed(stay))
     took = timeline.makespan + stay.costs.reduction(stay.sizes) + space.measured.step

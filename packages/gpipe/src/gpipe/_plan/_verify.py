@@ -16,6 +16,7 @@ from profiler.text import align, format_bytes, format_seconds
 
 from .._gpipe import GPipe
 from ..engine._settings import with_settings
+from ..schedule import Schedule
 from ..timeline import Timeline, record
 from ..timeline._record import Recorder, RunRecorder
 from ._data import PlanData
@@ -71,7 +72,7 @@ def verify(plan: PlanData, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, 
 
 
 def timed(
-    pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str, steps: int = _STEPS
+    pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str | Schedule, steps: int = _STEPS
 ) -> tuple[list[float], Timeline]:
     """The seconds of some steps after one to warm up, and the timeline of another one."""
 

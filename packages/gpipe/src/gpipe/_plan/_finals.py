@@ -1,0 +1,113 @@
+"""Which ways to train are worth a trial, and which of those that were tried is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from statistics import median
+
+from ..timeline import Timeline
+from ._search import Candidate, Space, _candidate, _excess, replayed, simplicity
+
+CLOSE = 0.02
+"""Ways that differ by less than this share count as equally fast; medians of a few steps are no better known."""
+
+_WORTH = 1.2
+"""So much slower by prediction, a way is not worth a trial."""
+
+_MOST, _TURNS, STEPS = 5, 5, 3
+_SECONDS = 2.0
+"""No turn begins later than that; and no more ways are tried than have two turns until then, but two in any case."""
+
+
+@dataclass
+class Trial:
+    """What some steps of training took.
+
+    Attributes:
+        seconds: of each.
+        timelines: of one more step in each turn.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+
+    def add(self, other: Trial) -> None:
+        """Another turn."""
+        self.seconds += other.seconds
+        self.timelines += other.timelines
+
+    @property
+    def median(self) -> float:
+        """Of the seconds."""
+        return median(self.seconds)
+
+
+def finalists(space: Space, found: Sequence[Candidate], step: float) -> list[Candidate]:
+    """The ways that are worth a trial, the one expected to be the fastest first.
+
+    The search finds one balance for each schedule and number of chunks, by a closed form. So those with a layer on the
+    other side of a cut are looked at too. Of schedules that are expected to tie, the simplest stands for all.
+
+    Args:
+        space: what was searched.
+        found: there, the best first.
+        step: the seconds of one, which say how many there is time for.
+    """
+    near = chain.from_iterable(neighbours(space, each) for each in found[:3])
+    ways = list({key(each): each for each in (*found, *near)}.values())
+    fastest = min(each.seconds for each in ways)
+    worth = [each for each in ways if each.seconds <= _WORTH * fastest and not any(_stands_for(x, each) for x in ways)]
+    affordable = int(_SECONDS / (2 * STEPS * step))
+    return sorted(worth, key=lambda each: each.seconds)[: max(2, min(_MOST, affordable))]
+
+
+def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+    """Ways that differ by a layer on the other side of a cut, and fit."""
+    sizes = candidate.sizes
+    for j, more in [(j, more) for j in range(len(sizes) - 1) for more in (1, -1)]:
+        moved = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])
+        if min(moved) < 1:
+            continue
+        near = _candidate(space, candidate.costs, candidate.schedule, moved, candidate.modes)
+        if bool(near.split) == bool(candidate.split) and not _excess(space, near):
+            yield replace(near, seconds=replayed(near))
+
+
+def race(ways: Sequence[Candidate], try_out: Callable[[Candidate], Trial]) -> list[Trial]:
+    """What steps of each way take, in turns: what slows the machine down for a while slows all of them.
+
+    Args:
+        ways: to train.
+        try_out: trains one for :data:`STEPS` steps.
+    """
+    trials = [Trial() for _ in ways]
+    for _ in range(_TURNS):
+        for way, trial in zip(ways, trials, strict=True):
+            trial.add(try_out(way))
+        if sum(sum(trial.seconds) for trial in trials) > _SECONDS:
+            break
+    return trials
+
+
+def winner(ways: Sequence[Candidate], trials: Sequence[Trial]) -> int:
+    """The number of the simplest of those that were about as fast as the fastest."""
+    bound = min(trial.median for trial in trials) * (1 + CLOSE)
+    near = [k for k, trial in enumerate(trials) if trial.median <= bound]
+    return min(near, key=lambda k: simplicity(ways[k]))
+
+
+def key(candidate: Candidate) -> tuple[object, ...]:
+    """What tells one way to train from another."""
+    return candidate.schedule, candidate.split, *_place(candidate)
+
+
+def _place(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.chunks, candidate.sizes, candidate.modes
+
+
+def _stands_for(one: Candidate, other: Candidate) -> bool:
+    """Whether ``one`` is expected to be as fast as ``other``, and differs in nothing but a simpler schedule."""
+    as_fast = one.seconds <= other.seconds * (1 + CLOSE)
+    return _place(one) == _place(other) and as_fast and simplicity(one) < simplicity(other)
