@@ -155,6 +155,41 @@ def test_a_weight_in_two_pieces():
         assert_same(pipe, plain)
 
 
+class Uses(nn.Module):
+    """A module that other layers use as well."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.sampled_from(["own", "linear", "norm"]), min_size=5, max_size=5),
+    st.lists(st.booleans(), min_size=5, max_size=5),
+    st.sampled_from(sorted(SCHEDULES.keys() - V_SHAPED)),
+    st.booleans(),
+)
+def test_what_pieces_of_one_partition_share_is_as_in_a_whole_partition(
+    kinds: list[str], choice: list[bool], schedule: str, inline: bool
+):
+    """Also what their forwards change; of two partitions, weights alone."""
+    linear, norm = linears(1), nn.BatchNorm1d(3, dtype=DOUBLE)
+    make = {"own": lambda: linears(1), "linear": lambda: Uses(linear), "norm": lambda: Uses(norm)}
+    plain = nn.Sequential(linears(1), *(make[kind]() for kind in kinds), Uses(linear), linears(1))
+    options: Any = {"chunks": 2, "checkpoint": [[True, *choice], "never"]}
+    with closing(piped(plain, [6, 2], **options)) as pipe, running(inline):
+        for _ in range(2):
+            pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
+            for x in rows(8).chunk(2):
+                (F.mse_loss(plain(x), x) / 2).backward()
+            assert_same(pipe, plain)
+            torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
+
+
 def test_errors_and_timelines_speak_of_partitions():
     layers = [*linears(5), Call(lambda x: 1 / 0)]
     with closing(

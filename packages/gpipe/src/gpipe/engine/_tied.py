@@ -1,12 +1,13 @@
-"""Parameters and buffers that several stages have: all stages but the first compute with copies of their own.
+"""Parameters and buffers that several partitions have: all but the first compute with copies of their own.
 
-Two workers must not add to one ``.grad``, in an order that depends on their timing; and a stage needs its tensors on
-its own device. So during a run only the first stage that has such a tensor computes with the tensor itself, the
+Two workers must not add to one ``.grad``, in an order that depends on their timing; and a partition needs its tensors
+on its own device. So during a run only the first partition that has such a tensor computes with the tensor itself, the
 **owner**. Every other one finds a copy in its modules: a leaf in the same memory, or on another device in memory that
 is filled when the run begins. When the run ends the gradients of the copies are added to that of the owner, in the
-order of the stages.
+order of the partitions.
 
-A module that several stages have is one object, which cannot hold a copy for each; so it is copied as well, shallowly.
+A module that several partitions have is one object, which cannot hold a copy for each; so it is copied as well,
+shallowly. What only pieces of one partition share stays as it is: a single worker does them all.
 
 Source: the tied layers of DeepSpeed.
 """
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +71,7 @@ def _tensors_of(modules: Iterable[nn.Module]) -> set[int]:
 
 
 class Tied:
-    """The tensors that several of ``stages`` have, for one run, which begins here.
+    """The tensors that several partitions of ``stages`` have, for one run, which begins here.
 
     Layers may have been changed since the last run, so each finds out anew what is shared.
 
@@ -78,12 +80,12 @@ class Tied:
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = stages
+        self._partitions = [[*pieces] for _, pieces in groupby(stages, attrgetter("partition"))]
         self._copies: list[_Copies] = []
         self._owners: dict[Tensor, tuple[int, Tensor]] = {}
         self._versions: list[tuple[Tensor, int]] = []
         self._looked = False
-        parts = [modules_below(stage.module) for stage in stages] if len(stages) > 1 else []
+        parts = list(map(_modules_of, self._partitions)) if len(self._partitions) > 1 else []
         shared = shared_tensors(parts)
         self.shares = bool(shared)
         if shared:
@@ -91,13 +93,13 @@ class Tied:
 
     def _copy(self, parts: Sequence[Mapping[nn.Module, None]], shared: Mapping[int, int]) -> None:
         earlier: set[nn.Module] = set()
-        for stage, modules in zip(self._stages, parts, strict=True):
-            copies = _Copies(stage, shared, frozenset(earlier))
+        for number, (pieces, modules) in enumerate(zip(self._partitions, parts, strict=True)):
+            copies = _Copies(number, pieces[0], shared, frozenset(earlier))
             for module in modules.keys() - earlier:
                 copies.take(module, module)
             earlier.update(modules)
             self._copies.append(copies)
-            self._owners.update({copy: (stage.index, tensor) for tensor, copy in copies.tensors.items()})
+            self._owners.update({copy: (number, tensor) for tensor, copy in copies.tensors.items()})
             tensors = chain(copies.tensors, copies.tensors.values())
             self._versions += [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
@@ -127,9 +129,9 @@ class Tied:
     @property
     def leaves(self) -> list[list[Tensor]]:
         """Of each stage the leaves, owners and copies, whose gradients are parts of a sum."""
-        if not self._copies:
-            return [[]] * len(self._stages)
-        return [[tensor for tensor in copies.tensors.values() if _is_trained(tensor)] for copies in self._copies]
+        found = [list(filter(_is_trained, copies.tensors.values())) for copies in self._copies]
+        found = found or [[]] * len(self._partitions)
+        return [leaves for leaves, pieces in zip(found, self._partitions, strict=True) for _ in pieces]
 
     def joined(self, grown: Sequence[Grown]) -> Sequence[Grown]:
         """``grown`` with owners in the place of their copies, on their devices, in the order of the stages."""
@@ -162,11 +164,16 @@ class Tied:
         """As the first and the last stage that have it call it."""
         found = [
             f"{name!r} of partition {stage.partition}"
-            for stage, copies in zip(self._stages, self._copies, strict=True)
+            for pieces, copies in zip(self._partitions, self._copies, strict=True)
+            for stage in pieces
             for name, value in _named(stage.module)
             if value is wanted or value is copies.tensors.get(wanted) or value is copies.modules.get(wanted)
         ]
         return " and ".join(dict.fromkeys([*found[:1], *found[-1:]]))
+
+
+def _modules_of(pieces: Iterable[Stage]) -> dict[nn.Module, None]:
+    return {module: None for stage in pieces for module in modules_below(stage.module)}
 
 
 def _named(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -191,15 +198,22 @@ class _Swap(NamedTuple):
 
 
 class _Copies:
-    """What a stage computes with.
+    """What a partition computes with.
+
+    Args:
+        number: of the partition, among those that are here.
+        stage: it, or the first of its pieces.
+        shared: the number of the first partition that has a tensor, by identity.
+        earlier: the modules that partitions before have.
 
     Attributes:
-        tensors: for each shared tensor the one of this stage: a copy, or itself.
-        modules: for each shared module that an earlier stage has too, a copy.
-        swaps: what has to stand elsewhere for the stage to find them.
+        tensors: for each shared tensor the one of this partition: a copy, or itself.
+        modules: for each shared module that an earlier partition has too, a copy.
+        swaps: what has to stand elsewhere for the partition to find them.
     """
 
-    def __init__(self, stage: Stage, shared: Mapping[int, int], earlier: frozenset[nn.Module]) -> None:
+    def __init__(self, number: int, stage: Stage, shared: Mapping[int, int], earlier: frozenset[nn.Module]) -> None:
+        self._number = number
         self._stage = stage
         self._shared = shared
         self._earlier = earlier
@@ -225,7 +239,7 @@ class _Copies:
         if first is None:
             return tensor
         if tensor not in self.tensors:
-            self.tensors[tensor] = tensor if first == self._stage.index else copy_of(tensor, self._stage.device)
+            self.tensors[tensor] = tensor if first == self._number else copy_of(tensor, self._stage.device)
         return self.tensors[tensor]
 
     def _module(self, module: nn.Module) -> nn.Module:
