@@ -106,8 +106,10 @@ def _close_one_end() -> str:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
-@pytest.mark.parametrize("closes", [True, False])
-@pytest.mark.parametrize("count", [12, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    ("count", "closes"),
+    [(12, True), (12, False), pytest.param(1000, True, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+)
 def test_many_ranks_leave_nothing_behind(worlds: Any, count: int, closes: bool) -> None:
     """Neither threads nor open files; also those that are only forgotten."""
     opened = worlds(2)

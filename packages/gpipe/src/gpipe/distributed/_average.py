@@ -25,7 +25,8 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
 
     Each replica is a pipe of its own, which has computed the gradients of its rows. ``group`` has the processes with
     the same stages, one of each replica, all of which call this; on a mesh of replicas and stages it is
-    ``mesh["replicas"].get_group()``.
+    ``mesh["replicas"].get_group()``. A replica that has failed in ``step`` does not come here; if each :class:`Rank`
+    was told of its ``replicas``, the others have raised too, and need not wait for it.
 
     Every replica counts the same, as in ``DistributedDataParallel``. So if losses are means, give each replica as many
     rows; or let ``loss_fn`` return the sum times the number of replicas, divided by the rows of all.
@@ -42,9 +43,10 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
         ValueError: the parameters are not those of other replicas, or are sharded already. On every replica.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))  # doctest: +SKIP
-    >>> rank = Rank(model, [3, 3], group=mesh["stages"].get_group())  # doctest: +SKIP
+    >>> replicas = mesh["replicas"].get_group()  # doctest: +SKIP
+    >>> rank = Rank(model, [3, 3], group=mesh["stages"].get_group(), replicas=replicas)  # doctest: +SKIP
     >>> loss = rank.step(x, y, loss_fn=loss_fn)  # doctest: +SKIP
-    >>> average_gradients(rank, mesh["replicas"].get_group())  # doctest: +SKIP
+    >>> average_gradients(rank, replicas)  # doctest: +SKIP
     """
     group = expect_group(group)
     _expect_replicas(rank, group)

@@ -38,6 +38,7 @@ from ._messages import Peer
 from ._opening import Opening
 from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Report
+from ._replicas import Replicas
 from ._tied import Twin, Twins
 from ._verdict import verdict_of, written
 from ._wires import Wires
@@ -55,6 +56,7 @@ class RankPipeline(Pipeline):
         groups: the ranks, and over what they talk.
         ranks: that of each stage, of all ranks.
         rendezvous: where the ranks meet.
+        replicas: who ends each step together with this one.
         twins: tensors that other ranks have too.
         trained: by rank, the stages with parameters to train.
         wires: between accelerators of this rank and others.
@@ -76,6 +78,7 @@ class RankPipeline(Pipeline):
         groups: Groups,
         ranks: Sequence[int],
         rendezvous: Rendezvous,
+        replicas: Replicas,
         twins: Sequence[Twin],
         trained: Sequence[Sequence[int]],
         wires: Wires,
@@ -88,6 +91,7 @@ class RankPipeline(Pipeline):
         self._ranks = tuple(ranks)
         self._groups = groups
         self._rendezvous = rendezvous
+        self._replicas = replicas
         devices = dict(zip([stage.index for stage in stages], self.devices, strict=True))
         self._crossings = Crossings(groups, ranks, layout, devices, wires)
         hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self.begins else [ranks[0]]
@@ -95,6 +99,7 @@ class RankPipeline(Pipeline):
         self._announcements = Announcements(peers, tells=self.begins)
         self.chooser = RankChooser(stages, groups.me, trained)
         self._opening = Opening()
+        self._trains = False
         self._rng = AgreedRNG(0)
         self._twins = Twins(twins, groups, 2 * (len(ranks) + len(layout.routes)))
         self._lost: LostRankError | None = None
@@ -165,6 +170,7 @@ class RankPipeline(Pipeline):
         """End the connections to other ranks: gloo ends them with the last reference. There is no next run."""
         if not self._closed:
             self._closed = True
+            self._replicas.close()
             del self._groups, self._rendezvous, self._crossings, self._announcements, self._twins
 
     def _expect_all(self) -> None:
@@ -231,6 +237,7 @@ class RankPipeline(Pipeline):
         """The run of which this rank has heard begins."""
         self._rng = AgreedRNG(self._opening.seed)
         self.loss = loss
+        self._trains = backwards
         self._crossings.expect(len(self._opening.batches), backwards=backwards)
 
     def outputs(self, batches: Sequence[Batch]) -> list[Activation]:
@@ -262,6 +269,8 @@ class RankPipeline(Pipeline):
             self._end(run, error, report)
         finally:
             del error  # whose traceback holds this frame
+        if self._trains:
+            self._replicas.meet()
 
     def call_off(self, error: BaseException) -> NoReturn:
         """This rank cannot begin what all have agreed on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import compress
 from typing import Any, TypeVar
@@ -49,6 +49,7 @@ from ._pipeline import RankPipeline
 from ._places import checked_transport, place_of, places_of
 from ._random import next_seed
 from ._rendezvous import Rendezvous
+from ._replicas import Replicas
 from ._sharded import Sharding
 from ._wires import open_wires
 
@@ -73,6 +74,8 @@ class Rank(Stepping):
         ranks: for each stage the number, in the group, of the process that has it. By default stage j is on process
             j modulo their number, as for ``"interleaved"``; ``[0, 1, 1, 0]`` is a V.
         group: the processes that take part; all by default. A gloo group of the same processes carries the messages.
+        replicas: of a pipe that has replicas, the processes with the same stages, one of each replica. Then all
+            replicas end each :meth:`step` together: if one fails, it raises in all.
         device: of this rank's stages; the CPU by default. Or a list with one for each stage of this rank.
         in_spec, out_spec: see :class:`gpipe.GPipe`.
         init: see :class:`gpipe.GPipe`; called for this rank's layers alone.
@@ -111,6 +114,7 @@ class Rank(Stepping):
         deferred_batch_norm: bool = False,
         ranks: Iterable[int] | None = None,
         group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
         device: Device | Sequence[Device] = "cpu",
         in_spec: Any = None,
         out_spec: Any = None,
@@ -121,35 +125,37 @@ class Rank(Stepping):
         super().__init__()
         self.in_spec, self.out_spec = in_spec, out_spec
         groups = open_groups(group, _seconds(timeout))
-        rendezvous = Rendezvous(groups)
-        with agreement(rendezvous, groups.members) as found:
-            self._chunks = checked_chunks(chunks)
-            self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-            means = means_of(init)
-            layers = as_sequential(module, sample)
-            verify_skippables(layers)
-            self._balance = checked_balance(balance, len(layers))
-            self._checkpoint = checked_modes(checked_checkpoint(checkpoint), len(self._balance))
-            self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
-            found.alike = {"balance": self._balance, "ranks": self._ranks, **described(layers)}
-            found.alike["deferred_batch_norm"] = self._deferred
-            found.alike["transport"] = checked_transport(transport)
-        with agreement(rendezvous, groups.members) as placed:
-            share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
-            if self._deferred:
-                DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
-            own = [j for j, rank in enumerate(self._ranks) if rank == groups.me]
-            trained = [any(p.requires_grad for p in each.parameters()) for each in share.partitions]
-            places = [place_of(each, transport) for each in share.devices]
-            placed.told = {"trained": [*compress(own, trained)], "places": places, "name": uuid4().hex}
-        self.training = layers.training
-        for partition in share.partitions:
-            self._modules.update(partition._modules)
-        # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
-        self.__dict__["_partitions"] = share.partitions
-        self._devices = share.devices
-        self._pipeline = self._laid_out(share, groups, rendezvous, placed.heard)
-        self._sharding = Sharding(share.partitions, share.twins)
+        rendezvous, self._replicas = Rendezvous(groups), Replicas(replicas, groups.timeout)
+        with self._replicas.agreement() as shared:
+            with agreement(rendezvous, groups.members) as found:
+                self._chunks = checked_chunks(chunks)
+                self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
+                means = means_of(init)
+                layers = as_sequential(module, sample)
+                verify_skippables(layers)
+                self._balance = checked_balance(balance, len(layers))
+                self._checkpoint = checked_modes(checked_checkpoint(checkpoint), len(self._balance))
+                self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
+                found.alike = {"balance": self._balance, "ranks": self._ranks, **described(layers)}
+                found.alike["deferred_batch_norm"] = self._deferred
+                found.alike["transport"] = checked_transport(transport)
+            with agreement(rendezvous, groups.members) as placed:
+                share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
+                if self._deferred:
+                    DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
+                own = [j for j, rank in enumerate(self._ranks) if rank == groups.me]
+                trained = [any(p.requires_grad for p in each.parameters()) for each in share.partitions]
+                places = [place_of(each, transport) for each in share.devices]
+                placed.told = {"trained": [*compress(own, trained)], "places": places, "name": uuid4().hex}
+            shared.alike = found.alike
+            self.training = layers.training
+            for partition in share.partitions:
+                self._modules.update(partition._modules)
+            # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
+            self.__dict__["_partitions"] = share.partitions
+            self._devices = share.devices
+            self._pipeline = self._laid_out(share, groups, rendezvous, placed.heard)
+            self._sharding = Sharding(share.partitions, share.twins)
         self._last: Choice | None = None
 
     def _laid_out(
@@ -166,7 +172,17 @@ class Rank(Stepping):
         places = places_of(self._ranks, [each["places"] for each in placed])
         wires = open_wires(rendezvous, groups, self._ranks, layout, devices, places, placed[0]["name"])
         return RankPipeline(
-            stages, layout, streams, workers, groups, self._ranks, rendezvous, share.twins, trained, wires
+            stages,
+            layout,
+            streams,
+            workers,
+            groups,
+            self._ranks,
+            rendezvous,
+            self._replicas,
+            share.twins,
+            trained,
+            wires,
         )
 
     @property
@@ -256,12 +272,17 @@ class Rank(Stepping):
             self._expect_fit(kind, call)
             return called_with(next(self.children()), call)[0] if self._pipeline.begins else None
 
-        batches = self._agreed(call.method, schedule, given).batches
-        losses: Any = FarLoss()
-        self._pipeline.begin(losses, backwards=kind is LossStage)
-        if self._pipeline.ends:
-            losses = self._pipeline.loss = self._losses(kind, call, options, batches)
+        with self._heard() if kind is LossStage else nullcontext():
+            batches = self._agreed(call.method, schedule, given).batches
+            losses: Any = FarLoss()
+            self._pipeline.begin(losses, backwards=kind is LossStage)
+            if self._pipeline.ends:
+                losses = self._pipeline.loss = self._losses(kind, call, options, batches)
         return batches, losses
+
+    def _heard(self) -> AbstractContextManager[None]:
+        """Around a part of a step, of whose failure other replicas are to hear."""
+        return self._replicas.hearing(self._sharding.follow)
 
     def _losses(self, kind: type[Kind], call: Call, options: LossOptions, batches: Sequence[Batch]) -> Kind:
         """What computes the losses, on the rank of the last stage."""
@@ -273,7 +294,7 @@ class Rank(Stepping):
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         plan = self._plan
-        with self._sharding.reduced_once(loss):
+        with self._sharding.reduced_once(loss), self._heard():
             self._pipeline.train(batches, self._stops(len(batches)), loss, plan.schedule, plan.recorder)
         if self._pipeline.begins:
             self._pipeline.chooser.learn(plan)
@@ -308,6 +329,7 @@ class Rank(Stepping):
                 "recording": settings().observer is not None,
             }
             if schedule is not None:
+                self._replicas.begin()
                 expect_schedule(schedule, (*SCHEDULES, "auto"))
                 found.is_chosen = isinstance(schedule, str) and schedule.lower() in ("auto", *SPLITTING)
                 found.plan = None if isinstance(schedule, str) else Plan(schedule)

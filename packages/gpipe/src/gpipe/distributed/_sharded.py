@@ -8,7 +8,7 @@ do so; what is called here is what torch's own pipelining calls (``perform_reduc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,6 +54,25 @@ class Sharding:
                 "leave it out with fully_shard(..., ignored_params={parameter}) and average its gradient, or put the "
                 "layers that share it into one stage"
             )
+
+    def follow(self) -> None:
+        """Gather, in a step that has failed, what other replicas gather in theirs: they would wait for this one.
+
+        Each stage that stays whole until the end of a step is gathered once. Of layers that are gathered anew for every
+        micro-batch it is not known how often: then the others wait for the timeout of their mesh.
+        """
+        states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
+        for state in states:
+            state._lazy_init()
+        groups = [group for state in states for group in _groups(state)]
+        if any(group.post_forward_mesh_info is not None for group in groups):
+            return
+        with suppress(RuntimeError):  # somebody is lost
+            for group in groups:
+                group.unshard()
+                group.wait_for_unshard()
+            for group in groups:
+                group.reshard()
 
     @contextmanager
     def reduced_once(self, loss: Losses) -> Iterator[None]:

@@ -1,0 +1,101 @@
+"""Replicas of a pipe that end their steps together, so that the failure of one is an error of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ._agreement import Agreement, agreement
+from ._errors import LostRankError, RemoteError
+from ._groups import open_groups
+from ._rendezvous import Rendezvous, Report
+
+_GRACE = timedelta(seconds=15)
+
+
+class Replicas:
+    """The ranks that have the same stages in all replicas; each replica has met before they do.
+
+    So each of them knows how its replica has ended, and all ranks of all replicas hear the same.
+
+    Args:
+        group: these ranks, one of each replica; None if the pipe is the only one.
+        timeout: how long ranks of one replica wait for each other. This waits longer: they need up to three times as
+            long to find out whom they have lost.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        self._groups = None if group is None else open_groups(group, 3 * timeout + _GRACE)
+        self._meeting = None if self._groups is None else Rendezvous(self._groups)
+        self._met = True
+        self._lost: LostRankError | None = None
+
+    def agreement(self) -> AbstractContextManager[Agreement]:
+        """Around what each replica does by itself: if it raises in one, it raises in all."""
+        if self._meeting is None or self._groups is None:
+            return nullcontext(Agreement())
+        return agreement(self._meeting, self._groups.members)
+
+    def begin(self) -> None:
+        """Raise :class:`LostRankError` if somebody is lost: then there is no next step."""
+        if self._lost is not None:
+            raise LostRankError(str(self._lost))
+
+    @contextmanager
+    def hearing(self, follow: Callable[[], None]) -> Iterator[None]:
+        """Around a part of a step: if it fails before the replicas have met, the others hear of it.
+
+        Args:
+            follow: does before what the others cannot do without this rank.
+        """
+        self._met = False
+        try:
+            yield
+        except BaseException as error:
+            if not self._met and self._lost is None and self._meeting is not None:
+                follow()
+                with suppress(LostRankError):  # which the next step says
+                    self._meet(self._failure(error))
+            raise
+
+    def close(self) -> None:
+        """End the connections. There is no next step."""
+        self._groups = self._meeting = None
+
+    def meet(self) -> None:
+        """This replica has got to the end of a step.
+
+        Raises:
+            RemoteError: another one has failed.
+            LostRankError: a rank has ended, or does not answer.
+        """
+        for report in self._meet({}):
+            self.begin()
+            if "failed" in report:
+                raise RemoteError(f"another replica has failed: {report['failed']}")
+
+    def _meet(self, report: Report) -> list[Report]:
+        self._met = True
+        if self._meeting is None:
+            return []
+        try:
+            reports = self._meeting.meet(report)
+        except LostRankError as error:
+            self._lost = error
+            raise
+        for each in reports:
+            if "lost" in each:
+                self._lost = LostRankError(each["lost"])
+        return reports
+
+    def _failure(self, error: BaseException) -> Report:
+        """What the others hear of it."""
+        if isinstance(error, LostRankError):
+            return {"lost": str(error)}
+        if isinstance(error, RemoteError):
+            return {"failed": str(error)}
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+        return {"failed": f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}{notes}"}
