@@ -61,6 +61,8 @@ class Current(threading.local):
         checkpointing: whether this is a forward whose graph will be rebuilt later.
         recomputing: whether this is a recomputation.
         rng: the random numbers of the layers of the cell; None if nobody follows what any of them draws.
+        followed: whose draws are handed over at each operation that draws, and at no other; see
+            :class:`gpipe.checkpoint._interception.Interception`.
         rng_paused: whether an operation draws for the machinery of ``rng`` itself.
         skips: where layers stash to and pop from; a store that serves plain modules outside of pipes.
         observed: what an observer has seen of the action so far.
@@ -75,6 +77,7 @@ class Current(threading.local):
     checkpointing = False
     recomputing = False
     rng: LayerRNG | None = None
+    followed: LayerRNG | None = None
     rng_paused = False
     skips: Store
     observed: Any = None

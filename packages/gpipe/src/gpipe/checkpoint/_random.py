@@ -28,6 +28,7 @@ from streams import DispatchMode
 
 from .._current import current, setting
 from ._device_generator import DeviceGenerator
+from ._interception import Interception, draws
 from ._served import PROCESS, Served, are_one, borrowing, can_serve, in_checkpoint, is_process, lent
 
 
@@ -84,6 +85,8 @@ class CellRNG:
             numbers again; the backward may then draw too.
         served: whether they would get at their own instead. This costs time, so only layers that were seen to ask, or
             were not looked at yet, have it.
+        intercepts: whether only operations that draw are looked at, and no others, which costs nothing. Those of torch
+            are known, and others from a run in which all were looked at.
         follows: whether draws are followed now.
     """
 
@@ -101,6 +104,7 @@ class CellRNG:
         "drew",
         "drew_on_device",
         "follows",
+        "intercepts",
         "module",
         "served",
     )
@@ -127,12 +131,13 @@ class CellRNG:
         self.asked: set[int] = set()
         self.drew_on_device: set[int] = set()
         self.served = False
+        self.intercepts = False
         self.follows = False
 
     @property
     def watches(self) -> bool:
         """Whether everything that is drawn is seen."""
-        return OUTSIDE in self._drawing
+        return OUTSIDE in self._drawing and not self.intercepts
 
     @property
     def generator(self) -> torch.Generator:
@@ -188,12 +193,18 @@ class CellRNG:
             )
 
     @contextmanager
-    def drawn_from(self, *, served: bool) -> Iterator[None]:
-        """Around the layers, whose draws on the CPU come from here; if ``served``, see there."""
+    def drawn_from(self, *, served: bool, known: bool = False) -> Iterator[None]:
+        """Around the layers, whose draws on the CPU come from here.
+
+        Args:
+            served: see there.
+            known: whether a run before has shown which layers draw, and with which operations.
+        """
         before, current.rng = current.rng, self
         self.served = served and can_serve()
+        self.intercepts = known and not self.served and _interception.ready()
         try:
-            with self._followed() if self.watches else _NOTHING:
+            with self._followed() if OUTSIDE in self._drawing else _NOTHING:
                 yield
         finally:
             current.rng = before
@@ -212,7 +223,7 @@ class CellRNG:
         now = [(generator, generator.get_state()) for generator, _ in others]
         _set_states(others)
         try:
-            with self._device.rewound(), self.drawn_from(served=bool(self.asked)):
+            with self._device.rewound(), self.drawn_from(served=bool(self.asked), known=self.intercepts):
                 yield
         finally:
             _set_states(now)
@@ -241,11 +252,17 @@ class CellRNG:
         """Inside, every draw of this thread is seen."""
         self.follows = True
         self._seed = _process_seed()
+        before, current.followed = current.followed, self
         try:
-            with _Draws(self).pushed(), Served(self.ask) if self.served else _NOTHING:
+            with (
+                _interception.switched(self.intercepts),
+                _NOTHING if self.intercepts else _Draws(self).pushed(),
+                Served(self.ask) if self.served else _NOTHING,
+            ):
                 yield
         finally:
             self.follows = False
+            current.followed = before
 
 
 class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
@@ -259,23 +276,39 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
         self, operation: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _draws(operation) or current.rng_paused or _drops_nothing(operation, args):
+        if not draws(operation):
             return operation(*args, **kwargs)
-        own = kwargs.get("generator")
-        if own is not None and not _is_process(own):
-            self._cell.saw(own)
-            return operation(*args, **kwargs)
-        self._cell.expect_served()
-        device = _device(args, kwargs)
-        if device.type != "cpu":
-            self._cell.draw_on(device)
-            return operation(*args, **kwargs)
-        with_generator = _with_generator(operation)
-        if with_generator is not None:
-            return with_generator(*args, **{**kwargs, "generator": self._cell.draw()})
-        # No operation of torch on CPUs comes here, but perhaps one of somebody else's: it takes no generator.
-        with lent(self._cell.draw()), setting(rng_paused=True):
-            return operation(*args, **kwargs)
+        _interception.add(operation)  # in the next run, if it is not among torch's own
+        return _draw(self._cell, operation, args, kwargs)
+
+
+def _draw_followed(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    followed: Any = current.followed
+    return _draw(followed, operation, args, kwargs)
+
+
+_interception = Interception(_draw_followed)
+
+
+def _draw(cell: CellRNG, operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation that draws, with the random numbers of the layer of ``cell`` that runs."""
+    if current.rng_paused or _drops_nothing(operation, args):
+        return operation(*args, **kwargs)
+    own = kwargs.get("generator")
+    if own is not None and not _is_process(own):
+        cell.saw(own)
+        return operation(*args, **kwargs)
+    cell.expect_served()
+    device = _device(args, kwargs)
+    if device.type != "cpu":
+        cell.draw_on(device)
+        return operation(*args, **kwargs)
+    with_generator = _with_generator(operation)
+    if with_generator is not None:
+        return with_generator(*args, **{**kwargs, "generator": cell.draw()})
+    # No operation of torch on CPUs comes here, but perhaps one of somebody else's: it takes no generator.
+    with lent(cell.draw()), setting(rng_paused=True):
+        return operation(*args, **kwargs)
 
 
 def _process_seed() -> int:
@@ -293,18 +326,9 @@ def _is_process(generator: torch.Generator) -> bool:
         return is_process(generator)
 
 
-@cache
-def _draws(operation: OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in operation.tags and operation not in _DRAWS_NOTHING
-
-
 def _drops_nothing(operation: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether this is a dropout in evaluation, or of nothing at all."""
     return operation is torch.ops.aten.native_dropout.default and (args[2] is False or not args[0].numel())
-
-
-_DRAWS_NOTHING = frozenset([torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default])
-"""Operations that are marked as drawing, and do not: this one is not taken where attention drops anything."""
 
 
 def _native_dropout(

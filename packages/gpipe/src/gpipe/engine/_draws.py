@@ -70,7 +70,8 @@ class Draws:
     def learning(self, random: CellRNG) -> Iterator[None]:
         """Around a forward whose layers draw from ``random``; afterwards, learn from it which layers drew."""
         try:
-            with random.drawn_from(served=self.facts.asks.get(self._condition, True)):
+            asks = self.facts.asks.get(self._condition, True)
+            with random.drawn_from(served=asks, known=self._condition in self.facts.known):
                 yield
         finally:
             self._served |= random.served
