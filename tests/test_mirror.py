@@ -22,6 +22,7 @@ ELSEWHERE = {
     "_plan/_verify": "plan_memory",
     "_plan/*": "plan",
     "balance/_cuts": "balance",
+    "checkpoint/_around": "checkpoint",
     "checkpoint/_phase": "checkpoint",
     "distributed/*": "forms",
     "engine/_autograd_calls": "autograd",

@@ -313,6 +313,21 @@ def _thaw(pipe: GPipe) -> None:
     pipe[0].bias.requires_grad_(True)
 
 
+def _slopes(kind: str) -> Callable[..., Any]:
+    """A hook that doubles gradients, and leaves values as they are."""
+
+    def on_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * 2 - output.detach()
+
+    def on_input(module: nn.Module, inputs: Any) -> Any:
+        return (inputs[0] * 2 - inputs[0].detach(),)
+
+    def on_gradients(module: nn.Module, *gradients: Any) -> Any:
+        return (gradients[0][0] * 2,)
+
+    return {"forward": on_output, "forward_pre": on_input}.get(kind, on_gradients)
+
+
 class TestChangesBeforeTheRecomputation:
     """Between forward and backward; the plain model would give the gradients of the forward, or refuse."""
 
@@ -351,6 +366,56 @@ class TestChangesBeforeTheRecomputation:
                     output.square().sum().backward()
             else:
                 output.square().sum().backward()
+
+    @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+    @pytest.mark.parametrize("adds", [True, False])
+    @each_mode
+    def test_hooks_that_come_or_go(self, kind: str, adds: bool, checkpoint: str) -> None:
+        """A recomputation calls those of its forward, as the plain model's backward knows of these alone."""
+        model = nn.Sequential(*linears(1), nn.Sequential(*linears(2)))
+        pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
+        handles = [getattr(each[1][0], f"register_{kind}_hook")(_slopes(kind)) for each in (model, pipe)]
+        expected, output = model(rows()), pipe(rows())
+        for each, handle in zip((model, pipe), handles, strict=True):
+            getattr(each[1][1], f"register_{kind}_hook")(_slopes(kind)) if adds else handle.remove()
+        expected.square().sum().backward()
+        output.square().sum().backward()
+        assert_same(pipe, model)
+        assert_trains_like(pipe, model)
+        pipe.close()
+
+    @each_mode
+    def test_a_module_inside_of_a_layer_that_is_replaced(self, checkpoint: str) -> None:
+        """By an equal one, which the recomputed output does not tell."""
+        model = nn.Sequential(*linears(1), nn.Sequential(*linears(2)))
+        pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
+        output, own = pipe(rows()), pipe[1][1]
+        model(rows()).square().sum().backward()
+        pipe[1][1] = copy.deepcopy(own)
+        if checkpoint == "never":
+            output.square().sum().backward()
+            pipe[1][1] = own
+            assert_same(pipe, model)
+        else:
+            with pytest.raises(RuntimeError, match="modules in '1' were replaced between the forward"):
+                output.square().sum().backward()
+        pipe.close()
+
+    def test_hooks_and_modules_that_a_layer_makes_anew_in_each_forward(self) -> None:
+        class Puts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.handles = linears(1), []
+
+            def forward(self, x: Tensor) -> Tensor:
+                for handle in self.handles:
+                    handle.remove()
+                self.inner.activation = nn.Tanh()
+                self.handles[:] = [self.inner.register_forward_hook(lambda module, inputs, output: output * 2)]
+                return self.inner(x)
+
+        model = nn.Sequential(*linears(1), Puts())
+        assert_trains_like(piped(model, [1, 1], chunks=3, checkpoint="always"), model)
 
     @pytest.mark.parametrize("change", [_scale_in_place, _replace_buffer])
     def test_buffers_are_put_back(self, change: Change) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from streams import Context
 
 from .._current import setting
+from ..checkpoint._around import Around
 from ..checkpoint._compare import Extent, Sample, checks_all
 from ..checkpoint._random import CellRNG, RunRNG
 from ..checkpoint._state import Snapshot, State, StateGuard, Training
@@ -159,6 +160,7 @@ class RecomputeContext:
         self._training: Training | None = None
         self._compares_all = False
         self._grounds: StateGuard | None = None
+        self._around: Around | None = None
         self._looked = False
         self._watched = False
         self._compares = False
@@ -179,6 +181,14 @@ class RecomputeContext:
             self._grounds = StateGuard(remembered)
         return repeatable
 
+    def finish(self) -> None:
+        """All forwards are done, and the caller may change the layers before the backward."""
+        self._around = Around(self._layers.stage.module)
+
+    def hooked(self) -> AbstractContextManager[None]:
+        """Around a recomputation: the hooks are those of its forward."""
+        return _NOTHING if self._around is None else self._around.restored()
+
     def expect_unchanged(self) -> None:
         """Before a recomputation: training flags, and what shows neither in identities nor in versions."""
         if self.state.training != self._training:
@@ -188,6 +198,8 @@ class RecomputeContext:
             )
         if self._grounds is not None and not self._looked:
             self.state.expect_same(self._grounds)
+            if self._around is not None:
+                self._around.expect_same_modules()
             self._looked = True  # what is replaced without a trace is replaced by callers, between forward and backward
 
     def drew_past(self, random: CellRNG | None) -> bool:
@@ -270,6 +282,7 @@ class CheckpointedCell(Cell):
         with self._recompute_context.context.applied():
             with (
                 setting(recomputing=True),
+                self._recompute_context.hooked(),
                 self._recompute_context.state.restored(self._remembered, still=self._sample.whole),
                 repeated,
             ):

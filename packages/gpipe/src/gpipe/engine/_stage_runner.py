@@ -105,6 +105,8 @@ class StageRunner:
             self.layers.draws.saw_all(self.stage.with_generators)
         if self._statistics:
             commit(self._statistics)
+        if self._recompute_context is not None and self._mini_batch.loss is None:
+            self._recompute_context.finish()
 
     def recompute(self, i: int) -> None:
         self.stage.expect_current()
