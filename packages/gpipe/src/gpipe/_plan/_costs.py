@@ -206,19 +206,9 @@ class Costs:
         for j, (size, end) in enumerate(zip(sizes, ends, strict=True)):
             held = moments(schedule, modes[j], self.chunks, n, j, j in split)
             state = sum(measured.optimizer[end - size : end])
-            around = self._around(j, end - size, end, split)
-            if schedule == "fill_drain" and j:
-                before = self._draining(j - 1, end - size - sizes[j - 1], end - size, modes[j - 1])
-                lag = 1 - self._draining(j, end - size, end, modes[j]) / before if before else 0.0
-                around = replace(around, lag=max(0.0, lag))
+            around = replace(self._around(j, end - size, end, split), drains=schedule == "fill_drain")
             found.append(stage_bytes(self.profiles[j][end - size : end], state, around, held))
         return tuple(found)
-
-    def _draining(self, stage: int, first: int, end: int, mode: str) -> float:
-        """Seconds from a backward to the next, when no forwards are left."""
-        layers = self.profiles[stage][first:end]
-        forward = 0.0 if mode == "never" else sum(layer.forward_seconds or 0.0 for layer in layers)
-        return forward + sum(layer.backward_seconds or 0.0 for layer in layers)
 
     def _around(self, j: int, first: int, end: int, split: Sequence[int]) -> Surroundings:
         """What stage j, of the layers from ``first`` to ``end``, has to do with others."""

@@ -62,7 +62,7 @@ class Surroundings:
         moved: bytes of the mini-batch, if it is moved to this device.
         trailing: how many micro-batches the next stage still holds that are done here, as its backward is split; None
             if it is whole.
-        lag: what share of its gradients pile up before a slower stage, if that has to do nothing else meanwhile.
+        drains: whether it does all forwards first, so that gradients may pile up before a slower stage.
         is_first, is_last: of all stages.
         needs_gradient: whether the mini-batch does, if this is the first stage.
         loss: what the loss behind it costs.
@@ -77,7 +77,7 @@ class Surroundings:
     sends_copies: bool = False
     moved: int = 0
     trailing: int | None = None
-    lag: float = 0.0
+    drains: bool = False
     is_first: bool = False
     is_last: bool = False
     needs_gradient: bool = False
@@ -170,7 +170,7 @@ class _Stage:
         begun = moment.begun or moment.late > 0
         done = around.microbatches - 1 - moment.whole - moment.bare if begun else 0
         if not around.is_first:
-            return (begun + int(around.lag * done)) * around.incoming
+            return (done if around.drains else begun) * around.incoming
         # Of the first one a clone was made, before it was known that the layers leave it as it is.
         return around.moved + (moment.first + (done if around.needs_gradient else 0)) * around.incoming
 

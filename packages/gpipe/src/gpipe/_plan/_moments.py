@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Moment(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def moments(schedule: str, mode: str, microbatches: int, stages: int, stage: int, split: bool) -> tuple[Moment, ...]:
-    """The moments at which most is held, one of each way.
+    """The moments at which most is held, one of each way; under fill-drain also those with the fewest others left.
 
     Schedules go round in circles, so that a few micro-batches show them all.
 
@@ -54,9 +54,13 @@ def moments(schedule: str, mode: str, microbatches: int, stages: int, stage: int
     """
     few = min(microbatches, 3 if schedule == "fill_drain" else 2 * stages + 2)
     stop = {"never": 0, "except_last": few - 1, "always": few}[mode]
-    order = _order(schedule, few, stages, stage, split, stop)
-    more = microbatches - few if schedule == "fill_drain" else 0  # the first ones, which wait for all that is shown
-    return _most(_moments(order, stop, (more, 0) if mode == "never" else (0, more)))
+    order = list(_order(schedule, few, stages, stage, split, stop))
+    if schedule != "fill_drain":
+        return _most(_moments(order, stop, (0, 0)))
+    more = microbatches - few  # the first ones, which wait for all that is shown
+    fullest = _most(_moments(order, stop, (more, 0) if mode == "never" else (0, more)))
+    # The fewer are left, the more gradients may wait for the stage before.
+    return tuple(dict.fromkeys([*fullest, *_most(_moments(order, stop, (0, 0)), _emptier)]))
 
 
 def _order(schedule: str, microbatches: int, stages: int, stage: int, split: bool, stop: int) -> Order:
@@ -67,7 +71,7 @@ def _order(schedule: str, microbatches: int, stages: int, stage: int, split: boo
     return one_by_one(microbatches, stages - stage, stop)
 
 
-def _moments(order: Order, stop: int, before: tuple[int, int]) -> Iterator[Moment]:
+def _moments(order: Iterable[tuple[Kind, int]], stop: int, before: tuple[int, int]) -> Iterator[Moment]:
     """All moments of a stage that holds ``before`` already: micro-batches as a whole, and bare ones."""
     whole, bare, late = set[int](), set[int](), set[int]()
     begun, first = False, True
@@ -85,15 +89,21 @@ def _moments(order: Order, stop: int, before: tuple[int, int]) -> Iterator[Momen
             late.add(i)
 
 
-def _most(found: Iterable[Moment]) -> tuple[Moment, ...]:
-    """Without those that hold no more of anything than another one of the same kind."""
+def _fuller(a: Moment, b: Moment) -> bool:
+    """Whether ``a`` holds no less of anything than ``b``."""
+    return a.whole >= b.whole and a.bare >= b.bare and a.late >= b.late
+
+
+def _emptier(a: Moment, b: Moment) -> bool:
+    """Whether ``a`` holds no more of anything than ``b``."""
+    return _fuller(b, a)
+
+
+def _most(found: Iterable[Moment], covers: Callable[[Moment, Moment], bool] = _fuller) -> tuple[Moment, ...]:
+    """Without those that another one of the same kind covers."""
     kept: dict[tuple[Kind, bool, bool, bool], list[Moment]] = {}
     for moment in dict.fromkeys(found):
         rivals = kept.setdefault(moment[:4], [])
-        if not any(_covers(rival, moment) for rival in rivals):
-            rivals[:] = [*(rival for rival in rivals if not _covers(moment, rival)), moment]
+        if not any(covers(rival, moment) for rival in rivals):
+            rivals[:] = [*(rival for rival in rivals if not covers(moment, rival)), moment]
     return tuple(moment for rivals in kept.values() for moment in rivals)
-
-
-def _covers(a: Moment, b: Moment) -> bool:
-    return a.whole >= b.whole and a.bare >= b.bare and a.late >= b.late
