@@ -58,6 +58,12 @@ def definitions(paragraph: list[str]) -> list[str]:
     return defined
 
 
+def keep_colons(app: Any, what: str, name: str, thing: object, options: Any, lines: list[str]) -> None:
+    """Napoleon takes what a property's docstring has before its first colon for a type; a comment above it has none."""
+    if what in ("attribute", "data", "property") and lines:
+        lines[:0] = ["..", ""]
+
+
 def list_errors(app: Any, page: str, source: list[str]) -> None:
     source[0] = filled(source[0])
 
@@ -93,4 +99,5 @@ def setup(app: Any) -> None:
     app.connect("missing-reference", warn_of_lost_names)
     app.connect("source-read", list_errors)
     app.connect("env-get-outdated", list_errors_anew)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before Napoleon
     app.connect("autodoc-process-docstring", explain_names)

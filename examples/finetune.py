@@ -227,7 +227,8 @@ def continued(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, tokens:
     model.eval().cpu()
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=True, top_k=20)
-    return tokenizer.decode(found[0, ids.shape[1] :].tolist())
+    written: str = tokenizer.decode(found[0, ids.shape[1] :].tolist())
+    return written
 
 
 if __name__ == "__main__":
