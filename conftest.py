@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,20 @@ def _frozen_modules() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+_HOOK = sys.excepthook
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """No test leaves a process group behind: others would see it, and errors of any kind begin with ``[rank0]``."""
+    distributed = sys.modules.get("torch.distributed")
+    assert distributed is None or not distributed.is_available() or not distributed.is_initialized(), (
+        f"{item.nodeid} has left a process group"
+    )
+    hook, sys.excepthook = sys.excepthook, _HOOK
+    assert hook is _HOOK, f"{item.nodeid} has left sys.excepthook changed, as init_process_group() does: {hook}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

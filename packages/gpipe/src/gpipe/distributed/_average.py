@@ -25,7 +25,7 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
 
     Each replica is a pipe of its own, which has computed the gradients of its rows. ``group`` has the processes with
     the same stages, one of each replica, all of which call this; on a mesh of replicas and stages it is
-    ``mesh["replicas"].get_group()``. A replica that has failed in ``step`` does not come here; if each :class:`Rank`
+    ``mesh["replicas"].get_group()``. A replica that has failed in ``step`` does not come here; if each rank
     was told of its ``replicas``, the others have raised too, and need not wait for it.
 
     Every replica counts the same, as in ``DistributedDataParallel``. So if losses are means, give each replica as many
