@@ -51,6 +51,7 @@ from ._random import next_seed
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
 from ._sharded import Sharding
+from ._synced import expect_synced, synced_layers
 from ._wires import open_wires
 
 Kind = TypeVar("Kind", bound=Losses)
@@ -156,6 +157,7 @@ class Rank(Stepping):
             self._devices = share.devices
             self._pipeline = self._laid_out(share, groups, rendezvous, placed.heard)
             self._sharding = Sharding(share.partitions, share.twins)
+            self._synced, self._members = synced_layers(self), groups.members
         self._last: Choice | None = None
 
     def _laid_out(
@@ -334,6 +336,7 @@ class Rank(Stepping):
                 found.is_chosen = isinstance(schedule, str) and schedule.lower() in ("auto", *SPLITTING)
                 found.plan = None if isinstance(schedule, str) else Plan(schedule)
             self._sharding.expect_whole()
+            expect_synced(self._synced, self._members, is_chosen=found.is_chosen)
             inputs = given()
             if self._pipeline.begins:
                 found.batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))

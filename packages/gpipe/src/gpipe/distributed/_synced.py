@@ -1,0 +1,45 @@
+"""Layers whose training computes with those of other processes: ``nn.SyncBatchNorm``.
+
+Its collectives are done where the schedule comes to the layer. So they fit together if its group has the processes with
+the same stages, one of each replica, and these come to it in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+
+def synced_layers(module: nn.Module) -> dict[str, nn.SyncBatchNorm]:
+    """Those of ``module``, by name."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)}
+
+
+def expect_synced(layers: Mapping[str, nn.SyncBatchNorm], members: Sequence[int], *, is_chosen: bool) -> None:
+    """Raise ValueError if any of ``layers`` would wait for others for ever, or take what is not its own.
+
+    Args:
+        members: the processes of the pipe, in the world.
+        is_chosen: whether the schedule depends on what each replica measures.
+    """
+    for name, layer in layers.items():
+        others = _others(layer) if layer.training else set()
+        if others.intersection(members):
+            raise ValueError(
+                f"layer {name!r} is an nn.SyncBatchNorm over a group with rank {min(others.intersection(members))}, "
+                "which has other stages of this pipe and never comes to it; give it the processes with the same "
+                'stages, as nn.SyncBatchNorm(..., process_group=mesh["replicas"].get_group())'
+            )
+        if others and is_chosen:
+            raise ValueError(
+                f"layer {name!r} is an nn.SyncBatchNorm, which all replicas have to come to in the same order, and "
+                "each would choose its own schedule by what it measures; give one that does not depend on that, such "
+                'as schedule="1f1b"'
+            )
+
+
+def _others(layer: nn.SyncBatchNorm) -> set[int]:
+    """With which processes it computes, beside this one."""
+    return {*dist.get_process_group_ranks(layer.process_group)} - {dist.get_rank()}
