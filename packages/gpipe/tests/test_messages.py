@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 if not dist.is_available():
@@ -65,6 +68,98 @@ class Direct:
 def ends(direct: Direct | None) -> tuple[Sender, Receiver]:
     line: Any = Line()
     return Sender(line, direct), Receiver(line, CPU, direct)
+
+
+class LateLine(Line):
+    """What is sent is read no sooner than it is received, so that it must stay as it is until then."""
+
+    def send(self, data: Tensor) -> Any:
+        self.under_way.append(data)
+        return data, len(self.under_way)
+
+    def wait(self, work: Any, timeout: Any = None) -> None:
+        if isinstance(work, Tensor):
+            super().wait(work)
+        else:
+            assert not any(each is work[0] for each in self.under_way), "nobody has received it yet"
+
+
+def payload_of(kind: int, i: int, size: int, requires_grad: bool) -> Any:
+    """One of a few kinds of messages, with other numbers for each micro-batch."""
+    x = torch.arange(2.0 * size).view(2, size) + i
+    first = x.clone().requires_grad_(requires_grad)
+    kinds: list[Any] = [
+        first,
+        (first, torch.tensor(i), torch.empty(0, 3)),
+        {"x": first.detach().t(), "n": None, "m": x > 2},
+        (first, x[:, ::2], float(i)),
+        x.to(torch.complex64).conj(),
+        x.to_sparse(),
+    ]
+    return Activation(kinds[kind]) if kind < len(kinds) else [None, x, x.expand(3, 2, size), None]
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3), st.booleans(), st.booleans(), st.booleans()), max_size=12)
+)
+def test_messages_of_several_forms_come_as_they_were_sent(messages: list[Any]):
+    """Whatever came before, and also if several are on their way, or what was sent has been changed since."""
+    line: Any = LateLine()
+    sender, receiver = Sender(line), Receiver(line, CPU)
+    receiver.expect(len(messages))
+    waiting: deque[tuple[int, Any]] = deque()
+    came: list[Any] = []
+
+    def get() -> None:
+        i, expected = waiting.popleft()
+        found, _, payload = receiver.get()
+        assert found == i
+        came.append((payload, expected))
+        sender.forget(i)
+
+    for i, (kind, size, requires_grad, lags, inference) in enumerate(messages):
+        payload = payload_of(kind, i, size, requires_grad)
+        with torch.inference_mode() if inference else nullcontext():
+            sender.put(i, payload)
+            waiting.append((i, payload))
+            while waiting and not lags:
+                get()
+    while waiting:
+        get()
+    for payload, expected in came:  # at the end: none of them has been changed by a later one
+        expect_same(payload, expected)
+    assert not line.under_way
+
+
+def expect_same(found: Any, expected: Any) -> None:
+    pairs = zip(_tensors(found), _tensors(expected), strict=True)
+    for one, other in pairs:
+        assert (one is None) == (other is None)
+        if other is not None:
+            assert (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, other.requires_grad)
+            assert one.layout == other.layout
+            assert torch.equal(one.to_dense(), other.resolve_conj().to_dense())
+
+
+def _tensors(payload: Any) -> Sequence[Tensor | None]:
+    return payload.tensors if isinstance(payload, Activation) else payload
+
+
+def test_memory_for_messages_of_a_form_is_used_again():
+    """Where all has arrived, the next run needs none of its own; and a form that is forgotten leaves none behind."""
+    line: Any = LateLine()
+    sender, receiver = Sender(line), Receiver(line, CPU)
+    frames = set()
+    for run in range(4):
+        receiver.expect(3)
+        for i in range(3):
+            sender.put(i, [torch.ones(4) * i])
+        frames |= {each.data_ptr() for each in line.under_way} if run > 1 else set()
+        for i in range(3):
+            assert receiver.get()[2][0].tolist() == [i] * 4
+        sender.flush()
+    assert len(frames) == 3
 
 
 WAYS = pytest.mark.parametrize("direct", [None, Direct()], ids=["host", "direct"])

@@ -9,7 +9,7 @@ The form is JSON, so that nothing which arrives can run code, and need be sent o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,15 +31,16 @@ class Form:
     """The kind of a message: its tree, and of each tensor all but the data. Forms are equal if their texts are.
 
     Attributes:
+        tensors: what there is to say of each; None where there is none.
         text: JSON, the same in every process.
         sizes: bytes of the data of each tensor, in order; a sparse tensor has one for each of its parts, such as
             indices and values.
     """
 
-    __slots__ = ("_hash", "_put", "_tensors", "sizes", "text")
+    __slots__ = ("_hash", "_put", "sizes", "tensors", "text")
 
     def __init__(self, tensors: Sequence[Dense | Sparse | None], kind: str, *details: Any, put: Any = None) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self._put: Callable[[Any], Payload] | None = put
         self.sizes = tuple([size for tensor in tensors if tensor is not None for size in tensor.sizes])
         message = [kind, [None if each is None else each.json() for each in tensors], *details]
@@ -107,10 +108,25 @@ class Form:
             ValueError: the data do not fit, or a class cannot be made of its branches.
         """
         self._expect(data)
-        put = self._put or self._putting()
         arriving = iter(data)
+        return self._with(None if each is None else each.rebuilt(arriving) for each in self.tensors)
+
+    def copied(self, tensors: Sequence[Tensor | None], own: Callable[[Tensor], Tensor]) -> Payload:
+        """The message made of copies of ``tensors``, which are as the form says but for requiring grad.
+
+        Args:
+            tensors: none of them sparse.
+            own: copies one.
+        """
+        return self._with(
+            own(tensor).requires_grad_(each.requires_grad) if tensor is not None and each is not None else None
+            for tensor, each in zip(tensors, self.tensors, strict=True)
+        )
+
+    def _with(self, tensors: Iterable[Any]) -> Payload:
+        put = self._put or self._putting()
         try:
-            return put(tuple([None if each is None else each.rebuilt(arriving) for each in self._tensors]))
+            return put(tuple(tensors))
         except Exception as error:
             raise ValueError(f"cannot put a message together: {error}; its form is {self.text[:200]}") from error
 
@@ -124,10 +140,15 @@ class Form:
             got = ", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in data)
             raise ValueError(f"expected flat contiguous uint8 tensors of {list(self.sizes)} bytes; got {got}")
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether no tensor is sparse."""
+        return not any(isinstance(each, Sparse) for each in self.tensors)
+
     def data(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The data of other tensors of this form, none of them sparse."""
         sizes = iter(self.sizes)
-        forms: Any = self._tensors
+        forms: Any = self.tensors
         return [
             bytes_of(tensor if tensor.stride() == dense.stride else laid_out(tensor), next(sizes))
             for tensor, dense in zip(tensors, forms, strict=True)
@@ -178,26 +199,34 @@ def form_of(payload: Payload) -> tuple[Form, list[Tensor]]:
     Raises:
         TypeError: something in it cannot be sent; names its path, and what can be done.
     """
-    tensors: Any
+    form, tensors = dense_form(payload)
+    return _written(payload) if form is None else (form, form.data(tensors))
+
+
+def dense_form(payload: Payload) -> tuple[Form | None, Sequence[Tensor | None]]:
+    """The form of a message that can be looked up, and its tensors; None if there is no such form.
+
+    Args:
+        payload: as of :func:`form_of`.
+    """
+    tensors: Sequence[Tensor | None] = payload.tensors if isinstance(payload, Activation) else payload
     try:
         if isinstance(payload, Activation):
-            tensors = payload.tensors
-            key = skeleton(payload.value), (*payload.ties,), *map(facts, tensors)
+            key: Any = (skeleton(payload.value), (*payload.ties,), *map(facts, tensors))
         else:
-            tensors = payload
-            key = list, *map(facts, tensors)
+            key = (list, *map(facts, tensors))
     except UnkeyedError:
-        return _written(payload)
+        return None, ()
     form = _forms.get(key)
-    return _remembered(key, payload) if form is None else (form, form.data(tensors))
+    return (_remembered(key, payload) if form is None else form), tensors
 
 
-def _remembered(key: Any, payload: Payload) -> tuple[Form, list[Tensor]]:
-    form, data = _written(payload)
+def _remembered(key: Any, payload: Payload) -> Form:
+    form, _ = _written(payload)
     if len(_forms) >= _MOST:  # as where shapes are others each time
         _forms.clear()
     _forms[key] = form
-    return form, data
+    return form
 
 
 _forms: dict[Any, Form] = {}

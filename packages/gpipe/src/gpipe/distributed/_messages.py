@@ -18,7 +18,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import accumulate
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -27,10 +27,14 @@ from torch import Tensor
 
 from ..values._describe import Cancelled
 from ._errors import UnreachableError
-from ._forms import Form, form_of
+from ._forms import Form, dense_form, form_of
+from ._frame import Frame, places
 
-SMALL: Final = 2**15
+SMALL: Final = 2**18
 """Bytes of a message that is sent in one transfer. A receiver has memory for so many ready before it comes."""
+
+_SPARE: Final = 16
+"""Frames of a form that a sender keeps for later messages."""
 
 POISON: Final = -1
 """In the place of a micro-batch: nothing more comes in this run."""
@@ -40,7 +44,6 @@ _MOST = 1024
 
 _LAYOUT = struct.Struct("=5q")
 _HEAD = _LAYOUT.size
-_ALIGN = 16  # so that the data of any dtype can be looked at in place
 
 
 class Peer:
@@ -103,21 +106,41 @@ class Sender:
         self.peer = peer
         self._direct = direct
         self._forms: dict[Form, int] = {}
-        self._under_way: dict[int, list[tuple[Any, Tensor]]] = {}
+        self._spare: dict[Form, list[_Typed]] = {}
+        self._under_way: dict[int, list[tuple[Any, Tensor | _Typed]]] = {}
 
     def put(self, microbatch: int, payload: Any, *, flag: bool = False) -> None:
         """Send the payload of a micro-batch on its way."""
-        form, data = form_of(payload)
-        text = b""
-        if form not in self._forms:
-            if len(self._forms) >= _MOST:
-                self._forms.clear()
-            self._forms[form] = len(self._forms)
-            text = f"{json.dumps(form.sizes)}\n{form.text}".encode()
+        form, tensors = dense_form(payload)
+        if form in self._spare:
+            self._send_again(microbatch, form, tensors, flag)
+            return
+        form, data = form_of(payload) if form is None else (form, form.data(tensors))
+        text = b"" if form in self._forms else self._introduced(form)
         if self._direct is not None:
             self._direct.send(data)  # before the head, which says that they come
             data = []
         self._send(microbatch, (microbatch, self._forms[form], len(text), flag), [_bytes(text), *data])
+
+    def _introduced(self, form: Form) -> bytes:
+        """Number a form that has not been sent yet; the text that tells the other end of it."""
+        if len(self._forms) >= _MOST:
+            self._forms.clear()
+            self._spare.clear()
+        self._forms[form] = len(self._forms)
+        if self._direct is None and _fits(form):
+            self._spare[form] = []
+        return f"{json.dumps(form.sizes)}\n{form.text}".encode()
+
+    def _send_again(self, microbatch: int, form: Form, tensors: Sequence[Tensor | None], flag: bool) -> None:
+        """Send a message whose form is known at the other end, and which fits into one transfer."""
+        spare = self._spare[form]
+        typed = spare.pop() if spare else _Typed(form)
+        _LAYOUT.pack_into(typed.frame.memory, 0, microbatch, self._forms[form], 0, flag, 1)
+        for place, tensor in zip(typed.tensors, tensors, strict=True):
+            if tensor is not None:
+                place.copy_(tensor.detach())
+        self._under_way.setdefault(microbatch, []).append((self.peer.send(typed.frame.data), typed))
 
     def poison(self, why: bytes) -> None:
         """Say that nothing more comes in this run, and why."""
@@ -125,8 +148,10 @@ class Sender:
 
     def forget(self, microbatch: int) -> None:
         """Let the memory go of what has been sent for a micro-batch, which has arrived, or soon will."""
-        for work, _ in self._under_way.pop(microbatch, ()):
+        for work, memory in self._under_way.pop(microbatch, ()):
             self.peer.wait(work)
+            if isinstance(memory, _Typed) and len(spare := self._spare.get(memory.form, [])) < _SPARE:
+                spare.append(memory)
 
     def flush(self) -> None:
         """Wait until everything has arrived."""
@@ -136,14 +161,14 @@ class Sender:
     def _send(self, microbatch: int, head: tuple[int, int, int, bool], parts: Sequence[Tensor]) -> None:
         parts = [part.cpu() for part in parts if part.numel()]
         sizes = [part.numel() for part in parts]  # len() of a tensor goes through Python
-        places, total = _places(sizes)
+        starts, total = places(sizes, _HEAD)
         small = total <= SMALL
         memory = bytearray(total if small else _HEAD)
         _LAYOUT.pack_into(memory, 0, *head, small)
         frame = torch.frombuffer(memory, dtype=torch.uint8)
         if small:
-            for place, size, part in zip(places, sizes, parts, strict=True):
-                frame[place : place + size].copy_(part)
+            for start, size, part in zip(starts, sizes, parts, strict=True):
+                frame[start : start + size].copy_(part)
             parts = ()
         transfers = [(self.peer.send(part), part) for part in (frame, *parts)]
         self._under_way.setdefault(microbatch, []).extend(transfers)
@@ -168,7 +193,9 @@ class Receiver:
         self._direct = direct
         self._forms: list[_Known] = []
         self._expected = 0
-        self._posted: tuple[Any, Tensor, bytearray] | None = None
+        self._own: Any = Tensor.clone if device.type == "cpu" else partial(Tensor.to, device=device)
+        self._frame = Frame(SMALL)
+        self._posted: Any = _NOTHING_POSTED
 
     def expect(self, messages: int) -> None:
         """A run begins, in which so many messages come."""
@@ -185,9 +212,16 @@ class Receiver:
         """
         if self.poisoned is not None:
             raise Cancelled
-        frame, memory = self._frame()
-        microbatch, number, size, flag, small = _LAYOUT.unpack_from(memory)
-        parts = _Parts(self.peer, frame if small else None)
+        self._post()
+        self.peer.wait(self._posted)
+        self._posted = _NOTHING_POSTED
+        microbatch, number, size, flag, small = _LAYOUT.unpack_from(self._frame.memory)
+        known = self._forms[number] if small and not size and microbatch != POISON else None
+        if known is not None and known.places is not None:
+            payload = known.form().copied(known.places, self._own)
+            self._took()
+            return microbatch, bool(flag), payload
+        parts = _Parts(self.peer, self._frame.data if small else None)
         text = parts.take([size])[0] if size else _NOTHING
         if microbatch == POISON:
             self.poisoned = bytes(text.tolist())
@@ -198,10 +232,11 @@ class Receiver:
             self._forms.append(_Known(bytes(text.tolist()).decode()))
         known = self._forms[number]
         data = parts.take(known.sizes) if self._direct is None else self._direct.receive(known.sizes)
-        self._expected -= 1
-        if self._expected > 0:
-            self._post()
-        return microbatch, bool(flag), known.form().rebuild([part.to(self._device) for part in data])
+        self._took()
+        form = known.form()
+        if self._direct is None and _fits(form):
+            known.places = self._frame.tensors(form, _HEAD)  # of the next messages; nothing of them is read now
+        return microbatch, bool(flag), form.rebuild([part.to(self._device) for part in data])
 
     def drain(self) -> None:
         """After a run that has failed: take everything up to the poison."""
@@ -211,29 +246,30 @@ class Receiver:
             while True:
                 self.get()
 
-    def _frame(self) -> tuple[Tensor, bytearray]:
-        self._post()
-        assert self._posted is not None
-        work, frame, memory = self._posted
-        self.peer.wait(work)
-        self._posted = None
-        return frame, memory
+    def _took(self) -> None:
+        """Nothing more is in the frame: let the next message come into it, if there is one."""
+        self._expected -= 1
+        if self._expected > 0:
+            self._post()
 
     def _post(self) -> None:
         """Have memory ready for the next message, so that it may come before anybody asks for it."""
-        if self._posted is None:
-            memory = bytearray(SMALL)
-            frame = torch.frombuffer(memory, dtype=torch.uint8)
-            self._posted = self.peer.receive(frame), frame, memory
+        if self._posted is _NOTHING_POSTED:
+            self._posted = self.peer.receive(self._frame.data)
 
 
 class _Known:
-    """A form that has come, read when it is first asked for: what cannot be read is an error each time."""
+    """A form that has come, read when it is first asked for: what cannot be read is an error each time.
+
+    Attributes:
+        places: of its tensors, in the frame of the receiver; None if it has not been read, or they do not go there.
+    """
 
     def __init__(self, text: str) -> None:
         sizes, _, self._text = text.partition("\n")
         self.sizes: list[int] = json.loads(sizes)
         self._form: Form | None = None
+        self.places: list[Tensor | None] | None = None
 
     def form(self) -> Form:
         if self._form is None:
@@ -257,16 +293,36 @@ class _Parts:
             for work in [self._peer.receive(part) for _, part in present]:
                 self._peer.wait(work)
         else:
-            places, self._end = _places([size for size, _ in present], self._end)
-            for place, (size, part) in zip(places, present, strict=True):
-                part.copy_(self._frame[place : place + size])
+            starts, self._end = places([size for size, _ in present], self._end)
+            for start, (size, part) in zip(starts, present, strict=True):
+                part.copy_(self._frame[start : start + size])
         return parts
 
 
-def _places(sizes: Sequence[int], begin: int = _HEAD) -> tuple[list[int], int]:
-    """Where in a frame parts of these sizes begin, after ``begin``, and where the last one ends."""
-    ends = [*accumulate(sizes, lambda end, size: -(-end // _ALIGN) * _ALIGN + size, initial=begin)]
-    return [end - size for end, size in zip(ends[1:], sizes, strict=True)], ends[-1]
+class _Typed:
+    """A frame for messages of a form, of which the other end knows.
+
+    Attributes:
+        frame: memory for a whole message.
+        tensors: of the form, in that memory.
+    """
+
+    __slots__ = ("form", "frame", "tensors")
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.frame = Frame(_size(form))
+        self.tensors: list[Any] = self.frame.tensors(form, _HEAD)
+
+
+def _size(form: Form) -> int:
+    """Bytes of a message of this form, in one transfer and without its text."""
+    return places([size for size in form.sizes if size], _HEAD)[1]
+
+
+def _fits(form: Form) -> bool:
+    """Whether such messages are sent and received by way of frames that are kept."""
+    return form.is_dense and _size(form) <= SMALL
 
 
 def _bytes(text: bytes) -> Tensor:
@@ -274,3 +330,4 @@ def _bytes(text: bytes) -> Tensor:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING_POSTED: Final = object()

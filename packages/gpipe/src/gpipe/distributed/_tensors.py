@@ -39,15 +39,18 @@ class Dense(NamedTuple):
 
     def rebuilt(self, data: Iterator[Tensor]) -> Tensor:
         """The tensor in the memory of the next of ``data``."""
-        dtype, shape, stride, requires_grad = self
         flat = next(data)
         start = int(flat.storage_offset())
-        if start % dtype.itemsize:  # torch reads no element from an address that is no multiple of its size
+        if start % self.dtype.itemsize:  # torch reads no element from an address that is no multiple of its size
             flat, start = flat.clone(), 0
+        tensor = self.within(flat.untyped_storage(), start)
+        return tensor.requires_grad_() if self.requires_grad else tensor
+
+    def within(self, storage: torch.UntypedStorage, start: int) -> Tensor:
+        """The tensor in memory that is there, from a byte on whose number is a multiple of an element's size."""
         # Not by views: those have a version counter in common, and would keep the bytes as their base.
-        tensor = torch.empty(0, dtype=dtype, device=flat.device)
-        tensor.set_(flat.untyped_storage(), start // dtype.itemsize, shape, stride)
-        return tensor.requires_grad_() if requires_grad else tensor
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return tensor.set_(storage, start // self.dtype.itemsize, self.shape, self.stride)
 
 
 class Sparse(NamedTuple):
