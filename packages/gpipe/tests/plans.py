@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gpipe._plan._costs import Measured
 from gpipe._plan._search import Candidate, Space, _candidate, replayed
+from gpipe._plan._ways import Way, way_of
 from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
 
@@ -50,6 +51,15 @@ def profile_of(figures: Sequence[tuple[float, int, int, int]], rows: Sequence[in
 figures = st.tuples(st.sampled_from([1e-3, 2e-3, 5e-3]), st.integers(0, 50), st.integers(0, 400), st.integers(1, 20))
 
 
+def measured_of(layers: Sequence[tuple[float, int, int, int]], stages: int) -> Measured:
+    """Costs of such layers, on devices that share their memory."""
+    profile = profile_of(layers)
+    optimizer = tuple(2 * parameters for _, _, parameters, _ in layers)
+    return Measured(
+        (profile,) * stages, optimizer, ROWS, ROWS * 4, False, False, (False,) * stages, (Link(),) * stages, 1e-4, 1e-3
+    )
+
+
 @st.composite
 def measurements(draw: st.DrawFn, most_layers: int = 6, most_stages: int = 3) -> Measured:
     layers = draw(st.lists(figures, min_size=1, max_size=most_layers))
@@ -71,9 +81,9 @@ def measurements(draw: st.DrawFn, most_layers: int = 6, most_stages: int = 3) ->
     )
 
 
-def space_of(measured: Measured, memory: int | None = None) -> Space:
+def space_of(measured: Measured, memory: int | None = None, *, pieces: bool = False) -> Space:
     stages = measured.stages
-    return Space(measured, (1, 2, 4, 8), SCHEDULES, (("never", "always"),) * stages, (memory,) * stages)
+    return Space(measured, (1, 2, 4, 8), SCHEDULES, (("never", "always"),) * stages, (memory,) * stages, pieces)
 
 
 def everything(space: Space) -> Iterator[Candidate]:
@@ -81,10 +91,15 @@ def everything(space: Space) -> Iterator[Candidate]:
     n, k = space.measured.layers, space.measured.stages
     for chunks in space.chunks:
         costs = space.measured.cut(chunks)
-        for cuts, modes, schedule in product(combinations(range(1, n), k - 1), product(*space.modes), space.schedules):
+        for cuts, schedule in product(combinations(range(1, n), k - 1), space.schedules):
             sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, n), strict=True))
-            found = _candidate(space, costs, schedule, sizes, modes)
-            yield replace(found, seconds=replayed(found))
+            for ways in product(*map(all_flags, sizes)) if space.pieces else product(*space.modes):
+                found = _candidate(space, costs, schedule, sizes, ways)
+                yield replace(found, seconds=replayed(found))
+
+
+def all_flags(size: int) -> Iterator[Way]:
+    return map(way_of, product([False, True], repeat=size))
 
 
 def fits(space: Space, candidate: Candidate) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,6 @@ def model() -> nn.Sequential:
 
 def named_like(found: Any) -> Any:
     """A made-up profile under the names of the layers of `model`."""
-    from dataclasses import replace
 
     def renamed(each: Any) -> Any:
         layers = tuple(replace(layer, name=str(k)) for k, layer in enumerate(each.layers))
@@ -54,6 +55,12 @@ def made(**options: Any) -> Plan:
 @pytest.fixture(scope="module")
 def example() -> Plan:
     return made(memory="20kB")
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    """A plan in which one of two layers of a stage is recomputed."""
+    return made(memory=2700, chunks=8, schedule="1f1b")
 
 
 @pytest.mark.parametrize("calibrate", [False, True])
@@ -173,6 +180,41 @@ class TestJson:
         document = json.loads(example.to_json()) | {name: value}
         with pytest.raises(ValueError, match=r"expected|chunks|plan"):
             Plan.from_json(json.dumps(document))
+
+
+class TestInPieces:
+    def test_a_pipe_is_built_with_the_flags_and_trains_like_the_model(self, found: Plan) -> None:
+        assert found.checkpoint == [[True, False], "never"]
+        plain = model().double()
+        with closing(found.build(copy.deepcopy(plain))) as pipe:
+            assert pipe.checkpoint == found.checkpoint
+            pipe.step(rows(ROWS), rows(ROWS) * 2, loss_fn=loss, schedule=found.schedule)
+            loss(plain(rows(ROWS)), rows(ROWS) * 2).backward()
+            assert_same(pipe, plain)
+            with inline():
+                shown = found.verify(rows(ROWS), rows(ROWS), loss_fn=loss, pipe=pipe)
+            assert len(shown.timeline.events) == len(found.timeline.events) == 2 * 2 * found.chunks
+
+    def test_it_is_written_and_read(self, found: Plan) -> None:
+        again = Plan.from_json(found.to_json())
+        assert again == found
+        assert json.loads(found.to_json())["modes"] == [[True, False], "never"]
+        flags = json.loads(found.to_json()) | {"modes": [[True], "never"]}
+        with pytest.raises(ValueError, match=r"plan.modes\[0\]: expected a flag for each of 2 layers, got 1"):
+            Plan.from_json(json.dumps(flags))
+
+    def test_it_says_which_layers(self, found: Plan) -> None:
+        assert "layer 1 of 2 recomputed" in str(found)
+        assert "checkpoint=['layer 1 of 2', 'never']" in str(found)
+        assert "layer 1 of 2 recomputed" in found._repr_html_()
+
+    def test_the_recomputation_is_a_part_of_the_backward(self, found: Plan) -> None:
+        whole = replace(found, modes=("never", "never"))
+        assert whole.timeline.makespan == found.timeline.makespan
+        costs = found._here.chosen.costs
+        plainly = costs.stage_costs(found.sizes, whole.modes)[0]
+        again = costs.profiles[0][0].forward_seconds + 2 * costs.measured.action  # of two pieces, one of them again
+        assert found.stages[0].backward - plainly.backward == pytest.approx(again)
 
 
 class TestAnotherModel:

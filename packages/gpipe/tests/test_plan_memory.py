@@ -20,6 +20,8 @@ from gpipe._plan._measure import measure
 from gpipe._plan._memory import held_by
 from gpipe._plan._moments import moments
 from gpipe._plan._verify import peak_bytes
+from gpipe._plan._ways import given as given_as
+from gpipe._plan._ways import way_of
 from gpipe.engine._run import Run
 from gpipe.schedule import Step, checkpoint_stops, zero_bubble
 from gpipe.schedule._actions import requirement
@@ -108,11 +110,11 @@ def in_order(steps: tuple[Step, ...], stages: list[int]) -> tuple[Step, ...]:
     return tuple(done)
 
 
-def expect_near(predicted, found):
-    """Within a tenth, and a page."""
+def expect_near(predicted, found, at_most=()):
+    """Within a tenth, and a page; of stages in ``at_most``, no more than is predicted."""
     for j, (need, true) in enumerate(zip(predicted, found, strict=True)):
         assert need.total >= 0.9 * true - 4096, (j, need, true)
-        assert need.total <= 1.1 * true + 4096, (j, need, true)
+        assert need.total <= 1.1 * true + 4096 or j in at_most, (j, need, true)
 
 
 @pytest.mark.parametrize("make", [wide, tall])
@@ -215,6 +217,23 @@ def test_real_layers_take_what_their_profile_predicts(case):
     walk = zero_bubble(chunks, STAGES, split=split) if split else schedule
     found = taken(model, x, balance, modes, walk, chunks, squares)
     expect_near(predicted, found)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(), st.lists(st.booleans(), min_size=12, max_size=12))
+def test_stages_in_pieces_take_what_is_predicted(case, choices: list[bool]):
+    """Of any layers, with skips into, out of and past the pieces, split, with a large loss."""
+    model, balance, _, schedule, chunks, needs_gradient = case
+    x = torch.randn(ROWS * chunks, WIDTH, requires_grad=needs_gradient)
+    costs = costs_of(model, x, chunks, squares)
+    each = iter(choices)
+    ways = [way_of([next(each) for _ in range(size)]) for size in balance]
+    split = [1] if schedule == "zero_bubble" else []
+    predicted = costs.device_bytes(balance, ways, schedule, split)
+    walk = zero_bubble(chunks, STAGES, split=split) if split else schedule
+    found = taken(model, x, balance, given_as(ways), walk, chunks, squares)
+    at_most = [] if isinstance(ways[1], str) else split
+    expect_near(predicted, found, at_most)
 
 
 @pytest.mark.parametrize("name", sorted(PARTS))

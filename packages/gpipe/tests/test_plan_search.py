@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gpipe._plan._arguments import read_chunks
@@ -17,9 +17,11 @@ from gpipe._plan._search import NEAR, candidates, replayed, search, stops_of
 from gpipe.schedule import in_flight, named
 from gpipe.simulate import simulate
 
-from .plans import SCHEDULES, everything, fits, measurements, space_of
+from .plans import SCHEDULES, everything, fits, measured_of, measurements, space_of
 
 pytestmark = pytest.mark.timeout(120)
+EQUAL = measured_of([(1e-3, 400, 10, 10)] * 24, 2)
+
 few = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
@@ -44,6 +46,42 @@ def test_what_is_found_fits_and_something_is_if_there_is_room(measured: Measured
     found = search(space)
     assert all(fits(space, each) for each in found)
     assert found or free.fullest > space.memory[0] / 1.1  # a tenth may be lost to peaks that are no sums
+
+
+@settings(few, max_examples=25)
+@given(measurements(), st.floats(0.2, 1.2))
+@example(EQUAL, 0.5)
+def test_pieces_fit_and_make_no_plan_slower(measured: Measured, share: float):
+    memory = max(1, round(share * search(space_of(measured))[0].fullest))
+    whole, found = search(space_of(measured, memory)), search(space := space_of(measured, memory, pieces=True))
+    assert all(fits(space, each) for each in found)
+    assert not whole or found[0].seconds <= whole[0].seconds
+
+
+def test_pieces_of_equal_layers_are_quicker_than_whole_stages():
+    """Where what is short is a little, little is computed again."""
+    free = replace(space_of(EQUAL), chunks=(8,), schedules=("1f1b",))
+    fastest = search(free)[0]
+    for share in (0.9, 0.8, 0.7, 0.6):
+        space = replace(free, memory=(round(share * fastest.fullest),) * 2, pieces=True)
+        pieces, whole = search(space)[0], search(replace(space, pieces=False))[0]
+        assert pieces.in_pieces
+        assert fastest.seconds < pieces.seconds < 0.97 * whole.seconds
+    (few,) = search(replace(free, memory=(round(0.95 * fastest.fullest), None), pieces=True))[:1]
+    assert [sum(way) for way in few.modes if not isinstance(way, str)] == [1]
+
+
+@few
+@given(measurements(most_layers=4, most_stages=2), st.floats(0.3, 0.9))
+def test_no_flags_are_much_faster(measured: Measured, share: float):
+    """Than the fastest that was found, of all balances and flags."""
+    measured = replace(measured, copied=(False,) * measured.stages, links=measured.links[:1] * measured.stages)
+    memory = max(1, round(share * search(space_of(measured))[0].fullest))
+    space = replace(space_of(measured, memory, pieces=True), chunks=(4,), schedules=("1f1b", "fill_drain"))
+    possible = [each for each in everything(space) if fits(space, each)]
+    found = search(space)
+    assert found or not possible
+    assert not found or min(each.seconds for each in found) <= 1.12 * min(each.seconds for each in possible)
 
 
 @few

@@ -77,6 +77,22 @@ def test_layers_leave_a_stage_that_is_slow():
     assert found.update(timeline_of(found, (4.0, 1.0))).sizes[0] < found.sizes[0]
 
 
+@given(factors)
+def test_flags_stay_with_their_layers(factors: tuple[float, ...]):
+    found = made(chunks=8, schedule="1f1b", memory=2700)
+    assert any(isinstance(way, tuple) for way in found.modes)
+    again = found.update(timeline_of(found, factors))
+    pipe = found.build(model())
+    pipe.rebalance(again.balance)
+    assert as_flags(pipe.checkpoint, again.balance) == as_flags(again.checkpoint, again.balance)
+    pipe.close()
+
+
+def as_flags(choices: Any, balance: list[int]) -> list[bool]:
+    each = zip(choices, balance, strict=True)
+    return [flag for way, n in each for flag in ([way == "always"] * n if isinstance(way, str) else way)]
+
+
 @pytest.mark.parametrize("way", [nullcontext, inline], ids=["threads", "inline"])
 def test_a_pipe_is_brought_to_the_new_plan_while_it_trains(way: Any):
     plain, x, y = linears(6), rows(8), rows(8) * 2

@@ -55,6 +55,7 @@ from .module._pieces import (
     expect_callable_in_pieces,
     expect_fitting,
     modes_of,
+    moved,
     pieces_of,
     runs_of,
 )
@@ -278,6 +279,8 @@ class GPipe(Stepping):
     def rebalance(self, balance: Iterable[int]) -> None:
         """Move layers between the partitions, between two steps of training; devices, chunks and modes stay.
 
+        Flags of ``checkpoint`` follow their layers, also to a partition that had a mode.
+
         Parameters stay the objects that they are, so the optimizer goes on with them. Where they move to another
         device, ``optimizer.load_state_dict(optimizer.state_dict())`` moves its state after them. Waits for a run of
         another thread to end. What was checkpointed in a forward before has no backward any more if its layers moved.
@@ -299,11 +302,15 @@ class GPipe(Stepping):
         [1, 2]
         """
         sizes = expect_partitions(checked_sizes(balance, len(self)), len(self._devices))
-        expect_fitting(self._checkpoint, sizes)
         with self._workers.section.entered(accumulates=True), untouched_on_failure(self._partitions):
             partitions, sizes, _ = divide(self._whole(), sizes, self._devices, None)
             refill(self._partitions, partitions)
-            self._lay_out()
+            before, self.__dict__["_checkpoint"] = self._checkpoint, moved(self._checkpoint, self._balance, sizes)
+            try:
+                self._lay_out()
+            except BaseException:
+                self.__dict__["_checkpoint"] = before
+                raise
             self.__dict__["_balance"] = sizes
 
     def __len__(self) -> int:

@@ -111,8 +111,9 @@ def _expected(space: Space, shortage: Shortage) -> int | None:
     sizes = [*_spread(cell.first, before), cell.end - cell.first, *_spread(measured.layers - cell.end, after)]
     m = min(cell.microbatches, measured.rows)
     mode = {0: "never", cell.microbatches: "always"}.get(cell.checkpoint_stop, "except_last")
+    way = cell.flags or mode
     schedule = cell.schedule if cell.schedule in SCHEDULES else "1f1b"
-    return measured.cut(m).device_bytes(sizes, [mode] * cell.stages, schedule, cell.split)[cell.stage].total
+    return measured.cut(m).bytes_of(cell.stage, sizes, way, schedule, cell.split).total
 
 
 def _spread(layers: int, stages: int) -> list[int]:

@@ -24,6 +24,7 @@ from ._data import Expected
 from ._finals import CLOSE, STEPS, Trial, finalists, key, race, winner
 from ._search import Candidate, Space, replayed, search
 from ._verify import timed
+from ._ways import modes_of
 
 UNSURE = Expected(0.88, 1.0, 1.25)
 """How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
@@ -130,19 +131,22 @@ def _tried(
 
 def _split(way: Candidate, microbatches: int) -> Schedule:
     """Its schedule, for the micro-batches that there are: few rows give fewer than chunks."""
-    stops = checkpoint_stops(way.modes, microbatches, len(way.modes))
+    stops = checkpoint_stops(modes_of(way.modes), microbatches, len(way.modes))
     return named(way.schedule, microbatches, range(len(way.modes)), stops, way.split)
 
 
 def learned(measured: Measured, candidate: Candidate, timelines: Sequence[Timeline]) -> Measured:
     """The costs that led to the ``candidate``, with the cells of each stage in proportion to what its cells took."""
     stages = candidate.costs.stage_costs(candidate.sizes, candidate.modes)
+    # Backwards of stages in pieces compute some layers again, which is as much slower as their forwards are.
+    whole = candidate.costs.stage_costs(candidate.sizes, modes_of(candidate.modes))
     forward, backward = list(measured.forward), list(measured.backward)
     forward, backward = forward or [1.0] * measured.layers, backward or [1.0] * measured.layers
     for j, end in enumerate(accumulate(candidate.sizes)):
         own = slice(end - candidate.sizes[j], end)
         ahead = _factor(_seconds(timelines, j, Kind.FORWARD), stages[j].forward, measured.action)
-        back = _factor(_backward(timelines, j), stages[j].backward, measured.action)
+        again, took = stages[j].backward - whole[j].backward, _backward(timelines, j)
+        back = _factor(took and max(0.0, took - ahead * again), whole[j].backward, measured.action)
         forward[own] = [ahead * factor for factor in forward[own]]
         backward[own] = [back * factor for factor in backward[own]]
     return replace(measured, forward=tuple(forward), backward=tuple(backward))

@@ -14,8 +14,10 @@ from ..schedule import SPLIT_SECONDS, Kind
 from ..timeline import StageCost
 from ..timeline._hops import Link
 from ..timeline._kept import kept_bytes
-from ._memory import DeviceBytes, Surroundings, stage_bytes
+from ._memory import DeviceBytes, Surroundings, WholeStage, stage_bytes
+from ._memory_pieces import StageInPieces
 from ._moments import moments
+from ._ways import Way, modes_of, pieces_of
 
 SPLITTING = 130e-6
 """What Python takes to split the backward of a cell (``docs/benchmarks/pipeline.md``)."""
@@ -123,10 +125,12 @@ class Costs:
             for layer, state in zip(self.profiles[0], self.measured.optimizer, strict=True)
         ]
 
-    def work(self, stage: int, mode: str) -> list[float]:
-        """Seconds that each layer takes for a micro-batch on the device of a stage."""
-        forwards = 1 if mode == "never" else 2
-        seconds = [forwards * (x.forward_seconds or 0.0) + (x.backward_seconds or 0.0) for x in self.profiles[stage]]
+    def work(self, stage: int, again: Sequence[bool]) -> list[float]:
+        """Seconds that each layer takes for a micro-batch on the device of a stage, perhaps with another forward."""
+        seconds = [
+            (1 + flag) * (layer.forward_seconds or 0.0) + (layer.backward_seconds or 0.0)
+            for layer, flag in zip(self.profiles[stage], again, strict=True)
+        ]
         seconds[-1] += self._loss_seconds(stage)
         return seconds
 
@@ -134,13 +138,40 @@ class Costs:
         loss = self.profiles[stage].loss
         return (loss.seconds or 0.0) if loss else 0.0
 
-    def stage_costs(self, sizes: Sequence[int], modes: Sequence[str]) -> list[StageCost]:
-        """The cost of each stage, for a replay."""
+    def stage_costs(self, sizes: Sequence[int], ways: Sequence[Way]) -> list[StageCost]:
+        """The cost of each stage, for a replay. Layers that have flags are computed again in the backward."""
         ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
-        stages = enumerate(zip(sizes, ends, modes, strict=True))
-        return [self._stage_cost(j, end - size, end, mode) for j, (size, end, mode) in stages]
+        stages = enumerate(zip(sizes, ends, ways, strict=True))
+        found = [self._stage_cost(j, end - size, end, way) for j, (size, end, way) in stages]
+        return [
+            cost if isinstance(way, str) else self._in_pieces(j, end - size, way, cost)
+            for j, (size, end, way, cost) in enumerate(zip(sizes, ends, ways, found, strict=True))
+        ]
 
-    def _stage_cost(self, j: int, first: int, end: int, mode: str) -> StageCost:
+    def _in_pieces(self, j: int, first: int, flags: Sequence[bool], whole: StageCost) -> StageCost:
+        """The cost of a stage in pieces, each of which is as much to the engine as an action."""
+        pieces, action = list(pieces_of(flags)), self.measured.action
+        more = (len(pieces) - 1) * action
+        again = self.again(j, first, flags) + sum(flag for flag, _, _ in pieces) * action
+        loss = self._loss_seconds(j) if first + len(flags) == self.measured.layers and flags[-1] else 0.0
+        layers = self.profiles[j][first : first + len(flags)]
+        held = sum(layers[b - 1].output_bytes if flag else kept_bytes(layers[a:b]) for flag, a, b in pieces)
+        part, rest = whole.backward_input, whole.backward_weight
+        return replace(
+            whole,
+            forward=whole.forward - loss + more,
+            backward=whole.backward + loss + again + more,
+            backward_input=None if part is None else part + loss + again + more,
+            backward_weight=None if rest is None else rest + more,
+            activation_bytes=held + (whole.boundary_bytes if self.measured.copied[j] else 0),
+        )
+
+    def again(self, j: int, first: int, flags: Sequence[bool]) -> float:
+        """Seconds that layers from ``first`` on take on stage j that are computed again, of a micro-batch."""
+        layers = self.profiles[j][first : first + len(flags)]
+        return sum(layer.forward_seconds or 0.0 for layer, flag in zip(layers, flags, strict=True) if flag)
+
+    def _stage_cost(self, j: int, first: int, end: int, way: Way) -> StageCost:
         layers = self.profiles[j][first:end]
         action = self.measured.action
         forward = sum(layer.forward_seconds or 0.0 for layer in layers)
@@ -152,7 +183,7 @@ class Costs:
         part = min(backward, sum(known)) if len(known) == len(inputs) else None
         kept = self.incoming[first] if self.measured.copied[j] else 0
         return StageCost(
-            forward=forward + action + (loss if mode == "never" else 0.0),
+            forward=forward + action + (loss if modes_of([way]) == ("never",) else 0.0),
             backward=backward + action,
             recompute=forward + loss + action,
             backward_input=None if part is None else part + action + SPLITTING / 2,
@@ -197,18 +228,21 @@ class Costs:
         return [link(self.incoming[first]) if first else 0.0 for first, link in links]
 
     def device_bytes(
-        self, sizes: Sequence[int], modes: Sequence[str], schedule: str, split: Sequence[int] = ()
+        self, sizes: Sequence[int], ways: Sequence[Way], schedule: str, split: Sequence[int] = ()
     ) -> tuple[DeviceBytes, ...]:
         """What each device holds at its fullest moment."""
-        measured, n = self.measured, len(sizes)
-        ends = list(accumulate(sizes))
-        found = []
-        for j, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-            held = moments(schedule, modes[j], self.chunks, n, j, j in split)
-            state = sum(measured.optimizer[end - size : end])
-            around = replace(self._around(j, end - size, end, split), drains=schedule == "fill_drain")
-            found.append(stage_bytes(self.profiles[j][end - size : end], state, around, held))
-        return tuple(found)
+        return tuple(self.bytes_of(j, sizes, way, schedule, split) for j, way in enumerate(ways))
+
+    def bytes_of(self, j: int, sizes: Sequence[int], way: Way, schedule: str, split: Sequence[int] = ()) -> DeviceBytes:
+        """What the device of one stage holds at its fullest moment, however the others are checkpointed."""
+        end = sum(sizes[: j + 1])
+        first = end - sizes[j]
+        layers = self.profiles[j][first:end]
+        around = replace(self._around(j, first, end, split), drains=schedule == "fill_drain")
+        stage = WholeStage(layers, around) if isinstance(way, str) else StageInPieces(layers, around, way)
+        (mode,) = modes_of([way])
+        held = moments(schedule, mode, self.chunks, len(sizes), j, j in split)
+        return stage_bytes(stage, sum(self.measured.optimizer[first:end]), held)
 
     def _around(self, j: int, first: int, end: int, split: Sequence[int]) -> Surroundings:
         """What stage j, of the layers from ``first`` to ``end``, has to do with others."""

@@ -14,6 +14,7 @@ from ..timeline import StageCost, Timeline, simulate
 from ._fake import FAKE
 from ._memory import DeviceBytes
 from ._search import Candidate, Space
+from ._ways import Way, given, modes_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Alternative:
     chunks: int
     schedule: str
     balance: tuple[int, ...]
-    checkpoint: tuple[str, ...]
+    checkpoint: tuple[Way, ...]
     seconds: float
     bytes: int
     reason: str
@@ -116,7 +117,7 @@ class PlanData:
     sizes: tuple[int, ...]
     chunks: int
     schedule: str
-    modes: tuple[str, ...]
+    modes: tuple[Way, ...]
     split: tuple[int, ...]
     predicted: Prediction
     stages: tuple[StageCost, ...]
@@ -134,9 +135,9 @@ class PlanData:
         return list(self.sizes)
 
     @property
-    def checkpoint(self) -> list[str]:
-        """The mode of checkpointing of each stage."""
-        return list(self.modes)
+    def checkpoint(self) -> list[str | list[bool]]:
+        """The mode of checkpointing of each stage, or for each of its layers whether it is computed again."""
+        return given(self.modes)
 
     @property
     def is_estimate(self) -> bool:
@@ -146,6 +147,6 @@ class PlanData:
     @property
     def timeline(self) -> Timeline:
         """When which stage does what in a step, as predicted."""
-        stops = checkpoint_stops(self.modes, self.chunks, len(self.sizes))
+        stops = checkpoint_stops(modes_of(self.modes), self.chunks, len(self.sizes))
         schedule = named(self.schedule, self.chunks, range(len(self.sizes)), stops, self.split)
         return simulate(schedule, self.stages, transfer=self.hops[1:])

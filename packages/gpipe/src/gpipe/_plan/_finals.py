@@ -9,6 +9,7 @@ from statistics import median
 
 from ..timeline import Timeline
 from ._search import Candidate, Space, _candidate, _excess, replayed, simplicity
+from ._ways import moved_ways
 
 CLOSE = 0.02
 """Ways that differ by less than this share count as equally fast; medians of a few steps are no better known."""
@@ -70,7 +71,7 @@ def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
         moved = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])
         if min(moved) < 1:
             continue
-        near = _candidate(space, candidate.costs, candidate.schedule, moved, candidate.modes)
+        near = _candidate(space, candidate.costs, candidate.schedule, moved, moved_ways(candidate.modes, sizes, moved))
         if bool(near.split) == bool(candidate.split) and not _excess(space, near):
             yield replace(near, seconds=replayed(near))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from profiler.text import format_bytes
 
 from ._search import Candidate, Space, candidates
+from ._ways import shown
 
 
 class Infeasible(ValueError):  # noqa: N818 — a finding about the model and the devices rather than a mistake in the call
@@ -61,7 +62,7 @@ def explain(space: Space, devices: Sequence[str], relaxations: Sequence[Relaxati
     return Infeasible(
         f"nothing fits: device {j} ({devices[j]}) has {format_bytes(room)} and is {format_bytes(short[j])} short in "
         f"the plan that comes nearest (chunks={nearest.chunks}, {nearest.schedule}, balance={list(nearest.sizes)}, "
-        f"checkpoint={list(nearest.modes)}); what would fit: {'; or '.join(changes)}",
+        f"checkpoint={[*map(shown, nearest.modes)]}); what would fit: {'; or '.join(changes)}",
         j,
         short[j],
         changes,

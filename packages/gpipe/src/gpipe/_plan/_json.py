@@ -69,7 +69,7 @@ def _parse(text: str) -> Any:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as ``kind``, which is a dataclass, a tuple, a union with None, or plain."""
+    """``value`` as ``kind``, which is a dataclass, a tuple, a union with None or of text and a tuple, or plain."""
     if is_dataclass(kind):
         return _read_fields(kind, value, where)
     origin, of = typing.get_origin(kind), typing.get_args(kind)
@@ -78,6 +78,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: expected a list, got {type(value).__name__}")
         return tuple(_read(of[0], each, f"{where}[{k}]") for k, each in enumerate(value))
     if origin is types.UnionType:
+        if type(None) not in of:
+            return _read(of[isinstance(value, list)], value, where)
         return None if value is None else _read(next(each for each in of if each is not type(None)), value, where)
     return _read_plain(kind, value, where)
 
@@ -120,6 +122,9 @@ def _expect_consistent(plan: PlanData) -> None:
         raise ValueError(f"plan.predicted.bytes: expected one for each of {stages} stages")
     if sum(plan.sizes) != len(plan.layers) or 0 in plan.sizes:
         raise ValueError(f"plan.sizes: expected positive numbers that sum up to {len(plan.layers)} layers")
+    for j, (way, size) in enumerate(zip(plan.modes, plan.sizes, strict=True)):
+        if not isinstance(way, str) and len(way) != size:
+            raise ValueError(f"plan.modes[{j}]: expected a flag for each of {size} layers, got {len(way)}")
     if set(plan.ranks) != set(range(max(plan.ranks) + 1)):
         raise ValueError(f"plan.ranks: expected ranks from 0 on, each with a stage, got {list(plan.ranks)}")
     if not plan.chunks or not plan.rows:

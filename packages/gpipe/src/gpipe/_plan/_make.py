@@ -61,14 +61,15 @@ def plan(
     latency: float | Sequence[float] | None = None,
     after: BaseException | None = None,
 ) -> Plan:
-    """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages recompute, so that it fits.
+    """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages or layers recompute, to fit.
 
     Layers are profiled one by one at a few sizes of micro-batches, and the engine with stages that do nothing. For each
-    number of chunks and each schedule the best balance and modes are found together (:func:`blockpartition.place`); the
-    fastest are replayed action by action. Of those within 5 % of the fastest the one with the fewest chunks is taken,
-    then 1F1B, then the one that holds the least. A copy of the model is trained that way for a few steps, and what its
-    cells took corrects the costs. Then up to five ways that are expected to be about as fast are trained in turns, and
-    the plan is the simplest of those within 2 % of the fastest.
+    number of chunks and each schedule the best balance and modes are found together (:func:`blockpartition.place`), and
+    where memory is short, which layers of a stage to compute again so that it just fits. The fastest are replayed
+    action by action. Of those within 5 % of the fastest the one with the fewest chunks is taken, then 1F1B, then the
+    fastest; never one that is slower than if only whole stages could be computed again. A copy of the model is trained
+    that way for a few steps, and what its cells took corrects the costs. Then up to five ways that are expected to be
+    about as fast are trained in turns, and the plan is the simplest of those within 2 % of the fastest.
 
     Args:
         model: an ``nn.Sequential``, or any that :func:`gpipe.flatten` makes one of. It stays as it is.
@@ -83,8 +84,8 @@ def plan(
             of parameters such as ``torch.optim.AdamW``, which is tried on parameters without data.
         memory: what each device may hold, once or for each, as a number or text such as ``"24GiB"``. By default all
             that a GPU has, and any amount on a CPU.
-        chunks, checkpoint, schedule: to search less: a number or several; a mode or one for each stage; a name or
-            several.
+        chunks, checkpoint, schedule: to search less: a number or several; a mode or one for each stage, which are
+            computed again as a whole then; a name or several.
         profile: of the layers on a micro-batch, instead of measuring; with ``rows=`` of at least two sizes, unless
             ``chunks`` is what it was made with. One without seconds, as of a model on ``meta``, gets estimated ones.
         calibrate: whether to train a copy for some steps: a few seconds, or some twenty steps if those take longer. It
@@ -136,7 +137,7 @@ def plan(
     measured, layouts = _measured(look, layouts, may_leave_out=chunks is None and known is None)
     shares = [dealt(measured, fake, each) if fake else measured for each in layouts]
     spaces = [
-        Space(share, each.chunks, schedules, modes[each.stages], room[: each.stages])
+        Space(share, each.chunks, schedules, modes[each.stages], room[: each.stages], pieces=checkpoint is None)
         for share, each in zip(shares, layouts, strict=True)
     ]
     learned: list[str] = []
@@ -227,7 +228,7 @@ def _relaxations(space: Space, layers: nn.Sequential, optimizer: OptimizerChoice
         found.append((text, partial(replace, space, **changes)))
 
     if list(space.modes) != every:
-        offer("checkpoint=None, so that the plan may choose", modes=every)
+        offer("checkpoint=None, so that the plan may choose", modes=every, pieces=True)
     more = [m for m in read_chunks(None, rows) if m > space.chunks[-1]]
     if more:
         offer(f"chunks up to {more[-1]}", chunks=[*space.chunks, *more])

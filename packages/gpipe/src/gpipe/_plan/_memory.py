@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, takewhile
+from typing import Protocol
 
 from profiler import LayerProfile
 
@@ -84,18 +85,36 @@ class Surroundings:
     loss: LayerProfile | None = None
 
 
-def stage_bytes(
-    layers: Sequence[LayerProfile], optimizer: int, around: Surroundings, moments: Iterable[Moment]
-) -> DeviceBytes:
-    """What a stage of these layers holds at its fullest moment.
+class Stage(Protocol):
+    """What a stage holds: a whole one, or one in pieces.
+
+    Attributes:
+        parameters, gradients: bytes.
+    """
+
+    parameters: int
+    gradients: int
+
+    def peak(self, kind: Kind, begun: bool) -> tuple[int, int]:
+        """At the fullest moment of an action the bytes of gradients, and of the micro-batch that it is done to.
+
+        Args:
+            kind: of the action.
+            begun: whether gradients of an earlier micro-batch are there.
+        """
+
+    def others(self, moment: Moment) -> tuple[int, int, int]:
+        """Beside that: what other micro-batches keep, their losses, and what comes from other stages and goes there."""
+
+
+def stage_bytes(stage: Stage, optimizer: int, moments: Iterable[Moment]) -> DeviceBytes:
+    """What a stage holds at its fullest moment.
 
     Args:
-        layers: of the stage, on a micro-batch.
+        stage: its layers.
         optimizer: bytes of its state.
-        around: what it depends on beside.
         moments: what it does, beside which other micro-batches.
     """
-    stage = _Stage(layers, around)
     fixed = stage.parameters, stage.gradients, optimizer
     most, peak, fullest = sum(fixed), (stage.gradients, 0), None
     for moment in moments:
@@ -107,22 +126,29 @@ def stage_bytes(
     return DeviceBytes(stage.parameters, peak[0], optimizer, beside, peak[1], loss, crossing)
 
 
-class _Stage:
+class WholeStage:
     """The sums and peaks over the layers of a stage.
+
+    Args:
+        layers: of the stage, on a micro-batch.
+        around: what it depends on beside.
 
     Attributes:
         parameters, gradients: bytes.
+        kept: what a micro-batch leaves after its forward, without the input.
+        parting: what waits with it for the part of its backward for the weights.
+        sent: of that, what the next stage keeps too, if it is in memory of this one.
     """
 
     def __init__(self, layers: Sequence[LayerProfile], around: Surroundings) -> None:
         self._layers = layers
         self._around = around
-        self._kept = kept_bytes(layers)
+        self.kept = kept_bytes(layers)
         self._copy = around.incoming if around.copied else 0
-        self._parting = sum(map(_parting, layers))
+        self.parting = sum(map(parting_of, layers))
         self._shares = not around.is_last and not around.sends_copies
         # What the next stage keeps of the output, in memory of this one.
-        self._sent = layers[-1].output_bytes + sum(size for _, size in around.stashed) if self._shares else 0
+        self.sent = layers[-1].output_bytes + sum(size for _, size in around.stashed) if self._shares else 0
         self.parameters = sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
         self.gradients = sum(layer.trainable_bytes for layer in layers)
         self._freed = freed(layers)
@@ -134,29 +160,27 @@ class _Stage:
         self._known: dict[tuple[Kind, bool], tuple[int, int]] = {}
 
     def peak(self, kind: Kind, begun: bool) -> tuple[int, int]:
-        """At the fullest moment of an action the bytes of gradients, and of the micro-batch that it is done to.
-
-        Args:
-            kind: of the action.
-            begun: whether gradients of an earlier micro-batch are there.
-        """
+        """See :class:`Stage`."""
         if (kind, begun) not in self._known:
-            self._known[kind, begun] = max(self._peaks(kind, begun), key=sum)
+            self._known[kind, begun] = max(self.peaks(kind, begun), key=sum)
         return self._known[kind, begun]
 
     def others(self, moment: Moment) -> tuple[int, int, int]:
-        """Beside that: what other micro-batches keep, their losses, and what comes from other stages and goes there."""
+        """See :class:`Stage`."""
         loss = moment.whole * self._layers[-1].output_bytes if self._around.is_last else 0
         return self._beside(moment), loss, self._crossing(moment)
 
     def _beside(self, moment: Moment) -> int:
         """What the other micro-batches keep."""
-        whole = self._kept + self._copy
-        held = moment.whole * whole + moment.late * (whole + self._parting) + moment.bare * self._copy
-        return held + self._twice(moment) * self._sent
+        whole = self.kept + self._copy
+        held = moment.whole * whole + moment.late * (whole + self.parting) + moment.bare * self._copy
+        return held + self.sent_twice(moment)
+
+    def sent_twice(self, moment: Moment) -> int:
+        """What the next stage keeps of outputs that this one does not, or has computed again."""
+        return self._twice(moment) * self.sent
 
     def _twice(self, moment: Moment) -> int:
-        """How many outputs the next stage keeps that this one does not, or has computed again."""
         again = moment.bare + (moment.kind == Kind.RECOMPUTE)
         if self._around.trailing is None:
             return again
@@ -174,7 +198,8 @@ class _Stage:
         # Of the first one a clone was made, before it was known that the layers leave it as it is.
         return around.moved + (moment.first + (done if around.needs_gradient else 0)) * around.incoming
 
-    def _peaks(self, kind: Kind, begun: bool) -> list[tuple[int, int]]:
+    def peaks(self, kind: Kind, begun: bool) -> list[tuple[int, int]]:
+        """Of which :meth:`peak` is one; of a backward for each layer."""
         there = self.gradients if begun else 0
         if kind == Kind.BACKWARD:
             return self._backward(begun)
@@ -185,7 +210,7 @@ class _Stage:
         return [(there, self._forward() + self._copy)]
 
     def _forward(self) -> int:
-        found = self._kept + (self._around.loss.peak_bytes if self._around.loss else 0)
+        found = self.kept + (self._around.loss.peak_bytes if self._around.loss else 0)
         for before, gone, layer in zip(self._before, self._freed, self._layers, strict=True):
             if layer.peak_bytes > _backward_peak(layer, begun=False):  # so it is that of the forward
                 found = max(found, before + gone + layer.peak_bytes)
@@ -202,8 +227,14 @@ class _Stage:
 
     def _peak_of(self, layer: LayerProfile, k: int, begun: bool) -> int:
         """The peak of its backward; the gradient that this begins with may be in memory of the next stage."""
+        whole = _backward_peak(layer, begun)
         given = layer.adding_given_peak_bytes if begun else layer.given_peak_bytes
-        return _backward_peak(layer, begun) if given is None or k < self._turn or not self._shares else given
+        if given is None or k < self._turn:
+            return whole
+        if given + layer.output_bytes > whole:  # at a moment when it needs neither that gradient nor what it gave
+            held = layer.output_bytes - layer.passing_bytes if k == len(self._layers) - 1 else 0
+            return max(given if self._shares else whole, given + held + (0 if self._shares else layer.output_bytes))
+        return given if self._shares else whole
 
     def _flowing(self, k: int) -> int:
         """What is there beside the graph while the backward of a layer runs."""
@@ -227,26 +258,25 @@ class _Stage:
 
     def _inputs(self, gradients: int) -> list[tuple[int, int]]:
         """For each layer, while the part of its backward for the inputs is there, and nothing saved is let go."""
-        left = self._parting
-        found = []
+        left, found = 0, []
         for k, layer in enumerate(self._layers[::-1], start=1 - len(self._layers)):
-            left -= _parting(layer)
             peak = (
-                _parting(layer) + layer.output_bytes if layer.parting_peak_bytes is None else layer.parting_peak_bytes
+                parting_of(layer) + layer.output_bytes if layer.parting_peak_bytes is None else layer.parting_peak_bytes
             )
-            found.append((gradients, self._kept + self._copy + left + peak + self._skips(-k)))
+            found.append((gradients, self.kept + self._copy + left + peak + self._skips(-k)))
+            left += parting_of(layer)
         return found
 
     def _weights(self, begun: bool) -> list[tuple[int, int]]:
-        made, rest, found = 0, self._parting, []
+        made, rest, found = 0, self.parting, []
         for layer in self._layers:
             if layer.trainable_bytes:
                 # They come one after the other, and go where there are some to add them to.
                 largest = layer.largest_parameter_bytes if begun else None
                 fresh = layer.trainable_bytes if largest is None else largest
-                found.append((self.gradients if begun else made, self._kept + self._copy + rest + fresh))
-            made, rest = made + layer.trainable_bytes, rest - _parting(layer)
-        return found or [(0, self._kept + self._copy)]
+                found.append((self.gradients if begun else made, self.kept + self._copy + rest + fresh))
+            made, rest = made + layer.trainable_bytes, rest - parting_of(layer)
+        return found or [(0, self.kept + self._copy)]
 
 
 def _hands_on(layer: LayerProfile) -> bool:
@@ -260,7 +290,7 @@ def _backward_peak(layer: LayerProfile, begun: bool) -> int:
     return layer.peak_bytes + layer.output_bytes if found is None else found
 
 
-def _parting(layer: LayerProfile) -> int:
+def parting_of(layer: LayerProfile) -> int:
     """The gradients that the part of a backward for the weights starts from.
 
     Where they were not counted they are inside of layers as large as what these save, at most.

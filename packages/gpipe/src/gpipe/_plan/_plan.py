@@ -33,7 +33,7 @@ class Plan(PlanData):
     Attributes:
         balance: how many layers each stage gets.
         chunks: how many micro-batches.
-        checkpoint: the mode of checkpointing of each stage.
+        checkpoint: the mode of checkpointing of each stage, or for each of its layers whether it is computed again.
         schedule: the name of the schedule for :meth:`gpipe.GPipe.step`.
         predicted: seconds, bytes by kind and device, throughput, bubble.
         alternatives: what else was looked at, and why it was not taken.
@@ -42,7 +42,8 @@ class Plan(PlanData):
         rows: of the mini-batch.
         notes: how the figures came about.
         layers: of the model.
-        sizes, modes, split: of the stages: layers, checkpointing, and which backwards are split.
+        sizes, modes, split: of the stages: layers, checkpointing, and which backwards are split. What has flags in
+            ``modes`` is computed again inside of backwards, so that ``stages`` count that as backward.
         timeline: when which stage does what in a step, as predicted.
         stages: what each costs, for :attr:`timeline`.
         hops: the seconds from the stage before to each.
@@ -130,8 +131,8 @@ class Plan(PlanData):
     def update(self, timeline: Timeline) -> Plan:
         """Search the balance again, with what cells took in a step instead of what layers took alone.
 
-        Chunks, schedule and modes stay, so that ``pipe.rebalance(plan.update(timeline).balance)`` brings a pipe to it
-        between two steps. The balance stays where no other is expected to be faster.
+        Chunks, schedule and modes stay, and flags with their layers: ``pipe.rebalance(plan.update(timeline).balance)``
+        brings a pipe to it between two steps. The balance stays where no other is expected to be faster.
 
         Args:
             timeline: of one step of a pipe with this plan, recorded by :func:`gpipe.record` after some to warm up.

@@ -10,6 +10,7 @@ from profiler.text import align, format_bytes, format_seconds, format_share
 from ..timeline import StageCost
 from ._data import Alternative, PlanData
 from ._memory import DeviceBytes
+from ._ways import Way, modes_of, shown
 
 _BAR = 24
 _MANY = 8
@@ -33,7 +34,7 @@ def heading(plan: PlanData) -> str:
     between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
     marked = ", an estimate that was not measured" if plan.is_estimate else ""
     return (
-        f"{_replicas(plan)}balance={plan.balance}, chunks={plan.chunks}, checkpoint={plan.checkpoint}, "
+        f"{_replicas(plan)}balance={plan.balance}, chunks={plan.chunks}, checkpoint={[*map(shown, plan.modes)]}, "
         f"schedule={plan.schedule!r}\n"
         f"a step of {plan.rows} rows{marked}: {format_seconds(seconds.mid)} ({between}), "
         f"{found.throughput:.4g} rows/s, bubble {format_share(found.bubble)}{_reduction(plan)}"
@@ -63,15 +64,19 @@ def stage_rows(plan: PlanData) -> list[list[str]]:
         names = first if first == last else f"{first} … {last}"
         split = " (split)" if j in plan.split else ""
         rows.append(
-            [str(j), plan.devices[j], names, plan.modes[j], format_seconds(stage.forward),
+            [str(j), plan.devices[j], names, _recomputed(plan.modes[j]), format_seconds(stage.forward),
              format_seconds(stage.backward) + split, format_seconds(busy(stage, plan.modes[j]))]
         )  # fmt: skip
     return rows
 
 
-def busy(stage: StageCost, mode: str) -> float:
-    """The seconds that a stage takes for a micro-batch."""
-    return stage.forward + stage.backward + (stage.forward if mode != "never" else 0.0)
+def _recomputed(way: Way) -> str:
+    return way if isinstance(way, str) else f"{shown(way)} recomputed"
+
+
+def busy(stage: StageCost, way: Way) -> float:
+    """The seconds that a stage takes for a micro-batch. What has flags is computed again in the backward."""
+    return stage.forward + stage.backward + (stage.forward if modes_of([way]) != ("never",) else 0.0)
 
 
 def _stages(plan: PlanData) -> str:
@@ -113,7 +118,8 @@ def _alternative(plan: PlanData, other: Alternative) -> list[str]:
     ]  # fmt: skip
 
 
-def _modes(modes: Sequence[str]) -> str:
+def _modes(ways: Sequence[Way]) -> str:
+    modes = [*map(shown, ways)]
     return modes[0] if len(set(modes)) == 1 else _listed(modes)
 
 

@@ -16,6 +16,7 @@ from ._calibrate import learned
 from ._data import Expected, PlanData
 from ._outcome import plan_of
 from ._search import Candidate, Space, replayed, search
+from ._ways import following
 
 Plan = TypeVar("Plan", bound=PlanData)
 
@@ -50,7 +51,8 @@ def update(plan: Plan, timeline: Timeline) -> Plan:
 
 def _with_balance_open(space: Space, now: Candidate) -> Space:
     """All but the balance stays, so that a pipe can be given it while it trains."""
-    return replace(space, chunks=[now.chunks], schedules=[now.schedule], modes=[(mode,) for mode in now.modes])
+    ways = [(way,) for way in following(now.modes, now.sizes)]
+    return replace(space, chunks=[now.chunks], schedules=[now.schedule], modes=ways, pieces=False)
 
 
 def _others(found: list[Candidate], stay: Candidate) -> list[Candidate]:

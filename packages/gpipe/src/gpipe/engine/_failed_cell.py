@@ -22,6 +22,7 @@ class FailedCell(NamedTuple):
         checkpoint_stop: of the stage.
         schedule: its name; "own" for one that has none.
         split: the stages whose backward it splits.
+        flags: of a stage in pieces, whether each of its layers is checkpointed.
     """
 
     stage: int
@@ -35,6 +36,7 @@ class FailedCell(NamedTuple):
     checkpoint_stop: int
     schedule: str = "fill_drain"
     split: tuple[int, ...] = ()
+    flags: tuple[bool, ...] = ()
 
     def __str__(self) -> str:
         return f"partition {self.stage} on {self.device}, in a {self.kind.replace('_', ' of ')}"

@@ -116,7 +116,8 @@ class PiecewiseRunner(StageRunner):
         cell = failed_cell(error)
         if cell is not None:
             stages = [piece.stage for piece in self._pieces]
-            mark(error, cell._replace(first=stages[0].numbers.start, end=stages[-1].numbers.stop))
+            flags = tuple(bool(stage.recomputed) for stage in stages for _ in stage.numbers)
+            mark(error, cell._replace(first=stages[0].numbers.start, end=stages[-1].numbers.stop, flags=flags))
 
 
 def joined(runners: Sequence[StageRunner]) -> dict[int, StageRunner]:

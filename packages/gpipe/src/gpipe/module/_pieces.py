@@ -67,6 +67,43 @@ def copied(choices: Choices) -> Choices:
     return choices if isinstance(choices, str) else [each if isinstance(each, str) else [*each] for each in choices]
 
 
+def moved(choices: Choices, before: Sequence[int], after: Sequence[int]) -> Choices:
+    """The choices for partitions of other sizes: flags follow their layers, and modes stay with their partitions.
+
+    So a partition with a mode has it for layers that come from another one with a mode. It has flags itself once a
+    layer comes with one that says something else than its mode.
+
+    >>> moved([[True, False], "never"], [2, 1], [1, 2]), moved([[False, True], "never"], [2, 1], [1, 2])
+    (['always', 'never'], ['never', [True, False]])
+    """
+    if isinstance(choices, str) or all(isinstance(each, str) for each in choices):
+        return choices
+    owners = [j for j, size in enumerate(before) for _ in range(size)]
+    places = [k - sum(before[:j]) for k, j in enumerate(owners)]
+    end, found = 0, list[Choice]()
+    for own, size in zip(choices, after, strict=True):
+        end += size
+        layers = [(choices[owners[k]], places[k]) for k in range(end - size, end)]
+        flags = [_flag(own if isinstance(own, str) else came, came, place) for came, place in layers]
+        said = {flag for flag, (came, _) in zip(flags, layers, strict=True) if not isinstance(came, str)}
+        found.append(own if isinstance(own, str) and said <= _SAYS[own] else _named(flags))
+    return found
+
+
+def _named(flags: list[bool]) -> Choice:
+    """The mode that says the same, if there is one."""
+    return "always" if all(flags) else flags if any(flags) else "never"
+
+
+_SAYS: dict[str, set[bool]] = {"always": {True}, "never": {False}, "except_last": set()}
+"""The flags that say the same as a mode."""
+
+
+def _flag(mode: Choice, came: Choice, place: int) -> bool:
+    """Whether a layer is checkpointed that came with a flag, or else has this mode."""
+    return mode != "never" if isinstance(came, str) else came[place]
+
+
 def modes_of(choices: Choices) -> str | list[str]:
     """What schedules see: of a partition in pieces nothing is checkpointed as a whole."""
     if isinstance(choices, str):
