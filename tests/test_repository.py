@@ -158,6 +158,11 @@ class TestWords:
         assert lines_matching(f"{machine}|{index}") == []
 
     @each_package
+    def test_readmes_show_no_pictures_of_the_repository(self, package: str) -> None:
+        """An index shows the README of a package away from its repository."""
+        assert "![" not in (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+
+    @each_package
     def test_the_licence_is_the_same_everywhere(self, package: str) -> None:
         assert (ROOT / "packages" / package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 

@@ -85,5 +85,5 @@ class Report:
         if self.compared:
             lines.append(f"the whole pipe equals the micro-batch loop under {', '.join(self.compared)}")
         else:
-            lines.append("the whole pipe was not run; mend the errors first")
+            lines.append("the whole pipe was not run; fix the errors first")
         return "\n".join(lines)

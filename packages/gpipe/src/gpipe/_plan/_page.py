@@ -51,11 +51,11 @@ def _title(plan: PlanData) -> str:
 def _beside(plan: PlanData) -> str:
     """Why the timeline is not as long as the step."""
     drawn, whole = plan.timeline.makespan, plan.predicted.seconds.mid
-    average = f", with the {format_seconds(plan.reduction)} in which replicas average their gradients"
+    average = f", {format_seconds(plan.reduction)} in which replicas average their gradients,"
+    included = f"the overhead of the engine{average if plan.replicas > 1 else ''} and a correction by measured steps"
     return (
-        f"Actions alone: {format_seconds(drawn)}. A step is expected to take {format_seconds(whole)}"
-        f"{average if plan.replicas > 1 else ''}, with what the "
-        "engine adds to it, and with what measured steps, if there were any, took more or less."
+        f"Actions alone: {format_seconds(drawn)}. A step is expected to take {format_seconds(whole)}: "
+        f"this includes {included}, if there were any."
     )
 
 
