@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from typing import NamedTuple
 
 from profiler import LayerProfile, Profile
 
 from ..schedule import Kind
-from ._kept import kept_bytes
+from ._kept import kept_bytes, shares
+
+
+class Part(NamedTuple):
+    """What one layer of a stage takes for one micro-batch.
+
+    Attributes:
+        forward: seconds.
+        kept: bytes that it keeps for the backward, with its output.
+        output: bytes of its output.
+    """
+
+    forward: float
+    kept: int
+    output: int
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,9 @@ class StageCost:
         layers: their names, as text for people.
         timed: whether times are seconds. Where nothing was measured they are ticks, and only bytes are known.
 
+    :func:`stage_costs` also keeps what each layer takes, for stages of which some are checkpointed. Without that, all
+    layers of a stage count as equal.
+
     >>> StageCost(forward=1, backward=3, backward_input=1).seconds("backward_weight")
     2
     """
@@ -40,12 +58,13 @@ class StageCost:
     boundary_bytes: int = 0
     layers: str = ""
     timed: bool = True
+    _parts: tuple[Part, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field in fields(self)[:-2]:
-            value = getattr(self, field.name)
+        for each in fields(self)[:-3]:
+            value = getattr(self, each.name)
             if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field.name}: expected a number that is not negative, got {value!r}")
+                raise ValueError(f"{each.name}: expected a number that is not negative, got {value!r}")
         for part in (self.backward_input, self.backward_weight):
             if None in (self.backward_input, self.backward_weight) and part is not None and part > self.backward:
                 raise ValueError(
@@ -68,6 +87,17 @@ class StageCost:
         if kind == Kind.BACKWARD_WEIGHT:
             return self._part(self.backward_weight, self.backward_input)
         return self.forward if kind == Kind.FORWARD else self.backward
+
+    def parts(self, layers: int) -> tuple[Part, ...]:
+        """What each layer takes; equal parts for so many layers, where it is not known.
+
+        Args:
+            layers: how many there are said to be.
+
+        Returns:
+            The forward, what it keeps, and its output, of each.
+        """
+        return self._parts or (Part(self.forward / layers, self.activation_bytes // layers, 0),) * layers
 
     def _part(self, own: float | None, other: float | None) -> float:
         if own is not None:
@@ -125,4 +155,12 @@ def _stage_cost(layers: Sequence[LayerProfile], scale: float, boundary: int, cop
         boundary_bytes=boundary,
         layers=", ".join(layer.name for layer in layers),
         timed=timed,
+        _parts=tuple(
+            Part(
+                scale * (layer.forward_seconds or 0.0) if timed else 1 / len(layers),
+                round(scale * kept),
+                round(scale * layer.output_bytes),
+            )
+            for layer, kept in zip(layers, shares(layers), strict=True)
+        ),
     )

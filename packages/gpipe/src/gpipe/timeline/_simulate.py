@@ -18,6 +18,7 @@ from ..schedule._named import lanes, usual_placement
 from ._costs import StageCost
 from ._events import SECONDS, TICKS, Event
 from ._hops import Transfer, crossings, hop_seconds, is_shared
+from ._pieces import Checkpoint, in_pieces
 from ._queues import queued
 from ._timeline import Timeline
 
@@ -27,7 +28,7 @@ def simulate(
     costs: Sequence[StageCost],
     *,
     microbatches: int | None = None,
-    checkpoint: str | Sequence[str] | None = None,
+    checkpoint: Checkpoint | None = None,
     placement: Sequence[int] | None = None,
     transfer: Transfer = 0.0,
 ) -> Timeline:
@@ -42,7 +43,8 @@ def simulate(
         costs: of each stage.
         microbatches: how many there are, for a schedule by its name.
         checkpoint: as of :class:`gpipe.GPipe`, a mode or one for each stage: micro-batches that it names and that the
-            schedule does not recompute are recomputed just before their backwards. By default as ``schedule`` says.
+            schedule does not recompute are recomputed just before their backwards. A stage with a flag for each of its
+            layers recomputes some in its backwards, which take so much longer. By default as ``schedule`` says.
         placement: the worker of each stage; by default the schedule's own, or else a worker for each stage. Of those
             with a name, the ones in the shape of a V have their own.
         transfer: the seconds from worker to worker; or a function that gives them for a number of bytes, such as a
@@ -55,12 +57,15 @@ def simulate(
 
     Raises:
         ValueError: the numbers of stages differ, the workers would wait for each other for ever, or ``microbatches``
-            is missing, or given for a schedule that has its own.
+            is missing, or given for a schedule that has its own; or a stage has flags for more or fewer layers.
 
     >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=["always", "never"]).makespan)
     17.0
+    >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=[[True, False], "never"]).makespan)
+    16.5
     """
-    schedule, place = _placed(schedule, costs, microbatches, checkpoint, placement)
+    costs, modes = in_pieces(costs, checkpoint)
+    schedule, place = _placed(schedule, costs, microbatches, modes, placement)
     boundary = _boundary(costs, place)
     spans = _spans(schedule.on(place), costs, transfer, boundary)
     held = _held(schedule, costs)
@@ -106,7 +111,7 @@ def makespan(
     costs: Sequence[StageCost],
     *,
     microbatches: int | None = None,
-    checkpoint: str | Sequence[str] | None = None,
+    checkpoint: Checkpoint | None = None,
     placement: Sequence[int] | None = None,
     transfer: Transfer = 0.0,
 ) -> float:
@@ -128,18 +133,19 @@ def makespan(
     >>> makespan("1f1b", [StageCost(1, 2)] * 4, microbatches=8)
     33.0
     """
+    costs, modes = in_pieces(costs, checkpoint)
     if is_shared(transfer):
         # Who comes first to a link is known only in the order of time.
-        whole, place = _placed(schedule, costs, microbatches, checkpoint, placement)
+        whole, place = _placed(schedule, costs, microbatches, modes, placement)
         spans = _spans(whole.on(place), costs, transfer, _boundary(costs, place))
         return max((span.end for span in spans.values()), default=0.0)
     if isinstance(schedule, str) and microbatches is not None:
         place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
         _expect_one_each(costs, placement=place)
-        stops = checkpoint_stops(checkpoint or "never", microbatches, len(costs))
+        stops = checkpoint_stops(modes or "never", microbatches, len(costs))
         steps: Sequence[Lane] = lanes(schedule, microbatches, place, stops)
     else:
-        whole, place = _placed(schedule, costs, microbatches, checkpoint, placement)
+        whole, place = _placed(schedule, costs, microbatches, modes, placement)
         steps, microbatches = [_with_kinds(lane) for lane in whole.on(place)], _microbatches(whole)
     hops = hop_seconds(transfer, _boundary(costs, place))
     return replayed(steps, microbatches, [{kind: cost.seconds(kind) for kind in Kind} for cost in costs], hops)
