@@ -11,4 +11,12 @@ from torch import nn
 def fsdp_modules(module: nn.Module) -> list[Any]:
     """Those of ``module`` and below that ``fully_shard`` was called for; without importing it if nobody has."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [] if kind is None else [each for each in module.modules() if isinstance(each, kind)]
+    if kind is None or not _is_used(kind):
+        return []
+    return [each for each in module.modules() if isinstance(each, kind)]
+
+
+def _is_used(kind: type) -> bool:
+    """Whether anything was sharded in this process: a class is made for each class of modules that is."""
+    below: list[type] = kind.__subclasses__()
+    return any(issubclass(each, nn.Module) or _is_used(each) for each in below)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine._accumulate import added
+from ..engine._parameters import parameters_of
 from ..engine._tied import modules_below, shared_tensors
 from ._groups import Groups
 from ._messages import Peer, Receiver, Sender
@@ -93,8 +94,8 @@ class Twins:
 
     def trained(self, module: nn.Module) -> list[Tensor]:
         """Those below ``module`` whose gradients are parts of a sum."""
-        below = {*module.parameters()}
-        twins = (twin.tensor for twin in (*self._owned, *self._others))
+        twins = [twin.tensor for twin in (*self._owned, *self._others)]
+        below = {*parameters_of(module)} if twins else set()
         return [tensor for tensor in twins if tensor.requires_grad and tensor in below]
 
     def summed(self, grown: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def accumulate_whole(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> No
     The gradients are ready on this thread's current streams.
     """
     with torch.autograd.set_multithreading_enabled(False):
-        torch.autograd.backward(_on_current_streams(roots), list(gradients))
+        accumulate(tuple(_on_current_streams(roots)), tuple(gradients))
 
 
 def _on_current_streams(roots: Sequence[Tensor]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from ..checkpoint._random import RunRNG
 from ._accumulate import AccumulatedGradients
 from ._deferred_gradients import DeferredGradients, kept
 from ._losses import Losses
+from ._parameters import parameters_of
 from ._stage import Stage
 
 
@@ -54,7 +55,7 @@ class MiniBatch:
         self.loss = loss
         self.kept_nodes: list[Tensor] = []
         if self.keeps:
-            self.kept_nodes = kept([p for stage in stages for p in stage.module.parameters()])
+            self.kept_nodes = kept([p for stage in stages for p in parameters_of(stage.module)])
         self.deferred = DeferredGradients() if loss is None else loss.held
         self.accumulated = [] if loss is None else [loss.grown]
 
@@ -66,7 +67,7 @@ class MiniBatch:
 
     def accumulated_outside(self, stage: Stage) -> AccumulatedGradients | None:
         """Where gradients of ``stage`` accumulate before they go to ``.grad``; None if they may go there at once."""
-        own = {id(parameter) for parameter in stage.module.parameters()}
+        own = {id(parameter) for parameter in parameters_of(stage.module)}
         if own.isdisjoint(map(id, self.kept_nodes)):
             return None
         self.accumulated.append(AccumulatedGradients())

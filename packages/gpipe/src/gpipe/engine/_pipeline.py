@@ -31,6 +31,7 @@ from ._failed_cell import failed_cell, mark, mark_late
 from ._failures import Failures
 from ._loss import LossStage
 from ._losses import Losses
+from ._parameters import parameters_of
 from ._run import Run
 from ._scale import Scale, scaled
 from ._settings import Observer, settings
@@ -165,7 +166,7 @@ class Pipeline:
         with self.workers.section.entered(accumulates=True):
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             walk = self.walk(schedule, run.mini_batch.size)
-            parameters = [p for stage in self.stages for p in stage.module.parameters()]
+            parameters = [p for stage in self.stages for p in parameters_of(stage.module)]
             before = _Gradients(parameters)
             mixed = 0
             try:

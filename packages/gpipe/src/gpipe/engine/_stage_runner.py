@@ -23,6 +23,7 @@ from ._graph_leaves import Below
 from ._layers import Layers
 from ._losses import Losses
 from ._mini_batch import MiniBatch
+from ._parameters import parameters_of
 from ._stage import Stage
 
 _HIDES = (
@@ -166,7 +167,7 @@ class StageRunner:
             self._begun = True
             if self._tied:
                 deferred.hold(self._tied, every=True)
-            deferred.hold(self.stage.module.parameters(), every=every)
+            deferred.hold(parameters_of(self.stage.module), every=every)
         if every or undoes or self._grown is not None:  # layers may also use tensors that are no parameters of theirs
             graph = self._cells[i].below()
             deferred.hold(graph.leaves, every=every)
