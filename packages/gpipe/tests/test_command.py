@@ -48,6 +48,9 @@ def broken_batch():
     return 1 / 0
 
 answer = 42
+
+def leaving():
+    raise SystemExit(0)
 """
 
 
@@ -173,6 +176,13 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
         (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2x2x1GB", "--bandwidth", "1XB"], "bandwidth"),
         (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2x2x1GB", "--latency", "-1"], "latency"),
         (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--bandwidth", "1GB"], "bandwidth"),
+        (["plan", "some_models:leaving", "--sample", "8,8", "--devices", "cpu"], "leaving() fails: SystemExit"),
+        (["plan", "some_models:clean", "--sample", "0,8", "--devices", "cpu"], "sample: expected a mini-batch"),
+        (["plan", "some_models:clean", "--sample", "8,8:int64:0", "--devices", "cpu"], "sample: expected values below"),
+        (["plan", "some_models:clean", "--sample", f"{9**30},8", "--devices", "cpu"], "sample: cannot make a tensor"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "meta"], "nothing runs on 'meta'"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "-1GB"], "-1GB"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--quick", "--html", "p.pdf"], ".html"),
         (["conquer"], "conquer"),
     ],
 )

@@ -346,6 +346,12 @@ class TestModels:
         ({"calibrate": "no"}, TypeError, "calibrate must be True or False"),
         ({"target": torch.zeros(ROWS, 3)}, TypeError, "a target is given, but no loss_fn that takes it"),
         ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
+        ({"target": torch.zeros(3, 3), "loss_fn": loss}, ValueError, "target has 3 rows .*, the input 16 rows"),
+        ({"chunks": True}, TypeError, "chunks: an integer is expected"),
+        ({"schedule": []}, ValueError, "schedule: expected at least one of"),
+        ({"checkpoint": 3}, TypeError, "checkpoint must be a mode, or a list"),
+        ({"optimizer": lambda own: None}, TypeError, "optimizer: expected a function that returns one, got NoneType"),
+        ({"profile": 3}, TypeError, "profile: expected a profiler.Profile, got int"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_is_measured(
@@ -366,7 +372,26 @@ def test_wrong_devices_and_models():
         plan(model(), x, ["gpu"])
     with pytest.raises(TypeError, match="devices must be a list"):
         plan(model(), x, "cpu")
-    with pytest.raises(TypeError):
-        plan(model(), [3], CPUS)
+    with pytest.raises(ValueError, match=r"devices: nothing runs on 'meta'; text such as '8x80GB'"):
+        plan(model(), x, ["meta"])
+    with pytest.raises(TypeError, match=r"text: expected what Plan.to_json wrote, got int"):
+        Plan.from_json(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Sequential|module"):
         plan(3, x, CPUS)
+
+
+@pytest.mark.parametrize("sample", [None, [], {}, torch.zeros(0, 3), torch.tensor(1.0), [3], "text"])
+def test_no_mini_batches(sample: Any):
+    with pytest.raises((TypeError, ValueError), match=r"^sample: "):
+        plan(model(), sample, CPUS)
+
+
+def test_no_model_is_built(example: Plan):
+    with pytest.raises(TypeError, match="model: expected the one that was planned for, got int"):
+        example.build(3)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_fails_is_said_to_be_the_cause():
+    with pytest.raises(ZeroDivisionError) as caught:
+        made(optimizer=lambda own: 1 / 0)
+    assert "optimizer=" in caught.value.__notes__[0]

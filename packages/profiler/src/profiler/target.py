@@ -50,7 +50,7 @@ def load(path: str, what: str = "target") -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end the program as it is imported
         raise UnusableError(f"{what}: cannot import {module!r}: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
@@ -114,7 +114,7 @@ def _called(function: Any, path: str, what: str) -> Any:
         raise UnusableError(f"{what}: expected {path!r} to be a function or a module, got {type(function).__name__}")
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UnusableError(f"{what}: {path}() fails: {type(error).__name__}: {error}") from error
 
 
@@ -123,7 +123,16 @@ def _tensor(text: str, what: str) -> tuple[str | None, Tensor]:
     dtype = getattr(torch, (match["dtype"] if match else None) or "float32", None)
     if match is None or not isinstance(dtype, torch.dtype):
         raise UnusableError(f"{what}: {_EXPECTED}; got {text!r}")
-    shape = [int(size) for size in match["shape"].split(",")]
+    if match["below"] and int(match["below"]) < 1:
+        raise UnusableError(f"{what}: expected values below a positive number, got {text!r}")
+    try:
+        return match["name"], _random([int(size) for size in match["shape"].split(",")], dtype, match["below"])
+    except (RuntimeError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UnusableError(f"{what}: cannot make a tensor of {text!r}: {reason}") from error
+
+
+def _random(shape: list[int], dtype: torch.dtype, below: str | None) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
-        return match["name"], torch.randn(shape, dtype=dtype)
-    return match["name"], torch.randint(int(match["below"] or 2), shape).to(dtype)
+        return torch.randn(shape, dtype=dtype)
+    return torch.randint(int(below or 2), shape).to(dtype)

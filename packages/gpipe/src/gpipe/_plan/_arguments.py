@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from microbatch import Batch, check, scatter
+from streams import add_note
+
 from .._meant import did_you_mean
 from ..module._arguments import checked_mode, listed, whole
+from ..module._cut import checked, expect_same_rows
 from ..module._training import takes_output_alone
 from ..schedule._named import expect_name
 
@@ -28,6 +32,33 @@ SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
 _UNITS = {"": 1, **{f"{letter}B": 1000**k for k, letter in enumerate(("", "K", "M", "G", "T", "P"))}}
 _UNITS.update({f"{letter}IB": 1024**k for k, letter in enumerate("KMGTP", start=1)})
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+def expect_rows(sample: Any) -> None:
+    """Raise unless ``sample`` is a mini-batch: tensors with at least one row.
+
+    Raises:
+        TypeError, ValueError: it is something else; names ``sample``.
+    """
+    try:
+        check(sample)
+    except TypeError as error:
+        raise TypeError(f"sample: {error}") from error
+    shapes = [tuple(tensor.shape) for tensor in Batch(sample)]
+    if not shapes or not all(shape and shape[0] for shape in shapes):
+        found = ", ".join(map(str, shapes)) or repr(sample)
+        raise ValueError(f"sample: expected a mini-batch of tensors with at least one row, got shapes {found}")
+
+
+def expect_target(target: Any, sample: Any) -> None:
+    """Raise, as a step would, unless the ``target`` can be cut into the micro-batches of ``sample``.
+
+    Raises:
+        TypeError, ValueError: it cannot; names ``target``.
+    """
+    if target is not None:
+        value = checked(target, None, "target")
+        expect_same_rows(scatter(value.bare, 1, value.spec), scatter(sample, 1))
 
 
 def read_bytes(size: int | float | str, name: str = "memory") -> int:
@@ -75,10 +106,17 @@ def read_chunks(chunks: Any, rows: int) -> list[int]:
         candidates = {*powers, *(3 * power for power in powers), *(-(-rows // power) for power in powers)}
         return sorted(m for m in candidates if m <= rows and -(-rows // -(-rows // m)) == m)
     given = [chunks] if isinstance(chunks, int) else listed("chunks", chunks, "a number, or a list", "chunks=[4, 8]")
-    numbers = sorted({whole(number) for number in given})
+    numbers = sorted({_number(number) for number in given})
     if not numbers or numbers[0] < 1 or numbers[-1] > rows:
         raise ValueError(f"chunks: expected numbers from 1 to {rows}, the rows of the sample, got {chunks!r}")
     return numbers
+
+
+def _number(number: Any) -> int:
+    try:
+        return whole(number)
+    except TypeError as error:
+        raise TypeError(f"chunks: {error}") from error
 
 
 def read_loss(loss_fn: Callable[..., Any] | None, target: Any) -> Callable[[Any, Any], Any] | None:
@@ -98,6 +136,8 @@ def read_schedules(schedule: Any) -> list[str]:
         return list(SCHEDULES)
     what, example = "the name of a schedule, or a list of names", "schedule='1f1b'"
     given = [schedule] if isinstance(schedule, str) else listed("schedule", schedule, what, example)
+    if not given:
+        raise ValueError(f"schedule: expected at least one of {', '.join(map(repr, SCHEDULES))}, got none")
     for name in given:
         if not isinstance(name, str):
             raise TypeError(f"schedule must be {what}, as in {example}; got {schedule!r}")
@@ -111,7 +151,9 @@ def read_modes(checkpoint: Any, stages: int) -> list[tuple[str, ...]]:
         return [("never", "always")] * stages
     if isinstance(checkpoint, str):
         return [(checked_mode(checkpoint),)] * stages
-    modes = [checked_mode(mode, f"checkpoint[{j}]") for j, mode in enumerate(checkpoint)]
+    what, example = "a mode, or a list of one for each stage", f"checkpoint={['never'] * stages!r}"
+    given = listed("checkpoint", checkpoint, what, example)
+    modes = [checked_mode(mode, f"checkpoint[{j}]") for j, mode in enumerate(given)]
     if len(modes) != stages:
         raise ValueError(f"checkpoint: expected one mode, or one for each of {stages} stages, got {len(modes)}")
     return [(mode,) for mode in modes]
@@ -162,7 +204,13 @@ def _tried(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], own: lis
     copies = [nn.Parameter(torch.empty_like(p, device="meta")) for p in own]
     for copy in copies:
         copy.grad = torch.empty_like(copy)
-    optimizer = make(copies)
-    optimizer.step()
+    try:
+        optimizer = make(copies)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer: expected a function that returns one, got {type(optimizer).__name__}")
+        optimizer.step()
+    except Exception as error:
+        add_note(error, "while trying what optimizer= keeps, on parameters without data")
+        raise
     states = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.nbytes for value in states if isinstance(value, torch.Tensor))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from microbatch import check
 from profiler import Profile
 from streams import add_note
 
@@ -21,6 +20,8 @@ from ._after import lowered, read_after
 from ._arguments import (
     SCHEDULES,
     OptimizerChoice,
+    expect_rows,
+    expect_target,
     optimizer_bytes,
     read_chunks,
     read_loss,
@@ -113,9 +114,10 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Sequential, or a module that flatten takes, got {type(model).__name__}")
-    check(sample)
+    expect_rows(sample)
     calibrate = checked_flag("calibrate", calibrate)
     loss_fn = read_loss(loss_fn, target)
+    expect_target(target, sample)
     layers = as_sequential(model, sample)
     if not len(layers):
         raise ValueError("model: expected at least one layer, got none")
@@ -173,6 +175,8 @@ def _layouts(
     places = checked_devices(devices, layers)
     if not places:
         raise ValueError("devices: expected at least one, got none")
+    if any(place.type == "meta" for place in places):
+        raise ValueError("devices: nothing runs on 'meta'; text such as '8x80GB' stands for devices that are not there")
     return [Layout(1, len(places), rows, tuple(read_chunks(chunks, rows)))], places
 
 
@@ -213,6 +217,8 @@ def _how(measured: Measured, layers: nn.Sequential) -> str:
 
 
 def _expect_fit(profile: Profile | None, layers: nn.Sequential) -> Profile | None:
+    if not isinstance(profile, (Profile, type(None))):
+        raise TypeError(f"profile: expected a profiler.Profile, got {type(profile).__name__}")
     if profile is not None and profile.names != [name for name, _ in layers.named_children()]:
         raise ValueError(f"profile: expected one of these {len(layers)} layers, got one of {', '.join(profile.names)}")
     return profile

@@ -79,6 +79,8 @@ class Plan(PlanData):
                 f"devices: the plan is for {len(self.devices)} devices that are not there ({self.devices[0]}); give "
                 "real ones, as in plan.build(model, devices=[...])"
             )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected the one that was planned for, got {type(model).__name__}")
         layers = as_sequential(model, self._here.sample if sample is None else sample)
         self._expect(layer_keys(layers))
         pipe = GPipe(
@@ -177,8 +179,11 @@ class Plan(PlanData):
             An equal plan.
 
         Raises:
-            ValueError: ``text`` is anything else; names the place.
+            TypeError: ``text`` is no text.
+            ValueError: it is anything else; names the place.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"text: expected what Plan.to_json wrote, got {type(text).__name__}")
         return load(Plan, text)
 
     def save(self, path: str | PathLike[str]) -> None:
