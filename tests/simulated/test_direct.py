@@ -234,17 +234,38 @@ def test_a_rank_that_is_killed_is_named(who: int, phase: str, timeout: float):
         assert f"rank {who} has ended, or did not answer within {timeout:g} s" in text
 
 
-def _lose(who: int, phase: str, timeout: float) -> str:
-    """What a rank gets when ``who`` ends in the second step."""
+FROZEN = [(who, phase) for phase in ("after a head", "forward", "recompute") for who in range(3)] + [(1, "backward")]
+
+
+@pytest.mark.parametrize(
+    ("who", "phase"),
+    [
+        pytest.param(*case, marks=[] if case in ((0, "after a head"), (1, "backward")) else [pytest.mark.long])
+        for case in FROZEN
+    ],
+)
+def test_a_rank_that_freezes_is_named_when_the_time_is_over(who: int, phase: str):
+    """Also when it has announced tensors that its device does not send any more."""
+    with world(3) as opened:
+        for connection in opened.connections:
+            connection.send((_lose, (who, phase, 4.0, signal.SIGSTOP)))
+        told = [opened.answer(k, 120.0) for k in range(3) if k != who]
+    for succeeded, text in told:
+        assert succeeded, text
+        assert f"rank {who} has ended, or did not answer within 4 s" in text
+
+
+def _lose(who: int, phase: str, timeout: float, number: signal.Signals = signal.SIGKILL) -> str:
+    """What a rank gets when ``who`` ends, or freezes, in the second step."""
     ranks = PLACEMENTS["three ranks"]
     rank = ranks.rank(with_each_stage(model(), 3, Meets), checkpoint="always", timeout=timeout)
     rank.step(rows(), loss_fn=squares)
     with ExitStack() as stack:
         if dist.get_rank() == who:
             meets = next(layer for layer in rank.modules() if isinstance(layer, Meets))
-            meets.when = phase, 1
+            meets.when, meets.signal = (phase, 1), number
             if phase == "after a head":
-                stack.enter_context(_ends_after_a_head())
+                stack.enter_context(_ends_after_a_head(number))
         found = error_of(lambda: rank.step(rows(), loss_fn=squares))
     again = error_of(lambda: rank.step(rows(), loss_fn=squares))
     assert isinstance(again, LostRankError), again
@@ -253,13 +274,13 @@ def _lose(who: int, phase: str, timeout: float) -> str:
 
 
 @contextmanager
-def _ends_after_a_head() -> Iterator[None]:
-    """Inside, the process announces tensors that its device does not send any more, and ends when it has."""
+def _ends_after_a_head(number: signal.Signals) -> Iterator[None]:
+    """Inside, the process announces tensors that its device does not send any more, and gets a signal when it has."""
 
     def put(sender: Sender, *arguments: Any, **options: Any) -> None:
         right(sender, *arguments, **options)
         sender.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
     def send(group: communicators.Communicator, *arguments: Any) -> Any:
         group._bytes = Mute()
