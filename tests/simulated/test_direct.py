@@ -26,6 +26,7 @@ from gpipe.distributed._messages import Sender
 from . import accelerator, communicators
 from .faults import Fault, planted
 from .models import MODES, balance, model, rows, some_of, squares
+from .test_tied import model as tied
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -128,6 +129,36 @@ def expect_alike(rank: Rank, pipe: GPipe, schedule: str = "1f1b", steps: int = 1
     whole = dict(pipe.named_parameters())
     for key, parameter in rank.named_parameters():
         assert torch.equal(parameter.grad.cpu(), whole[key].grad.cpu()), key
+
+
+TIED = {  # directions of channels, and of weights between two ranks
+    "two ranks": Ranks([0, 1], [0, 1], 2 + 2),
+    "a V": Ranks([0, 1, 1, 0], [0, 1, 2, 0], 4 + 2),
+    "three ranks": Ranks([0, 1, 2], [0, 1, 0], 4 + 4),
+    "the first on the CPU": Ranks([0, 1], [None, 0], 0),
+}
+
+
+@pytest.mark.parametrize(("placement", "schedule"), some_of(TIED, ["fill_drain", "1f1b", "zero_bubble"], every=4))
+def test_weights_that_ranks_share_go_from_device_to_device(worlds, placement: str, schedule: str):
+    ranks = TIED[placement]
+    opened = worlds(ranks.size).run(_expect_tied, ranks, schedule)
+    assert sum(opened) == 2 * ranks.direct
+
+
+def _expect_tied(ranks: Ranks, schedule: str) -> int:
+    """How many communicators there are, once gradients are those of the plain model."""
+    before, plain = len(communicators.opened), tied()
+    squares(plain(rows())).backward()
+    wanted = dict(plain.named_parameters(remove_duplicate=False))
+    with accelerator.no_races():
+        rank = ranks.rank(tied())
+        for _ in range(2):
+            rank.zero_grad()
+            rank.step(rows(), loss_fn=squares, schedule=schedule, reduction="sum")
+            for name, parameter in rank.named_parameters():
+                torch.testing.assert_close(parameter.grad.cpu(), wanted[name].grad)
+    return len(communicators.opened) - before
 
 
 def test_by_way_of_the_host_if_asked_to(worlds):

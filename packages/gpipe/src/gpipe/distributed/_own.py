@@ -23,12 +23,14 @@ class Share(NamedTuple):
         partitions: those of this rank.
         devices: of these.
         twins: what of these other ranks have too.
+        ties: for each pair of ranks that have tensors in common, a stage of each that has them.
     """
 
     every: list[nn.Module]
     partitions: nn.ModuleList
     devices: list[torch.device]
     twins: list[Twin]
+    ties: list[tuple[int, int]]
 
 
 def own_share(
@@ -47,14 +49,14 @@ def own_share(
     every = partitions_of(module, balance)
     own = nn.ModuleList(partition for partition, rank in zip(every, ranks, strict=True) if rank == me)
     places = _places(device, len(own))
-    twins = twins_of(list(every), ranks, me)
+    twins, ties = twins_of(list(every), ranks, me)
     if means is not None:
         expect_materializable(dict(module.named_children()), places, means)
     with untouched_on_failure(own):
         if means is not None:
             materialize(own, places, means)
         move_partitions(own, places)
-    return Share(list(every), own, places, twins)
+    return Share(list(every), own, places, twins, ties)
 
 
 def _places(device: Any, count: int) -> list[torch.device]:

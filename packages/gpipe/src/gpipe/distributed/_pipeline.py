@@ -36,10 +36,11 @@ from ._frames import Announcements
 from ._groups import Groups
 from ._messages import Peer
 from ._opening import Opening
+from ._places import ties_between
 from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
-from ._tied import Twin, Twins
+from ._tied import Twin, Twins, ways_of
 from ._verdict import verdict_of, written
 from ._wires import Wires
 
@@ -58,6 +59,7 @@ class RankPipeline(Pipeline):
         rendezvous: where the ranks meet.
         replicas: who ends each step together with this one.
         twins: tensors that other ranks have too.
+        ties: for each pair of ranks that have tensors in common, a stage of each that has them.
         trained: by rank, the stages with parameters to train.
         wires: between accelerators of this rank and others.
 
@@ -80,6 +82,7 @@ class RankPipeline(Pipeline):
         rendezvous: Rendezvous,
         replicas: Replicas,
         twins: Sequence[Twin],
+        ties: Sequence[tuple[int, int]],
         trained: Sequence[Sequence[int]],
         wires: Wires,
     ) -> None:
@@ -101,7 +104,8 @@ class RankPipeline(Pipeline):
         self._opening = Opening()
         self._trains = False
         self._rng = AgreedRNG(0)
-        self._twins = Twins(twins, groups, 2 * (len(ranks) + len(layout.routes)))
+        ways = ways_of(groups, ranks, ties_between(ranks, layout, ties), devices, wires)
+        self._twins = Twins(twins, groups, ways, wires)
         self._lost: LostRankError | None = None
         self._closed = False
         with self._reaching():

@@ -81,14 +81,24 @@ def tags(number: int) -> tuple[int, int]:
     return 2 * number, 2 * number + 1
 
 
-def direct(ranks: Sequence[int], layout: SkipLayout, places: Sequence[Place]) -> list[Direction]:
+def ties_between(
+    ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """As :func:`channels_between`, for tensors that pairs of ranks have in common; the numbers go on after those."""
+    return [(number, a, b) for number, (a, b) in enumerate(ties, start=len(ranks) + len(layout.routes))]
+
+
+def direct(
+    ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]], places: Sequence[Place]
+) -> list[Direction]:
     """Directions in which tensors go from device to device, in an order that is the same on all ranks.
 
     Args:
+        ties: for each pair of ranks that have tensors in common, a stage of each that has them.
         places: of all stages.
     """
     found = []
-    for number, a, b in channels_between(ranks, layout):
+    for number, a, b in [*channels_between(ranks, layout), *ties_between(ranks, layout, ties)]:
         if _reach(places[a], places[b]):
             forth, back = tags(number)
             found += [Direction(forth, a, b), Direction(back, b, a)]

@@ -172,7 +172,7 @@ class Rank(Stepping):
         workers = Workers.for_owner(self, share.devices)
         trained = [each["trained"] for each in placed]
         places = places_of(self._ranks, [each["places"] for each in placed])
-        wires = open_wires(rendezvous, groups, self._ranks, layout, devices, places, placed[0]["name"])
+        wires = open_wires(rendezvous, groups, self._ranks, layout, share.ties, devices, places, placed[0]["name"])
         return RankPipeline(
             stages,
             layout,
@@ -183,6 +183,7 @@ class Rank(Stepping):
             rendezvous,
             self._replicas,
             share.twins,
+            share.ties,
             trained,
             wires,
         )

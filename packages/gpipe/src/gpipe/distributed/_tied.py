@@ -19,6 +19,8 @@ from ..engine._parameters import parameters_of
 from ..engine._tied import modules_below, shared_tensors
 from ._groups import Groups
 from ._messages import Peer, Receiver, Sender
+from ._places import tags
+from ._wires import Wires
 
 
 class Twin(NamedTuple):
@@ -42,23 +44,35 @@ class Twin(NamedTuple):
         return found
 
 
-def twins_of(partitions: Sequence[nn.Module], ranks: Sequence[int], me: int) -> list[Twin]:
+def twins_of(
+    partitions: Sequence[nn.Module], ranks: Sequence[int], me: int
+) -> tuple[list[Twin], list[tuple[int, int]]]:
     """The parameters and buffers of rank ``me`` that stages on other ranks have too.
 
     Args:
         partitions: of all stages, while all of them are one model.
         ranks: that of each.
+
+    Returns:
+        These; and for each pair of ranks that send such tensors to each other, of all ranks, a stage of each that has
+        some.
     """
     parts = [modules_below(partition) for partition in partitions]
     shared = shared_tensors(parts)
-    holders: dict[int, dict[int, tuple[nn.Module, str]]] = {}
-    for rank, modules in zip(ranks, parts, strict=True):
+    holders: dict[int, dict[int, tuple[int, nn.Module, str]]] = {}
+    for stage, (rank, modules) in enumerate(zip(ranks, parts, strict=True)):
         for module in modules:
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if id(tensor) in shared:
-                    holders.setdefault(id(tensor), {}).setdefault(rank, (module, name))
+                    holders.setdefault(id(tensor), {}).setdefault(rank, (stage, module, name))
     crossing = [each for each in holders.values() if len(each) > 1]
-    return [Twin(k, tuple(each), *each[me]) for k, each in enumerate(crossing) if me in each]
+    twins = [Twin(k, tuple(each), *each[me][1:]) for k, each in enumerate(crossing) if me in each]
+    ties: dict[frozenset[int], tuple[int, int]] = {}
+    for each in crossing:
+        owner, *others = each
+        for k in others:
+            ties.setdefault(frozenset((owner, k)), (each[owner][0], each[k][0]))
+    return twins, [*ties.values()]
 
 
 class Twins:
@@ -66,28 +80,25 @@ class Twins:
 
     Args:
         found: those of this rank.
-        groups: the ranks, and over what they talk.
-        tag: the first that is free for their messages.
+        groups: the ranks.
+        ways: to the ranks that have any of them, and back.
+        wires: on which these may be.
     """
 
-    def __init__(self, found: Sequence[Twin], groups: Groups, tag: int) -> None:
+    def __init__(self, found: Sequence[Twin], groups: Groups, ways: Mapping[int, Way], wires: Wires) -> None:
         self._owned = [twin for twin in found if twin.members[0] == groups.me]
         self._others = [twin for twin in found if twin.members[0] != groups.me]
-        self._ways: dict[tuple[int, int], _Way] = {}
-        for twin in found:
-            to_owner, back = tag + 2 * twin.number, tag + 2 * twin.number + 1
-            for k in twin.members[1:] if twin in self._owned else twin.members[:1]:
-                out, into = (back, to_owner) if twin in self._owned else (to_owner, back)
-                self._ways[twin.number, k] = _Way(groups, k, out, into)
+        self._ways = ways
+        self._wires = wires
 
     def spread_values(self) -> None:
         """Let all have the values of the owner."""
         for twin in self._owned:
             for k in twin.members[1:]:
-                self._ways[twin.number, k].put(twin.tensor.detach())
+                self._ways[k].put(twin.tensor.detach())
         with torch.no_grad():
             for twin in self._others:
-                value = self._ways[twin.number, twin.members[0]].get()
+                value = self._ways[twin.members[0]].get()
                 assert value is not None
                 twin.tensor.copy_(value)
         self._flush()
@@ -99,43 +110,87 @@ class Twins:
         return [tensor for tensor in twins if tensor.requires_grad and tensor in below]
 
     def summed(self, grown: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """``grown``, the gradients of leaves in a run, where those of twins are sums over all ranks."""
+        """``grown``, the gradients of leaves in a run, where those of twins are sums over all ranks.
+
+        All ranks come to twins in the same order, and first to the parts of sums: so what goes from one to another is
+        read in the order in which it was sent.
+        """
         found = dict(grown)
         for twin in self._others:
-            self._ways[twin.number, twin.members[0]].put(found.pop(twin.tensor, None))
+            self._ways[twin.members[0]].put(found.pop(twin.tensor, None))
         for twin in self._owned:
-            ways = [self._ways[twin.number, k] for k in twin.members[1:]]
+            ways = [self._ways[k] for k in twin.members[1:]]
             parts = [found.pop(twin.tensor, None), *[way.get() for way in ways]]
             whole = reduce(_sum, parts)
             found |= {} if whole is None else {twin.tensor: whole}
             for way in ways:
                 way.put(whole)
         for twin in self._others:
-            whole = self._ways[twin.number, twin.members[0]].get()
+            whole = self._ways[twin.members[0]].get()
             found |= {} if whole is None else {twin.tensor: whole.to(twin.tensor.device)}
         self._flush()
         return found
 
     def _flush(self) -> None:
+        """Wait until all that was sent has arrived, also on devices: nobody else looks whether it does."""
         for way in self._ways.values():
-            way.sender.flush()
+            way.flush()
+        if self._ways:
+            self._wires.settle()
 
 
-class _Way:
-    """To one of the other ranks and back, for one tensor."""
+class Way:
+    """To one of the other ranks and back.
 
-    def __init__(self, groups: Groups, member: int, out: int, into: int) -> None:
-        self.sender = Sender(Peer(groups.values, member, out))
-        self._receiver = Receiver(Peer(groups.values, member, into), torch.device("cpu"))
+    Args:
+        sender, receiver: the two directions.
+    """
+
+    def __init__(self, sender: Sender, receiver: Receiver) -> None:
+        self._sender = sender
+        self._receiver = receiver
 
     def put(self, tensor: Tensor | None) -> None:
-        self.sender.put(0, [tensor])
+        """Send it on its way."""
+        self._sender.put(0, [tensor])
 
     def get(self) -> Tensor | None:
+        """Wait for the next one, or until it is on its way from device to device."""
         self._receiver.expect(1)
         payload: Any = self._receiver.get()[2]
         found: Tensor | None = payload[0]
         return found
+
+    def flush(self) -> None:
+        """Wait until all that was sent has arrived."""
+        self._sender.flush()
+
+
+def ways_of(
+    groups: Groups,
+    ranks: Sequence[int],
+    ties: Sequence[tuple[int, int, int]],
+    devices: Mapping[int, torch.device],
+    wires: Wires,
+) -> dict[int, Way]:
+    """Those of this rank, by the number of the other.
+
+    Args:
+        ties: of all ranks, with their numbers; see :func:`gpipe.distributed._places.ties_between`.
+        devices: of the stages that are here.
+        wires: those of the directions in which tensors go from device to device; others go by way of host memory.
+    """
+    found = {}
+    for number, a, b in ties:
+        if groups.me in (ranks[a], ranks[b]):
+            forth, back = tags(number)
+            here, there, out, into = (a, b, forth, back) if ranks[a] == groups.me else (b, a, back, forth)
+            other = ranks[there]
+            sender = Sender(Peer(groups.values, other, out), wires.get(out))
+            wire = wires.get(into)
+            device = torch.device("cpu") if wire is None else devices[here]
+            found[other] = Way(sender, Receiver(Peer(groups.values, other, into), device, wire))
+    return found
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

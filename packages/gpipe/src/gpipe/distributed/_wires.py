@@ -143,6 +143,7 @@ def open_wires(
     groups: Groups,
     ranks: Sequence[int],
     layout: SkipLayout,
+    ties: Sequence[tuple[int, int]],
     devices: Sequence[torch.device],
     places: Sequence[Place],
     name: str,
@@ -151,6 +152,7 @@ def open_wires(
 
     Args:
         meeting: where they agree that all of theirs are open.
+        ties: see :func:`direct`.
         devices, places: of all stages; devices of other ranks are not looked at.
         name: of all wires together, the same on all ranks, and different each time.
 
@@ -158,7 +160,7 @@ def open_wires(
         RuntimeError: a communicator could not be made, on the rank where that is so; RemoteError on others.
     """
     found, watch = {}, Watch(groups.timeout)
-    directions = direct(ranks, layout, places)
+    directions = direct(ranks, layout, ties, places)
     if directions:
         with agreement(meeting, groups.members):
             # All go through the list in its order: the first one that is not open has both its ends at it.
