@@ -23,7 +23,10 @@ VALUE_ERRORS = [
     ({"in_flight": [1]}, r"^in_flight has 1 entry for 2 stages$"),
     ({"in_flight": [1, -1]}, r"^in_flight\[1\] must be at least 0, got -1$"),
     ({"in_flight": "gpipe"}, r"^in_flight must be one of '1f1b', 'fill_drain', got 'gpipe'$"),
-    ({"in_flight": "fill_drain"}, r"^in_flight='fill_drain' holds every micro-batch: say how many, microbatches=…$"),
+    (
+        {"in_flight": "fill_drain"},
+        r"^in_flight='fill_drain' holds every micro-batch: pass their number, microbatches=…$",
+    ),
     ({"microbatches": 0}, r"^microbatches must be at least 1, got 0$"),
     ({"forbid": [0]}, r"^forbid\[0\] must be at least 1, got 0$"),
     ({"pin": [1, 4]}, r"^pin\[1\] is 4; 4 layers have cuts 1 … 3$"),

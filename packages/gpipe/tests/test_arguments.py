@@ -166,7 +166,7 @@ class TestDevices:
 
     @pytest.mark.parametrize("device", ["", "cup", "cuda:x", "cuda:-1", -1])
     def test_what_torch_does_not_know(self, device: Any) -> None:
-        with pytest.raises(ValueError, match=r"devices\[1\] is .*, which is no device here"):
+        with pytest.raises(ValueError, match=r"devices\[1\] is .*, which is not a device of this machine"):
             GPipe(linears(), [1, 2], devices=["cpu", device])
 
     @pytest.mark.parametrize("device", ["cuda:99", torch.device("cuda", 99)])

@@ -93,7 +93,9 @@ def test_layers_are_called_by_name(constraints, balance):
 @pytest.mark.parametrize("layer", ["block", "block3", 6, -1, "blo.?"])
 @pytest.mark.parametrize("argument", ["pin", "forbid"])
 def test_an_unknown_layer_is_refused_with_the_known_ones(layer, argument):
-    with pytest.raises(ValueError, match=rf"{argument}: {re.escape(repr(layer))} is no layer; there are embed, block1"):
+    with pytest.raises(
+        ValueError, match=rf"{argument}: {re.escape(repr(layer))} is not a layer; the layers are embed, block1"
+    ):
         uniform(2, named(), **{argument: layer})
 
 

@@ -275,6 +275,6 @@ def test_a_torch_without_such_a_runtime(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "torch.distributed.pipelining.schedules", None)
     with pytest.raises(
-        ImportError, match=r"has not the pipelining runtime .* torch 2.13 has; use gpipe.distributed.Rank"
+        ImportError, match=r"does not have the pipelining runtime .* torch 2.13 has; use gpipe.distributed.Rank"
     ):
         export(network(), [4, 4])

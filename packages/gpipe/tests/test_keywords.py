@@ -236,7 +236,7 @@ class TestRefused:
 
     def test_what_is_said_twice(self) -> None:
         pipe = piped(model(Several()), [2, 2], chunks=2)
-        with pytest.raises(TypeError, match=r"step\(\) got 'mask' as a keyword and in its input; say it once"):
+        with pytest.raises(TypeError, match=r"step\(\) got 'mask' as a keyword and in its input; pass it once"):
             pipe.step({"x": X, "mask": Y}, mask=Y, loss_fn=loss_fn)
 
     def test_the_ways_out_of_a_clash_work(self) -> None:

@@ -68,10 +68,10 @@ def test_forwards_alone(m: int, n: int, seconds: float):
 
 def test_a_schedule_that_never_ends():
     schedule, cost = Schedule.parse("F0 B0 F1 B1\nF0 F1 B0 B1"), StageCost(1, 1)
-    with pytest.raises(ValueError, match="wait for each other for ever"):
+    with pytest.raises(ValueError, match="wait for each other forever"):
         makespan(schedule, [cost] * 2)
     walk = [[Step(j, action) for action in program] for j, program in enumerate(schedule)]
-    with pytest.raises(ValueError, match="the workers wait for each other for ever, at F1@1, B0@0"):
+    with pytest.raises(ValueError, match="the workers wait for each other forever, at F1@1, B0@0"):
         replayed(walk, 2, [dict.fromkeys(Kind, 1.0)] * 2, [0.0] * 2)
 
 

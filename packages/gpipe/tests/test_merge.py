@@ -68,12 +68,12 @@ class TestStartTicks:
         if not stuck:
             assert set(start_ticks(programs, range(len(programs)))) == done
             return
-        with pytest.raises(ValueError, match="wait for each other for ever") as caught:
+        with pytest.raises(ValueError, match="wait for each other forever") as caught:
             start_ticks(programs, range(len(programs)))
         told = str(caught.value).split(": ", 1)[1].split(", ")
         present = set(steps_of(programs))
         assert sorted(told) == sorted(f"{step} for {needs(step, present)}" for step, *_ in stuck)
-        with pytest.raises(ValueError, match="wait for each other for ever"):
+        with pytest.raises(ValueError, match="wait for each other forever"):
             replay(tuple(map(tuple, walks)))
 
 

@@ -159,10 +159,10 @@ def test_hops_of_one_name_are_one_link():
 
 def test_a_schedule_that_never_ends():
     schedule = Schedule.parse("F0 B0 F1 B1\nF0 F1 B0 B1")
-    with pytest.raises(ValueError, match="wait for each other for ever"):
+    with pytest.raises(ValueError, match="wait for each other forever"):
         simulate(schedule, [StageCost(1, 1, boundary_bytes=1)] * 2, transfer=Link(1, 1, "a"))
     walk = tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(schedule))
-    with pytest.raises(ValueError, match="the workers wait for each other for ever, at B0@0, F1@1"):
+    with pytest.raises(ValueError, match="the workers wait for each other forever, at B0@0, F1@1"):
         queued(walk, lambda step: 1.0, [Crossing(1.0, 1.0, "a")] * 2)
 
 

@@ -48,5 +48,5 @@ def test_it_fails_where_workers_wait_for_ever_and_only_there(programs: list[Prog
     if len(executed(walk)) == sum(map(len, walk)):
         assert len(replay(walk)) == sum(map(len, walk))
     else:
-        with pytest.raises(ValueError, match=r"wait for each other for ever: .* for "):
+        with pytest.raises(ValueError, match=r"wait for each other forever: .* for "):
             replay(walk)

@@ -70,7 +70,7 @@ def test_what_is_not_a_multiple_is_refused(rows: list[int], sizes: list[int]) ->
     ],
 )
 def test_rows_on_another_dimension_are_found_there(rows: list[int], make: Any, dim: int) -> None:
-    with pytest.raises(ValueError, match=rf"^output has its rows on dimension {dim}, not 0: .*; say Split\({dim}\)"):
+    with pytest.raises(ValueError, match=rf"^output has its rows on dimension {dim}, not 0: .*; use Split\({dim}\)"):
         gather(batches(rows, make))
     assert gather(batches(rows, make), Split(dim)).shape[dim] == 4
 

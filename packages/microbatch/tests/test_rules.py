@@ -65,9 +65,11 @@ def test_what_has_no_tensor_may_be_replicated_under_any_rule() -> None:
 def test_said_twice() -> None:
     assert scatter((Split(x, dim=1),), 2, (Split(1),))[0][0].shape == (3, 2)
     for wrapped, spec in [(Split(x, dim=1), Split(0)), (Replicate(x), Split(0)), (Split(x), Replicate())]:
-        with pytest.raises(ValueError, match=r"^input\[1\] is given as .*, but the spec says .*; say it in one place"):
+        with pytest.raises(
+            ValueError, match=r"^input\[1\] is given as .*, but the spec says .*; declare it in one place"
+        ):
             scatter((x, wrapped), 2, (None, spec))
-    with pytest.raises(ValueError, match="say it in one place"):
+    with pytest.raises(ValueError, match="declare it in one place"):
         scatter((x, Replicate(Split(x, dim=1))), 2)
 
 

@@ -120,5 +120,5 @@ def _one_forward_one_backward(stages: int, microbatches: int | None) -> list[int
 
 def _all(stages: int, microbatches: int | None) -> list[int]:
     if microbatches is None:
-        raise ValueError("in_flight='fill_drain' holds every micro-batch: say how many, microbatches=…")
+        raise ValueError("in_flight='fill_drain' holds every micro-batch: pass their number, microbatches=…")
     return [microbatches] * stages

@@ -106,7 +106,7 @@ def _by_bottleneck(model: Model) -> Placement:
 
 def _by_makespan(model: Model, gap: Fraction) -> Placement:
     if model.microbatches is None:
-        raise ValueError("objective='makespan' depends on how many micro-batches there are: say microbatches=…")
+        raise ValueError("objective='makespan' depends on how many micro-batches there are: pass microbatches=…")
     found = least_makespan(model.problem, model.microbatches, gap)
     if found is None:
         raise explain(model)

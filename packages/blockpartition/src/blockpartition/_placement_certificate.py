@@ -26,7 +26,7 @@ def check_placement(placement: Placement, model: Model, objective: str, gap: Fra
     at all pairs of positions within reach, for each step between sets of stages and for each bound of the witness.
     """
     if objective == "makespan" and model.microbatches is None:
-        raise ValueError("a makespan depends on how many micro-batches there are: say microbatches=…")
+        raise ValueError("a makespan depends on how many micro-batches there are: pass microbatches=…")
     blocks = _blocks(placement, model)
     for block in blocks:
         _check_room(block, model)

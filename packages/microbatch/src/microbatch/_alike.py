@@ -131,7 +131,7 @@ def weights(batches: Sequence[Batch], place: Place) -> list[float]:
         if not batch.rows:
             raise ValueError(
                 f"{place} is to be a Mean() by rows, but micro-batch {i} does not know how many it has; make it by "
-                "batch.call(...) of one that scatter made, or say Batch(value, rows=(n,))"
+                "batch.call(...) of one that scatter made, or make Batch(value, rows=(n,))"
             )
     rows = [batch.rows[0] for batch in batches]
     return [each / max(1, sum(rows)) for each in rows]
@@ -160,10 +160,10 @@ def _message(parts: Sequence[Tensor], columns: Sequence[Sequence[int]], place: P
     for rows in columns:
         if (dim := _other_dimension(parts, rows)) is not None:
             return (
-                f"{place} has its rows on dimension {dim}, not 0: {facts}; say Split({dim}) of it in the spec, or "
+                f"{place} has its rows on dimension {dim}, not 0: {facts}; use Split({dim}) for it in the spec, or "
                 "Split(0) to concatenate it along dimension 0 all the same"
             )
     return (
-        f"{place} does not follow the rows: {facts}; say in the spec what it is: Mean() or Sum() for one value of each "
-        "micro-batch, Replicate() if it is the same for all, Split(dim), or Split(0) to concatenate it all the same"
+        f"{place} does not follow the rows: {facts}; declare in the spec what it is: Mean() or Sum() for one value of "
+        "each micro-batch, Replicate() if it is the same for all, Split(dim), or Split(0) to concatenate it anyway"
     )

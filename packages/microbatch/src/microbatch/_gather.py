@@ -90,7 +90,7 @@ def _cat(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], place: Pla
     if not -first.dim() <= dim < first.dim():
         raise ValueError(
             f"{place} has shape {tuple(first.shape)} and no dimension {dim} to concatenate along; give it a row for "
-            "each sample, or say in the spec what it is: Mean() or Sum() for one value of each micro-batch, "
+            "each sample, or declare in the spec what it is: Mean() or Sum() for one value of each micro-batch, "
             "Replicate() if it is the same for all"
         )
     if rule is ROWS:

@@ -120,7 +120,7 @@ def _told(leaf: Any, rule: Rule, place: Place) -> list[Rule]:
         return [rule]
     own = Split(leaf.dim) if isinstance(leaf, Split) else Replicate()
     if rule not in (None, own) and not _is_uncuttable(leaf.value):
-        raise ValueError(f"{place} is given as {own!r}, but the spec says {rule!r}; say it in one place")
+        raise ValueError(f"{place} is given as {own!r}, but the spec says {rule!r}; declare it in one place")
     if isinstance(own, Split):
         _refuse_packed(leaf.value, str(place))
     return [own] * len(leaves_of(leaf.value))

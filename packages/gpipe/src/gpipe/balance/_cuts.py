@@ -51,7 +51,7 @@ def _cuts(layers: Layers, names: list[str], argument: str) -> list[int]:
 def _positions(layer: Layer, names: list[str], argument: str) -> list[int]:
     positions = [i for i, name in enumerate(names) if _is_meant(layer, i, name)]
     if not positions:
-        raise ValueError(f"{argument}: {layer!r} is no layer; there are {', '.join(names)}")
+        raise ValueError(f"{argument}: {layer!r} is not a layer; the layers are {', '.join(names)}")
     return positions
 
 

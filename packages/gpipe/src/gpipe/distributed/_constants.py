@@ -31,8 +31,8 @@ def written(value: Any) -> Any:
         return ["numpy", value.dtype.str, value.tobytes().hex()]
     raise TypeError(
         f"is of type {kind.__qualname__}, which is not sent to another process; expected tensors, None and constants "
-        "such as numbers and strings, in tuples, lists, dicts and dataclasses; make it a dataclass, or hand its "
-        "tensors on"
+        "such as numbers and strings, in tuples, lists, dicts and dataclasses; make it a dataclass, or pass its "
+        "tensors"
     )
 
 

@@ -106,8 +106,8 @@ def _runtime_of() -> Callable[..., tuple[list[Any], Any]]:
         from ._torch_runtime import runtime_of
     except ImportError as error:
         raise ImportError(
-            f"torch {torch.__version__} has not the pipelining runtime that gpipe.distributed.export needs ({error}), "
-            "which torch 2.13 has; use gpipe.distributed.Rank, which needs none"
+            f"torch {torch.__version__} does not have the pipelining runtime that gpipe.distributed.export needs "
+            f"({error}), which torch 2.13 has; use gpipe.distributed.Rank, which does not need it"
         ) from error
     return runtime_of
 

@@ -65,7 +65,7 @@ class Folder:
         """
         if self.path.exists() and not (self.path / _COMMITTED).is_file() and not _is_empty(self.path):
             raise FileExistsError(
-                f"path: {str(self.path)!r} is there, and is no checkpoint; give the name of a new folder"
+                f"path: {str(self.path)!r} exists and is not a checkpoint; give the name of a new folder"
             )
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)

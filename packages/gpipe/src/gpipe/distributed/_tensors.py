@@ -164,12 +164,12 @@ def _expect_known(tensor: Tensor) -> None:
     if kind not in _PLAIN:
         raise TypeError(
             f"is a {kind.__qualname__}, a subclass of torch.Tensor, which is not sent to another process; expected "
-            "plain tensors; hand on those that it is made of"
+            "plain tensors; pass the tensors that it is made of"
         )
     if tensor.is_quantized or tensor.is_nested or tensor.is_meta or tensor.layout not in _LAYOUTS:
         raise TypeError(
             f"is {_what(tensor)}, which is not sent to another process; expected a dense tensor with data, or a sparse "
-            "one; hand on the tensors that it is made of"
+            "one; pass the tensors that it is made of"
         )
 
 

@@ -154,7 +154,7 @@ def _written_context(kind: type, context: Any) -> Any:
     except Exception as error:
         raise TypeError(
             f"is of class {kind.__qualname__}, whose context in torch.utils._pytree is not sent to another process; "
-            "give register_pytree_node its to_dumpable_context and from_dumpable_context, or hand on a dict"
+            "give register_pytree_node its to_dumpable_context and from_dumpable_context, or pass a dict"
         ) from error
 
 

@@ -136,7 +136,7 @@ def _explain(error: RuntimeError) -> None:
     if "backward through the graph a second time" in str(error):
         raise RuntimeError(
             "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
-            "micro-batch has used up; compute it inside the layer, hand it to the pipe as an input, or detach it"
+            "micro-batch has used up; compute it inside the layer, pass it to the pipe as an input, or detach it"
         ) from error
 
 

@@ -73,7 +73,7 @@ class Section:
             )
         if not _needed_by(self).isdisjoint(current.serves):
             raise RuntimeError(
-                "this would wait for itself for ever: a layer or the loss function of a pipe calls the pipe itself, or "
+                "this would wait for itself forever: a layer or the loss function of a pipe calls the pipe itself, or "
                 "another pipe whose layers do, while a run waits for all its layers; call the layers that are needed "
                 "instead of the pipe, and put use_reentrant=True into a torch.utils.checkpoint around a pipe"
             )

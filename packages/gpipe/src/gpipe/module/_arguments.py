@@ -141,7 +141,7 @@ def _parsed(device: Any, name: str) -> torch.device:
     except RuntimeError as error:
         # A number means a device of the accelerator, and on most machines without one, a missing GPU.
         seen = f"torch sees {_cuda_devices()}" if isinstance(device, int) else _first_line(error)
-        raise ValueError(f"{name} is {device!r}, which is no device here: {seen}") from None
+        raise ValueError(f"{name} is {device!r}, which is not a device of this machine: {seen}") from None
 
 
 def _expect_seen(device: torch.device, name: str) -> torch.device:

@@ -69,7 +69,7 @@ def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:
     if any(column not in others for column in own):
         raise ValueError(
             f"target has {_described(own)}, the input {_described(others)}; a target has a row for each row of the "
-            "input; reshape it, or say by Split(..., dim) or Replicate(...) around a part of it where its rows are"
+            "input; reshape it, or put Split(..., dim) or Replicate(...) around a part of it with other rows"
         )
 
 
@@ -84,8 +84,8 @@ def expect_proportional(inputs: Sequence[Batch]) -> None:
     if any(rows * first[0] != own * other[0] for other in others for rows, own in zip(other, first, strict=True)):
         raise ValueError(
             f"tensors of the input have {_described(columns)}, which do not belong together; give all a row for each "
-            "sample, or as many for each that both divide evenly into the chunks, or say by Replicate(...) around one "
-            "that it goes whole to each micro-batch"
+            "sample, or as many for each that both divide evenly into the chunks, or put Replicate(...) around one "
+            "that goes whole to each micro-batch"
         )
 
 

@@ -31,8 +31,8 @@ def expect_movable(block: nn.Module, device: torch.device, partition: int) -> No
 
 _DATA_LOST = "what is on 'meta' has no data; give a device that can hold it, such as 'cpu'"
 _NO_DATA = (
-    "there is no data to move; say GPipe(..., init=...): 'reset' for the layers' own reset_parameters(), a function of "
-    "a module, a state dict, or the path of a checkpoint; or call to_empty(device='cpu') and initialise it first"
+    "there is no data to move; pass GPipe(..., init=...): 'reset' for the layers' own reset_parameters(), a function "
+    "of a module, a state dict, or the path of a checkpoint; or call to_empty(device='cpu') and initialise it first"
 )
 
 
@@ -118,6 +118,6 @@ def replicating_denied() -> RuntimeError:
 
 def moving_denied(how: str) -> TypeError:
     return TypeError(
-        f"denied to move parameters and buffers by {how}, because GPipe manages device placement; say devices=... when "
-        "you make it, and move what is around it by itself, before or one by one"
+        f"denied to move parameters and buffers by {how}, because GPipe manages device placement; pass devices=... "
+        "when you make it, and move the modules around it separately"
     )

@@ -19,8 +19,8 @@ def refuse_hooks(pipe: nn.Module, method: str) -> None:
     found = [kind for kind, hooks in kinds.items() if hooks]
     if found:
         raise RuntimeError(
-            f"{method}() cannot call the {' and '.join(found)} hooks of this pipe: micro-batches get their loss "
-            "singly, so that the whole output is never there; register them on a layer, such as "
+            f"{method}() cannot call the {' and '.join(found)} hooks of this pipe: each micro-batch has its "
+            "own loss, so the whole output never exists; register them on a layer, such as "
             "pipe[-1], which calls them for each micro-batch, or use pipe(input) and backward()"
         )
 

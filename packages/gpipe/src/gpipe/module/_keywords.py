@@ -128,7 +128,9 @@ def _joined(signature: Signature, call: Call) -> Arguments:
     args, kwargs = given if isinstance(given, Arguments) else ((given,), {})
     twice = sorted(kwargs.keys() & call.arguments.keys())
     if twice:
-        raise TypeError(f"{call.method}() got {', '.join(map(repr, twice))} as a keyword and in its input; say it once")
+        raise TypeError(
+            f"{call.method}() got {', '.join(map(repr, twice))} as a keyword and in its input; pass it once"
+        )
     return Arguments(tuple(args), {**kwargs, **call.arguments})
 
 

@@ -35,7 +35,7 @@ def makespan(
         The time, in the unit of ``seconds``.
 
     Raises:
-        ValueError: the workers wait for each other for ever.
+        ValueError: the workers wait for each other forever.
 
     >>> from gpipe.schedule import fill_drain
     >>> seconds = [{Kind.FORWARD: 1, Kind.BACKWARD: 2}] * 4
@@ -70,7 +70,7 @@ class _Arrivals:
         while self._runnable:
             next(walks[self._runnable.pop()], None)
         if stuck := self._stuck():
-            raise ValueError(f"the workers wait for each other for ever, at {', '.join(map(str, stuck))}")
+            raise ValueError(f"the workers wait for each other forever, at {', '.join(map(str, stuck))}")
         return max(clocks, default=0.0)
 
     def _walk(self, lane: Lane, worker: int, clocks: list[float]) -> Iterator[None]:

@@ -24,7 +24,7 @@ def start_ticks(programs: Sequence[Program], placement: Sequence[int]) -> dict[S
         The tick of each step, counted from 0.
 
     Raises:
-        ValueError: the programs wait for each other for ever; names where.
+        ValueError: the programs wait for each other forever; names where.
     """
     return _Ticks(programs, placement).run()
 
@@ -53,7 +53,7 @@ class _Ticks:
                 self._start(tick, step, worker)
         if self._waiting:
             stuck = ", ".join(f"{step} for {needed}" for needed, step in self._waiting.items())
-            raise ValueError(f"the programs wait for each other for ever: {stuck}")
+            raise ValueError(f"the programs wait for each other forever: {stuck}")
         return self._ticks
 
     def _start(self, tick: int, step: Step, worker: int) -> None:
@@ -89,7 +89,7 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
         For each worker, its steps in order.
 
     Raises:
-        ValueError: the programs wait for each other for ever; names where.
+        ValueError: the programs wait for each other forever; names where.
 
     >>> from gpipe.schedule import fill_drain, halves
     >>> print(*merge(halves(fill_drain(2, 2))[0], (0, 0))[0])

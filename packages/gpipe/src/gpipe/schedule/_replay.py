@@ -37,7 +37,7 @@ def replay(
         When each step begins and ends, and how long its worker waited before.
 
     Raises:
-        ValueError: the workers wait for each other for ever; names where.
+        ValueError: the workers wait for each other forever; names where.
     """
     present = {step for steps in walk for step in steps}
     spans: dict[Step, Span] = {}
@@ -66,5 +66,5 @@ def replay(
         runnable.extend(go_on(runnable.pop()))
     if waiting:
         stuck = ", ".join(f"{blocked[worker]} for {needed}" for needed, worker in waiting.items())
-        raise ValueError(f"the workers wait for each other for ever: {stuck}")
+        raise ValueError(f"the workers wait for each other forever: {stuck}")
     return spans

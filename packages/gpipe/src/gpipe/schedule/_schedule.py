@@ -86,7 +86,7 @@ class Schedule(tuple[Program, ...]):
             For each worker, its steps in order.
 
         Raises:
-            ValueError: the workers that it was written for would wait for each other for ever.
+            ValueError: the workers that it was written for would wait for each other forever.
         """
         if self.walk is None:
             return merge(self, placement)

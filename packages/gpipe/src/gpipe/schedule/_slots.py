@@ -48,7 +48,7 @@ def lifetimes(schedule: Schedule, placement: Sequence[int]) -> tuple[tuple[Lifet
         For each worker its lifetimes, in the order in which they begin.
 
     Raises:
-        ValueError: the workers wait for each other for ever.
+        ValueError: the workers wait for each other forever.
 
     >>> from gpipe.schedule import one_forward_one_backward
     >>> for lifetime in lifetimes(one_forward_one_backward(2, 2), [0, 1])[1]:  # F0 B0 F1 B1

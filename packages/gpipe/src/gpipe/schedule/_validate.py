@@ -13,7 +13,7 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
     """Raise ValueError, naming the action, unless ``schedule`` trains ``microbatches`` micro-batches on these stages.
 
     Every stage does each forward once, and after it either one backward or one backward for the inputs and then one for
-    the weights, with at most one recomputation before; and the workers never wait for each other for ever.
+    the weights, with at most one recomputation before; and the workers never wait for each other forever.
 
     Args:
         schedule: the program of each stage.

@@ -36,7 +36,7 @@ def queued(walk: Walk, duration: Callable[[Step], float], crossings: Sequence[Cr
         crossings: for each stage, the way from the stage before and back.
 
     Raises:
-        ValueError: the workers wait for each other for ever.
+        ValueError: the workers wait for each other forever.
     """
     return _Replay(walk, duration, crossings).spans()
 
@@ -71,7 +71,7 @@ class _Replay:
                 self._arrived[step] = time
             self._go_on(self._worker[step])
         if stuck := [steps[-1] for steps in self._upcoming if steps]:
-            raise ValueError(f"the workers wait for each other for ever, at {', '.join(map(str, stuck))}")
+            raise ValueError(f"the workers wait for each other forever, at {', '.join(map(str, stuck))}")
         return self._spans
 
     def _go_on(self, worker: int) -> None:

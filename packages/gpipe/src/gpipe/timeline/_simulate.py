@@ -56,7 +56,7 @@ def simulate(
         The timeline.
 
     Raises:
-        ValueError: the numbers of stages differ, the workers would wait for each other for ever, or ``microbatches``
+        ValueError: the numbers of stages differ, the workers would wait for each other forever, or ``microbatches``
             is missing, or given for a schedule that has its own; or a stage has flags for more or fewer layers.
 
     >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=["always", "never"]).makespan)

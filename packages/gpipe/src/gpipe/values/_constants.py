@@ -62,5 +62,5 @@ def _path(value: Any, index: int) -> str:
 def _way_out(kind: type) -> str:
     return (
         "make it a dataclass, or a tree of tensors by "
-        f"torch.utils._pytree.register_pytree_node({kind.__qualname__}, flatten, unflatten), or hand its tensors on"
+        f"torch.utils._pytree.register_pytree_node({kind.__qualname__}, flatten, unflatten), or pass its tensors"
     )

@@ -36,7 +36,7 @@ class Reset:
             named = ", ".join(f"{each.path!r} ({type(each.module).__name__})" for each in helpless)
             raise ValueError(
                 f"init='reset' calls the reset_parameters() of each module that owns parameters or buffers; without "
-                f"one: {named}; give it one, or say init=function(module), or init=a state dict or its path"
+                f"one: {named}; give it one, or pass init=function(module), or init=a state dict or its path"
             )
 
     def fill(self, layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
