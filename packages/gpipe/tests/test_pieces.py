@@ -289,6 +289,6 @@ def test_hooks_of_a_partition_are_refused():
 
 
 def test_elsewhere_modes_are_wanted():
-    """As by :class:`gpipe.distributed.Rank`."""
-    with pytest.raises(ValueError, match=r"checkpoint\[0\] is not one of .*GPipe alone"):
+    """As by :func:`gpipe.distributed.export`."""
+    with pytest.raises(ValueError, match=r"checkpoint\[0\] is not one of .*for GPipe and gpipe.distributed.Rank"):
         checked_checkpoint([[True], "never"])

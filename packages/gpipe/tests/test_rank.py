@@ -6,7 +6,7 @@ import copy
 import re
 from contextlib import closing
 from dataclasses import replace
-from itertools import count
+from itertools import count, cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +57,25 @@ def test_ranks_are_one_process(worlds, recipe: Recipe, size: int, seed: int, sch
     worlds(size).run(_expect_as_in_one_process, recipe, _placement(stages, size, seed), schedule, counted)
 
 
+@SLOW
+@given(
+    recipes(),
+    st.sampled_from([2, 3]),
+    st.integers(0, 2**16),
+    st.sampled_from(["1f1b", "fill_drain", "zero_bubble", "auto"]),
+    st.lists(st.booleans(), min_size=1, max_size=7),
+)
+def test_ranks_with_flags_are_one_process(
+    worlds, recipe: Recipe, size: int, seed: int, schedule: str, flags: list[bool]
+):
+    """Stages of which some layers are checkpointed, with skips between pieces of one stage and of several."""
+    layers = len(recipe.model())
+    assume(layers >= size)
+    stages = min(layers, max(size, recipe.stages))
+    recipe = replace(recipe, stages=stages, checkpoint="never")
+    worlds(size).run(_expect_as_in_one_process, recipe, _placement(stages, size, seed), schedule, True, flags)
+
+
 def _placement(stages: int, size: int, seed: int) -> list[int]:
     """A process for each stage, and a stage for each process."""
     generator = torch.Generator().manual_seed(seed)
@@ -64,14 +83,17 @@ def _placement(stages: int, size: int, seed: int) -> list[int]:
     return [ranks[k] for k in torch.randperm(stages, generator=generator).tolist()]
 
 
-def _expect_as_in_one_process(recipe: Recipe, ranks: list[int], schedule: Any, counted: bool) -> None:
+def _expect_as_in_one_process(
+    recipe: Recipe, ranks: list[int], schedule: Any, counted: bool, flags: list[bool] | None = None
+) -> None:
     model = recipe.model()
+    balance = recipe.balance(len(model))
+    each = cycle(flags or [False])
     options = {
         "chunks": recipe.chunks,
-        "checkpoint": recipe.modes(recipe.stages),
+        "checkpoint": [[next(each) for _ in range(n)] for n in balance] if flags else recipe.modes(recipe.stages),
         "deferred_batch_norm": recipe.deferred,
     }
-    balance = recipe.balance(len(model))
     one = GPipe(copy.deepcopy(model), balance, devices=[f"cpu:{rank}" for rank in ranks], **options)
     rank = Rank(model, balance, ranks=ranks, **options)
     for x in recipe.batches():
@@ -213,6 +235,7 @@ def _with_metrics() -> Any:
         ({"chunks": 3}, "chunks is"),
         ({"ranks": [1, 0]}, "ranks is"),
         ({"checkpoint": "always"}, "checkpoint is"),
+        ({"checkpoint": [[True, False] * 2, "never"]}, "checkpoint by layer is"),
         ({"model": nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])}, "the model is"),
     ],
 )

@@ -518,7 +518,7 @@ class GPipe(Stepping):
         """For each partition, the first micro-batch that is not checkpointed."""
         stages = len(self._balance)
         if len(self._pipeline.stages) > stages:
-            expect_callable_in_pieces(self._partitions, self._checkpoint)
+            expect_callable_in_pieces(dict(enumerate(self._partitions)), self._checkpoint)
         return checkpoint_stops(modes_of(self._checkpoint) if self.training else "never", microbatches, stages)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from microbatch import Batch
 
 from ..engine._losses import Losses
+from ..engine._piecewise import whole_stages
 from ..engine._pipeline import Pipeline
 from ..engine._run import Run
 from ..engine._settings import RunObserver
@@ -56,10 +57,11 @@ class RankPipeline(Pipeline):
         layout, copy_streams, workers: as for any pipeline.
         groups: the ranks, and over what they talk.
         ranks: that of each stage, of all ranks.
+        connected: that of each piece of these; of a stage itself where it is whole.
         rendezvous: where the ranks meet.
         replicas: who ends each step together with this one.
         twins: tensors that other ranks have too.
-        ties: for each pair of ranks that have tensors in common, a stage of each that has them.
+        ties: for each pair of ranks that have tensors in common, a stage of each that has them, or the first piece.
         trained: by rank, the stages with parameters to train.
         wires: between accelerators of this rank and others.
 
@@ -79,6 +81,7 @@ class RankPipeline(Pipeline):
         workers: Workers,
         groups: Groups,
         ranks: Sequence[int],
+        connected: Sequence[int],
         rendezvous: Rendezvous,
         replicas: Replicas,
         twins: Sequence[Twin],
@@ -87,7 +90,7 @@ class RankPipeline(Pipeline):
         wires: Wires,
     ) -> None:
         super().__init__(stages, layout, copy_streams, workers)
-        self.count = self.connected = len(ranks)
+        self.count, self.connected = len(ranks), len(connected)
         self.line = groups.me
         self.begins = ranks[0] == groups.me
         self.ends = ranks[-1] == groups.me
@@ -96,15 +99,15 @@ class RankPipeline(Pipeline):
         self._rendezvous = rendezvous
         self._replicas = replicas
         devices = dict(zip([stage.index for stage in stages], self.devices, strict=True))
-        self._crossings = Crossings(groups, ranks, layout, devices, wires)
+        self._crossings = Crossings(groups, connected, layout, devices, wires)
         hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self.begins else [ranks[0]]
         peers = [Peer(groups.values, k, _ANNOUNCED) for k in hearers]
         self._announcements = Announcements(peers, tells=self.begins)
-        self.chooser = RankChooser(stages, groups.me, trained)
+        self.chooser = RankChooser(whole_stages(stages), groups.me, trained)
         self._opening = Opening()
         self._trains = False
         self._rng = AgreedRNG(0)
-        ways = ways_of(groups, ranks, ties_between(ranks, layout, ties), devices, wires)
+        ways = ways_of(groups, connected, ties_between(connected, layout, ties), devices, wires)
         self._twins = Twins(twins, groups, ways, wires)
         self._lost: LostRankError | None = None
         self._closed = False

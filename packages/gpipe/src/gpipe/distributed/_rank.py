@@ -23,12 +23,13 @@ from ..engine._losses import Losses
 from ..engine._settings import settings
 from ..engine._stage import stages_of
 from ..engine._workers import Workers
-from ..module._arguments import Device, checked_checkpoint, checked_chunks, checked_flag, checked_modes, whole
+from ..module._arguments import Device, checked_chunks, checked_flag, whole
 from ..module._cut import checked
 from ..module._hooks import pre_hooked
 from ..module._init import means_of
 from ..module._keywords import Call, called_with
 from ..module._partition import checked_balance
+from ..module._pieces import checked_choices, expect_callable_in_pieces, expect_fitting, flags_of, modes_of, pieces_of
 from ..module._sequential import as_sequential
 from ..module._step import Stepping
 from ..module._training import LossOptions, losses_of, returned
@@ -70,7 +71,7 @@ class Rank(Stepping):
         balance: how many layers each stage gets.
         sample: see :class:`gpipe.GPipe`.
         chunks: how many micro-batches to cut a mini-batch into.
-        checkpoint: which micro-batches are recomputed: a mode, or one for each stage.
+        checkpoint: which micro-batches are recomputed: a mode, or for each stage one, or a flag for each of its layers.
         deferred_batch_norm: see :class:`gpipe.GPipe`.
         ranks: for each stage the number, in the group, of the process that has it. By default stage j is on process
             j modulo their number, as for ``"interleaved"``; ``[0, 1, 1, 0]`` is a V.
@@ -111,7 +112,7 @@ class Rank(Stepping):
         *,
         sample: Any = None,
         chunks: int = 1,
-        checkpoint: str | Iterable[str] = "except_last",
+        checkpoint: str | Iterable[str | Iterable[bool]] = "except_last",
         deferred_batch_norm: bool = False,
         ranks: Iterable[int] | None = None,
         group: dist.ProcessGroup | None = None,
@@ -135,10 +136,11 @@ class Rank(Stepping):
                 layers = as_sequential(module, sample)
                 verify_skippables(layers)
                 self._balance = checked_balance(balance, len(layers))
-                self._checkpoint = checked_modes(checked_checkpoint(checkpoint), len(self._balance))
+                self._checkpoint = expect_fitting(checked_choices(checkpoint), self._balance)
                 self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
                 found.alike = {"balance": self._balance, "ranks": self._ranks, **described(layers)}
                 found.alike["deferred_batch_norm"] = self._deferred
+                found.alike["checkpoint by layer"] = flags_of(self._checkpoint)
                 found.alike["transport"] = checked_transport(transport)
             with agreement(rendezvous, groups.members) as placed:
                 share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
@@ -164,26 +166,35 @@ class Rank(Stepping):
         self, share: Share, groups: Groups, rendezvous: Rendezvous, placed: list[dict[str, Any]]
     ) -> RankPipeline:
         """What the engine sees of the layers."""
-        layout = inspect_skip_layout(share.every)
-        own = iter(share.devices)
-        devices = [next(own) if rank == groups.me else torch.device("cpu") for rank in self._ranks]
-        stages = [stage for stage in stages_of(share.every, devices, layout) if self._ranks[stage.index] == groups.me]
-        streams = [CopyStreams.on(each) for each in share.devices]
+        pieces = pieces_of(share.every, self._checkpoint)
+        ranks = [self._ranks[piece.partition] for piece in pieces]
+        layout = inspect_skip_layout([piece.module for piece in pieces])
+        mine = [j for j, rank in enumerate(self._ranks) if rank == groups.me]
+        places_here = dict(zip(mine, share.devices, strict=True))
+        devices = [places_here.get(piece.partition, torch.device("cpu")) for piece in pieces]
+        kinds = [(piece.partition, piece.recomputed) for piece in pieces]
+        every = stages_of([piece.module for piece in pieces], devices, layout, kinds)
+        stages = [stage for stage in every if ranks[stage.index] == groups.me]
+        streams_here = {j: CopyStreams.on(device) for j, device in places_here.items()}
         workers = Workers.for_owner(self, share.devices)
         trained = [each["trained"] for each in placed]
-        places = places_of(self._ranks, [each["places"] for each in placed])
-        wires = open_wires(rendezvous, groups, self._ranks, layout, share.ties, devices, places, placed[0]["name"])
+        of_partitions = places_of(self._ranks, [each["places"] for each in placed])
+        places = [of_partitions[piece.partition] for piece in pieces]
+        first = [next(k for k, piece in enumerate(pieces) if piece.partition == j) for j in range(len(share.every))]
+        ties = [(first[a], first[b]) for a, b in share.ties]
+        wires = open_wires(rendezvous, groups, ranks, layout, ties, devices, places, placed[0]["name"])
         return RankPipeline(
             stages,
             layout,
-            streams,
+            [streams_here[stage.partition] for stage in stages],
             workers,
             groups,
             self._ranks,
+            ranks,
             rendezvous,
             self._replicas,
             share.twins,
-            share.ties,
+            ties,
             trained,
             wires,
         )
@@ -191,7 +202,7 @@ class Rank(Stepping):
     @property
     def stages(self) -> list[int]:
         """The numbers of the stages of this rank."""
-        return [stage.index for stage in self._pipeline.stages]
+        return list(dict.fromkeys(stage.partition for stage in self._pipeline.stages))
 
     @property
     def balance(self) -> list[int]:
@@ -259,8 +270,8 @@ class Rank(Stepping):
 
     def train(self, mode: bool = True) -> Rank:
         super().train(mode)
-        for partition in self._partitions:
-            partition.training = mode
+        for container in (*self._partitions, *(stage.module for stage in self._pipeline.stages)):
+            container.training = mode
         return self
 
     def extra_repr(self) -> str:
@@ -303,7 +314,10 @@ class Rank(Stepping):
             self._pipeline.chooser.learn(plan)
 
     def _stops(self, microbatches: int) -> tuple[int, ...]:
-        return checkpoint_stops(self._checkpoint if self.training else "never", microbatches, len(self._balance))
+        own = dict(zip(self.stages, self._partitions, strict=True))
+        expect_callable_in_pieces(own, self._checkpoint)
+        modes = modes_of(self._checkpoint) if self.training else "never"
+        return checkpoint_stops(modes, microbatches, len(self._balance))
 
     def _step_or_smaller(self, call: Call, options: LossOptions, schedule: Schedule | str, on_oom: str) -> Any:
         raise ValueError(

@@ -62,7 +62,7 @@ def _meant(mode: Any, name: str) -> str:
     if isinstance(mode, bool):
         return f"; instead of {mode} write checkpoint={'always' if mode else 'never'!r}"
     if isinstance(mode, (list, tuple)):
-        return "; a flag for each layer is for GPipe alone"
+        return "; a flag for each layer is for GPipe and gpipe.distributed.Rank"
     return did_you_mean(name, CHECKPOINT_MODES)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -141,9 +141,20 @@ def _cut(partition: nn.Module, j: int, runs: Iterable[tuple[bool, int]]) -> Iter
         yield Piece(piece, j, recomputed)
 
 
-def expect_callable_in_pieces(partitions: nn.ModuleList, choices: Choices) -> None:
-    """Before a run: RuntimeError if a partition whose layers are called in pieces should be called itself."""
-    for j in runs_of(choices):
+def flags_of(choices: Choices) -> list[list[bool] | None] | None:
+    """Those of each partition that has any; None if none has."""
+    if isinstance(choices, str) or all(isinstance(each, str) for each in choices):
+        return None
+    return [None if isinstance(each, str) else each for each in choices]
+
+
+def expect_callable_in_pieces(partitions: Mapping[int, nn.Module], choices: Choices) -> None:
+    """Before a run: RuntimeError if a partition whose layers are called in pieces should be called itself.
+
+    Args:
+        partitions: those that are here, by their numbers.
+    """
+    for j in runs_of(choices).keys() & partitions.keys():
         partition = partitions[j]
         hooks = partition._forward_hooks or partition._forward_pre_hooks
         if hooks or partition._backward_hooks or partition._backward_pre_hooks or partition._compiled_call_impl:
