@@ -341,6 +341,36 @@ def test_a_layer_of_a_pipe_may_not():
             pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
 
 
+class Collects(nn.Module):
+    """Keeps a number and a loss of each call in lists, and draws from a generator in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+        self.losses: list[Tensor] = []
+        self.generators = {"own": torch.Generator().manual_seed(1)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.numbers.append(len(x))
+        self.losses.append(x.square().mean())
+        return x * torch.rand(x.shape, dtype=x.dtype, generator=self.generators["own"]) * len(self.numbers)
+
+
+@each_way
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_what_layers_keep_in_lists_and_dicts(phase: str, schedule: str, inline: bool):
+    def trained(limit: int | None, chunks: int) -> Any:
+        collects = Collects()
+        layers = nn.Sequential(*linears(1), collects, *linears(1), Limited(limit, phase))
+        with closing(GPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=chunks)) as pipe, running(inline):
+            pipe.checkpoint = "never"
+            loss = pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule, on_oom="smaller chunks")
+            return loss, everything(pipe), collects.numbers, [each.item() for each in collects.losses]
+
+    assert_equal(trained(2, 2), trained(None, 4))
+
+
 def test_what_a_forward_changes_for_good_is_named():
     class Drifts(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe.checkpoint._snapshot import Slot
@@ -53,6 +56,84 @@ def test_all_is_as_before(size: int):
     torch.testing.assert_close(seen(module), before, rtol=0, atol=0)
     assert module.buffer is buffer
     assert not hasattr(module, "late")
+
+
+class Holds(nn.Module):
+    """What is put there."""
+
+
+contents = st.recursive(
+    st.integers(0, 3) | st.sampled_from(["generator", "tensor"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(deque)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.integers(0, 2), inner, max_size=3)
+        | st.frozensets(st.integers(0, 3)).map(set)
+    ),
+    max_leaves=6,
+)
+
+
+def made(value: Any) -> Any:
+    """``value`` with a generator and a tensor of its own where their names are."""
+    if isinstance(value, dict):
+        return {key: made(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return type(value)(map(made, value))
+    return {"generator": torch.Generator().manual_seed(0), "tensor": torch.zeros(2)}.get(str(value), value)
+
+
+def shuffle(value: Any) -> None:
+    """Change all that is in ``value``, and what that holds."""
+    if isinstance(value, torch.Generator):
+        torch.rand(1, generator=value)
+    elif isinstance(value, Tensor):
+        value.add_(1)
+    elif isinstance(value, (list, tuple, dict, deque)):
+        for each in [*(value.values() if isinstance(value, dict) else value)]:
+            shuffle(each)
+    if isinstance(value, (list, deque)):
+        value.append(7)
+    elif isinstance(value, dict):
+        value.pop(0, None)
+        value[9] = []
+    elif isinstance(value, set):
+        value ^= {1, 9}
+
+
+def shown(value: Any) -> Any:
+    """What can be seen of ``value``, also which objects it is made of."""
+    if isinstance(value, (torch.Generator, Tensor)):
+        return id(value), (value.get_state() if isinstance(value, torch.Generator) else value).tolist()
+    if isinstance(value, dict):
+        return id(value), [(key, shown(each)) for key, each in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return id(value), [*map(shown, value)]
+    return sorted(value) if isinstance(value, set) else value
+
+
+@given(contents, st.booleans())
+def test_what_is_in_containers_is_as_before(value: Any, replaces: bool):
+    module = Holds()
+    module.kept = made(value)
+    before = shown(module.kept)
+    undo = Undo([module], [CPU], set())
+    shuffle(module.kept)
+    module.late = [1]
+    if replaces and isinstance(value, (list, dict)):
+        module.kept = []
+    assert undo.put_back() == []
+    assert shown(module.kept) == before
+    assert not hasattr(module, "late")
+
+
+def test_a_large_tensor_in_a_list_is_named():
+    module = Holds()
+    module.kept = [torch.zeros(SMALL + 1)]
+    undo = Undo([module], [CPU], set())
+    module.kept[0].add_(1)
+    assert [slot.name for slot in undo.put_back()] == ["kept"]
 
 
 def test_also_a_change_that_leaves_no_trace():

@@ -96,7 +96,7 @@ class View:
         seen = [module for module in modules if module not in unseen]
         self._registered = [(module, "_parameters") for module in modules if module not in unlike]
         self._registered += [(module, "_buffers") for module in seen]
-        self._changing = [module for module in seen if _may_keep(module)]
+        self._changing = [module for module in seen if may_keep(module)]
         self._index()
 
     def look(self) -> Sight:
@@ -131,7 +131,7 @@ class View:
             Slot(owner, "attribute", name)
             for owner in self._changing
             for name, value in vars(owner).items()
-            if name not in _OF_ANY_MODULE and _is_state(value)
+            if name not in OF_ANY_MODULE and _is_state(value)
         ]
         self.parameters = sum(slot.kind == "_parameters" for slot in tensors)
         self._slots = [*tensors, *attributes, *nothing]
@@ -146,11 +146,14 @@ def _places(slots: Iterable[Slot]) -> list[tuple[dict[str, Any], str]]:
     return [(slot.values, slot.name) for slot in slots]
 
 
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
-_CONSTANTS = frozenset([type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device])
+OF_ANY_MODULE = frozenset(vars(nn.Module()))
+"""The names of attributes that every module has."""
+
+CONSTANTS = frozenset([type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device])
+"""Types whose values cannot change."""
 
 
-def _may_keep(module: nn.Module) -> bool:
+def may_keep(module: nn.Module) -> bool:
     """Whether ``module`` may keep something in attributes. Those of torch do not, unless a hook does it for them."""
     return not type(module).__module__.startswith("torch.nn.modules.") or bool(
         module._forward_hooks or module._forward_pre_hooks
@@ -161,4 +164,4 @@ def _is_state(value: object) -> bool:
     """Whether ``value`` can be put back."""
     if isinstance(value, Tensor):
         return not value.is_inference()
-    return type(value) in _CONSTANTS or (type(value) is tuple and all(map(_is_state, value)))
+    return type(value) in CONSTANTS or (type(value) is tuple and all(map(_is_state, value)))

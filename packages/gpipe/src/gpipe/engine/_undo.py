@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from ..checkpoint._device_generator import DeviceGenerator
 from ..checkpoint._served import PROCESS, borrowing
 from ..checkpoint._snapshot import Slot, View
 from ..checkpoint._state import SMALL, is_renormed
+from ._contents import Contents
 
 
 class Undo:
@@ -33,7 +33,8 @@ class Undo:
         self._view = View(every, ())
         self._sight = self._view.look()
         self._copies = {slot: slot.value.detach().clone() for slot in self._sight.slots if self._is_copied(slot)}
-        self._own = [(generator, generator.get_state()) for generator in _generators(every)]
+        self._contents = Contents(every)
+        self._own = [(generator, generator.get_state()) for generator in self._contents.generators]
         self._devices = [DeviceGenerator(device) for device in dict.fromkeys(devices)]
         with borrowing:
             self._process = PROCESS.get_state()
@@ -55,7 +56,7 @@ class Undo:
             for slot, copy in self._copies.items():
                 _fill(slot.value, copy)
         self._rewind()
-        return lost
+        return [*lost, *self._contents.put_back()]
 
     def _rewind(self) -> None:
         for generator, state in self._own:
@@ -86,9 +87,3 @@ def _fill(tensor: Tensor, copy: Tensor) -> None:
         tensor.set_(copy)  # type: ignore[call-overload]
     elif not torch.equal(tensor, copy):
         tensor.copy_(copy)
-
-
-def _generators(modules: Sequence[nn.Module]) -> list[torch.Generator]:
-    """Those that modules keep in attributes."""
-    values: Iterable[Any] = (value for module in modules for value in vars(module).values())
-    return [value for value in values if isinstance(value, torch.Generator)]
