@@ -84,8 +84,11 @@ class Interception:
         self._libraries[namespace].impl(operation, partial(self._hand_over, operation))  # type: ignore[no-untyped-call]
 
     def _hand_over(self, operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        with self.switched(False):
+        torch._C._dispatch_tls_set_dispatch_key_included(self._key, False)
+        try:
             return operation(*args, **kwargs) if _is_tracing() else self._handler(operation, args, kwargs)
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_included(self._key, True)  # else it would not have come here
 
 
 _KEY: Final = "DeferredInit"
@@ -115,7 +118,7 @@ _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 def _is_tracing() -> bool:
     """Whether this is no computation, but the compilation of one."""
-    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
+    return any(map(torch._C._get_dispatch_mode, _TRACING))
 
 
 @cache

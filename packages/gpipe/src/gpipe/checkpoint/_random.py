@@ -365,6 +365,8 @@ def _takes_generator(operation: OpOverload) -> bool:
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    if args and isinstance(args[0], Tensor) and "device" not in kwargs:
+        return args[0].device
     tensors = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     device = kwargs.get("device") or next(tensors, "cpu")
     return torch.device(device)
