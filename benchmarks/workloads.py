@@ -315,6 +315,13 @@ def uneven(channels: int = 16, rows: int = 64, pixels: int = 32) -> Case:
     )
 
 
+def wide_and_narrow(rows: int = 128) -> Case:
+    """Layers of very different costs next to each other."""
+    widths = [128, 512, 64, 512, 64, 256]
+    layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.Tanh())]
+    return Case(nn.Sequential(*layers), torch.randn(rows, widths[0]), None, _squares)
+
+
 def _squares(output: Tensor, _: Any) -> Tensor:
     return output.square().mean()
 
@@ -335,6 +342,9 @@ SMALL_CASES: dict[str, Callable[[], Case]] = {
     "MLP": lambda: _fewer(mlp(256, 128), 6),
     "LSTM tagger": lambda: tagger(64, 32, 24),
     "uneven CNN": lambda: uneven(8, 32),
+    "residual CNN": lambda: digits(16, 64),
+    "GPT-2": lambda: language_model(64, 4, 8, 32),
+    "MLP, wide and narrow": wide_and_narrow,
 }
 """Those of which every way to train is run."""
 

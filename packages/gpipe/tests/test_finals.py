@@ -60,7 +60,7 @@ def test_of_those_that_were_tried_the_fastest_is_taken_and_its_seconds_are_those
     took = {name: tried(None, None, None, None, None, way).median for name, way in log.items()}
     assert took[key(found[0])] == pytest.approx(found[0].seconds)
     assert took[key(found[0])] <= min(took.values()) * (1 + CLOSE) * (1 + 1e-6)
-    assert (spread.low, spread.mid, spread.high) == pytest.approx((1, 1, 1))
+    assert (spread.low, spread.mid, spread.high) == pytest.approx((0.95, 1, 1.05))
     assert [each.seconds for each in found[1:]] == sorted(each.seconds for each in found[1:])
     assert len({key(each) for each in found}) == len(found)
     assert "trained in turns" in note

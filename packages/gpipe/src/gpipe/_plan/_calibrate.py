@@ -30,6 +30,10 @@ UNSURE = Expected(0.88, 1.0, 1.25)
 """How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
 
 
+_APART = 0.05
+"""How far the median of another pipe's steps may be from those that were tried; its memory lies elsewhere."""
+
+
 class Calibrated(NamedTuple):
     """What is known after some steps of training.
 
@@ -83,7 +87,8 @@ def calibrated(
         f"calibrated by steps of a copy: cells in the pipe made a step {before:.2f} times as long as layers alone; "
         f"{len(ways)} ways were trained in turns, and of those within {CLOSE:.0%} of the fastest the simplest was taken"
     )
-    spread = Expected(min(trials[best].seconds) / took, 1.0, max(trials[best].seconds) / took)
+    low, high = (pick(trials[best].seconds) / took for pick in (min, max))
+    spread = Expected((1 - _APART) * low, 1.0, (1 + _APART) * high)
     return Calibrated(*_ranked(space, found, ways, trials, best), spread, note)
 
 
