@@ -16,7 +16,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Normalises each micro-batch by its own statistics, and updates the running ones once a mini-batch.
+    """Normalises each micro-batch by its own statistics, and updates the running statistics once per mini-batch.
 
     After the last forward of a mini-batch ``running_mean`` and ``running_var`` are what the plain layer would have made
     of the whole mini-batch, with the unbiased variance; ``num_batches_tracked`` counts mini-batches. A layer that is

@@ -75,38 +75,40 @@ from .values._leaves import Arguments
 class GPipe(Stepping):
     """A sequential model that computes in a pipeline: a drop-in replacement for the model itself.
 
-    The layers are cut into partitions, one on each device, and every mini-batch into micro-batches, which stream
-    through them. Outputs and gradients are those of the model on the whole mini-batch, except where a layer looks at
-    the batch as a whole, as batch norm does.
+    The layers are cut into partitions, one on each device, and every mini-batch into micro-batches, which pass
+    through them. Outputs and gradients equal those of the model on the whole mini-batch, except for layers that look
+    at the batch as a whole, such as batch norm.
 
     Args:
-        module: the model, an ``nn.Sequential``, or with a ``sample`` any that :func:`flatten` makes one of. Its layers
-            are moved to the devices, not copied. What several partitions share goes to the first of them; the others
-            compute with copies, and gradients are added once a run.
-        balance: how many layers each partition gets; :mod:`gpipe.balance` finds it. With a ``sample`` it need not be
-            given: then the layers are measured for a second, for as many partitions as there are ``devices``; those of
-            a model on ``meta`` are balanced by their parameters.
-        sample: what the model is called with, of the rows of a micro-batch; see :func:`flatten`.
-        devices: one for each partition; may repeat, and more are dropped. By default all CUDA devices, or the CPU for
-            each partition where there are none.
-        chunks: how many micro-batches to cut a mini-batch into. As with ``torch.chunk``, a small one gives fewer.
+        module: the model: an ``nn.Sequential`` or, with a ``sample``, any model that :func:`flatten` takes. Its layers
+            are moved to the devices, not copied. Parameters that partitions share are on the device of the first one;
+            the others compute with copies, and gradients are added once per run.
+        balance: the number of layers of each partition, as :mod:`gpipe.balance` finds it. It is optional with a
+            ``sample``: then the layers are measured for a second and balanced over the ``devices``; those of a model
+            on ``meta`` are balanced by their parameters.
+        sample: an input of the model, with as many rows as a micro-batch; see :func:`flatten`.
+        devices: one for each partition; may repeat, and surplus devices are ignored. By default all CUDA devices, or
+            the CPU for each partition if there are none.
+        chunks: the number of micro-batches of a mini-batch. As with ``torch.chunk``, a small mini-batch gives fewer.
         checkpoint: which micro-batches keep only their inputs between forward and backward and compute the rest again:
             ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none; or a list with one of these for each
             partition. A partition may have a list of flags instead, one for each of its layers, as in
-            ``["never", [True, True, False]]``: then layers in a row that are checkpointed keep their input alone, and
-            are computed again, together, just before their backward. Evaluation checkpoints nothing.
-        deferred_batch_norm: let batch norm update its running statistics once a mini-batch, to those of the whole of it
-            (:class:`DeferredBatchNorm`).
-        in_spec: how the input is cut, where its rows are not on dimension 0: :class:`microbatch.Split`,
+            ``["never", [True, True, False]]``: then consecutive checkpointed layers keep only their input, and
+            are computed again, together, just before their backward. Nothing is checkpointed in evaluation.
+        deferred_batch_norm: let batch norm update its running statistics once per mini-batch, with the statistics of
+            the whole mini-batch (:class:`DeferredBatchNorm`).
+        in_spec: how the input is cut, if its rows are not on dimension 0: :class:`microbatch.Split`,
             :class:`microbatch.Replicate`, or a tree of them that is a prefix of the input. ``Replicate(mask)`` around
-            an argument says the same for one call.
-        out_spec: how the outputs of micro-batches are put together: the same, and for what is one value for each
-            micro-batch, such as a loss, :class:`microbatch.Mean` (by rows) or :class:`microbatch.Sum`.
-        init: for a model that was built under ``torch.device("meta")``: what gives it data, layer by layer and on each
-            partition's own device. ``"reset"``, which is the modules' own ``reset_parameters()``; a function of a
-            module, called as by ``nn.Module.apply``; a state dict under the model's names, also one that makes its
-            values when asked; or the path of a file of ``torch.save``, a ``.safetensors`` file, a folder of Hugging
-            Face or one of ``torch.distributed.checkpoint``. What has data already keeps it, and moves.
+            an argument has the same effect for one call.
+        out_spec: how the outputs of micro-batches are joined: the same classes and, for outputs with one value
+            for each micro-batch, such as a loss, :class:`microbatch.Mean` (weighted by rows) or
+            :class:`microbatch.Sum`.
+        init: for a model that was built under ``torch.device("meta")``: the source of its data, which is loaded
+            layer by layer onto each partition's own device. ``"reset"`` calls the modules' own
+            ``reset_parameters()``; a function is called with each module, as by ``nn.Module.apply``; a state dict has
+            the model's names, and may load values lazily; a path is a file of ``torch.save``, a ``.safetensors``
+            file, a folder of Hugging Face or one of ``torch.distributed.checkpoint``. Tensors that already have data
+            keep it, and are moved.
 
     Attributes:
         balance: layers of each partition, a list of int.
@@ -116,15 +118,15 @@ class GPipe(Stepping):
         partitions: an ``nn.ModuleList`` of ``nn.Sequential``: the same layers under the same names, by partition.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or does more than compute its layers in a row; an argument is of
-            another type.
+        TypeError: ``module`` is not an ``nn.Sequential``, or does more than compute its layers in order; an argument
+            has a wrong type.
         BalanceError: a ValueError; ``balance`` is missing or does not fit.
-        ValueError: ``chunks`` or ``checkpoint`` is not what it may be, a layer occurs twice, partitions share
-            what they cannot copy, or a device is missing or cannot hold its partition; ``init`` does not fit the model,
-            or leaves something without a value.
+        ValueError: ``chunks`` or ``checkpoint`` has an invalid value, a layer occurs twice, partitions share
+            modules that cannot be copied, or a device is missing or cannot hold its partition; ``init`` does not fit
+            the model, or does not set all of its tensors.
         IndexError: there are fewer devices than partitions.
 
-    On any error ``module`` is as it was: no layer has moved.
+    On any error ``module`` is unchanged: no layer has moved.
 
     Source: GPipe (arXiv 1811.06965); torchgpipe (arXiv 2004.09910).
 
@@ -235,10 +237,10 @@ class GPipe(Stepping):
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute in a pipeline. Takes and gives what the wrapped module takes and gives.
+        """Compute in a pipeline. Takes the arguments of the wrapped module, and returns what it returns.
 
-        A flattened model that computes its own loss gives its whole output: the loss of all rows, in which padding does
-        not count, on the device of the inputs, and what modules next to the loss returned.
+        A flattened model that computes its own loss returns its whole output: the loss of all rows, in which padding
+        does not count, on the device of the inputs, and the outputs of the modules next to the loss.
 
         Args:
             args, kwargs: for the first layer. Tensors, or trees of tensors, with rows that can be dealt out alike; on

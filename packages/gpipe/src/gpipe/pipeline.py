@@ -72,7 +72,7 @@ class Pipeline:
         """Put each micro-batch through all partitions.
 
         Raises:
-            Whatever a layer raises, with a note that says where; of several failures, the earliest in the schedule.
+            Exception: any error of a layer, with a note that names the place; of several, the earliest in the schedule.
             Then ``batches`` are as before.
         """
         outputs = self._pipeline.forward(list(self.batches), self._checkpoint_stops, Versions())

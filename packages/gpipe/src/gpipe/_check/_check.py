@@ -39,30 +39,30 @@ def check(
     balance: Iterable[int] | None = None,
     chunks: int = 4,
 ) -> Report:
-    """Whether ``model`` trains in micro-batches and stages as it does without, and what stands in the way.
+    """Check whether ``model`` trains in micro-batches and stages as it does without, and find what differs.
 
-    First each layer alone, in double precision: it is given what the plain model gives to it, once as a whole and once
-    in micro-batches, so that a fault shows in its own layer and in no other. Outputs, gradients and buffers are
-    compared; where they differ, it is found out why. Then pipes of the whole model, under each schedule and checkpoint
-    mode, are compared with the plain loop over micro-batches.
+    First, each layer is run alone, in double precision, on the input that it gets in the plain model, once as a whole
+    and once in micro-batches. So a fault shows in its own layer and in no other. Outputs, gradients and buffers are
+    compared; where they differ, the cause is looked for. Then pipes of the whole model, under each schedule and
+    checkpoint mode, are compared with the plain loop over micro-batches.
 
     Args:
-        model: an ``nn.Sequential``, or any that :func:`gpipe.flatten` makes one of. It is copied, and stays as it is.
-        sample: what it is called with: a mini-batch of at least two rows; a mapping for named arguments,
+        model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is copied, not changed.
+        sample: an input of the model with at least two rows; a mapping for named arguments,
             :class:`microbatch.Arguments` for several.
         target: what ``loss_fn`` compares with, cut like ``sample``.
         loss_fn: as for :meth:`gpipe.GPipe.step`; by default the loss that the model computes, if it
             returns one, else the mean square of its outputs.
-        balance: layers of each stage; by default four even ones, or one for each layer if there are less.
+        balance: layers of each stage; by default four even stages, or one for each layer if there are fewer layers.
         chunks: how many micro-batches.
 
     Returns:
-        What was found: ``report.ok``, ``report.findings``; ``print(report)`` explains it.
+        A report with ``report.ok`` and ``report.findings``; ``print(report)`` explains them.
 
     Raises:
-        TypeError: ``model`` is no module, or ``target`` is given without a ``loss_fn`` that takes it.
+        TypeError: ``model`` is not a module, or ``target`` is given without a ``loss_fn`` that takes it.
         ValueError: ``sample`` has less than two rows, ``chunks`` is less than two, or ``balance`` does not fit.
-        Whatever the plain model raises on ``sample``.
+        Exception: any error that the plain model raises on ``sample``.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(dim=0), nn.Linear(4, 2))

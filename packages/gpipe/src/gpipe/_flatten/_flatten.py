@@ -36,23 +36,23 @@ def flatten(
 ) -> nn.Sequential:
     """``model`` as an ``nn.Sequential`` that computes the same: what comes first, its blocks, what comes last.
 
-    The layers have the model's own modules, and its own names in ``state_dict()``. The model stays as it is, and trains
-    with them; only a cache of keys and values is turned off.
+    The layers contain the model's own modules, and have its names in ``state_dict()``. The model stays usable, and is
+    trained with them; only a cache of keys and values is turned off.
 
     Args:
-        model: any module whose layers are in lists, called once each and in order. What it computes between two layers
-            of a list must be done by the layers.
-        sample: what it is called with: a mapping for named arguments, a tuple for positional ones,
-            :class:`microbatch.Arguments` for both, or one tensor. A few rows are enough. What the pipe is called with
-            later may have other rows and lengths. If the model has no data, because it was built on ``meta``, only
-            shapes are computed, and compared; the sample may be there too.
+        model: any module whose layers are in lists and are called once each, in order. Computations between two layers
+            of a list must be done inside the layers.
+        sample: an input of the model: a mapping for named arguments, a tuple for positional ones,
+            :class:`microbatch.Arguments` for both, or one tensor. A few rows are enough. Later inputs of the pipe may
+            have other numbers of rows and lengths. If the model has no data, because it was built on ``meta``, only
+            shapes are computed and compared; the sample may be on ``meta`` too.
         blocks: the names of the lists of layers; found by default.
-        pick: what the last layer makes of what the model returns: the name of a field, or a function. By default the
-            field ``loss`` if the model was given what it computes it from, else ``logits``, else ``last_hidden_state``,
-            else the first; and a tensor or a tuple as it is.
+        pick: what the last layer returns of the model's output: the name of a field, or a function. By default the
+            field ``loss`` if the sample lets the model compute it, else ``logits``, else ``last_hidden_state``,
+            else the first field; a tensor or a tuple is returned as it is.
 
     Returns:
-        The layers. The first takes what the model takes.
+        The layers. The first one takes the arguments of the model.
 
     Raises:
         TypeError: ``pick`` is neither a name nor a function.

@@ -65,33 +65,34 @@ def plan(
     """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages or layers recompute, to fit.
 
     Layers are profiled one by one at a few sizes of micro-batches, and the engine with stages that do nothing. For each
-    number of chunks and each schedule the best balance and modes are found together (:func:`blockpartition.place`), and
-    where memory is short, which layers of a stage to compute again so that it just fits. The fastest are replayed
-    action by action. Of those within 5 % of the fastest the one with the fewest chunks is taken, then 1F1B, then the
-    fastest; never one that is slower than if only whole stages could be computed again. A copy of the model is trained
-    that way for a few steps, and what its cells took corrects the costs. Then up to five ways that are expected to be
-    about as fast are trained in turns, and the plan is the simplest of those within 2 % of the fastest.
+    number of chunks and each schedule, the best balance and modes are found together (:func:`blockpartition.place`)
+    and, if memory is short, the layers of a stage to recompute so that it just fits. The fastest candidates are
+    simulated action by action. Among those within 5 % of the fastest, the one with the fewest chunks is preferred,
+    then 1F1B, then the fastest; never one that is slower than if only whole stages could be recomputed. A copy of the
+    model is trained with it for a few steps, and the measured times of its cells correct the costs. Then up to five
+    candidates that are expected to be about as fast are trained in turns, and the plan is the simplest of those within
+    2 % of the fastest.
 
     Args:
-        model: an ``nn.Sequential``, or any that :func:`gpipe.flatten` makes one of. It stays as it is.
-        sample: a mini-batch, of the rows that it will be trained with.
+        model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is not changed.
+        sample: a mini-batch, with as many rows as in training.
         devices: one for each stage; or text such as ``"8x80GB"`` or ``"8xH100"`` for devices that are not there. Then
             nothing runs: the model may be on ``meta``, bytes are counted, and seconds are an estimate by the operations
-            and bytes of each layer. ``"64x8x80GB"`` are 64 nodes of 8 devices: then it is also searched how many
-            replicas there are, on equal shares of the rows, and how many stages each replica has.
-        target: what goes into the loss with the output of ``sample``.
+            and bytes of each layer. ``"64x8x80GB"`` are 64 nodes of 8 devices: then the plan also chooses the number of
+            replicas, with equal shares of the rows, and the number of stages of each replica.
+        target: the target of the loss, for ``sample``.
         loss_fn: of :meth:`gpipe.GPipe.step`. Without it the loss counts as free.
-        optimizer: what its state takes: a name such as ``"adam"`` or ``"sgd"``, bytes for each parameter, or a function
-            of parameters such as ``torch.optim.AdamW``, which is tried on parameters without data.
-        memory: what each device may hold, once or for each, as a number or text such as ``"24GiB"``. By default all
-            that a GPU has, and any amount on a CPU.
+        optimizer: the size of its state: a name such as ``"adam"`` or ``"sgd"``, bytes for each parameter, or a
+            function of parameters such as ``torch.optim.AdamW``, which is tried on parameters without data.
+        memory: the limit of each device, one for all or a list, in bytes or as text such as ``"24GiB"``. By default
+            the memory of a GPU, and no limit on a CPU.
         chunks, checkpoint, schedule: to search less: a number or several; a mode or one for each stage, which are
             computed again as a whole then; a name or several.
         profile: of the layers on a micro-batch, instead of measuring; with ``rows=`` of at least two sizes, unless
             ``chunks`` is what it was made with. One without seconds, as of a model on ``meta``, gets estimated ones.
         calibrate: whether to train a copy for some steps: a few seconds, or some twenty steps if those take longer. It
-            needs the memory that training takes. ``plan.predicted.seconds`` is then what steps took; without, it
-            comes from layers that were measured alone.
+            needs the memory that training takes. ``plan.predicted.seconds`` is then measured from steps; without, it
+            is computed from the times of single layers.
         bandwidth: of devices that are not there, bytes a second that a device sends to another one: a number or text
             such as ``"50GB"`` or ``"400Gbit/s"``. Two are inside a node and between nodes; one is between nodes, or
             inside where there is one node. By default 25 and 12.5 GB/s.
@@ -105,7 +106,7 @@ def plan(
     Raises:
         Infeasible: a ValueError; nothing fits. It says which device is short of how much, and what would fit.
         TypeError, ValueError: an argument is not what it may be, by its name.
-        Whatever a layer raises, with a note that says which.
+        Exception: any error of a layer, with a note that names the layer.
 
     >>> model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     >>> found = plan(model, torch.zeros(8, 8), ["cpu", "cpu"], chunks=4, calibrate=False)

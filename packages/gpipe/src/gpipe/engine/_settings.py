@@ -76,10 +76,10 @@ def with_settings(**changes: Any) -> Iterator[None]:
 
 @contextmanager
 def inline() -> Iterator[None]:
-    """Inside, every pipe runs the same programs on the calling thread, in an order in which nothing waits.
+    """Inside this context, every pipe runs the same programs on the calling thread, in an order in which nothing waits.
 
-    For ``breakpoint()`` in a layer, profilers that see one thread only, and tests that want one order of events. A
-    backward runs inline if its forward did.
+    Use it for ``breakpoint()`` in a layer, for profilers that see only one thread, and for tests that need a fixed
+    order of events. A backward runs inline if its forward did.
 
     Returns:
         A context manager.

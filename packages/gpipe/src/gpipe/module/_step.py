@@ -85,58 +85,60 @@ class Stepping(nn.Module):
         on_oom: Literal["raise", "smaller chunks"] = "raise",
         **arguments: Any,
     ) -> Any:
-        """Forward, loss and backward in one go.
+        """Compute forward, loss and backward in one call.
 
-        Gradients arrive in ``.grad``, as after ``loss_fn(model(input), target).backward()``, but a micro-batch may turn
-        around as soon as it is through, so that fewer are held at once: with ``"1f1b"`` stage j of n holds n − j.
+        Gradients are added to ``.grad``, as by ``loss_fn(model(input), target).backward()``. But the backward of a
+        micro-batch may begin as soon as its forward is done, so that fewer micro-batches are held at the same time:
+        with ``"1f1b"`` stage j of n holds n − j.
 
         Args:
-            input: what :meth:`forward` takes as its only argument; :class:`Arguments` stands for several. A mapping
-                stands for keywords if the first layer takes these, see below.
+            input: the only argument of :meth:`forward`, or :class:`Arguments` for several. A mapping is passed as
+                keywords if the first layer takes these, see below.
             target: tensors, or a tree of them, cut like ``input``; on the last device (moved there if they are not).
-                ``Split(y, dim=1)`` and ``Replicate(y)`` around a part say how it is cut.
+                ``Split(y, dim=1)`` and ``Replicate(y)`` around a part set how it is cut.
             loss_fn: called with the output and the target of each micro-batch; with the output alone if there is no
-                target, and it takes nothing else. Returns a scalar, or ``(sum, count)``; either with a dict of metrics
-                behind it. By default the output is the loss, or has it as ``.loss``.
+                target, and it takes nothing else. Returns a scalar, or ``(sum, count)``; either may be followed by a
+                dict of metrics. By default the output is the loss, or has it as ``.loss``.
             schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule` of
                 your own. ``"auto"`` measures cells in the first steps and takes the fastest of ``"1f1b"``,
-                ``"zero_bubble"`` and ``"fill_drain"``; ``pipe.last_schedule`` says which. ``"interleaved"``,
-                ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` want the devices in turn, as in ``[0, 1, 0, 1]``,
+                ``"zero_bubble"`` and ``"fill_drain"``; ``pipe.last_schedule`` names it. ``"interleaved"``,
+                ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need the devices in turn, as in ``[0, 1, 0, 1]``,
                 and ``"zbv"`` and ``"dualpipev"`` down and up again, as in ``[0, 1, 1, 0]``. ``"zero_bubble"`` and the
-                last three split the backward of those stages where that pays; one of your own is done as written.
-            reduction: how the losses of micro-batches make up the whole. ``"mean"`` weighs each by its rows, which is
+                last three split the backwards of stages for which that pays off; your own are executed as written.
+            reduction: how the losses of micro-batches are combined. ``"mean"`` weights each by its rows, which is
                 right for plain means only. ``"sum"`` adds them up.
-            normalizer: with ``"sum"``, what to divide by.
-            return_outputs: also return what :meth:`forward` would have, detached.
-            on_oom: what to do where a device runs out of memory. ``"smaller chunks"`` puts everything back as it was
-                before the step, and does the step once more with about twice as many chunks, which the pipe keeps; a
-                warning says so. Then the result is what a step with these chunks gives.
+            normalizer: with ``"sum"``, the number to divide by.
+            return_outputs: also return the outputs, as :meth:`forward` would, detached.
+            on_oom: what to do if a device runs out of memory. ``"smaller chunks"`` restores the state before the step,
+                and repeats the step once with about twice as many chunks, which the pipe keeps; a
+                warning says so. The result is then that of a step with this number of chunks.
             arguments: keywords for the first layer, as in ``step(**batch)``.
 
         Returns:
-            The loss of the mini-batch, detached; ``(loss, metrics)`` if ``loss_fn`` gives metrics. Those that are
-            scalars are averaged by rows, and other tensors, with a row for each sample, are concatenated. With
+            The loss of the mini-batch, detached; ``(loss, metrics)`` if ``loss_fn`` returns metrics. Scalar metrics
+            are averaged, weighted by rows; other tensors, with a row for each sample, are concatenated. With
             ``return_outputs`` the outputs come last.
 
-        A mapping is meant as keywords if a key of it is the name of an argument of the first layer, or if the layer
-        takes any (``**kwargs``), as that of a flattened Hugging Face model does. It is handed over whole to a layer
-        whose one argument has another name, or is annotated as a mapping.
+        A mapping is passed as keywords if one of its keys is the name of an argument of the first layer, or if the
+        layer takes any (``**kwargs``), as that of a flattened Hugging Face model does. It is passed whole to a layer
+        whose only argument has another name, or is annotated as a mapping.
 
-        Where the loss is no plain mean over rows, because of ``ignore_index``, class weights or padding, let
-        ``loss_fn`` return the sum and what it counts; the gradients are those of the one over the other::
+        If the loss is not a plain mean over rows, because of ``ignore_index``, class weights or padding, let
+        ``loss_fn`` return the sum and the count; the gradients are those of the sum divided by the count::
 
             def loss_fn(logits, tokens):
                 total = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=PAD, reduction="sum")
                 return total, (tokens != PAD).sum()
 
         Raises:
-            TypeError: a keyword that the first layer does not take, or takes under the name of one of these; a target
-                without a ``loss_fn`` that takes it; a loss, count or metric that is no number or tensor.
-            ValueError: no such schedule, or one that does not fit; a loss that is no scalar or needs no grad; a target
-                or metrics with other numbers of rows than the input; ``on_oom`` with what depends on ``chunks``.
+            TypeError: a keyword that the first layer does not take, or that is also an argument of this method; a
+                target without a ``loss_fn`` that takes it; a loss, count or metric that is not a number or tensor.
+            ValueError: an unknown schedule, or one that does not fit; a loss that is not a scalar or does not require
+                grad; a target or metrics with another number of rows than the input; ``on_oom`` with a loss or
+                schedule that depends on ``chunks``.
             RuntimeError: grad mode is off; the pipe itself has forward or backward hooks; it is in a
                 ``DistributedDataParallel``, outside of ``no_sync()``; ``on_oom`` inside of a layer.
-            Whatever a layer raises, with a note that says where.
+            Exception: any error of a layer, with a note that names the place.
 
         >>> from gpipe import GPipe
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
