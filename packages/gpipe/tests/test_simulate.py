@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -284,6 +286,15 @@ class TestCosts:
             simulate(fill_drain(2, 3), [StageCost(1, 1)] * 2)
         with pytest.raises(ValueError, match="placement: expected one for each of the schedule's 3 stages, got 1"):
             simulate(fill_drain(2, 3), [StageCost(1, 1)] * 3, placement=[0])
+
+    @pytest.mark.parametrize("run", [simulate, makespan])
+    @pytest.mark.parametrize(
+        ("wrong", "error"),
+        [(-1.0, ValueError), (math.inf, ValueError), ([math.nan], ValueError), ("fast", TypeError), (None, TypeError)],
+    )
+    def test_impossible_transfers(self, run: Any, wrong: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match="transfer: expected seconds"):
+            run("1f1b", [StageCost(1, 2)] * 2, microbatches=2, transfer=wrong)
 
     def test_a_schedule_that_never_ends(self) -> None:
         with pytest.raises(ValueError, match="for ever"):

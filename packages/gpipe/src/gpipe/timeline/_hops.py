@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ._queues import Crossing
 
@@ -80,8 +81,19 @@ def is_shared(transfer: Transfer) -> bool:
 
 
 def _each(transfer: Transfer, links: int) -> list[Seconds]:
-    if not isinstance(transfer, Sequence):
-        return [transfer] * links
+    if isinstance(transfer, str) or not isinstance(transfer, Sequence):
+        return [_expect_seconds(transfer)] * links
     if len(transfer) != links:
         raise ValueError(f"transfer: expected one entry for each of {links} links, got {len(transfer)}")
-    return list(transfer)
+    return [_expect_seconds(each) for each in transfer]
+
+
+def _expect_seconds(seconds: Any) -> Seconds:
+    if callable(seconds):
+        found: Seconds = seconds
+        return found
+    if not isinstance(seconds, (int, float)):
+        raise TypeError(f"transfer: expected seconds, or a function of bytes such as a Link, got {seconds!r}")
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"transfer: expected seconds that are not negative, got {seconds!r}")
+    return float(seconds)
