@@ -100,7 +100,7 @@ class TestWalk:
 
     @pytest.mark.parametrize("placement", [[0, 0], [0, 1]])
     def test_what_waits_for_ever_as_written_is_refused_anywhere(self, placement: list[int]) -> None:
-        with pytest.raises(ValueError, match="for ever"):
+        with pytest.raises(ValueError, match="forever"):
             validate(Schedule.parse("F0@0 B0@0 F0@1 B0@1"), 1, placement)
 
 

@@ -137,7 +137,7 @@ class TestLifetimes:
             assert all(each.first == each.last for each in of("activation", worker))
 
     def test_workers_that_wait_for_ever_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="for ever"):
+        with pytest.raises(ValueError, match="forever"):
             lifetimes(Schedule.parse("F0 B0 F1 B1\nF1 B1 F0 B0"), [0, 1])
 
 

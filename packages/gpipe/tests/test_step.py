@@ -632,7 +632,7 @@ class TestBadInput:
             ("F0 F1 B0 B1\nB0 F0 F1 B1", "B0@1 comes before F0@1"),
             ("F0 F1 B0 B0 B1\nF0 F1 B0 B1", "B0@0 occurs twice"),
             ("F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2", "of micro-batch 2, but there are 2"),
-            ("F0 B0 F1 B1\nF1 B1 F0 B0", "for ever: .*@"),
+            ("F0 B0 F1 B1\nF1 B1 F0 B0", "forever: .*@"),
         ],
     )
     def test_schedule_that_does_not_fit_is_refused_before_anything_runs(self, text: str, named: str) -> None:

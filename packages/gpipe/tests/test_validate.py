@@ -106,7 +106,7 @@ class TestValidate:
     def test_workers_that_stages_share_may_wait_for_ever_where_others_would_not(self) -> None:
         alone, shared = "F0@0 B0@0\nF0@1 B0@1", "F0@1 F0@0 B0@1 B0@0"
         validate(Schedule.parse(alone), 1, [0, 1])
-        with pytest.raises(ValueError, match="for ever: F0@1 for F0@0"):
+        with pytest.raises(ValueError, match="forever: F0@1 for F0@0"):
             validate(Schedule.parse(shared), 1, [0, 0])
 
     def test_other_numbers_of_stages_are_named(self) -> None:
