@@ -194,12 +194,25 @@ def test_a_rank_of_another_replica_that_is_killed_is_named(who: int) -> None:
         assert text.startswith(f"rank {who} has ended")
 
 
-def _lose(who: int) -> str:
+@pytest.mark.long
+@pytest.mark.parametrize("who", range(SIZE))
+def test_a_rank_of_another_replica_that_freezes_is_named_when_the_time_is_over(who: int) -> None:
+    """Its own replica waits for ``timeout``, the others up to four times as long."""
+    with world(SIZE, timeout=60.0) as opened:
+        for connection in opened.connections:
+            connection.send((_lose, (who, signal.SIGSTOP, 2.0)))
+        told = [opened.answer(k, 100.0) for k in range(SIZE) if k != who]
+    for succeeded, text in told:
+        assert succeeded, text
+        assert text.startswith(f"rank {who} has ended, or did not answer within ")
+
+
+def _lose(who: int, number: signal.Signals = signal.SIGKILL, timeout: float | None = None) -> str:
     mesh = _mesh()
-    rank = _rank(mesh)
+    rank = _rank(mesh, timeout=timeout)
     _expect_right(rank, mesh)
     if dist.get_rank() == who:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
     with pytest.raises(LostRankError) as caught:
         _step(rank, mesh)
     with pytest.raises((LostRankError, RemoteError), match="has ended"):

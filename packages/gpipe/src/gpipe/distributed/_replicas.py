@@ -13,7 +13,7 @@ from ._errors import LostRankError, RemoteError
 from ._groups import open_groups
 from ._rendezvous import Rendezvous, Report
 
-_GRACE = timedelta(seconds=15)
+_GRACE = timedelta(seconds=30)
 
 
 class Replicas:
@@ -24,11 +24,11 @@ class Replicas:
     Args:
         group: these ranks, one of each replica; None if the pipe is the only one.
         timeout: how long ranks of one replica wait for each other. This waits longer: they need up to three times as
-            long to find out whom they have lost.
+            long to find out whom they have lost, and may have begun later.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
-        self._groups = None if group is None else open_groups(group, 3 * timeout + _GRACE)
+        self._groups = None if group is None else open_groups(group, 4 * timeout + _GRACE)
         self._meeting = None if self._groups is None else Rendezvous(self._groups)
         self._met = True
         self._lost: LostRankError | None = None
