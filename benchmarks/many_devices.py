@@ -102,11 +102,12 @@ def row(devices: int) -> str:
 
 def _cells(plan: gpipe.Plan) -> list[str]:
     devices = plan.replicas * len(plan.balance)
-    every = plan.checkpoint.count("always")
+    every, some = plan.checkpoint.count("always"), sum(isinstance(each, list) for each in plan.checkpoint)
+    partly = f", {some} in part" if some else ""
     return [
         f"{plan.replicas} × {len(plan.balance)} × {plan.chunks}",
         str(plan.rows // plan.replicas),
-        f"{every} of {len(plan.balance)} stages",
+        f"{every} of {len(plan.balance)} stages{partly}",
         format_seconds(plan.predicted.seconds.mid),
         f"{plan.predicted.throughput / devices:.3f}",
         format_share(plan.predicted.bubble),

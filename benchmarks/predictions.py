@@ -172,7 +172,7 @@ def _verified(name: str, calibrate: bool, given: dict[str, Any]) -> tuple[Any, A
 
 
 def _searches(quick: bool) -> Report:
-    caption = "Seconds of a search: made-up layers, all schedules, each stage may recompute, twelve numbers of chunks"
+    caption = "Seconds of a search: made-up layers, all schedules, any layers may recompute, twelve numbers of chunks"
     table = Table("plan.md", "search", caption, ("layers", "stages", "memory", "seconds", "ways that fit"), left=0)
     figures = {}
     for layers, stages in [(24, 4)] if quick else [(48, 8), (200, 16), (200, 64)]:
@@ -200,7 +200,9 @@ def _space(layers: int, stages: int, memory: int | None) -> Space:
     )
     chunks = [2**k for k in range(10)] + [48, 96]
     modes = (("never", "always"),) * stages
-    return Space(measured, sorted(chunks), ("1f1b", "zero_bubble", "fill_drain"), modes, (memory,) * stages)
+    return Space(
+        measured, sorted(chunks), ("1f1b", "zero_bubble", "fill_drain"), modes, (memory,) * stages, pieces=True
+    )
 
 
 def _profile(layers: int) -> Profile:

@@ -38,6 +38,7 @@ PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
 
 _GAP = 0.01
 _REPAIRS = 8
+_TRIES = 2  # where whole stages fit
 _TICKS = 1e9  # a second, in the whole numbers that make `place` fast
 
 
@@ -207,7 +208,11 @@ def _in_pieces(space: Space, free: Candidate, whole: Candidate | None) -> Candid
         each = None if short else _candidate(space, free.costs, free.schedule, sizes, found)
         return None if each is None or _excess(space, each) else each
 
-    starts = [free.sizes, *([whole.sizes] if whole else []), *_by_parts(space, free, ways)]
+    starts = [
+        free.sizes,
+        *([whole.sizes] if whole else []),
+        *_by_parts(space, free, ways, _TRIES if whole else _REPAIRS),
+    ]
     best = min(filter(None, map(at, dict.fromkeys(starts))), key=_seconds, default=None)
     while best is not None:
         nearer = min(filter(None, map(at, _eased(best))), key=_seconds, default=best)
@@ -217,10 +222,10 @@ def _in_pieces(space: Space, free: Candidate, whole: Candidate | None) -> Candid
     return best
 
 
-def _by_parts(space: Space, free: Candidate, ways: Pieces) -> Iterator[tuple[int, ...]]:
+def _by_parts(space: Space, free: Candidate, ways: Pieces, tries: int) -> Iterator[tuple[int, ...]]:
     """A balance for stages of which quarters are computed again, if one is found that fits."""
     rooms = list(space.memory)
-    for _ in range(_REPAIRS):
+    for _ in range(tries):
         placed = _placed(space, free.costs, free.schedule, rooms, "bottleneck", parts=PARTS)
         if placed is None:
             return
