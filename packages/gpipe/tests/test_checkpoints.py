@@ -410,7 +410,7 @@ def test_not_a_whole_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "folder" / "__0_0.distcp").touch()
     with pytest.raises(FileNotFoundError, match="there is no whole checkpoint"):
         load(tmp_path / "folder", network())
-    with pytest.raises(FileExistsError, match="is no checkpoint"):
+    with pytest.raises(FileExistsError, match="is not a checkpoint"):
         save(tmp_path / "folder", network())
     with pytest.raises(ValueError, match="expected a folder that all processes reach"):
         save("s3://bucket/checkpoint", network())

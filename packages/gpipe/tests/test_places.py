@@ -32,16 +32,18 @@ def laid_out(draw: st.DrawFn) -> tuple[list[int], SkipLayout, list[Place]]:
     return ranks, layout, draw(st.lists(PLACES, min_size=len(ranks), max_size=len(ranks)))
 
 
-@given(laid_out())
-def test_both_directions_of_a_channel_between_devices_that_reach_each_other(
-    problem: tuple[list[int], SkipLayout, list[Place]],
+@given(laid_out(), st.data())
+def test_both_directions_of_what_is_between_devices_that_reach_each_other(
+    problem: tuple[list[int], SkipLayout, list[Place]], data: st.DataObject
 ):
     ranks, layout, places = problem
-    found = direct(ranks, layout, places)
+    apart = [(a, b) for a in range(len(ranks)) for b in range(len(ranks)) if ranks[a] != ranks[b]]
+    ties = data.draw(st.lists(st.sampled_from(apart), max_size=3)) if apart else []
+    found = direct(ranks, layout, ties, places)
     assert len({each.tag for each in found}) == len(found)
     assert {(source, target) for _, source, target in found} == {
         each
-        for _, a, b in channels_between(ranks, layout)
+        for a, b in [*(each[1:] for each in channels_between(ranks, layout)), *ties]
         if places[a].backend == places[b].backend is not None
         and (places[a].card is None or places[a].card != places[b].card)
         for each in ((a, b), (b, a))
