@@ -8,7 +8,7 @@ model's own ``forward`` once more with these values in place of the modules. Wha
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -39,17 +39,18 @@ class Ending:
 
     Args:
         model: computes a loss.
-        calls: what the modules around the loss returned, by name.
+        names: of the modules around the loss.
 
     Attributes:
         fields: of the output that can be told.
     """
 
-    def __init__(self, model: nn.Module, calls: Mapping[str, Sequence[Any]]) -> None:
-        self._calls = {name: [_structure(value) for value in values] for name, values in calls.items()}
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._calls: dict[str, list[Structure]] = {name: [] for name in names}
+        self._learns = False
         self._reel = _Playback()
         replaced: dict[nn.Module, nn.Module] = {
-            model.get_submodule(name): _Replay(model.get_submodule(name), self._reel, name) for name in calls
+            model.get_submodule(name): _Replay(model.get_submodule(name), self._reel, name) for name in self._calls
         }
         self._net = skeleton(model, replaced, lambda tensor: False)
         self.fields = frozenset({"loss"})
@@ -66,6 +67,19 @@ class Ending:
         return settings().ending is self
 
     @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Inside, what modules return is what they are expected to return from now on.
+
+        It is learned from the last layer, not from the model, in which ``output_hidden_states`` adds what blocks return
+        to what the module around them does.
+        """
+        self._calls, self._learns = {name: [] for name in self._calls}, True
+        try:
+            yield
+        finally:
+            self._learns = False
+
+    @contextmanager
     def recording(self, net: nn.Module) -> Iterator[Returned]:
         """Inside, the dict is filled with what modules of ``net`` return."""
         found: Returned = {}
@@ -76,8 +90,10 @@ class Ending:
             yield found
 
     def _record(self, name: str, calls: list[list[Tensor]], module: object, args: object, value: Any) -> None:
-        number, known = len(calls), self._calls[name]
-        if number == len(known) or _structure(value) != known[number]:
+        structure, number, known = _structure(value), len(calls), self._calls[name]
+        if self._learns:
+            known.append(structure)
+        if number == len(known) or structure != known[number]:
             raise RuntimeError(
                 f"{name!r} was called more often than with the sample, or returned another structure; flatten the "
                 "model with a sample that it treats alike"
@@ -162,9 +178,7 @@ def ending_of(model: nn.Module, inputs: Inputs, blocks: Collection[nn.Module]) -
     if not isinstance(output, dict) or not _is_loss(output.get("loss")) or rows is None:
         return None
     names = list(_around(model, returned, blocks, rows))
-    if any(model.get_submodule(name) in blocks for name in names):
-        return None
-    return Ending(model, {name: returned.get(model.get_submodule(name), []) for name in names})
+    return None if any(model.get_submodule(name) in blocks for name in names) else Ending(model, names)
 
 
 def _note(returned: dict[nn.Module, list[Any]], module: nn.Module, args: object, output: Any) -> None:
