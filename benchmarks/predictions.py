@@ -25,8 +25,9 @@ import torch
 
 import gpipe
 from gpipe import GPipe
+from gpipe._plan._candidate import Space
 from gpipe._plan._costs import Measured
-from gpipe._plan._search import Space, search
+from gpipe._plan._search import search
 from gpipe.schedule import named
 from gpipe.simulate import Link, StageCost, simulate
 from profiler import LayerProfile, Profile

@@ -8,8 +8,8 @@ from itertools import combinations, product
 
 from hypothesis import strategies as st
 
+from gpipe._plan._candidate import Candidate, Space, candidate_of, replayed
 from gpipe._plan._costs import Measured
-from gpipe._plan._search import Candidate, Space, _candidate, replayed
 from gpipe._plan._ways import Way, way_of
 from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
@@ -94,7 +94,7 @@ def everything(space: Space) -> Iterator[Candidate]:
         for cuts, schedule in product(combinations(range(1, n), k - 1), space.schedules):
             sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, n), strict=True))
             for ways in product(*map(all_flags, sizes)) if space.pieces else product(*space.modes):
-                found = _candidate(space, costs, schedule, sizes, ways)
+                found = candidate_of(space, costs, schedule, sizes, ways)
                 yield replace(found, seconds=replayed(found))
 
 

@@ -17,9 +17,10 @@ import gpipe
 from gpipe import inline, plan
 from gpipe._plan import _calibrate
 from gpipe._plan._calibrate import calibrated, learned
+from gpipe._plan._candidate import Candidate, replayed, simplicity
 from gpipe._plan._costs import Measured
 from gpipe._plan._finals import CLOSE, STEPS, Trial, finalists, key, neighbours, race
-from gpipe._plan._search import Candidate, replayed, search, simplicity
+from gpipe._plan._search import search
 from gpipe.schedule import Kind, named
 from gpipe.simulate import simulate
 

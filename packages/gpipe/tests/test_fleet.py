@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import Infeasible, Plan, plan
+from gpipe._plan._candidate import Space
 from gpipe._plan._costs import Measured
 from gpipe._plan._data import PlanData
 from gpipe._plan._fake import BETWEEN, INSIDE, read_bandwidth, read_fake
 from gpipe._plan._fleet import Layout, all_chunks, dealt, layouts_of, search_all
-from gpipe._plan._search import NEAR, Space
+from gpipe._plan._search import NEAR
 from gpipe.distributed import Rank, average_gradients
 from gpipe.simulate import Link
 from profiler import profile

@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gpipe._plan._arguments import read_chunks
+from gpipe._plan._candidate import replayed, stops_of
 from gpipe._plan._costs import Measured
 from gpipe._plan._infeasible import explain
 from gpipe._plan._memory import held_by
-from gpipe._plan._search import NEAR, candidates, replayed, search, stops_of
+from gpipe._plan._search import NEAR, candidates, search
 from gpipe.schedule import in_flight, named
 from gpipe.simulate import simulate
 

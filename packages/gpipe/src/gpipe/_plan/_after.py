@@ -13,7 +13,7 @@ from profiler.text import format_bytes
 
 from ..engine._failed_cell import FailedCell, causes, failed_cell, is_out_of_memory
 from ._arguments import SCHEDULES
-from ._search import Space
+from ._candidate import Space
 
 LESS = 0.9
 """By so much the next plan stays below what did not fit: predictions are right within a tenth."""

@@ -19,10 +19,11 @@ from microbatch import Batch, scatter
 from .._gpipe import GPipe
 from ..schedule import Kind, Schedule, checkpoint_stops, named
 from ..timeline import Timeline
+from ._candidate import Candidate, Space, replayed
 from ._costs import SPLITTING, Measured
 from ._data import Expected
 from ._finals import CLOSE, STEPS, Trial, finalists, key, race, winner
-from ._search import Candidate, Space, replayed, search
+from ._search import search
 from ._verify import timed
 from ._ways import modes_of
 

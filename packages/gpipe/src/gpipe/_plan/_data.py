@@ -11,9 +11,9 @@ from torch import nn
 from .._gpipe import GPipe
 from ..schedule import checkpoint_stops, named
 from ..timeline import StageCost, Timeline, simulate
+from ._candidate import Candidate, Space
 from ._fake import FAKE
 from ._memory import DeviceBytes
-from ._search import Candidate, Space
 from ._ways import Way, given, modes_of
 
 

@@ -8,7 +8,7 @@ from itertools import chain
 from statistics import median
 
 from ..timeline import Timeline
-from ._search import Candidate, Space, _candidate, _excess, replayed, simplicity
+from ._candidate import Candidate, Space, candidate_of, lacking, replayed, simplicity
 from ._ways import moved_ways
 
 CLOSE = 0.02
@@ -71,8 +71,10 @@ def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
         moved = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])
         if min(moved) < 1:
             continue
-        near = _candidate(space, candidate.costs, candidate.schedule, moved, moved_ways(candidate.modes, sizes, moved))
-        if bool(near.split) == bool(candidate.split) and not _excess(space, near):
+        near = candidate_of(
+            space, candidate.costs, candidate.schedule, moved, moved_ways(candidate.modes, sizes, moved)
+        )
+        if bool(near.split) == bool(candidate.split) and not lacking(space, near):
             yield replace(near, seconds=replayed(near))
 
 

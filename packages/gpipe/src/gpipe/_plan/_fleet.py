@@ -11,9 +11,10 @@ from profiler.text import format_bytes, format_seconds
 
 from ..timeline._hops import Link
 from ._arguments import read_chunks
+from ._candidate import Candidate, Space, simplicity
 from ._costs import Measured
 from ._fake import Fake
-from ._search import NEAR, Candidate, Space, search, simplicity
+from ._search import NEAR, search
 
 FEW = 5
 """So many ways are kept of the layout that is taken, so that others are seen beside them."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from profiler.text import format_bytes
 
-from ._search import Candidate, Space, candidates
+from ._candidate import Candidate, Space
+from ._search import candidates
 from ._ways import shown
 
 

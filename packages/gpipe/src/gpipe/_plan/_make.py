@@ -30,6 +30,7 @@ from ._arguments import (
     read_schedules,
 )
 from ._calibrate import UNSURE, calibrated
+from ._candidate import Space
 from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
 from ._fake import FAKE, Fake, read_fake
@@ -38,7 +39,6 @@ from ._infeasible import Infeasible, Relaxation, explain
 from ._measure import count, measure, rows_of
 from ._outcome import plan_of
 from ._plan import Plan
-from ._search import Space
 
 GUESSED = Expected(0.5, 1.0, 2.0)
 """The same where nothing ran."""

@@ -15,7 +15,7 @@ from microbatch import Batch
 from profiler import Profile, profile
 
 from .._gpipe import GPipe
-from ..balance._balance import _threads as with_threads
+from ..balance._balance import intra_op_threads
 from ..timeline._hops import Link
 from ._costs import Measured
 from ._fake import Fake, estimated
@@ -133,7 +133,7 @@ def _profiled(
     shares = sum(other.type == "cpu" for other in devices)
     threads = max(1, torch.get_num_threads() // shares) if device.type == "cpu" else torch.get_num_threads()
     on = torch.device("cpu") if device.type == "cpu" else device  # numbers of CPUs are those of workers
-    with with_threads(threads):
+    with intra_op_threads(threads):
         return profile(
             model, sample, device=on, rows=sizes, loss_fn=loss_fn, target=target, split_backward=True, timeout=SECONDS
         )

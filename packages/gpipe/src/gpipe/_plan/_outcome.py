@@ -8,8 +8,9 @@ from typing import TypeVar
 
 from ..schedule import named
 from ..timeline import simulate
+from ._candidate import Candidate, Space, stops_of
 from ._data import Alternative, Expected, LayerKey, PlanData, Prediction, Remembered
-from ._search import NEAR, Candidate, Space, stops_of
+from ._search import NEAR
 
 Plan = TypeVar("Plan", bound=PlanData)
 

@@ -13,9 +13,10 @@ from ..schedule import Kind
 from ..timeline import Timeline
 from ..timeline._events import SECONDS
 from ._calibrate import learned
+from ._candidate import Candidate, Space, replayed
 from ._data import Expected, PlanData
 from ._outcome import plan_of
-from ._search import Candidate, Space, replayed, search
+from ._search import search
 from ._ways import following
 
 Plan = TypeVar("Plan", bound=PlanData)

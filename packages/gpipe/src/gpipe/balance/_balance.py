@@ -53,7 +53,7 @@ def balance_by_time(
     """
     cuts = checked_cuts(partitions, module, pin, forbid)
     expect_data(module, "balance_by_time")
-    with _threads(max(1, torch.get_num_threads() // partitions)):
+    with intra_op_threads(max(1, torch.get_num_threads() // partitions)):
         seconds = profile_seconds(module, sample, timeout=timeout, device=device)
     return balanced(seconds, partitions, cuts)
 
@@ -205,7 +205,7 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def intra_op_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

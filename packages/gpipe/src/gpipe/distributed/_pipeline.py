@@ -33,7 +33,6 @@ from ._choosing import RankChooser
 from ._errors import LostRankError, RemoteError, UnreachableError
 from ._failures import BEFORE, RankFailures
 from ._far_loss import FarLoss
-from ._frames import Announcements
 from ._groups import Groups
 from ._messages import Peer
 from ._opening import Opening
@@ -41,6 +40,7 @@ from ._places import ties_between
 from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
+from ._texts import Announcements
 from ._tied import Twin, Twins, ways_of
 from ._verdict import verdict_of, written
 from ._wires import Wires

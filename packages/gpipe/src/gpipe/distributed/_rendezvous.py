@@ -8,9 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 from ._errors import LostRankError, UnreachableError
-from ._frames import Inbox, joined, sent, wait
 from ._groups import Groups
 from ._messages import Peer
+from ._texts import Inbox, joined, sent, wait
 
 Report = dict[str, Any]
 """What JSON can write. ``report["silent"]`` lists members that did not answer in time."""

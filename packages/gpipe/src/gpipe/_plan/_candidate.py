@@ -1,0 +1,118 @@
+"""A way to train: what it costs, what it holds, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..schedule import Kind, checkpoint_stops
+from ..schedule._makespan import makespan
+from ..schedule._named import lanes
+from ._arguments import SCHEDULES
+from ._costs import Costs, Measured
+from ._memory import DeviceBytes
+from ._ways import Way, modes_of
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched.
+
+    Attributes:
+        measured: the costs.
+        chunks: numbers of micro-batches.
+        schedules: names.
+        modes: those that each stage may have. Flags are of all layers, of which a stage has its own.
+        memory: what each device may hold; None is any amount.
+        pieces: whether only some layers of a stage may be computed again.
+    """
+
+    measured: Measured
+    chunks: Sequence[int]
+    schedules: Sequence[str]
+    modes: Sequence[tuple[Way, ...]]
+    memory: Sequence[int | None]
+    pieces: bool = False
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether memory can be short."""
+        return any(size is not None for size in self.memory)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train.
+
+    Attributes:
+        costs: of its micro-batches.
+        schedule: its name.
+        split: stages whose backward is split.
+        sizes: layers of each stage.
+        modes: of checkpointing, for each stage, or flags of its layers.
+        bytes: what each device holds.
+        seconds: of a step: by the closed form, or once it was replayed by that.
+    """
+
+    costs: Costs
+    schedule: str
+    split: tuple[int, ...]
+    sizes: tuple[int, ...]
+    modes: tuple[Way, ...]
+    bytes: tuple[DeviceBytes, ...]
+    seconds: float
+
+    @property
+    def chunks(self) -> int:
+        return self.costs.chunks
+
+    @property
+    def fullest(self) -> int:
+        """The bytes of the device that holds the most."""
+        return max(each.total for each in self.bytes)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether only some layers of a stage are computed again."""
+        return any(not isinstance(way, str) for way in self.modes)
+
+
+def candidate_of(
+    space: Space, costs: Costs, schedule: str, sizes: tuple[int, ...], modes: tuple[Way, ...]
+) -> Candidate:
+    stages = costs.stage_costs(sizes, modes)
+    split = costs.split(sizes, stages) if schedule == "zero_bubble" else ()
+    times = [
+        stage.forward + stage.backward + (stage.seconds(Kind.RECOMPUTE) if mode != "never" else 0.0)
+        for stage, mode in zip(stages, modes_of(modes), strict=True)
+    ]
+    seconds = sum(times) + (costs.chunks - 1) * max(times) + 2 * sum(costs.hops(sizes))
+    seconds += costs.reduction(sizes) + costs.measured.step
+    needs = costs.device_bytes(sizes, modes, schedule, split)
+    return Candidate(costs, schedule, split, sizes, modes, needs, seconds)
+
+
+def lacking(space: Space, candidate: Candidate) -> dict[int, int]:
+    """The bytes that devices are short of."""
+    limits = enumerate(zip(candidate.bytes, space.memory, strict=True))
+    return {j: need.total - room for j, (need, room) in limits if room is not None and need.total > room}
+
+
+def replayed(candidate: Candidate) -> float:
+    """The seconds of a step, if every action takes what it costs."""
+    costs, m = candidate.costs, candidate.chunks
+    stages = costs.stage_costs(candidate.sizes, candidate.modes)
+    steps = lanes(candidate.schedule, m, range(len(stages)), stops_of(candidate), candidate.split)
+    seconds = [{kind: stage.seconds(kind) for kind in Kind} for stage in stages]
+    pipeline = makespan(steps, m, seconds, costs.hops(candidate.sizes))
+    return pipeline + costs.reduction(candidate.sizes) + costs.measured.step
+
+
+def stops_of(candidate: Candidate) -> tuple[int, ...]:
+    """The micro-batches that each stage checkpoints: those below."""
+    return checkpoint_stops(modes_of(candidate.modes), candidate.chunks, len(candidate.modes))
+
+
+def simplicity(candidate: Candidate) -> tuple[int, int, int]:
+    """Less is simpler: chunks, then the schedule, then memory."""
+    return candidate.chunks, SCHEDULES.index(candidate.schedule), candidate.fullest

@@ -1,0 +1,114 @@
+"""The balance and modes that are best by the closed form, as :func:`blockpartition.place` finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
+from typing import Literal
+
+from blockpartition import Infeasible, Mode, Stage, place
+
+from ..timeline._kept import shares
+from ._candidate import Space
+from ._costs import Costs
+from ._memory import held_by
+from ._ways import Way, way_of
+
+PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
+"""What of stages is computed again, while their balance is looked for."""
+
+Placed = tuple[tuple[int, ...], tuple[Way, ...]]
+Objective = Literal["bottleneck", "makespan"]
+
+_GAP = 0.01
+_TICKS = 1e9  # a second, in the whole numbers that make `place` fast
+
+
+def best_placed(
+    space: Space,
+    costs: Costs,
+    schedule: str | None = None,
+    rooms: Sequence[int | None] | None = None,
+    objective: Objective = "makespan",
+    parts: Sequence[Fraction] = (),
+) -> Placed | None:
+    """The balance and modes that are best by the closed form, or its slowest stage; None if nothing fits.
+
+    Args:
+        parts: more modes, in which that part of each layer is computed again.
+    """
+    stages = len(space.modes)
+    limits = [None] * stages if rooms is None else list(rooms)
+    allowed = [modes[:1] if rooms is None else modes for modes in space.modes]
+    options = [
+        Stage(capacity=room, modes=[*(_mode(costs, j, way) for way in ways), *(_partly(costs, j, p) for p in parts)])
+        for j, (room, ways) in enumerate(zip(limits, allowed, strict=True))
+    ]
+    bounded = rooms is not None and schedule is not None
+    split = range(stages) if schedule == "zero_bubble" else ()
+    try:
+        placed = place(
+            [0] * costs.measured.layers,
+            options,
+            memory=costs.fixed_bytes() if bounded else None,
+            activations=shares(costs.profiles[0].layers) if bounded else None,
+            boundary=costs.incoming if bounded else None,
+            in_flight=held_by(schedule, costs.chunks, stages, split) if bounded and schedule else None,
+            objective=objective,
+            microbatches=costs.chunks,
+            gap=_GAP,
+            transfer=_transfer(costs),
+        )
+    except Infeasible:
+        return None
+    ends = accumulate(placed.sizes)
+    return placed.sizes, tuple(
+        _own(ways, str(name), end - size, end)
+        for ways, name, size, end in zip(allowed, placed.modes, placed.sizes, ends, strict=True)
+    )
+
+
+def _own(ways: Sequence[Way], name: str, first: int, end: int) -> Way:
+    """What a stage of these layers has of the way of that name."""
+    way = next((way for way in ways if str(way) == name), name)
+    return way if isinstance(way, str) else way_of(way[first:end])
+
+
+def _transfer(costs: Costs) -> list[int] | None:
+    """What a cut after each layer costs, if links take time: that of the slowest, there and back."""
+    outputs = [layer.output_bytes for layer in costs.profiles[0]]
+    ticks = [round(2 * _TICKS * max(link(size) for link in costs.measured.links)) for size in outputs]
+    return ticks[:-1] if any(ticks) else None
+
+
+def _mode(costs: Costs, stage: int, way: Way) -> Mode:
+    again = [way != "never"] * costs.measured.layers if isinstance(way, str) else way
+    time = [round(_TICKS * seconds) for seconds in costs.work(stage, again)]
+    kept = 1 if costs.measured.copied[stage] or way != "never" else 0
+    if way == "never":
+        return Mode("never", time=time, boundary=kept)
+    if isinstance(way, str):
+        return Mode(way, time=time, saved=0, transient=2 if way == "except_last" else 1, boundary=kept)
+    layers = costs.profiles[0].layers
+    saved = [
+        (layer.output_bytes if follows else 0) if flag else share
+        for layer, share, flag, follows in zip(layers, shares(layers), way, _followed(way), strict=True)
+    ]
+    return Mode(str(way), time=time, saved=saved, boundary=kept)
+
+
+def _followed(flags: Sequence[bool]) -> list[bool]:
+    """Of each layer, whether the next one keeps its input."""
+    return [*(not flag for flag in flags[1:]), True]
+
+
+def _partly(costs: Costs, stage: int, part: Fraction) -> Mode:
+    """As if that part of each layer was computed again: what it left is its output then, and pieces come one by one."""
+    layers = costs.profiles[0].layers
+    never, always = (costs.work(stage, [again] * len(layers)) for again in (False, True))
+    time = [round(_TICKS * (a + float(part) * (b - a))) for a, b in zip(never, always, strict=True)]
+    saved = max(1, sum(shares(layers)))
+    sent = Fraction(min(16 * sum(layer.output_bytes for layer in layers) // saved, 16), 16) / 2
+    kept = 1 if costs.measured.copied[stage] else 0
+    return Mode(str(part), time=time, saved=1 - part + part * sent, transient=part / 4, boundary=kept)
