@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.distributed import LostRankError, Rank, RemoteError
+from gpipe.distributed._errors import UnreachableError
+from gpipe.distributed._groups import open_groups
+from gpipe.distributed._messages import Peer
+from gpipe.distributed._rendezvous import Rendezvous
 
 from .worlds import world
 
@@ -130,6 +135,32 @@ def _be_slow(who: int, seconds: float) -> str:
     for _ in range(2):
         with pytest.raises(LostRankError) as caught:
             rank.step(x, loss_fn=lambda output: output.square().mean())
+    return str(caught.value)
+
+
+def test_a_rank_that_waits_in_vain_for_one_that_has_ended_is_not_taken_for_lost():
+    with world(3, 3.0) as ranks:
+        for connection in ranks.connections:
+            connection.send((_wait_in_vain, ()))
+        told = [ranks.answer(k) for k in (0, 2)]
+    for succeeded, text in told:
+        assert succeeded, text
+        assert text.startswith("rank 1 has ended")
+
+
+def _wait_in_vain() -> str:
+    """Rank 1 ends, and rank 2 comes to the meeting when it has waited for something longer than the timeout."""
+    groups = open_groups(None, None)
+    meeting = Rendezvous(groups)
+    meeting.meet({})
+    if groups.me == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if groups.me == 2:
+        peer = Peer(groups.values, 0, 0)
+        with pytest.raises(UnreachableError):
+            peer.wait(peer.receive(torch.empty(1)), groups.timeout + timedelta(seconds=1))
+    with pytest.raises(LostRankError) as caught:
+        meeting.meet({})
     return str(caught.value)
 
 

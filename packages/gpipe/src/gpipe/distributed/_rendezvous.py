@@ -71,8 +71,9 @@ class Rendezvous:
             inbox.post()
         while coming:
             # A rank that waits in vain may wait for one that waits in vain itself, whose own report is about to come.
+            # It may have begun to wait for somebody who has ended, and not know it, when this one began to wait for it.
             k = min(coming, key=lambda k: (k in silent, k))
-            timeout = min(_GRACE, self._groups.timeout) if k in silent else self._groups.timeout
+            timeout = min(_GRACE, self._groups.timeout) if k in silent else self._groups.timeout + _GRACE
             with suppress(UnreachableError):
                 texts[k] = coming.pop(k).text(timeout)
                 reports[k] = json.loads(texts[k])
