@@ -25,7 +25,6 @@ from .checkpoint._snapshot import Slot
 from .engine._loss import LossStage
 from .engine._piecewise import whole_stages
 from .engine._pipeline import Pipeline
-from .engine._stage import stages_of
 from .engine._undo import Undo
 from .engine._workers import Workers
 from .module._arguments import (
@@ -54,6 +53,7 @@ from .module._pieces import (
     copied,
     expect_callable_in_pieces,
     expect_fitting,
+    laid_out,
     modes_of,
     moved,
     pieces_of,
@@ -65,7 +65,7 @@ from .module._step import Stepping
 from .module._training import LossOptions
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule, checkpoint_stops
-from .skip import inspect_skip_layout, verify_skippables
+from .skip import verify_skippables
 from .timeline._chooser import Chooser, Size
 from .transport._copy import CopyStreams
 from .values._gather import gathered
@@ -486,12 +486,8 @@ class GPipe(Stepping):
     def _lay_out(self) -> None:
         """What the engine sees of the layers; what it has learned about them is forgotten."""
         object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, next(iter(self.children()), None)))
-        pieces = pieces_of(self._partitions, self._checkpoint)
-        layout = inspect_skip_layout([piece.module for piece in pieces])
-        places = [self._devices[piece.partition] for piece in pieces]
-        streams = [self._copy_streams[piece.partition] for piece in pieces]
-        kinds = [(piece.partition, piece.recomputed) for piece in pieces]
-        stages = stages_of([piece.module for piece in pieces], places, layout, kinds)
+        stages, layout = laid_out(pieces_of(self._partitions, self._checkpoint), self._devices)
+        streams = [self._copy_streams[stage.partition] for stage in stages]
         self.__dict__["_pipeline"] = Pipeline(stages, layout, streams, self._workers)
         self.__dict__["_chooser"] = Chooser(whole_stages(stages))
         self.__dict__["_still"] = set()

@@ -22,14 +22,13 @@ from ..engine._stage import Stage
 from ..engine._walks import Size, forwards_and_backwards, walk_of
 from ..engine._workers import Workers
 from ..schedule import SPLITTING, Choice, Kind, Schedule, Step, Walk, program_of
-from ..skip import SkipLayout
 from ..transport._channels import Connect, Nearby
-from ..transport._copy import CopyStreams
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._agreement import expect_alike
 from ._channels import Crossings, Reach
 from ._choosing import RankChooser
+from ._connected import Connected
 from ._errors import LostRankError, RemoteError, UnreachableError
 from ._failures import BEFORE, RankFailures
 from ._far_loss import FarLoss
@@ -43,7 +42,6 @@ from ._replicas import Replicas
 from ._texts import Announcements
 from ._tied import Twin, Twins, ways_of
 from ._verdict import verdict_of, written
-from ._wires import Wires
 
 _ANNOUNCED = 0
 """The tag of announcements; those of channels are from 2 on."""
@@ -53,17 +51,14 @@ class RankPipeline(Pipeline):
     """The stages of one rank. Every rank walks its steps of the same walk, on the caller's thread.
 
     Args:
-        stages: those of this rank.
-        layout, copy_streams, workers: as for any pipeline.
+        connected: the stages of this rank, and how they are connected to those of others.
+        workers: as for any pipeline.
         groups: the ranks, and over what they talk.
-        ranks: that of each stage, of all ranks.
-        connected: that of each piece of these; of a stage itself where it is whole.
+        ranks: that of each partition.
         rendezvous: where the ranks meet.
         replicas: who ends each step together with this one.
         twins: tensors that other ranks have too.
-        ties: for each pair of ranks that have tensors in common, a stage of each that has them, or the first piece.
-        trained: by rank, the stages with parameters to train.
-        wires: between accelerators of this rank and others.
+        trained: by rank, the partitions with parameters to train.
 
     Attributes:
         loss: of the run that is under way.
@@ -75,22 +70,18 @@ class RankPipeline(Pipeline):
 
     def __init__(
         self,
-        stages: Sequence[Stage],
-        layout: SkipLayout,
-        copy_streams: Sequence[CopyStreams],
+        connected: Connected,
         workers: Workers,
         groups: Groups,
         ranks: Sequence[int],
-        connected: Sequence[int],
         rendezvous: Rendezvous,
         replicas: Replicas,
         twins: Sequence[Twin],
-        ties: Sequence[tuple[int, int]],
         trained: Sequence[Sequence[int]],
-        wires: Wires,
     ) -> None:
-        super().__init__(stages, layout, copy_streams, workers)
-        self.count, self.connected = len(ranks), len(connected)
+        stages, layout, streams, of_stages, ties, wires = connected
+        super().__init__(stages, layout, streams, workers)
+        self.count, self.connected = len(ranks), len(of_stages)
         self.line = groups.me
         self.begins = ranks[0] == groups.me
         self.ends = ranks[-1] == groups.me
@@ -99,7 +90,7 @@ class RankPipeline(Pipeline):
         self._rendezvous = rendezvous
         self._replicas = replicas
         devices = dict(zip([stage.index for stage in stages], self.devices, strict=True))
-        self._crossings = Crossings(groups, connected, layout, devices, wires)
+        self._crossings = Crossings(groups, of_stages, layout, devices, wires)
         hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self.begins else [ranks[0]]
         peers = [Peer(groups.values, k, _ANNOUNCED) for k in hearers]
         self._announcements = Announcements(peers, tells=self.begins)
@@ -107,7 +98,7 @@ class RankPipeline(Pipeline):
         self._opening = Opening()
         self._trains = False
         self._rng = AgreedRNG(0)
-        ways = ways_of(groups, connected, ties_between(connected, layout, ties), devices, wires)
+        ways = ways_of(groups, of_stages, ties_between(of_stages, layout, ties), devices, wires)
         self._twins = Twins(twins, groups, ways, wires)
         self._lost: LostRankError | None = None
         self._closed = False

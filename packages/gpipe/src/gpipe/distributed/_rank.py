@@ -9,7 +9,6 @@ from itertools import compress
 from typing import Any, TypeVar
 from uuid import uuid4
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,7 +20,6 @@ from .._flatten._inputs import Inputs
 from ..engine._loss import LossStage
 from ..engine._losses import Losses
 from ..engine._settings import settings
-from ..engine._stage import stages_of
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_chunks, checked_flag, whole
 from ..module._cut import checked
@@ -29,31 +27,30 @@ from ..module._hooks import pre_hooked
 from ..module._init import means_of
 from ..module._keywords import Call, called_with
 from ..module._partition import checked_balance
-from ..module._pieces import checked_choices, expect_callable_in_pieces, expect_fitting, flags_of, modes_of, pieces_of
+from ..module._pieces import checked_choices, expect_callable_in_pieces, expect_fitting, flags_of, modes_of
 from ..module._sequential import as_sequential
 from ..module._step import Stepping
 from ..module._training import LossOptions, losses_of, returned
 from ..module._transforms import refuse_transforms
 from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule, checkpoint_stops
 from ..schedule._named import expect_schedule
-from ..skip import inspect_skip_layout, verify_skippables
+from ..skip import verify_skippables
 from ..timeline._chooser import Plan, Size, choice_of
-from ..transport._copy import CopyStreams
 from ..values._gather import gathered
 from ..values._leaves import Arguments
 from ._agreement import agreement, described
+from ._connected import connected
 from ._far_loss import FarLoss
-from ._groups import Groups, open_groups
+from ._groups import open_groups
 from ._opening import Opening
-from ._own import Share, own_share
+from ._own import own_share
 from ._pipeline import RankPipeline
-from ._places import checked_transport, place_of, places_of
+from ._places import checked_transport, place_of
 from ._random import next_seed
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
 from ._sharded import Sharding
 from ._synced import expect_synced, synced_layers
-from ._wires import open_wires
 
 Kind = TypeVar("Kind", bound=Losses)
 
@@ -157,47 +154,19 @@ class Rank(Stepping):
             # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
             self.__dict__["_partitions"] = share.partitions
             self._devices = share.devices
-            self._pipeline = self._laid_out(share, groups, rendezvous, placed.heard)
+            self._pipeline = RankPipeline(
+                connected(share, self._checkpoint, self._ranks, groups, rendezvous, placed.heard),
+                Workers.for_owner(self, share.devices),
+                groups,
+                self._ranks,
+                rendezvous,
+                self._replicas,
+                share.twins,
+                [each["trained"] for each in placed.heard],
+            )
             self._sharding = Sharding(share.partitions, share.twins)
             self._synced, self._members = synced_layers(self), groups.members
         self._last: Choice | None = None
-
-    def _laid_out(
-        self, share: Share, groups: Groups, rendezvous: Rendezvous, placed: list[dict[str, Any]]
-    ) -> RankPipeline:
-        """What the engine sees of the layers."""
-        pieces = pieces_of(share.every, self._checkpoint)
-        ranks = [self._ranks[piece.partition] for piece in pieces]
-        layout = inspect_skip_layout([piece.module for piece in pieces])
-        mine = [j for j, rank in enumerate(self._ranks) if rank == groups.me]
-        places_here = dict(zip(mine, share.devices, strict=True))
-        devices = [places_here.get(piece.partition, torch.device("cpu")) for piece in pieces]
-        kinds = [(piece.partition, piece.recomputed) for piece in pieces]
-        every = stages_of([piece.module for piece in pieces], devices, layout, kinds)
-        stages = [stage for stage in every if ranks[stage.index] == groups.me]
-        streams_here = {j: CopyStreams.on(device) for j, device in places_here.items()}
-        workers = Workers.for_owner(self, share.devices)
-        trained = [each["trained"] for each in placed]
-        of_partitions = places_of(self._ranks, [each["places"] for each in placed])
-        places = [of_partitions[piece.partition] for piece in pieces]
-        first = [next(k for k, piece in enumerate(pieces) if piece.partition == j) for j in range(len(share.every))]
-        ties = [(first[a], first[b]) for a, b in share.ties]
-        wires = open_wires(rendezvous, groups, ranks, layout, ties, devices, places, placed[0]["name"])
-        return RankPipeline(
-            stages,
-            layout,
-            [streams_here[stage.partition] for stage in stages],
-            workers,
-            groups,
-            self._ranks,
-            ranks,
-            rendezvous,
-            self._replicas,
-            share.twins,
-            ties,
-            trained,
-            wires,
-        )
 
     @property
     def stages(self) -> list[int]:

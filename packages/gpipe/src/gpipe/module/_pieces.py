@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from ..engine._stage import Stage, stages_of
+from ..skip import SkipLayout, inspect_skip_layout
 from ._arguments import checked_mode, checked_modes
 from ._partition import Partition
 
@@ -130,6 +133,18 @@ def pieces_of(partitions: Iterable[nn.Module], choices: Choices) -> list[Piece]:
     for j, partition in enumerate(partitions):
         found += _cut(partition, j, runs[j]) if j in runs else [Piece(partition, j)]
     return found
+
+
+def laid_out(pieces: Sequence[Piece], devices: Sequence[torch.device]) -> tuple[list[Stage], SkipLayout]:
+    """What the engine sees of the pieces: a stage for each, and the skips between them.
+
+    Args:
+        devices: of the partitions.
+    """
+    modules = [piece.module for piece in pieces]
+    layout = inspect_skip_layout(modules)
+    kinds = [(piece.partition, piece.recomputed) for piece in pieces]
+    return stages_of(modules, [devices[piece.partition] for piece in pieces], layout, kinds), layout
 
 
 def _cut(partition: nn.Module, j: int, runs: Iterable[tuple[bool, int]]) -> Iterable[Piece]:
