@@ -202,7 +202,7 @@ class TestRefused:
     def test_a_failure_of_the_engine_moves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pipe, plain = piped(linears(4), [2, 2]), linears(4)
         with monkeypatch.context() as patched:
-            patched.setattr("gpipe._gpipe.stages_of", None)
+            patched.setattr("gpipe._gpipe.laid_out", None)
             with pytest.raises(TypeError, match="not callable"):
                 pipe.rebalance([1, 3])
         assert [len(partition) for partition in pipe.partitions] == pipe.balance == [2, 2]
