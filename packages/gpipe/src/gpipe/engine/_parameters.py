@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """As ``list(module.parameters())``, which takes several times as long because it makes up names."""
-    found: dict[int, nn.Parameter] = {}
-    seen: set[nn.Module] = set()
-    stack = [module]
+    found: dict[int, Any] = {}
+    seen: set[nn.Module | None] = {None}  # what is registered as None
+    stack: list[Any] = [module]
     while stack:
         each = stack.pop()
         if each not in seen:
             seen.add(each)
-            found.update({id(p): p for p in each._parameters.values() if p is not None})
-            stack += [child for child in reversed(each._modules.values()) if child is not None]
+            own = each._parameters.values()
+            found.update(zip(map(id, own), own, strict=True))
+            stack += reversed(each._modules.values())
+    found.pop(id(None), None)
     return list(found.values())
