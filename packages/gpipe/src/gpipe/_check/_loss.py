@@ -1,4 +1,4 @@
-"""The loss of a check: that of the user, or a stand-in; and whether it is a plain mean over rows."""
+"""The loss function of a check, the caller's or a substitute, and the test that it is a mean over rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from ._runs import figure
 
 
 class Loss:
-    """``loss_fn``, called as :meth:`gpipe.GPipe.step` calls it; without one the model's own loss, else a stand-in.
+    """Calls ``loss_fn`` as :meth:`gpipe.GPipe.step` does.
+
+    Args:
+        loss_fn: without one, the loss in the model's output if there is one, else :func:`mean_square`.
+        target: what ``loss_fn`` takes beside the output, or None.
 
     Raises:
-        TypeError: it is no function, or takes no ``target``, but there is one.
+        TypeError: ``loss_fn`` is not callable, or there is a target that it does not take.
     """
 
     def __init__(self, loss_fn: LossFunction | None, target: Any) -> None:
@@ -32,13 +36,16 @@ class Loss:
         return self._loss_fn(output) if self._alone else self._loss_fn(output, target)
 
     def parts(self, output: Any, target: Any, rows: int) -> tuple[Tensor, Any]:
-        """The loss as a sum and what it counts, which is ``rows`` if it does not say."""
+        """The loss as a sum and a count, whose quotient is the mean.
+
+        The count is ``rows`` if the loss function returns a mean without a count.
+        """
         loss = loss_value(self(output, target))
         return (loss.total * rows, rows) if loss.count is None else (loss.total, loss.count)
 
 
 def _own_or_mean_square(output: Any) -> Tensor:
-    """The loss that the model has computed, if it has; else one of all floating-point outputs."""
+    """The loss in the model's output if there is one, else the mean square of the output."""
     try:
         loss: Tensor = own_loss(output)
     except TypeError:
@@ -47,7 +54,7 @@ def _own_or_mean_square(output: Any) -> Tensor:
 
 
 def mean_square(output: Any) -> Tensor:
-    """The mean square of each floating-point output, summed up: a loss where nobody has given one."""
+    """The sum of the mean squares of all floating-point outputs: a loss where the caller has given none."""
     squares = [tensor.square().mean() for tensor in Batch(output) if tensor.is_floating_point()]
     return sum(squares, torch.zeros(()))
 
@@ -55,11 +62,16 @@ def mean_square(output: Any) -> Tensor:
 def uneven(
     loss: Loss, whole: tuple[Any, Any, int], parts: Sequence[tuple[Any, Any, int]], tolerance: float
 ) -> Iterator[Finding]:
-    """A finding if nothing is trained by the loss, or that of the whole is not the mean of those of micro-batches.
+    """Check that the loss of the mini-batch is the mean of the losses of its micro-batches, weighted by rows.
 
     Args:
-        whole: output, target and rows of the mini-batch.
+        loss: the loss function.
+        whole: output, target and number of rows of the mini-batch.
         parts: the same of each micro-batch.
+        tolerance: the largest relative difference that counts as rounding.
+
+    Yields:
+        A finding if the loss does not require grad, and one if the two losses differ.
     """
     total, count = loss.parts(*whole)
     if not total.requires_grad:

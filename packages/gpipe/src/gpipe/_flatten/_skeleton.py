@@ -1,4 +1,4 @@
-"""The model as one segment has it: what belongs there is the model's own, everything else a stand-in."""
+"""The copy of a model for one segment: the segment's own parts, and placeholders for everything else."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ def skeleton(
     keeps: Callable[[Tensor], bool],
     path: str = "",
 ) -> nn.Module:
-    """``module`` with other modules in the place of some; everything else is shared with it.
+    """A copy of ``module`` in which some modules are replaced. The other modules are shared with ``module``.
 
-    Modules around those that are replaced are shallow copies. Of their own parameters and buffers, those that
-    ``keeps`` refuses become tensors that nobody should use.
+    Args:
+        module: the model, or a part of it.
+        replaced: the modules to replace, with their replacements.
+        keeps: whether a parameter or buffer of a module around replaced ones is kept. The others become placeholders:
+            buffers of the same shape, filled with NaN (integers: 0).
+        path: the name of ``module`` in the model, with a dot at the end.
+
+    Returns:
+        ``module`` itself, or a shallow copy of it if modules inside it are replaced.
     """
     if module in replaced:
         return replaced[module]
@@ -44,9 +51,13 @@ def skeleton(
 
 
 def _answer_for_parameters(twin: nn.Module, like: Tensor) -> None:
-    """Let ``next(twin.parameters())`` tell dtype and device, which models ask for, where all belong elsewhere."""
+    """Make ``next(twin.parameters())`` return a placeholder where ``twin`` has no parameters.
+
+    Models ask it for their dtype and device.
+    """
     number = torch.full((), math.nan, dtype=like.dtype, device=like.device)
-    # Not by register_buffer, which refuses it to a module that hands out attributes of one inside, as those of peft do.
+    # register_buffer would raise: modules such as those of peft look up unknown attributes in a module inside, which
+    # may have this one already.
     twin._buffers["stands_for_parameters"] = placeholder(number)
     twin._non_persistent_buffers_set.add("stands_for_parameters")
     twin.__dict__["parameters"] = partial(_stand_in_of, twin)
@@ -74,20 +85,20 @@ def _unknown(tensor: Tensor) -> Tensor:
 
 
 def placeholder(tensor: Tensor) -> Tensor:
-    """``tensor``, which stands in a segment for one that belongs elsewhere, and has no values that count."""
+    """Mark ``tensor`` as the placeholder of a tensor that belongs to another segment, and return it."""
     tensor.stands_in = True  # type: ignore[attr-defined]  # copies of it have this too
     return tensor
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Whether it is what :func:`placeholder` returned."""
+    """Whether ``tensor`` is a :func:`placeholder`, or a copy of one."""
     return hasattr(tensor, "stands_in")
 
 
 def named_units(
     model: nn.Module, blocks: frozenset[nn.Module], called: frozenset[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules outside of blocks that are called as a whole, or not at all, with their names."""
+    """The largest modules, with their names, that are not in ``blocks`` and are called as a whole or not at all."""
     for name, child in model.named_children():
         if child in blocks:
             continue

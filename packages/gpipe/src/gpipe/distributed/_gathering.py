@@ -1,4 +1,4 @@
-"""Processes that save or load together, also those that make no pipe together, such as replicas; or one alone."""
+"""The processes that save or load a checkpoint together: those of a pipe, replicas of pipes, or one process alone."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ._rendezvous import Rendezvous, Report
 
 
 class Gathering(NamedTuple):
-    """Who takes part.
+    """The processes that take part.
 
     Attributes:
-        meeting: where they meet.
+        meeting: exchanges reports between all members.
         members: the rank of each in the world.
-        group: for collectives on the CPU; None for a process alone.
-        first: whether this process does what one has to do for all.
-        leave: ends the connections of ``group``, so that nobody waits in a collective for who has left it.
+        group: the process group for collectives on the CPU; None for a process alone.
+        first: whether this process does the work that one process does for all, such as writing a common file.
+        leave: closes the connections of ``group``, so that no member waits in a collective for this one.
     """
 
     meeting: Meeting
@@ -37,15 +37,15 @@ class Gathering(NamedTuple):
     leave: Callable[[], None]
 
     def agreement(self) -> AbstractContextManager[Agreement]:
-        """Around what each does by itself: if it raises anywhere, it raises everywhere."""
+        """A context for work that each process does by itself: if it raises in one, it raises in all."""
         return agreement(self.meeting, self.members)
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
-        """Around collectives of ``group``: when one fails because somebody has ended, all meet to find out who it was.
+        """A context for collectives of ``group``: when one fails, the members meet to find out which process has ended.
 
         Raises:
-            LostRankError: somebody has.
+            LostRankError: a process has ended.
         """
         try:
             yield
@@ -64,7 +64,10 @@ _opened: WeakKeyDictionary[dist.ProcessGroup, Gathering] = WeakKeyDictionary()
 
 
 def gathering_of(group: dist.ProcessGroup | None) -> Gathering:
-    """The members of ``group``, all of which call this; all processes by default, or this one if there is no group.
+    """The members of ``group``, all of which must call this together.
+
+    Args:
+        group: all processes by default; without an initialised process group, this process alone.
 
     Raises:
         RuntimeError: this process is not in ``group``.
@@ -86,7 +89,10 @@ def _nothing() -> None:
 
 
 def _end_connections(groups: Groups) -> None:
-    """Wait in vain for a message that nobody sends: then gloo ends all connections. There is no call that does."""
+    """Close all connections of ``groups.values``.
+
+    Gloo has no call for that, but closes them when a wait takes too long: wait 1 ms for a message that nobody sends.
+    """
     peer = Peer(groups.values, (groups.me + 1) % len(groups.members), _UNSENT)
     with suppress(UnreachableError):
         peer.wait(peer.receive(torch.empty(1, dtype=torch.uint8)), timedelta(milliseconds=1))

@@ -1,4 +1,4 @@
-"""The process groups that the ranks of a pipeline talk over; their own, so that no messages of others mix in."""
+"""The process groups of a pipeline: its own, so that its messages do not mix with those of the caller's groups."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 
 _torch: Any = dist
-"""Whose stubs do not know the names of stores."""
+"""The same module without types: its stubs lack the names of stores."""
 
 _UNKNOWN = timedelta(minutes=30)
 
 
 class Groups(NamedTuple):
-    """Who takes part, and over what they talk.
+    """The members of a pipeline, and the connections between them.
 
     Attributes:
         members: the rank of each in the world.
         me: the number of this process among them.
-        values: over which activations and gradients travel.
-        control: over which ranks agree. Another group, because gloo closes all connections of one in which a wait took
-            too long, and then ranks could no longer report it.
+        values: the group that sends activations and gradients.
+        control: the group for messages in which ranks agree. It is another one because gloo closes all connections of
+            a group in which a wait took too long; over ``values`` ranks could then no longer report that.
         timeout: how long a rank waits for another one.
-        store: shared by the members, and by nobody else.
+        store: a key-value store that only the members use.
     """
 
     members: tuple[int, ...]
@@ -36,15 +36,16 @@ class Groups(NamedTuple):
 
 
 def open_groups(group: dist.ProcessGroup | None, timeout: timedelta | None) -> Groups:
-    """Connections between the members of ``group``, all of which call this. They end with the last reference to them.
+    """Connect the members of ``group``, all of which must call this together.
 
-    ``torch.distributed.new_group`` names a group by how many the process has (PyTorch 2.11 to 2.13), which differs
-    between processes that are in different groups of the caller's; they would wait for each other in vain. It also
-    keeps each group as long as the process lives.
+    The connections close when the last reference to them goes. This does not use ``torch.distributed.new_group``: it
+    names a group by the number of groups that the process has (PyTorch 2.11 to 2.13). That number differs between
+    processes that are in different groups of the caller's, and they would wait for each other forever. It also keeps
+    each group until the process ends.
 
     Args:
         group: all processes by default.
-        timeout: how long to wait for each other; that of ``group`` by default.
+        timeout: how long a member waits for another one; that of ``group`` by default.
 
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
@@ -61,19 +62,19 @@ def open_groups(group: dist.ProcessGroup | None, timeout: timedelta | None) -> G
 
 
 def _own_store(group: dist.ProcessGroup, me: int) -> Any:
-    """A part of the store of ``group`` that nobody has used: each member counts there how often it has asked for one.
+    """A new part of the store of ``group``, named by how often this member has asked for one.
 
-    Not in the process, which may be in its second world, with processes that are in their first.
+    The store counts that, not the process: a process may be in its second world, together with others in their first.
     """
     store = group.get_group_store()
     return _torch.PrefixStore(f"gpipe/{store.add(f'gpipe/{me}', 1)}", store)
 
 
 def group_for_collectives(groups: Groups) -> Any:
-    """The connections of ``groups.values`` as a process group that the collectives of torch take.
+    """The connections of ``groups.values`` as a process group for the collectives of torch.
 
-    As ``new_group`` would make it, but for its name, and torch's list of names: by how long that is it names the groups
-    of the caller, which other processes may be in too.
+    It is made as ``new_group`` would make it, but has no entry in torch's table of names: torch names the caller's next
+    group by the length of that table, which must stay the same in all processes.
     """
     c10d: Any = dist.distributed_c10d
     kind = c10d.ProcessGroup.BackendType.GLOO
@@ -86,7 +87,11 @@ def group_for_collectives(groups: Groups) -> Any:
 
 
 def expect_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group``, by default that of all processes, unless there is none, or this process is not in it."""
+    """``group``, by default that of all processes.
+
+    Raises:
+        RuntimeError: there is no process group, or this process is not in it.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "there is no process group; call torch.distributed.init_process_group() first, in processes that torchrun "
@@ -99,7 +104,7 @@ def expect_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """What ``group`` was made with. Torch tells nobody, so this looks where it keeps it."""
+    """The timeout that ``group`` was made with, from a private attribute: torch has no public way to ask for it."""
     for kind in group._device_types:
         options = getattr(group._get_backend(torch.device(kind)), "options", None)
         found = getattr(options, "_timeout", None)

@@ -1,4 +1,4 @@
-"""Where all ranks meet: each sends a report to all others."""
+"""A meeting of all ranks: each sends a report, and receives those of all others."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from ._messages import Peer
 from ._texts import Inbox, joined, sent, wait
 
 Report = dict[str, Any]
-"""What JSON can write. ``report["silent"]`` lists members that did not answer in time."""
+"""A dict that JSON can hold. ``report["silent"]`` lists the members that did not answer its sender in time."""
 
 _UP, _DOWN = 0, 1
 _GRACE = timedelta(seconds=5)
 
 
 class Rendezvous:
-    """A star: all send to member 0, which sends all reports to all. So who is missing is known, as in no collective.
+    """Each member sends its report to member 0, which sends the reports of all to each.
+
+    Unlike a collective, this tells which members are missing.
 
     Args:
-        groups: who meets.
+        groups: the members, and the connections between them.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -35,10 +37,13 @@ class Rendezvous:
         self._lost: LostRankError | None = None
 
     def meet(self, report: Report) -> list[Report]:
-        """Send ``report``; those of all, in the order of members.
+        """Send ``report`` and wait for those of the others.
+
+        Returns:
+            The reports of all members, in their order.
 
         Raises:
-            LostRankError: somebody is missing. So nobody can meet any more.
+            LostRankError: a member is missing; so it is in every later meeting.
         """
         if self._lost is not None:
             raise LostRankError(str(self._lost))
@@ -53,7 +58,7 @@ class Rendezvous:
         return reports
 
     def lost(self, members: list[int]) -> LostRankError:
-        """The error that says so."""
+        """The error that says that ``members`` (numbers, not ranks) are missing."""
         ranks = ", ".join(str(self._groups.members[k]) for k in members)
         who = f"rank {ranks} has" if len(members) == 1 else f"ranks {ranks} have"
         return LostRankError(
@@ -66,12 +71,13 @@ class Rendezvous:
         reports: list[Any] = [report, *[None] * len(self._in)]
         silent = {*report.get("silent", ())}
         coming = dict(self._in)
-        # All at once: when a wait for one has taken too long, gloo ends the connections to all, but not what has come.
+        # Receive from all at once: when a wait for one takes too long, gloo closes the connections to all, but what has
+        # been received by then stays.
         for inbox in coming.values():
             inbox.post()
         while coming:
-            # A rank that waits in vain may wait for one that waits in vain itself, whose own report is about to come.
-            # It may have begun to wait for somebody who has ended, and not know it, when this one began to wait for it.
+            # "Silent" does not mean ended: a rank that did not answer may itself be waiting for one that has ended, and
+            # reports when that wait is over. So wait for it too, last and for a short time.
             k = min(coming, key=lambda k: (k in silent, k))
             timeout = min(_GRACE, self._groups.timeout) if k in silent else self._groups.timeout + _GRACE
             with suppress(UnreachableError):
@@ -91,19 +97,22 @@ class Rendezvous:
         self._in[0].post()
         with suppress(UnreachableError):
             under_way = sent(self._out[0], json.dumps(report))
-            # Not waited for by itself: member 0 may be waiting for somebody else yet, as long as that may take.
+            # Wait for the answer before the end of our own sending: member 0 may still be waiting for another member.
             reports = json.loads(self._in[0].text(2 * (self._groups.timeout + _GRACE)))
             wait(self._out[0], under_way)
             return reports  # type: ignore[no-any-return]
         return self._stored_lost()
 
     def _store_lost(self, reports: list[Any]) -> None:
-        """Put the numbers of who is missing into the store: gloo may have ended the other connections too."""
+        """Write the missing members to the store too: gloo may have closed the connections to the others."""
         with suppress(RuntimeError):
             self._groups.store.set(self._key, json.dumps([k for k, each in enumerate(reports) if each is None]))
 
     def _stored_lost(self) -> list[Any]:
-        """Member 0 is out of reach: has it stored the numbers of others? Else it is the one that is missing."""
+        """Reports with None for missing members, where member 0 did not answer.
+
+        The missing ones are those that member 0 has written to the store; else member 0 itself.
+        """
         lost = [0]
         with suppress(RuntimeError):
             self._groups.store.wait([self._key], _GRACE)

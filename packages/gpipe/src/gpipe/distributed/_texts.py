@@ -1,4 +1,4 @@
-"""Small messages of JSON between ranks: one transfer each, for which memory may be ready before they come."""
+"""Messages of JSON between ranks. A small one takes one transfer, which may be posted before the message is sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Transfers = list[tuple[Any, Tensor]]
 
 
 def sent(peer: Peer, text: str) -> Transfers:
-    """What is under way, with the memory that must stay till then.
+    """Start to send ``text``.
+
+    Returns:
+        The transfers, each with the tensor that must live until it has ended; see :func:`wait`.
 
     Raises:
         UnreachableError: the connection has ended.
@@ -36,25 +39,25 @@ def sent(peer: Peer, text: str) -> Transfers:
 
 
 def wait(peer: Peer, transfers: Transfers) -> None:
-    """Wait until they have arrived.
+    """Wait until ``transfers`` have ended.
 
     Raises:
-        UnreachableError: they do not.
+        UnreachableError: the connection has ended, or a transfer takes too long.
     """
     for work, _ in transfers:
         peer.wait(work)
 
 
 def joined(texts: Sequence[str]) -> str:
-    """The text of a list of what these are the texts of."""
+    """The JSON list of values that are JSON already."""
     return f"[{','.join(texts)}]"
 
 
 class Inbox:
-    """Messages from one rank, for the next of which there is memory before it comes.
+    """Receives messages from one rank, into memory that is set aside for the next one.
 
     Args:
-        peer: who sends them.
+        peer: the rank that sends them.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -64,18 +67,18 @@ class Inbox:
         self._posted: Any = None
 
     def post(self) -> None:
-        """Let the next one come, if that has not been done. :meth:`text` says whether it has worked."""
+        """Start to receive the next message, unless that has begun. If this fails, :meth:`text` raises."""
         with suppress(UnreachableError):
             self._post()
 
     def text(self, timeout: timedelta | None = None) -> str:
-        """Wait for the next one.
+        """Wait for the next message, and return its text.
 
         Args:
-            timeout: how long; as long as the group does by default.
+            timeout: how long to wait; the timeout of the group by default.
 
         Raises:
-            UnreachableError: it does not come.
+            UnreachableError: the connection has ended, or the message does not arrive in time.
         """
         self._post()
         self._peer.wait(self._posted, timeout)
@@ -96,11 +99,11 @@ class Inbox:
 
 
 class Announcements:
-    """What the rank of the first stage tells all others when a run begins. Nobody answers, so that nobody waits for it.
+    """Messages from the rank of the first stage to all others when a run begins. They are not answered.
 
     Args:
-        tells: whether this is that rank.
-        peers: the others then, else that rank.
+        tells: whether this process is that rank.
+        peers: all other ranks if it is, else that rank alone.
     """
 
     def __init__(self, peers: Sequence[Peer], *, tells: bool) -> None:
@@ -112,10 +115,10 @@ class Announcements:
             self._inbox.post()
 
     def tell(self, what: Any) -> None:
-        """Send it to all.
+        """Send ``what`` to all other ranks.
 
         Raises:
-            UnreachableError: there is somebody whom it does not reach; it is under way to all others.
+            UnreachableError: a rank cannot be reached; the message is on its way to all others.
         """
         text, lost = json.dumps(what), None
         for peer in self._peers:
@@ -127,10 +130,10 @@ class Announcements:
             raise lost
 
     def hear(self) -> Any:
-        """Wait for what that rank tells.
+        """Wait for the next message, and return what it holds.
 
         Raises:
-            UnreachableError: it does not.
+            UnreachableError: the connection has ended, or the message does not arrive in time.
         """
         assert self._inbox is not None
         heard = json.loads(self._inbox.text())
@@ -138,10 +141,10 @@ class Announcements:
         return heard
 
     def flush(self) -> None:
-        """All have heard it: let its memory go.
+        """Wait until all messages have been received, and free their memory.
 
         Raises:
-            UnreachableError: somebody has not.
+            UnreachableError: a rank has not received one.
         """
         under_way, self._under_way = self._under_way, []
         for peer, transfers in under_way:

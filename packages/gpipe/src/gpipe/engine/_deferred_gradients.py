@@ -1,11 +1,11 @@
-"""Let gradients grow out of sight until they are whole.
+"""Accumulate gradients outside ``.grad`` and add them once per run.
 
-The hooks of a parameter fire once a run, with the whole gradient, as they do in the plain model. And a gradient that
-can only be scaled at the end is not mixed with one that was there before.
+So the hooks of a parameter fire once a run, with the sum over all micro-batches, as they do in the plain model. And a
+gradient that can be scaled only at the end of a run is not mixed with one that was in ``.grad`` before.
 
-Other hooks are on the node in autograd in which a parameter accumulates its gradient. It lives as long as a graph with
-the parameter in it, or as somebody else who holds it: ``DistributedDataParallel`` does, to be called when the gradient
-is there. Such hooks cannot be seen, nor taken away; but the node need not run before the gradient is whole.
+Hooks may also be on the node of the graph that accumulates a parameter's gradient (``AccumulateGrad``). The node lives
+as long as a graph that contains the parameter, or as a reference to it, such as that of ``DistributedDataParallel``.
+Its hooks can be neither listed nor removed from Python. But the node need not run before the gradient is complete.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ._scale import Scale, scale_in_place
 
 
 class DeferredGradients:
-    """Takes ``.grad`` and the hooks of leaves away while their gradient grows from micro-batch to micro-batch.
+    """Removes ``.grad`` and the hooks of leaves for one run, while their gradients accumulate over micro-batches.
 
-    One for a run. Several stages, and the loss, may reach a leaf: it is held before the first of them adds to it.
+    Several stages, and the loss, may use the same leaf: :meth:`hold` it before the first of them adds to its gradient.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,12 @@ class DeferredGradients:
         self._held: dict[int, _Held] = {}
 
     def hold(self, leaves: Iterable[Tensor], *, every: bool = False) -> None:
-        """Hold those of ``leaves`` with hooks, or every one. Nobody must be adding to them just now."""
+        """Remove ``.grad`` and the hooks of those ``leaves`` that have hooks.
+
+        Args:
+            leaves: tensors to which no other thread is adding a gradient at the moment.
+            every: also of leaves without hooks.
+        """
         with self._lock:
             for leaf in leaves:
                 hooked = leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
@@ -40,7 +45,11 @@ class DeferredGradients:
                     self._held[id(leaf)] = _Held(leaf)
 
     def give_back(self, scale: Scale = 1.0) -> list[tuple[Tensor, Tensor]]:
-        """Let ``.grad`` and the hooks be as before; the leaves with ``scale`` times what has grown meanwhile."""
+        """Put ``.grad`` and the hooks back.
+
+        Returns:
+            The leaves that have a gradient of this run, each with that gradient times ``scale``.
+        """
         if not self._held:
             return []
         held, self._held = self._held, {}
@@ -80,14 +89,14 @@ def _hooks(leaf: Tensor) -> Iterator[dict[int, Any]]:
 
 
 def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those of ``parameters`` whose nodes live between two runs: of hooks, or of a graph that is still to be used."""
-    # A node holds its parameter, so most are told by a look at a counter.
+    """Those of ``parameters`` whose ``AccumulateGrad`` node outlives a run: a hook or another graph refers to it."""
+    # A node refers to its parameter, so a parameter with one reference has none. That sorts out most of them.
     several = [p for p in parameters if p._use_count() > 1 and p.requires_grad]  # type: ignore[attr-defined]
     return [p for p in dict.fromkeys(several) if _is_kept(p)]  # each once, though stages may share it
 
 
 def _is_kept(parameter: Tensor) -> bool:
-    """Whether the node is still the one that was marked, after we have let it go."""
+    """Whether the node survives when we drop our reference to it: a mark in its metadata is still there."""
     if _MARK not in _metadata(parameter):
         _metadata(parameter)[_MARK] = True
         return _MARK in _metadata(parameter)

@@ -1,4 +1,4 @@
-"""One run: the cells of all stages for one mini-batch, and the workers that walk their programs."""
+"""One run of a pipeline: all cells of one mini-batch, computed by the workers in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Share(Protocol):
     """The part of a pipeline that is in this process: the whole of it, or some stages.
 
     Attributes:
-        stages: those that are here, in order.
-        connected: how many stages there are, wherever they are; a partition in pieces counts as several.
-        devices: of these.
-        on_accelerator: whether the work of any is queued on streams.
-        placement: the worker of each stage of the pipeline, wherever it is.
-        workers: the threads for the stages that are here.
-        threads: the same; None if the caller's thread does all the steps itself.
-        line: of which worker it does the steps then.
+        stages: the stages in this process, in order.
+        connected: the number of stages in all processes; a partition in pieces counts as several.
+        devices: the device of each of ``stages``.
+        on_accelerator: whether any of the devices queues its work on streams.
+        placement: the worker of each stage of the pipeline, in any process.
+        workers: the threads that compute ``stages``.
+        threads: the same; None if the caller's thread computes all of them.
+        line: the worker whose steps the caller's thread takes then.
         lines: the worker of each stage, as a timeline shows them.
-        loss_facts: whether losses draw random numbers, as far as runs have shown.
+        loss_facts: whether losses draw random numbers, as far as earlier runs have shown.
     """
 
     stages: Sequence[Stage]
@@ -76,28 +76,28 @@ class Share(Protocol):
     def lines(self) -> tuple[int, ...]: ...
 
     def halves(self, size: Size) -> tuple[Walk, Walk]:
-        """What workers do before the caller gets the outputs, and after it gave the gradients."""
+        """The steps of all workers for a forward, and those for a backward, of a mini-batch of this size."""
 
     def random_numbers(self) -> RunRNG:
-        """Where the random numbers of a run that begins come from."""
+        """The random number generators of a new run."""
 
     def tied_elsewhere(self, stage: Stage) -> list[Tensor]:
-        """The leaves of ``stage`` that other processes have too: their gradients are parts of a sum."""
+        """The leaves of ``stage`` that stages in other processes use too: gradients are summed over the processes."""
 
     def failures(self) -> Failures:
-        """Where the failures of a run that begins are collected."""
+        """An object that collects the failures of a new run."""
 
     def channels(self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Failures) -> Connections:
-        """The channels of a run whose stages compute on ``streams``."""
+        """The channels of a new run whose stages compute on ``streams``."""
 
 
 class Connections(Protocol):
     """The channels of a run.
 
     Attributes:
-        entrance, exit: the channels whose other end is the owner of the run.
-        arrivals: where values come into each stage that is here.
-        departures: where they leave it.
+        entrance, exit: the channels between the caller and the first stage, and the last stage and the caller.
+        arrivals: the channel into each stage in this process.
+        departures: the channel out of each.
     """
 
     entrance: Channel
@@ -186,7 +186,7 @@ class Run:
         return loss if loss is not None and stage.index == last else self._channels.departures[stage.index]
 
     def _sweep(self) -> None:
-        """When nobody holds this run any more: let the workers free what they have made for it."""
+        """When the last reference to this run goes: have the workers free what they allocated for it."""
         workers = self.__dict__.get("_workers")
         if workers is not None:
             self.__dict__.clear()  # now, so that the workers find it
@@ -196,16 +196,16 @@ class Run:
         __del__ = _sweep
 
     def _current_streams(self) -> list[AbstractStream]:
-        """Those of this thread, on the device of each stage."""
+        """The streams that are current in this thread, on the device of each stage."""
         return [current_stream(device) for device in self._devices]
 
     def forward(self, inputs: Sequence[Activation]) -> list[Activation]:
-        """The outputs of all micro-batches, as leaves; those that a backward can start from require grad."""
+        """The outputs of all micro-batches, as leaves. Those through which a backward can pass require grad."""
         self.evaluate(inputs)
         return [self._channels.exit.get_values(i) for i in range(self.mini_batch.microbatches)]
 
     def evaluate(self, inputs: Sequence[Activation]) -> None:
-        """Forwards alone; what comes out is at the exit, or in the losses."""
+        """Compute the forwards. The outputs are then in the exit channel, or in the losses."""
         for i, each in enumerate(inputs):
             self._channels.entrance.put_values(i, each)
         self._walk(self._share.halves(self.mini_batch.size)[0], self.mini_batch.context)
@@ -214,10 +214,13 @@ class Run:
     def backward(
         self, gradients: Sequence[list[Tensor | None]]
     ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-        """Accumulate the gradients of all parameters but those that are ``kept``.
+        """Compute the backwards, and add to ``.grad`` of all parameters but those of ``mini_batch.kept_nodes``.
+
+        Args:
+            gradients: those of the outputs, by micro-batch and tensor.
 
         Returns:
-            The gradients of the inputs, by micro-batch and tensor; and those of the parameters that are kept.
+            The gradients of the inputs, by micro-batch and tensor; and those of the parameters left out.
         """
         for layers in self._layers:
             if layers.stage.facts is not layers.facts:
@@ -237,9 +240,12 @@ class Run:
         return [self._channels.entrance.get_gradients(i) for i in range(self.mini_batch.microbatches)], own
 
     def train(self, inputs: Sequence[Activation], walk: Walk) -> list[list[Tensor | None]]:
-        """Forwards and backwards as ``walk`` says; the gradients of the inputs, by micro-batch and tensor.
+        """Compute forwards and backwards in the order of ``walk``.
 
-        Those of leaves that were kept out of ``.grad`` are :meth:`whole` then.
+        Gradients that were accumulated outside ``.grad`` are then complete: see :meth:`whole`.
+
+        Returns:
+            The gradients of the inputs, by micro-batch and tensor.
         """
         for i, each in enumerate(inputs):
             self._channels.entrance.put_values(i, each)
@@ -248,12 +254,16 @@ class Run:
             self._runners[j].look_for_hooks()
         try:
             self._walk(walk, self.mini_batch.context)
-        finally:  # a refused recomputation promises that the next run knows who draws
+        finally:  # an error about a recomputation says that the next run knows which layers draw random numbers
             self._look_for_draws()
         return [self._channels.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def whole(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The leaves that were kept out of ``.grad``, and their gradients, scaled; everything else is given back."""
+        """End the accumulation outside ``.grad``: put ``.grad`` and hooks back.
+
+        Returns:
+            The leaves whose gradients were accumulated outside ``.grad``, and those gradients, scaled.
+        """
         loss = self.mini_batch.loss
         scale: Scale = 1.0 if loss is None else loss.scale
         outside = [pair for each in self.mini_batch.accumulated for pair in each.take(scale)]
@@ -261,16 +271,16 @@ class Run:
         return summed(self._tied.joined(grown) if self._tied.shares else grown)
 
     def facts(self) -> list[StageFacts]:
-        """What is known of each stage now."""
+        """What runs have shown so far about each stage."""
         return list(map(Layers.known, self._layers))
 
     @property
     def mixed(self) -> int:
-        """How many micro-batches may have added to gradients that were there before."""
+        """The number of micro-batches that may have added to gradients that were in ``.grad`` before the run."""
         return max(runner.mixed for runner in self._runners.values())
 
     def _walk(self, walk: Walk, context: Context) -> None:
-        """Let every worker walk its steps; raise the earliest failure if there is any."""
+        """Have every worker take its steps; raise the earliest failure if there is one."""
         self._failures.walk = walk
         try:
             with self._tied.applied() if self._tied.shares else _NOTHING:
@@ -292,7 +302,7 @@ class Run:
             self._workers.run(list(zip(streams, works, strict=True)), self._stop)
 
     def _do(self, steps: Sequence[Step], context: Context) -> None:
-        """Walk the steps of one worker, until one fails, or nothing is left that comes before a failure."""
+        """Take the steps of one worker, until one fails, or all that are left come after a failure elsewhere."""
         failures, runners = self._failures, self._runners
         do = self._unusual_way()
         step, outer = steps[0], (current.step, current.microbatch, current.statistics)
@@ -315,11 +325,11 @@ class Run:
             self._channels.cancel()
             runners[step.stage].annotate(error, step.action)
         finally:
-            # Those of a run around this one, if it is inline.
+            # Restore those of an outer run: with inline(), a layer may run a pipeline in the same thread.
             current.step, current.microbatch, current.statistics = outer
 
     def _unusual_way(self) -> Callable[[StageRunner, Action], None] | None:
-        """How to do an action if somebody wants to know of it, or the thread is not on the stage's stream."""
+        """A function that does an action where it is profiled, observed, in pieces, or not on the stage's stream."""
         do = _labelled if torch.autograd.profiler._is_profiler_enabled else None
         if self.observer is not None:
             do = self.observer.do
@@ -330,8 +340,9 @@ class Run:
         return do
 
     def _do_on_stream(self, do: Callable[[StageRunner, Action], None], runner: StageRunner, action: Action) -> None:
-        # Workers are on the stream of their stages all the time. A backward may come on another one than the forward,
-        # and a recomputation would be queued there, past everything that waits for the stage's.
+        # Worker threads stay on the stream of their stage; the caller's thread may start the backward on another stream
+        # than the forward. A recomputation would then be queued there, and later work on the stage's stream would not
+        # wait for it.
         with use_stream(self._stream_of[runner.stage.partition]):
             do(runner, action)
 
@@ -343,7 +354,7 @@ class Run:
                 self.mini_batch.loss.draws.forget()
 
     def _stop(self) -> None:
-        """Make every worker come to an end soon."""
+        """Make every worker stop soon."""
         self._failures.stop()
         self._channels.cancel()
 
