@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpipe._plan._candidate import Candidate, Space, candidate_of, replayed
 from gpipe._plan._costs import Measured
-from gpipe._plan._ways import Way, way_of
+from gpipe.schedule._flags import StageMode, mode_of
 from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
 
@@ -98,8 +98,8 @@ def everything(space: Space) -> Iterator[Candidate]:
                 yield replace(found, seconds=replayed(found))
 
 
-def all_flags(size: int) -> Iterator[Way]:
-    return map(way_of, product([False, True], repeat=size))
+def all_flags(size: int) -> Iterator[StageMode]:
+    return map(mode_of, product([False, True], repeat=size))
 
 
 def fits(space: Space, candidate: Candidate) -> bool:

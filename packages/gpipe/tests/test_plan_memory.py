@@ -20,11 +20,10 @@ from gpipe._plan._measure import measure
 from gpipe._plan._memory import held_by
 from gpipe._plan._moments import moments
 from gpipe._plan._verify import peak_bytes
-from gpipe._plan._ways import given as given_as
-from gpipe._plan._ways import way_of
 from gpipe.engine._run import Run
 from gpipe.schedule import Step, checkpoint_stops, zero_bubble
 from gpipe.schedule._actions import requirement
+from gpipe.schedule._flags import as_lists, mode_of
 from gpipe.skip import pop, skippable, stash
 from profiler import profile
 
@@ -227,11 +226,11 @@ def test_stages_in_pieces_take_what_is_predicted(case, choices: list[bool]):
     x = torch.randn(ROWS * chunks, WIDTH, requires_grad=needs_gradient)
     costs = costs_of(model, x, chunks, squares)
     each = iter(choices)
-    ways = [way_of([next(each) for _ in range(size)]) for size in balance]
+    ways = [mode_of([next(each) for _ in range(size)]) for size in balance]
     split = [1] if schedule == "zero_bubble" else []
     predicted = costs.device_bytes(balance, ways, schedule, split)
     walk = zero_bubble(chunks, STAGES, split=split) if split else schedule
-    found = taken(model, x, balance, given_as(ways), walk, chunks, squares)
+    found = taken(model, x, balance, as_lists(ways), walk, chunks, squares)
     at_most = [] if isinstance(ways[1], str) else split
     expect_near(predicted, found, at_most)
 

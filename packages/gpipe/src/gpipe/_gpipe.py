@@ -53,11 +53,11 @@ from .module._pieces import (
     copied,
     expect_callable_in_pieces,
     expect_fitting,
+    in_runs,
     laid_out,
     modes_of,
-    moved,
     pieces_of,
-    runs_of,
+    rebalanced,
 )
 from .module._sequential import as_sequential
 from .module._signature import class_for
@@ -219,7 +219,7 @@ class GPipe(Stepping):
     def checkpoint(self, mode: str | Iterable[str | Iterable[bool]]) -> None:
         choices = expect_fitting(checked_choices(mode), self._balance)
         before, self.__dict__["_checkpoint"] = self._checkpoint, choices
-        if runs_of(before) != runs_of(choices):
+        if in_runs(before) != in_runs(choices):
             with self._workers.section.entered(accumulates=True):
                 self._lay_out()
 
@@ -307,7 +307,7 @@ class GPipe(Stepping):
         with self._workers.section.entered(accumulates=True), untouched_on_failure(self._partitions):
             partitions, sizes, _ = divide(self._whole(), sizes, self._devices, None)
             refill(self._partitions, partitions)
-            before, self.__dict__["_checkpoint"] = self._checkpoint, moved(self._checkpoint, self._balance, sizes)
+            before, self.__dict__["_checkpoint"] = self._checkpoint, rebalanced(self._checkpoint, self._balance, sizes)
             try:
                 self._lay_out()
             except BaseException:

@@ -18,6 +18,7 @@ from microbatch import Batch, scatter
 
 from .._gpipe import GPipe
 from ..schedule import Kind, Schedule, checkpoint_stops, named
+from ..schedule._flags import scheduled
 from ..timeline import Timeline
 from ._candidate import Candidate, Space, replayed
 from ._costs import SPLITTING, Measured
@@ -25,7 +26,6 @@ from ._data import Expected
 from ._finals import CLOSE, STEPS, Trial, finalists, key, race, winner
 from ._search import search
 from ._verify import timed
-from ._ways import modes_of
 
 UNSURE = Expected(0.88, 1.0, 1.25)
 """How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
@@ -137,7 +137,7 @@ def _tried(
 
 def _split(way: Candidate, microbatches: int) -> Schedule:
     """Its schedule, for the micro-batches that there are: few rows give fewer than chunks."""
-    stops = checkpoint_stops(modes_of(way.modes), microbatches, len(way.modes))
+    stops = checkpoint_stops([*map(scheduled, way.modes)], microbatches, len(way.modes))
     return named(way.schedule, microbatches, range(len(way.modes)), stops, way.split)
 
 
@@ -145,7 +145,7 @@ def learned(measured: Measured, candidate: Candidate, timelines: Sequence[Timeli
     """The costs that led to the ``candidate``, with the cells of each stage in proportion to what its cells took."""
     stages = candidate.costs.stage_costs(candidate.sizes, candidate.modes)
     # Backwards of stages in pieces compute some layers again, which is as much slower as their forwards are.
-    whole = candidate.costs.stage_costs(candidate.sizes, modes_of(candidate.modes))
+    whole = candidate.costs.stage_costs(candidate.sizes, [*map(scheduled, candidate.modes)])
     forward, backward = list(measured.forward), list(measured.backward)
     forward, backward = forward or [1.0] * measured.layers, backward or [1.0] * measured.layers
     for j, end in enumerate(accumulate(candidate.sizes)):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schedule import Kind, checkpoint_stops
+from ..schedule._flags import StageMode, scheduled
 from ..schedule._makespan import makespan
 from ..schedule._named import lanes
 from ._arguments import SCHEDULES
 from ._costs import Costs, Measured
 from ._memory import DeviceBytes
-from ._ways import Way, modes_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Space:
     measured: Measured
     chunks: Sequence[int]
     schedules: Sequence[str]
-    modes: Sequence[tuple[Way, ...]]
+    modes: Sequence[tuple[StageMode, ...]]
     memory: Sequence[int | None]
     pieces: bool = False
 
@@ -58,7 +58,7 @@ class Candidate:
     schedule: str
     split: tuple[int, ...]
     sizes: tuple[int, ...]
-    modes: tuple[Way, ...]
+    modes: tuple[StageMode, ...]
     bytes: tuple[DeviceBytes, ...]
     seconds: float
 
@@ -78,13 +78,13 @@ class Candidate:
 
 
 def candidate_of(
-    space: Space, costs: Costs, schedule: str, sizes: tuple[int, ...], modes: tuple[Way, ...]
+    space: Space, costs: Costs, schedule: str, sizes: tuple[int, ...], modes: tuple[StageMode, ...]
 ) -> Candidate:
     stages = costs.stage_costs(sizes, modes)
     split = costs.split(sizes, stages) if schedule == "zero_bubble" else ()
     times = [
         stage.forward + stage.backward + (stage.seconds(Kind.RECOMPUTE) if mode != "never" else 0.0)
-        for stage, mode in zip(stages, modes_of(modes), strict=True)
+        for stage, mode in zip(stages, map(scheduled, modes), strict=True)
     ]
     seconds = sum(times) + (costs.chunks - 1) * max(times) + 2 * sum(costs.hops(sizes))
     seconds += costs.reduction(sizes) + costs.measured.step
@@ -110,7 +110,7 @@ def replayed(candidate: Candidate) -> float:
 
 def stops_of(candidate: Candidate) -> tuple[int, ...]:
     """The micro-batches that each stage checkpoints: those below."""
-    return checkpoint_stops(modes_of(candidate.modes), candidate.chunks, len(candidate.modes))
+    return checkpoint_stops([*map(scheduled, candidate.modes)], candidate.chunks, len(candidate.modes))
 
 
 def simplicity(candidate: Candidate) -> tuple[int, int, int]:

@@ -11,13 +11,13 @@ from itertools import accumulate
 from profiler import LayerProfile, Profile
 
 from ..schedule import SPLIT_SECONDS, Kind
+from ..schedule._flags import StageMode, runs_of, scheduled
 from ..timeline import StageCost
 from ..timeline._hops import Link
 from ..timeline._kept import kept_bytes
 from ._memory import DeviceBytes, Surroundings, WholeStage, stage_bytes
 from ._memory_pieces import StageInPieces
 from ._moments import moments
-from ._ways import Way, modes_of, pieces_of
 
 SPLITTING = 130e-6
 """What Python takes to split the backward of a cell (``docs/benchmarks/pipeline.md``)."""
@@ -138,19 +138,19 @@ class Costs:
         loss = self.profiles[stage].loss
         return (loss.seconds or 0.0) if loss else 0.0
 
-    def stage_costs(self, sizes: Sequence[int], ways: Sequence[Way]) -> list[StageCost]:
+    def stage_costs(self, sizes: Sequence[int], modes: Sequence[StageMode]) -> list[StageCost]:
         """The cost of each stage, for a replay. Layers that have flags are computed again in the backward."""
         ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
-        stages = enumerate(zip(sizes, ends, ways, strict=True))
-        found = [self._stage_cost(j, end - size, end, way) for j, (size, end, way) in stages]
+        stages = enumerate(zip(sizes, ends, modes, strict=True))
+        found = [self._stage_cost(j, end - size, end, mode) for j, (size, end, mode) in stages]
         return [
-            cost if isinstance(way, str) else self._in_pieces(j, end - size, way, cost)
-            for j, (size, end, way, cost) in enumerate(zip(sizes, ends, ways, found, strict=True))
+            cost if isinstance(mode, str) else self._in_pieces(j, end - size, mode, cost)
+            for j, (size, end, mode, cost) in enumerate(zip(sizes, ends, modes, found, strict=True))
         ]
 
     def _in_pieces(self, j: int, first: int, flags: Sequence[bool], whole: StageCost) -> StageCost:
         """The cost of a stage in pieces, each of which is as much to the engine as an action."""
-        pieces, action = list(pieces_of(flags)), self.measured.action
+        pieces, action = list(runs_of(flags)), self.measured.action
         more = (len(pieces) - 1) * action
         again = self.again(j, first, flags) + sum(flag for flag, _, _ in pieces) * action
         loss = self._loss_seconds(j) if first + len(flags) == self.measured.layers and flags[-1] else 0.0
@@ -171,7 +171,7 @@ class Costs:
         layers = self.profiles[j][first : first + len(flags)]
         return sum(layer.forward_seconds or 0.0 for layer, flag in zip(layers, flags, strict=True) if flag)
 
-    def _stage_cost(self, j: int, first: int, end: int, way: Way) -> StageCost:
+    def _stage_cost(self, j: int, first: int, end: int, mode: StageMode) -> StageCost:
         layers = self.profiles[j][first:end]
         action = self.measured.action
         forward = sum(layer.forward_seconds or 0.0 for layer in layers)
@@ -183,7 +183,7 @@ class Costs:
         part = min(backward, sum(known)) if len(known) == len(inputs) else None
         kept = self.incoming[first] if self.measured.copied[j] else 0
         return StageCost(
-            forward=forward + action + (loss if modes_of([way]) == ("never",) else 0.0),
+            forward=forward + action + (loss if scheduled(mode) == "never" else 0.0),
             backward=backward + action,
             recompute=forward + loss + action,
             backward_input=None if part is None else part + action + SPLITTING / 2,
@@ -228,20 +228,21 @@ class Costs:
         return [link(self.incoming[first]) if first else 0.0 for first, link in links]
 
     def device_bytes(
-        self, sizes: Sequence[int], ways: Sequence[Way], schedule: str, split: Sequence[int] = ()
+        self, sizes: Sequence[int], modes: Sequence[StageMode], schedule: str, split: Sequence[int] = ()
     ) -> tuple[DeviceBytes, ...]:
         """What each device holds at its fullest moment."""
-        return tuple(self.bytes_of(j, sizes, way, schedule, split) for j, way in enumerate(ways))
+        return tuple(self.bytes_of(j, sizes, mode, schedule, split) for j, mode in enumerate(modes))
 
-    def bytes_of(self, j: int, sizes: Sequence[int], way: Way, schedule: str, split: Sequence[int] = ()) -> DeviceBytes:
+    def bytes_of(
+        self, j: int, sizes: Sequence[int], mode: StageMode, schedule: str, split: Sequence[int] = ()
+    ) -> DeviceBytes:
         """What the device of one stage holds at its fullest moment, however the others are checkpointed."""
         end = sum(sizes[: j + 1])
         first = end - sizes[j]
         layers = self.profiles[j][first:end]
         around = replace(self._around(j, first, end, split), drains=schedule == "fill_drain")
-        stage = WholeStage(layers, around) if isinstance(way, str) else StageInPieces(layers, around, way)
-        (mode,) = modes_of([way])
-        held = moments(schedule, mode, self.chunks, len(sizes), j, j in split)
+        stage = WholeStage(layers, around) if isinstance(mode, str) else StageInPieces(layers, around, mode)
+        held = moments(schedule, scheduled(mode), self.chunks, len(sizes), j, j in split)
         return stage_bytes(stage, sum(self.measured.optimizer[first:end]), held)
 
     def _around(self, j: int, first: int, end: int, split: Sequence[int]) -> Surroundings:

@@ -10,11 +10,11 @@ from torch import nn
 
 from .._gpipe import GPipe
 from ..schedule import checkpoint_stops, named
+from ..schedule._flags import StageMode, as_lists, scheduled
 from ..timeline import StageCost, Timeline, simulate
 from ._candidate import Candidate, Space
 from ._fake import FAKE
 from ._memory import DeviceBytes
-from ._ways import Way, given, modes_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Alternative:
     chunks: int
     schedule: str
     balance: tuple[int, ...]
-    checkpoint: tuple[Way, ...]
+    checkpoint: tuple[StageMode, ...]
     seconds: float
     bytes: int
     reason: str
@@ -118,7 +118,7 @@ class PlanData:
     sizes: tuple[int, ...]
     chunks: int
     schedule: str
-    modes: tuple[Way, ...]
+    modes: tuple[StageMode, ...]
     split: tuple[int, ...]
     predicted: Prediction
     stages: tuple[StageCost, ...]
@@ -138,7 +138,7 @@ class PlanData:
     @property
     def checkpoint(self) -> list[str | list[bool]]:
         """The mode of checkpointing of each stage, or for each of its layers whether it is computed again."""
-        return given(self.modes)
+        return as_lists(self.modes)
 
     @property
     def is_estimate(self) -> bool:
@@ -148,6 +148,6 @@ class PlanData:
     @property
     def timeline(self) -> Timeline:
         """When which stage does what in a step, as predicted."""
-        stops = checkpoint_stops(modes_of(self.modes), self.chunks, len(self.sizes))
+        stops = checkpoint_stops([*map(scheduled, self.modes)], self.chunks, len(self.sizes))
         schedule = named(self.schedule, self.chunks, range(len(self.sizes)), stops, self.split)
         return simulate(schedule, self.stages, transfer=self.hops[1:])

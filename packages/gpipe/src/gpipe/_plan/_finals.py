@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
 
+from ..schedule._flags import moved
 from ..timeline import Timeline
 from ._candidate import Candidate, Space, candidate_of, lacking, replayed, simplicity
-from ._ways import moved_ways
 
 CLOSE = 0.02
 """Ways that differ by less than this share count as equally fast; medians of a few steps are no better known."""
@@ -68,12 +68,11 @@ def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Ways that differ by a layer on the other side of a cut, and fit."""
     sizes = candidate.sizes
     for j, more in [(j, more) for j in range(len(sizes) - 1) for more in (1, -1)]:
-        moved = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])
-        if min(moved) < 1:
+        others = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])
+        if min(others) < 1:
             continue
-        near = candidate_of(
-            space, candidate.costs, candidate.schedule, moved, moved_ways(candidate.modes, sizes, moved)
-        )
+        modes = tuple(moved(candidate.modes, sizes, others))
+        near = candidate_of(space, candidate.costs, candidate.schedule, others, modes)
         if bool(near.split) == bool(candidate.split) and not lacking(space, near):
             yield replace(near, seconds=replayed(near))
 

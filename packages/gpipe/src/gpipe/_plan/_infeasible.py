@@ -9,7 +9,7 @@ from profiler.text import format_bytes
 
 from ._candidate import Candidate, Space
 from ._search import candidates
-from ._ways import shown
+from ._table import shown
 
 
 class Infeasible(ValueError):  # noqa: N818 — a finding about the model and the devices rather than a mistake in the call

@@ -122,9 +122,9 @@ def _expect_consistent(plan: PlanData) -> None:
         raise ValueError(f"plan.predicted.bytes: expected one for each of {stages} stages")
     if sum(plan.sizes) != len(plan.layers) or 0 in plan.sizes:
         raise ValueError(f"plan.sizes: expected positive numbers that sum up to {len(plan.layers)} layers")
-    for j, (way, size) in enumerate(zip(plan.modes, plan.sizes, strict=True)):
-        if not isinstance(way, str) and len(way) != size:
-            raise ValueError(f"plan.modes[{j}]: expected a flag for each of {size} layers, got {len(way)}")
+    for j, (mode, size) in enumerate(zip(plan.modes, plan.sizes, strict=True)):
+        if not isinstance(mode, str) and len(mode) != size:
+            raise ValueError(f"plan.modes[{j}]: expected a flag for each of {size} layers, got {len(mode)}")
     if set(plan.ranks) != set(range(max(plan.ranks) + 1)):
         raise ValueError(f"plan.ranks: expected ranks from 0 on, each with a stage, got {list(plan.ranks)}")
     if not plan.chunks or not plan.rows:

@@ -17,9 +17,9 @@ from itertools import accumulate
 from profiler import LayerProfile
 
 from ..schedule import Kind
+from ..schedule._flags import runs_of
 from ._memory import Surroundings, WholeStage, parting_of
 from ._moments import Moment
-from ._ways import pieces_of
 
 
 class StageInPieces:
@@ -36,7 +36,7 @@ class StageInPieces:
 
     def __init__(self, layers: Sequence[LayerProfile], around: Surroundings, flags: Sequence[bool]) -> None:
         self._whole = WholeStage(layers, around)
-        self._pieces = [_Piece(layers, around, *piece) for piece in pieces_of(flags)]
+        self._pieces = [_Piece(layers, around, *piece) for piece in runs_of(flags)]
         self._copy = around.incoming if around.copied else 0
         self._held = [0, *accumulate(piece.held for piece in self._pieces)]
         self._late = sum(piece.late for piece in self._pieces)

@@ -9,16 +9,16 @@ from typing import Literal
 
 from blockpartition import Infeasible, Mode, Stage, place
 
+from ..schedule._flags import StageMode, mode_of
 from ..timeline._kept import shares
 from ._candidate import Space
 from ._costs import Costs
 from ._memory import held_by
-from ._ways import Way, way_of
 
 PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
 """What of stages is computed again, while their balance is looked for."""
 
-Placed = tuple[tuple[int, ...], tuple[Way, ...]]
+Placed = tuple[tuple[int, ...], tuple[StageMode, ...]]
 Objective = Literal["bottleneck", "makespan"]
 
 _GAP = 0.01
@@ -42,8 +42,8 @@ def best_placed(
     limits = [None] * stages if rooms is None else list(rooms)
     allowed = [modes[:1] if rooms is None else modes for modes in space.modes]
     options = [
-        Stage(capacity=room, modes=[*(_mode(costs, j, way) for way in ways), *(_partly(costs, j, p) for p in parts)])
-        for j, (room, ways) in enumerate(zip(limits, allowed, strict=True))
+        Stage(capacity=room, modes=[*(_mode(costs, j, mode) for mode in modes), *(_partly(costs, j, p) for p in parts)])
+        for j, (room, modes) in enumerate(zip(limits, allowed, strict=True))
     ]
     bounded = rooms is not None and schedule is not None
     split = range(stages) if schedule == "zero_bubble" else ()
@@ -64,15 +64,15 @@ def best_placed(
         return None
     ends = accumulate(placed.sizes)
     return placed.sizes, tuple(
-        _own(ways, str(name), end - size, end)
-        for ways, name, size, end in zip(allowed, placed.modes, placed.sizes, ends, strict=True)
+        _own(modes, str(name), end - size, end)
+        for modes, name, size, end in zip(allowed, placed.modes, placed.sizes, ends, strict=True)
     )
 
 
-def _own(ways: Sequence[Way], name: str, first: int, end: int) -> Way:
-    """What a stage of these layers has of the way of that name."""
-    way = next((way for way in ways if str(way) == name), name)
-    return way if isinstance(way, str) else way_of(way[first:end])
+def _own(modes: Sequence[StageMode], name: str, first: int, end: int) -> StageMode:
+    """What a stage of these layers has of the mode of that name."""
+    mode = next((mode for mode in modes if str(mode) == name), name)
+    return mode if isinstance(mode, str) else mode_of(mode[first:end])
 
 
 def _transfer(costs: Costs) -> list[int] | None:
@@ -82,20 +82,20 @@ def _transfer(costs: Costs) -> list[int] | None:
     return ticks[:-1] if any(ticks) else None
 
 
-def _mode(costs: Costs, stage: int, way: Way) -> Mode:
-    again = [way != "never"] * costs.measured.layers if isinstance(way, str) else way
+def _mode(costs: Costs, stage: int, mode: StageMode) -> Mode:
+    again = [mode != "never"] * costs.measured.layers if isinstance(mode, str) else mode
     time = [round(_TICKS * seconds) for seconds in costs.work(stage, again)]
-    kept = 1 if costs.measured.copied[stage] or way != "never" else 0
-    if way == "never":
+    kept = 1 if costs.measured.copied[stage] or mode != "never" else 0
+    if mode == "never":
         return Mode("never", time=time, boundary=kept)
-    if isinstance(way, str):
-        return Mode(way, time=time, saved=0, transient=2 if way == "except_last" else 1, boundary=kept)
+    if isinstance(mode, str):
+        return Mode(mode, time=time, saved=0, transient=2 if mode == "except_last" else 1, boundary=kept)
     layers = costs.profiles[0].layers
     saved = [
         (layer.output_bytes if follows else 0) if flag else share
-        for layer, share, flag, follows in zip(layers, shares(layers), way, _followed(way), strict=True)
+        for layer, share, flag, follows in zip(layers, shares(layers), mode, _followed(mode), strict=True)
     ]
-    return Mode(str(way), time=time, saved=saved, boundary=kept)
+    return Mode(str(mode), time=time, saved=saved, boundary=kept)
 
 
 def _followed(flags: Sequence[bool]) -> list[bool]:

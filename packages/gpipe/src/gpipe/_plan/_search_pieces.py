@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from profiler import LayerProfile
 
+from ..schedule._flags import StageMode, mode_of
 from ..timeline._kept import kept_bytes
 from ._costs import Costs
-from ._ways import Way, way_of
 
 UNITS = 12
 """Layers of longer stages are taken together, in so many groups."""
@@ -89,7 +89,7 @@ def _undominated(found: list[Cut], most: int = KEPT) -> list[Cut]:
 
 
 class Pieces:
-    """Finds the quickest ways of stages that fit.
+    """Finds the quickest modes of stages that fit.
 
     Args:
         costs: of micro-batches of one size.
@@ -103,39 +103,39 @@ class Pieces:
         self._rooms = rooms
         self._split = range(len(rooms)) if schedule == "zero_bubble" else ()
         self._known: dict[tuple[Figures, ...], list[list[Cut]]] = {}
-        self._ways: dict[tuple[int, int, int], tuple[Way, int]] = {}
+        self._modes: dict[tuple[int, int, int], tuple[StageMode, int]] = {}
 
-    def of(self, sizes: Sequence[int]) -> tuple[tuple[Way, ...], dict[int, int]]:
-        """The quickest ways of stages of these sizes; and those that do not fit, with the bytes that they are short."""
-        found = [self._way(j, sizes) for j in range(len(sizes))]
-        return tuple(way for way, _ in found), {j: short for j, (_, short) in enumerate(found) if short > 0}
+    def of(self, sizes: Sequence[int]) -> tuple[tuple[StageMode, ...], dict[int, int]]:
+        """The quickest modes of stages of these sizes; and which do not fit, with the bytes that they are short."""
+        found = [self._mode(j, sizes) for j in range(len(sizes))]
+        return tuple(mode for mode, _ in found), {j: short for j, (_, short) in enumerate(found) if short > 0}
 
-    def _way(self, j: int, sizes: Sequence[int]) -> tuple[Way, int]:
+    def _mode(self, j: int, sizes: Sequence[int]) -> tuple[StageMode, int]:
         key = j, sum(sizes[:j]), sizes[j]
-        if key not in self._ways:
+        if key not in self._modes:
             room = self._rooms[j]
-            self._ways[key] = ("never", 0) if room is None else self._quickest(j, sizes, room)
-        return self._ways[key]
+            self._modes[key] = ("never", 0) if room is None else self._quickest(j, sizes, room)
+        return self._modes[key]
 
-    def _quickest(self, j: int, sizes: Sequence[int], room: int) -> tuple[Way, int]:
-        """The quickest way of stage j, if that fits, or the one that is short of the least; and by how many bytes."""
+    def _quickest(self, j: int, sizes: Sequence[int], room: int) -> tuple[StageMode, int]:
+        """The quickest mode of stage j, if that fits, or the one that is short of the least; and by how many bytes."""
 
-        def lack(way: Way) -> int:
-            return self._costs.bytes_of(j, sizes, way, self._schedule, self._split).total - room
+        def lack(mode: StageMode) -> int:
+            return self._costs.bytes_of(j, sizes, mode, self._schedule, self._split).total - room
 
-        nearest: tuple[int, Way] = (lack("never"), "never")
+        nearest: tuple[int, StageMode] = (lack("never"), "never")
         if nearest[0] <= 0:
             return "never", 0
-        fitting: list[tuple[float, Way]] = []
+        fitting: list[tuple[float, StageMode]] = []
         for front in self._cuts(j, sum(sizes[:j]), sizes[j]):
             low, high = 0, len(front)
             while low < high:  # what holds less fits sooner
                 middle = (low + high) // 2
-                way = way_of(front[middle].flags)
-                short = lack(way)
-                nearest = min(nearest, (short, way), key=lambda each: each[0])
+                mode = mode_of(front[middle].flags)
+                short = lack(mode)
+                nearest = min(nearest, (short, mode), key=lambda each: each[0])
                 if short <= 0:
-                    fitting.append((front[middle].seconds, way))
+                    fitting.append((front[middle].seconds, mode))
                     high = middle
                 else:
                     low = middle + 1

@@ -7,10 +7,10 @@ from itertools import accumulate, groupby
 
 from profiler.text import align, format_bytes, format_seconds, format_share
 
+from ..schedule._flags import StageMode, runs_of, scheduled
 from ..timeline import StageCost
 from ._data import Alternative, PlanData
 from ._memory import DeviceBytes
-from ._ways import Way, modes_of, shown
 
 _BAR = 24
 _MANY = 8
@@ -70,13 +70,26 @@ def stage_rows(plan: PlanData) -> list[list[str]]:
     return rows
 
 
-def _recomputed(way: Way) -> str:
-    return way if isinstance(way, str) else f"{shown(way)} recomputed"
+def _recomputed(mode: StageMode) -> str:
+    return mode if isinstance(mode, str) else f"{shown(mode)} recomputed"
 
 
-def busy(stage: StageCost, way: Way) -> float:
+def shown(mode: StageMode) -> str:
+    """As text for people, who count layers from one.
+
+    >>> shown("never"), shown((False, False, True, True, False, True))
+    ('never', 'layers 3-4, 6 of 6')
+    """
+    if isinstance(mode, str):
+        return mode
+    runs = [(first + 1, end) for flag, first, end in runs_of(mode) if flag]
+    numbers = ", ".join(str(end) if first == end else f"{first}-{end}" for first, end in runs)
+    return f"layer{'s' * (sum(mode) > 1)} {numbers} of {len(mode)}"
+
+
+def busy(stage: StageCost, mode: StageMode) -> float:
     """The seconds that a stage takes for a micro-batch. What has flags is computed again in the backward."""
-    return stage.forward + stage.backward + (stage.forward if modes_of([way]) != ("never",) else 0.0)
+    return stage.forward + stage.backward + (stage.forward if scheduled(mode) != "never" else 0.0)
 
 
 def _stages(plan: PlanData) -> str:
@@ -118,9 +131,9 @@ def _alternative(plan: PlanData, other: Alternative) -> list[str]:
     ]  # fmt: skip
 
 
-def _modes(ways: Sequence[Way]) -> str:
-    modes = [*map(shown, ways)]
-    return modes[0] if len(set(modes)) == 1 else _listed(modes)
+def _modes(modes: Sequence[StageMode]) -> str:
+    texts = [*map(shown, modes)]
+    return texts[0] if len(set(texts)) == 1 else _listed(texts)
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -10,6 +10,7 @@ from profiler.text import format_seconds
 
 from ..engine._stage import first_to_last
 from ..schedule import Kind
+from ..schedule._flags import extended
 from ..timeline import Timeline
 from ..timeline._events import SECONDS
 from ._calibrate import learned
@@ -17,7 +18,6 @@ from ._candidate import Candidate, Space, replayed
 from ._data import Expected, PlanData
 from ._outcome import plan_of
 from ._search import search
-from ._ways import following
 
 Plan = TypeVar("Plan", bound=PlanData)
 
@@ -52,8 +52,8 @@ def update(plan: Plan, timeline: Timeline) -> Plan:
 
 def _with_balance_open(space: Space, now: Candidate) -> Space:
     """All but the balance stays, so that a pipe can be given it while it trains."""
-    ways = [(way,) for way in following(now.modes, now.sizes)]
-    return replace(space, chunks=[now.chunks], schedules=[now.schedule], modes=ways, pieces=False)
+    modes = [(mode,) for mode in extended(now.modes, now.sizes)]
+    return replace(space, chunks=[now.chunks], schedules=[now.schedule], modes=modes, pieces=False)
 
 
 def _others(found: list[Candidate], stay: Candidate) -> list[Candidate]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..engine._stage import Stage, stages_of
+from ..schedule._flags import as_lists, expect_flags, moved, runs_of, scheduled
 from ..skip import SkipLayout, inspect_skip_layout
 from ._arguments import checked_mode, checked_modes
 from ._partition import Partition
@@ -45,9 +46,7 @@ def checked_choices(checkpoint: Any) -> Choices:
 def _checked(choice: Any, name: str) -> Choice:
     if not isinstance(choice, (list, tuple)):
         return checked_mode(choice, name)
-    for k, flag in enumerate(choice):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}[{k}] must be True or False: whether that layer is checkpointed; got {flag!r}")
+    expect_flags(choice, name)
     return list(choice)
 
 
@@ -67,68 +66,30 @@ def expect_fitting(choices: Choices, sizes: Sequence[int]) -> Choices:
 
 def copied(choices: Choices) -> Choices:
     """The same, in lists of their own."""
-    return choices if isinstance(choices, str) else [each if isinstance(each, str) else [*each] for each in choices]
+    return choices if isinstance(choices, str) else as_lists(choices)
 
 
-def moved(choices: Choices, before: Sequence[int], after: Sequence[int]) -> Choices:
-    """The choices for partitions of other sizes: flags follow their layers, and modes stay with their partitions.
-
-    So a partition with a mode has it for layers that come from another one with a mode. It has flags itself once a
-    layer comes with one that says something else than its mode.
-
-    >>> moved([[True, False], "never"], [2, 1], [1, 2]), moved([[False, True], "never"], [2, 1], [1, 2])
-    (['always', 'never'], ['never', [True, False]])
-    """
-    if isinstance(choices, str) or all(isinstance(each, str) for each in choices):
-        return choices
-    owners = [j for j, size in enumerate(before) for _ in range(size)]
-    places = [k - sum(before[:j]) for k, j in enumerate(owners)]
-    end, found = 0, list[Choice]()
-    for own, size in zip(choices, after, strict=True):
-        end += size
-        layers = [(choices[owners[k]], places[k]) for k in range(end - size, end)]
-        flags = [_flag(own if isinstance(own, str) else came, came, place) for came, place in layers]
-        said = {flag for flag, (came, _) in zip(flags, layers, strict=True) if not isinstance(came, str)}
-        found.append(own if isinstance(own, str) and said <= _SAYS[own] else _named(flags))
-    return found
-
-
-def _named(flags: list[bool]) -> Choice:
-    """The mode that says the same, if there is one."""
-    return "always" if all(flags) else flags if any(flags) else "never"
-
-
-_SAYS: dict[str, set[bool]] = {"always": {True}, "never": {False}, "except_last": set()}
-"""The flags that say the same as a mode."""
-
-
-def _flag(mode: Choice, came: Choice, place: int) -> bool:
-    """Whether a layer is checkpointed that came with a flag, or else has this mode."""
-    return mode != "never" if isinstance(came, str) else came[place]
+def rebalanced(choices: Choices, before: Sequence[int], after: Sequence[int]) -> Choices:
+    """The choices for partitions of other sizes: see :func:`gpipe.schedule._flags.moved`."""
+    return choices if isinstance(choices, str) else as_lists(moved(choices, before, after))
 
 
 def modes_of(choices: Choices) -> str | list[str]:
     """What schedules see: of a partition in pieces nothing is checkpointed as a whole."""
-    if isinstance(choices, str):
-        return choices
-    return [each if isinstance(each, str) else "always" if all(each) else "never" for each in choices]
+    return choices if isinstance(choices, str) else [*map(scheduled, choices)]
 
 
-def runs_of(choices: Choices) -> dict[int, list[tuple[bool, int]]]:
-    """Of each partition in pieces these: whether they are checkpointed, and how many layers they have."""
+def in_runs(choices: Choices) -> dict[int, list[tuple[bool, int, int]]]:
+    """Of each partition in pieces these: whether they are checkpointed, their first layer, and their end."""
     if isinstance(choices, str):
         return {}
-    found = {j: _runs(choice) for j, choice in enumerate(choices) if not isinstance(choice, str)}
+    found = {j: [*runs_of(choice)] for j, choice in enumerate(choices) if not isinstance(choice, str)}
     return {j: runs for j, runs in found.items() if len(runs) > 1}
-
-
-def _runs(flags: Sequence[bool]) -> list[tuple[bool, int]]:
-    return [(flag, len([*run])) for flag, run in groupby(flags)]
 
 
 def pieces_of(partitions: Iterable[nn.Module], choices: Choices) -> list[Piece]:
     """The pieces of all partitions, in order, with the layers as they are and where they are."""
-    runs = runs_of(choices)
+    runs = in_runs(choices)
     found: list[Piece] = []
     for j, partition in enumerate(partitions):
         found += _cut(partition, j, runs[j]) if j in runs else [Piece(partition, j)]
@@ -147,11 +108,11 @@ def laid_out(pieces: Sequence[Piece], devices: Sequence[torch.device]) -> tuple[
     return stages_of(modules, [devices[piece.partition] for piece in pieces], layout, kinds), layout
 
 
-def _cut(partition: nn.Module, j: int, runs: Iterable[tuple[bool, int]]) -> Iterable[Piece]:
+def _cut(partition: nn.Module, j: int, runs: Iterable[tuple[bool, int, int]]) -> Iterable[Piece]:
     layers = iter(partition.named_children())
-    for recomputed, size in runs:
+    for recomputed, first, end in runs:
         piece = Partition()
-        piece._modules.update(islice(layers, size))
+        piece._modules.update(islice(layers, end - first))
         piece.training = partition.training
         yield Piece(piece, j, recomputed)
 
@@ -169,7 +130,7 @@ def expect_callable_in_pieces(partitions: Mapping[int, nn.Module], choices: Choi
     Args:
         partitions: those that are here, by their numbers.
     """
-    for j in runs_of(choices).keys() & partitions.keys():
+    for j in in_runs(choices).keys() & partitions.keys():
         partition = partitions[j]
         hooks = partition._forward_hooks or partition._forward_pre_hooks
         if hooks or partition._backward_hooks or partition._backward_pre_hooks or partition._compiled_call_impl:

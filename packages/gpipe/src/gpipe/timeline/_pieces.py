@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..schedule import Kind
+from ..schedule._flags import Checkpoint, StageCheckpoint, expect_flags, scheduled
 from ._costs import StageCost
-
-Checkpoint = str | Sequence[str | Sequence[bool]]
-"""As of :class:`gpipe.GPipe`: a mode, or for each stage one, or a flag for each of its layers."""
 
 
 def in_pieces(
@@ -23,7 +21,7 @@ def in_pieces(
     """
     if checkpoint is None or isinstance(checkpoint, str):
         return costs, checkpoint
-    modes = [each if isinstance(each, str) else _mode(each, f"checkpoint[{j}]") for j, each in enumerate(checkpoint)]
+    modes = [_mode(each, f"checkpoint[{j}]") for j, each in enumerate(checkpoint)]
     if len(modes) != len(costs):
         return costs, modes  # which is refused by those who take modes
     found = list(costs)
@@ -34,14 +32,13 @@ def in_pieces(
     return found, modes
 
 
-def _mode(flags: Sequence[bool], name: str) -> str:
-    """What the schedule sees of a stage with these flags."""
-    for k, flag in enumerate(flags):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}[{k}] must be True or False: whether that layer is checkpointed; got {flag!r}")
-    if not flags:
-        raise ValueError(f"{name}: expected a mode, or a flag for each layer of the stage; got none")
-    return "always" if all(flags) else "never"
+def _mode(each: StageCheckpoint, name: str) -> str:
+    """What the schedule sees of a stage with this mode or these flags."""
+    if not isinstance(each, str):
+        expect_flags(each, name)
+        if not each:
+            raise ValueError(f"{name}: expected a mode, or a flag for each layer of the stage; got none")
+    return scheduled(each)
 
 
 def _again(cost: StageCost, flags: Sequence[bool], name: str) -> StageCost:

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from ..schedule import Kind, Program, Schedule, Span, Step, Walk, checkpoint_stops, named, replay
+from ..schedule._flags import Checkpoint
 from ..schedule._makespan import Lane
 from ..schedule._makespan import makespan as replayed
 from ..schedule._named import lanes, usual_placement
 from ._costs import StageCost
 from ._events import SECONDS, TICKS, Event
 from ._hops import Transfer, crossings, hop_seconds, is_shared
-from ._pieces import Checkpoint, in_pieces
+from ._pieces import in_pieces
 from ._queues import queued
 from ._timeline import Timeline
 
