@@ -23,3 +23,9 @@ class UnreachableError(Exception):
         super().__init__(str(error))
         self.member = member
         self.silent = "imed out" in str(error)
+
+
+def text_of(error: BaseException) -> str:
+    """What other ranks are told of an error: its type, its text, and its notes."""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+    return f"{type(error).__name__}: {error}{notes}"

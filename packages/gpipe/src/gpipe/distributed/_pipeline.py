@@ -29,7 +29,7 @@ from ._agreement import expect_alike
 from ._channels import Crossings, Reach
 from ._choosing import RankChooser
 from ._connected import Connected
-from ._errors import LostRankError, RemoteError, UnreachableError
+from ._errors import LostRankError, RemoteError, UnreachableError, text_of
 from ._failures import BEFORE, RankFailures
 from ._far_loss import FarLoss
 from ._groups import Groups
@@ -320,9 +320,8 @@ class RankPipeline(Pipeline):
             return {"failed": True, "silent" if error.silent else "closed": [error.member]}
         report: Report = {"failed": True, "drew": self._rng.drew}
         if not isinstance(error, Cancelled):
-            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
             report["when"] = list(self._failures.earliest or BEFORE)
-            report["what"] = f"{type(error).__name__}: {error}{notes}"
+            report["what"] = text_of(error)
         return report
 
     def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:

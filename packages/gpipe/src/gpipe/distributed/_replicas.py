@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ._agreement import Agreement, agreement
-from ._errors import LostRankError, RemoteError
+from ._errors import LostRankError, RemoteError, text_of
 from ._groups import open_groups
 from ._rendezvous import Rendezvous, Report
 
@@ -97,5 +97,4 @@ class Replicas:
             return {"lost": str(error)}
         if isinstance(error, RemoteError):
             return {"failed": str(error)}
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-        return {"failed": f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}{notes}"}
+        return {"failed": f"rank {dist.get_rank()} failed: {text_of(error)}"}
