@@ -22,6 +22,7 @@ from gpipe import GPipe
 from gpipe.distributed import Rank
 from gpipe.schedule import SPLIT_SECONDS, Choice, checkpoint_stops
 from gpipe.timeline._chooser import RUNS, Chooser, Plan
+from streams import add_note
 
 from .layers import Tied
 from .models import Recipe, main_of, recipes
@@ -299,6 +300,38 @@ def _expect_no_begin(who: int, what: str) -> tuple[str, str]:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["made", "called"])
+def test_all_are_told_the_notes_of_who_cannot_begin(worlds, when: str):
+    for k, (name, text) in enumerate(worlds(2).run(_expect_notes, when)):
+        assert name == ("ArithmeticError" if k == 0 else "RemoteError")
+        assert k == 0 or text.endswith(("ArithmeticError: of rank 0\n  in plain words", "layer '0' on 'cpu'"))
+
+
+def _expect_notes(when: str) -> tuple[str, str]:
+    fails = dist.get_rank() == 0
+
+    def init(module: nn.Module) -> None:
+        if fails and when == "made":
+            raise ArithmeticError("of rank 0")
+        module.to_empty(device="cpu")
+
+    def hook(*_: Any) -> None:
+        error = ArithmeticError("of rank 0")
+        add_note(error, "in plain words")
+        raise error
+
+    try:
+        with torch.device("meta"):
+            model = network()
+        rank = Rank(model, [4, 4], init=init)
+        if fails:
+            rank.register_forward_pre_hook(hook)
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("it has begun")
 
 
 def test_a_step_is_one_meeting(worlds):

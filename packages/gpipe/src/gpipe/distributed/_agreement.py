@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ._errors import RemoteError
+from ._errors import RemoteError, text_of
 from ._rendezvous import Report
 
 
@@ -55,7 +55,7 @@ def agreement(meeting: Meeting, ranks: tuple[int, ...]) -> Iterator[Agreement]:
     except Exception as failed:
         error = failed
     report = {"alike": found.alike, "told": found.told}
-    reports = meeting.meet(report if error is None else {"error": f"{type(error).__name__}: {error}"})
+    reports = meeting.meet(report if error is None else {"error": text_of(error)})
     if error is not None:
         raise error
     for k, each in enumerate(reports):

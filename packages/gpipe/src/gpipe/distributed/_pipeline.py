@@ -207,7 +207,7 @@ class RankPipeline(Pipeline):
         try:
             yield self._opening
         except BaseException as failed:
-            error, report = failed, {"failed": True, "error": f"{type(failed).__name__}: {failed}"}
+            error, report = failed, {"failed": True, "error": text_of(failed)}
         try:
             self._announce(failed=error is not None)
         except (Cancelled, UnreachableError) as failed:
