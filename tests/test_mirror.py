@@ -43,6 +43,7 @@ ELSEWHERE = {
     "engine/_stage_runner": "pipeline",
     "module/_cut": "gpipe",
     "module/_devices": "gpipe",
+    "module/_divided": "gpipe",
     "module/_init/*": "materialize",
     "module/_sequential": "gpipe",
     "module/_swap": "rebalance",

@@ -51,11 +51,9 @@ from .module._pieces import (
     Choices,
     checked_choices,
     copied,
-    expect_callable_in_pieces,
     expect_fitting,
     in_runs,
     laid_out,
-    modes_of,
     pieces_of,
     rebalanced,
 )
@@ -64,7 +62,7 @@ from .module._signature import class_for
 from .module._step import Stepping
 from .module._training import LossOptions
 from .module._transforms import not_compiled, refuse_transforms
-from .schedule import Choice, Schedule, checkpoint_stops
+from .schedule import Choice, Schedule
 from .skip import verify_skippables
 from .timeline._chooser import Chooser, Size
 from .transport._copy import CopyStreams
@@ -136,13 +134,7 @@ class GPipe(Stepping):
     torch.Size([8, 2])
     """
 
-    _balance: list[int]
-    _devices: list[torch.device]
-    _chunks: int
-    _checkpoint: Choices
-    _partitions: nn.ModuleList
     _deferred: bool
-    _pipeline: Pipeline
     _chooser: Chooser
     _still: set[Slot]
     _copy_streams: list[CopyStreams]
@@ -181,12 +173,7 @@ class GPipe(Stepping):
             if self._deferred:
                 DeferredBatchNorm.convert_deferred_batch_norm(partitions, self.chunks)
         self.training = module.training
-        # Registered are the layers themselves, so that every name is the wrapped module's, whatever the balance. In
-        # _modules a layer may have the name of an attribute.
-        for partition in partitions:
-            self._modules.update(partition._modules)
-        # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
-        self.__dict__["_partitions"] = partitions
+        self._take(partitions)
         self._prepare()
 
     @property
@@ -365,13 +352,6 @@ class GPipe(Stepping):
         model = self._flattened()
         return type(self if model is None else model).__name__
 
-    def train(self, mode: bool = True) -> GPipe:
-        super().train(mode)
-        pieces = (stage.module for stage in self._pipeline.stages)
-        for container in (self._partitions, *self._partitions, *pieces):
-            container.training = mode
-        return self
-
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Change the dtype of parameters and buffers, as any module does; moves to a device are refused.
 
@@ -511,13 +491,6 @@ class GPipe(Stepping):
 
     def _whole(self) -> nn.Sequential:
         return nn.Sequential(OrderedDict(self.named_children()))
-
-    def _checkpoint_stops(self, microbatches: int) -> tuple[int, ...]:
-        """For each partition, the first micro-batch that is not checkpointed."""
-        stages = len(self._balance)
-        if len(self._pipeline.stages) > stages:
-            expect_callable_in_pieces(dict(enumerate(self._partitions)), self._checkpoint)
-        return checkpoint_stops(modes_of(self._checkpoint) if self.training else "never", microbatches, stages)
 
 
 def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:

@@ -27,12 +27,12 @@ from ..module._hooks import pre_hooked
 from ..module._init import means_of
 from ..module._keywords import Call, called_with
 from ..module._partition import checked_balance
-from ..module._pieces import checked_choices, expect_callable_in_pieces, expect_fitting, flags_of, modes_of
+from ..module._pieces import checked_choices, expect_fitting, flags_of
 from ..module._sequential import as_sequential
 from ..module._step import Stepping
 from ..module._training import LossOptions, losses_of, returned
 from ..module._transforms import refuse_transforms
-from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule, checkpoint_stops
+from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
 from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
 from ..timeline._chooser import Plan, Size, choice_of
@@ -98,7 +98,6 @@ class Rank(Stepping):
     >>> loss = rank.step(x, y, loss_fn=loss_fn)  # doctest: +SKIP
     """
 
-    _partitions: nn.ModuleList
     _pipeline: RankPipeline
     _plan: Plan
 
@@ -149,10 +148,7 @@ class Rank(Stepping):
                 placed.told = {"trained": [*compress(own, trained)], "places": places, "name": uuid4().hex}
             shared.alike = found.alike
             self.training = layers.training
-            for partition in share.partitions:
-                self._modules.update(partition._modules)
-            # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
-            self.__dict__["_partitions"] = share.partitions
+            self._take(share.partitions)
             self._devices = share.devices
             self._pipeline = RankPipeline(
                 connected(share, self._checkpoint, self._ranks, groups, rendezvous, placed.heard),
@@ -171,7 +167,7 @@ class Rank(Stepping):
     @property
     def stages(self) -> list[int]:
         """The numbers of the stages of this rank."""
-        return list(dict.fromkeys(stage.partition for stage in self._pipeline.stages))
+        return self._numbers
 
     @property
     def balance(self) -> list[int]:
@@ -237,12 +233,6 @@ class Rank(Stepping):
         with self._pipeline.workers.section.entered():
             self._pipeline.close()
 
-    def train(self, mode: bool = True) -> Rank:
-        super().train(mode)
-        for container in (*self._partitions, *(stage.module for stage in self._pipeline.stages)):
-            container.training = mode
-        return self
-
     def extra_repr(self) -> str:
         return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
 
@@ -278,15 +268,9 @@ class Rank(Stepping):
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         plan = self._plan
         with self._sharding.reduced_once(loss), self._heard():
-            self._pipeline.train(batches, self._stops(len(batches)), loss, plan.schedule, plan.recorder)
+            self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, plan.schedule, plan.recorder)
         if self._pipeline.begins:
             self._pipeline.chooser.learn(plan)
-
-    def _stops(self, microbatches: int) -> tuple[int, ...]:
-        own = dict(zip(self.stages, self._partitions, strict=True))
-        expect_callable_in_pieces(own, self._checkpoint)
-        modes = modes_of(self._checkpoint) if self.training else "never"
-        return checkpoint_stops(modes, microbatches, len(self._balance))
 
     def _step_or_smaller(self, call: Call, options: LossOptions, schedule: Schedule | str, on_oom: str) -> Any:
         raise ValueError(
@@ -326,7 +310,7 @@ class Rank(Stepping):
                 found.batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
                 found.seed = next_seed()
                 if schedule is not None:
-                    size = Size(len(found.batches), tuple(self._ranks), self._stops(len(found.batches)))
+                    size = Size(len(found.batches), tuple(self._ranks), self._checkpoint_stops(len(found.batches)))
                     found.plan = self._pipeline.chooser.plan(schedule, found.batches, size)
         if found.plan is not None:
             self._plan, self._last = found.plan, choice_of(found.plan.schedule)

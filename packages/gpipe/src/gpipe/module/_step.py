@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from microbatch import Batch, Versions
 
@@ -16,23 +16,22 @@ from .._flatten._segment import Segment
 from ..engine._loss import LossStage
 from ..engine._loss_value import LossFunction
 from ..engine._losses import Losses
-from ..engine._pipeline import Pipeline
 from ..schedule import Schedule
 from ._cut import Checked, checked, cut, expect_proportional
+from ._divided import Divided
 from ._hooks import pre_hooked, refuse_hooks
 from ._keywords import NOTHING, Call, called_with
 from ._training import Kind, LossOptions, expect_grad_mode, losses_of, returned
 from ._transforms import not_compiled, refuse_transforms
 
 
-class Stepping(nn.Module):
+class Stepping(Divided):
     """The part of a pipe that computes losses."""
 
     in_spec: Any
     out_spec: Any
     _devices: list[torch.device]
     _chunks: int
-    _pipeline: Pipeline
 
     @overload
     def step(

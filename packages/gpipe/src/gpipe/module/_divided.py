@@ -1,0 +1,48 @@
+"""Layers that a pipe has under the names of the model, and in partitions."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+
+from ..engine._pipeline import Pipeline
+from ..schedule import checkpoint_stops
+from ._pieces import Choices, expect_callable_in_pieces, modes_of
+
+Kind = TypeVar("Kind", bound="Divided")
+
+
+class Divided(nn.Module):
+    """The part of a pipe that holds its layers."""
+
+    _balance: list[int]
+    _checkpoint: Choices
+    _partitions: nn.ModuleList
+    _pipeline: Pipeline
+
+    def _take(self, partitions: nn.ModuleList) -> None:
+        """Register the layers of ``partitions``, so that every name is the wrapped module's, whatever the balance."""
+        for partition in partitions:
+            self._modules.update(partition._modules)  # where a layer may have the name of an attribute
+        # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
+        self.__dict__["_partitions"] = partitions
+
+    def train(self: Kind, mode: bool = True) -> Kind:
+        super().train(mode)
+        pieces = (stage.module for stage in self._pipeline.stages)
+        for container in (self._partitions, *self._partitions, *pieces):
+            container.training = mode
+        return self
+
+    @property
+    def _numbers(self) -> list[int]:
+        """Those of the partitions that are here, among all of the model."""
+        return list(dict.fromkeys(stage.partition for stage in self._pipeline.stages))
+
+    def _checkpoint_stops(self, microbatches: int) -> tuple[int, ...]:
+        """For each partition of the model, the first micro-batch that is not checkpointed."""
+        if len(self._pipeline.stages) > len(self._partitions):
+            expect_callable_in_pieces(dict(zip(self._numbers, self._partitions, strict=True)), self._checkpoint)
+        modes = modes_of(self._checkpoint) if self.training else "never"
+        return checkpoint_stops(modes, microbatches, len(self._balance))
