@@ -281,11 +281,17 @@ def test_what_does_not_fit(choice: Any, kind: type[Exception], says: str):
         piped(linears(3), [2, 1], checkpoint=choice)
 
 
-def test_hooks_of_a_partition_are_refused():
-    with closing(piped(linears(3), [2, 1], checkpoint=[[True, False], "never"])) as pipe:
-        pipe.partitions[0].register_forward_hook(lambda *_: None)
+@each_way
+@pytest.mark.parametrize("mode", [True, False])
+def test_hooks_of_a_partition_are_refused(inline: bool, mode: bool):
+    """Also where nothing is checkpointed: its layers are called in pieces all the same."""
+    with closing(piped(linears(3), [2, 1], checkpoint=[[True, False], "never"])) as pipe, running(inline):
+        pipe.train(mode).partitions[0].register_forward_hook(lambda *_: None)
+        for call in (pipe.step, pipe.evaluate):
+            with pytest.raises(RuntimeError, match="partition 0 has hooks"):
+                call(rows(4), rows(4), loss_fn=F.mse_loss)
         with pytest.raises(RuntimeError, match="partition 0 has hooks"):
-            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+            pipe(rows(4))
 
 
 def test_elsewhere_modes_are_wanted():

@@ -253,6 +253,7 @@ class GPipe(Stepping):
         inputs = checked(inputs, self.in_spec)
         if not self._devices:
             return inputs.bare
+        self._expect_callable()
         batches, versions = self._cut(inputs)
         outputs = self._pipeline.forward(batches, self._checkpoint_stops(len(batches)), versions)
         return gathered(outputs, [batch.rows for batch in batches], self.out_spec)

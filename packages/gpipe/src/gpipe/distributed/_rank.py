@@ -212,6 +212,7 @@ class Rank(Stepping):
                     "the rank of the last stage needs the inputs too, because the model computes its loss from them, "
                     "as from labels; give them on every rank, or flatten the model with a sample without labels"
                 )
+            self._expect_callable()
             return without_loss_only(given)
 
         batches = self._agreed("forward", None, inputs).batches

@@ -40,9 +40,12 @@ class Divided(nn.Module):
         """Those of the partitions that are here, among all of the model."""
         return list(dict.fromkeys(stage.partition for stage in self._pipeline.stages))
 
-    def _checkpoint_stops(self, microbatches: int) -> tuple[int, ...]:
-        """For each partition of the model, the first micro-batch that is not checkpointed."""
+    def _expect_callable(self) -> None:
+        """RuntimeError if a partition should be called itself, but is in pieces."""
         if len(self._pipeline.stages) > len(self._partitions):
             expect_callable_in_pieces(dict(zip(self._numbers, self._partitions, strict=True)), self._checkpoint)
+
+    def _checkpoint_stops(self, microbatches: int) -> tuple[int, ...]:
+        """For each partition of the model, the first micro-batch that is not checkpointed."""
         modes = modes_of(self._checkpoint) if self.training else "never"
         return checkpoint_stops(modes, microbatches, len(self._balance))

@@ -253,6 +253,7 @@ class Stepping(Divided):
         if not self._devices:
             raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
         refuse_hooks(self, call.method)
+        self._expect_callable()
 
     @abstractmethod
     def _step_or_smaller(self, call: Call, options: LossOptions, schedule: Schedule | str, on_oom: str) -> Any:
