@@ -7,8 +7,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -120,17 +119,6 @@ def installed(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-@contextmanager
-def intra_op_threads(number: int) -> Iterator[None]:
-    """Let CPU operations use so many threads, and put the number back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def bind_to_share(k: int, of: int) -> None:

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from blockpartition import partition
+from gpipe.balance._balance import intra_op_threads
 from profiler import profile, profile_sizes
 
-from .measure import intra_op_threads
 from .report import Report, Table
 
 Costs = Sequence[float]

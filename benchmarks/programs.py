@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .contenders import STAGES, Contender, Task
-from .measure import bind_to_share, intra_op_threads, timed
+from .measure import bind_to_share, timed
 from .workloads import Workload, by_name
 
 # An optimizer's step costs the same whatever its rate; with this one, thousands of steps leave the results comparable.
@@ -180,6 +180,7 @@ def _stepping(pipe: Any, batch: Tensor, workload: Workload, contender: Contender
 def _inline(workload: Workload, contender: Contender, task: Task) -> Program:
     """gpipe's step on the caller's thread, one action after the other; notes the seconds of each."""
     import gpipe
+    from gpipe.balance._balance import intra_op_threads
 
     program = _gpipe(workload, contender, task)
     seen: dict[tuple[int, str], list[float]] = defaultdict(list)

@@ -18,7 +18,6 @@ from benchmarks import calls, compare, distributed, measure, workloads
 from benchmarks.contenders import CHECKPOINTS, LOOP, PEERS, TWO_LOOPS, Contender, Task, contenders, rivals
 from benchmarks.distributed import SkipRelay, connect
 from benchmarks.match import Match, Outcome, Rules
-from benchmarks.measure import intra_op_threads
 from benchmarks.programs import build, named_results, slices
 from benchmarks.report import PAGES, Table, keep, kept, markdown, write
 from benchmarks.targets import TARGETS, Target
@@ -89,11 +88,11 @@ class TestSameWork:
             assert all(p._version > was for p, was in zip(program.module.parameters(), before, strict=True))
 
     def test_only_the_contenders_that_ask_for_it_change_the_number_of_threads(self) -> None:
-        with intra_op_threads(3):
-            build(Contender("gpipe"), Task("W 64", 4))
-            assert torch.get_num_threads() == 3
-            build(LOOP, Task("W 64", 4))
-            assert torch.get_num_threads() == 1
+        torch.set_num_threads(3)
+        build(Contender("gpipe"), Task("W 64", 4))
+        assert torch.get_num_threads() == 3
+        build(LOOP, Task("W 64", 4))
+        assert torch.get_num_threads() == 1
 
     def test_the_skips_that_stages_relay_are_the_skips_of_the_model(self) -> None:
         workload, task = workloads.by_name("U-Net"), Task("U-Net", 1)

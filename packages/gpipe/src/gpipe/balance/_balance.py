@@ -206,6 +206,7 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
 
 @contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
+    """Let CPU operations use ``count`` threads, and put the number back."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
