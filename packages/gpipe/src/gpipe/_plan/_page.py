@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from importlib.resources import files
-
 from profiler import html
 from profiler.svg import escaped
 from profiler.text import format_bytes, format_seconds
 
+from .._template import filled
 from ..timeline._svg import svg
 from ._data import PlanData
 from ._memory import DeviceBytes
@@ -27,7 +25,6 @@ def page(plan: PlanData) -> str:
 
 def body(plan: PlanData) -> str:
     """What the page and a notebook show."""
-    template = files(__package__).joinpath("_page.html").read_text(encoding="utf-8")
     setting, step = heading(plan).split("\n")
     parts = {
         "title": escaped(_title(plan)),
@@ -41,7 +38,7 @@ def body(plan: PlanData) -> str:
         "others": _others(plan),
         "notes": "".join(f"<li>{escaped(note)}</li>" for note in plan.notes),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda blank: parts[blank[1]], template)
+    return filled(__package__, parts)
 
 
 def _title(plan: PlanData) -> str:
