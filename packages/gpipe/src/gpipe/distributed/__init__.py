@@ -1,4 +1,4 @@
-"""The same pipe with its stages in several processes, as ``torchrun`` starts them."""
+"""Pipelines whose stages are in several processes, as ``torchrun`` starts them."""
 
 from ._average import average_gradients
 from ._checkpoints import load, save

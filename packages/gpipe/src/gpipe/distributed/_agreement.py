@@ -1,4 +1,4 @@
-"""Before anything begins: have all ranks checked what they were given, and been given the same?"""
+"""Agreement before an operation: have all ranks checked their arguments, and were all given the same ones?"""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ._rendezvous import Report
 
 
 class Meeting(Protocol):
-    """Where ranks meet."""
+    """Exchanges reports between ranks."""
 
     def meet(self, report: Report) -> list[Report]: ...
 
 
 class Agreement:
-    """What all ranks must say alike, and what some tell the others.
+    """What ranks compare, and what they tell each other, in one meeting.
 
     Attributes:
-        alike: by names that a user knows; filled by each rank.
-        told: filled by a rank that knows something.
-        heard: what each rank has told, after the meeting.
+        alike: values that must be equal on all ranks, by names that a user knows; filled by each rank.
+        told: what this rank tells the others.
+        heard: what each rank has told, in order; filled by the meeting.
     """
 
     def __init__(self) -> None:
@@ -39,15 +39,15 @@ class Agreement:
 
 @contextmanager
 def agreement(meeting: Meeting, ranks: tuple[int, ...]) -> Iterator[Agreement]:
-    """Around what each rank checks by itself; all ranks come to the end of it, where they meet.
+    """A context for checks that each rank does by itself. All ranks meet at its end.
 
     Args:
-        meeting: where.
-        ranks: what members are called in errors.
+        meeting: exchanges their reports.
+        ranks: the number of each member, for errors.
 
     Raises:
-        RemoteError: on ranks where all was right, if another one raised something.
-        ValueError: on all, if they differ in what must be alike.
+        RemoteError: another rank raised an error in the context, and this one did not.
+        ValueError: values differ that must be equal; on all ranks.
     """
     found, error = Agreement(), None
     try:
@@ -67,11 +67,11 @@ def agreement(meeting: Meeting, ranks: tuple[int, ...]) -> Iterator[Agreement]:
 
 
 def expect_alike(first: dict[str, Any], other: dict[str, Any], ranks: tuple[int, int]) -> None:
-    """Raise ValueError if these differ.
+    """Raise ValueError if ``first`` and ``other`` differ.
 
     Args:
         first, other: the ``alike`` of two ranks.
-        ranks: which these are.
+        ranks: the numbers of these ranks.
     """
     for name, expected in first.items():
         if other.get(name) != expected:
@@ -82,7 +82,7 @@ def expect_alike(first: dict[str, Any], other: dict[str, Any], ranks: tuple[int,
 
 
 def described(module: nn.Sequential) -> dict[str, Any]:
-    """What of a model all ranks must have alike: its layers, what they hold, and the versions of what computes them."""
+    """What ranks compare of a model: its layers, their tensors, and the versions of torch and of this package."""
     return {
         "layers of the model": _digest((name, type(layer).__qualname__) for name, layer in module.named_children()),
         "parameters and buffers of the model": _digest(
@@ -104,5 +104,5 @@ def _digest(facts: Iterator[tuple[Any, ...]]) -> str:
 def _version() -> str:
     try:
         return version("gpipe-torch")
-    except PackageNotFoundError:  # used from its sources
+    except PackageNotFoundError:  # used from its sources, without being installed
         return "unknown"

@@ -1,4 +1,4 @@
-"""Gradients of replicas: each has computed those of its rows, and all need the average."""
+"""The average of gradients over replicas, each of which has computed the gradients of its own rows."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from ._gathering import gathering_of
 from ._groups import expect_group
 
 BUCKET: Final = 25 * 2**20
-"""Bytes that are reduced at once. Fewer have to wait longer for the network, more for each other."""
+"""Bytes that are reduced in one collective: smaller ones spend more time on latency, larger ones start later."""
 
 _agreed: WeakKeyDictionary[nn.Module, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Replace the gradients of the parameters by their average over replicas: call it after ``step``.
+    """Replace the gradients of the parameters by their average over replicas. Call it after ``step``.
 
-    Each replica is a pipe of its own, which has computed the gradients of its rows. ``group`` has the processes with
-    the same stages, one of each replica, all of which call this; on a mesh of replicas and stages it is
-    ``mesh["replicas"].get_group()``. A replica that has failed in ``step`` does not come here; if each rank
-    was told of its ``replicas``, the others have raised too, and need not wait for it.
+    Each replica is a pipe of its own, which has computed the gradients of its rows. All processes of ``group`` call
+    this together: the processes with the same stages, one of each replica. On a mesh of replicas and stages the group
+    is ``mesh["replicas"].get_group()``. A replica whose ``step`` has failed does not call this; the others wait for it
+    until the timeout, unless each :class:`gpipe.distributed.Rank` was made with ``replicas=``: then all of them raise
+    in ``step``.
 
-    Every replica counts the same, as in ``DistributedDataParallel``. So if losses are means, give each replica as many
-    rows; or let ``loss_fn`` return the sum times the number of replicas, divided by the rows of all.
+    Every replica counts the same, as in ``DistributedDataParallel``. So if losses are means, give each replica the same
+    number of rows; or have ``loss_fn`` return the sum times the number of replicas, divided by the number of all rows.
 
     A parameter without a gradient on some replicas, such as one that their rows did not use, counts as zero there. If
-    it has none anywhere, it stays without. Where all that there are are sparse, the average is.
+    it has no gradient on any replica, ``.grad`` stays None. If its gradients are sparse on all replicas, so is the
+    average.
 
     Args:
-        rank: a :class:`gpipe.distributed.Rank`, or a :class:`gpipe.GPipe` or plain module, with the gradients.
+        rank: the module with the gradients: a :class:`gpipe.distributed.Rank`, a :class:`gpipe.GPipe` or a plain
+            module.
         group: the replicas; all processes by default.
 
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
-        ValueError: the parameters are not those of other replicas, or are sharded already. On every replica.
+        ValueError: the parameters differ between replicas, or are sharded already; on every replica.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))  # doctest: +SKIP
     >>> replicas = mesh["replicas"].get_group()  # doctest: +SKIP
@@ -61,7 +64,7 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
 
 
 def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise, the first time, if the members of ``group`` have different parameters."""
+    """Raise, in the first call, if the members of ``group`` have different parameters."""
     if group in _agreed.setdefault(rank, WeakSet()):
         return
     with gathering_of(group).agreement() as found:
@@ -81,8 +84,11 @@ def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _present(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
-    """Of the ``parameters`` with a gradient on any replica, those where some are dense; and the others, each with the
-    number of its sparse dimensions.
+    """Those of ``parameters`` that have a gradient on any replica, in two lists.
+
+    Returns:
+        The parameters with a dense gradient on some replica; and the others, each with the number of its sparse
+        dimensions.
     """
     gradients = [parameter.grad for parameter in parameters]
     kinds = [(0, 0) if g is None else (0, g.sparse_dim()) if g.is_sparse else (1, 0) for g in gradients]
@@ -102,15 +108,19 @@ def _average_dense(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> No
 
 
 def _begun(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Any, list[Tensor], Tensor]:
-    """The reduction of the gradients of a bucket; these gradients; and the memory where their average arrives."""
+    """Start to reduce a bucket.
+
+    Returns:
+        The reduction, the gradients of the bucket, and the tensor that will hold their average.
+    """
     gradients = [_dense(parameter) for parameter in bucket]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    flat /= group.size()  # first: sums of float16 may be too large
+    flat /= group.size()  # before the sum, which could overflow in float16
     return dist.all_reduce(flat, group=group, async_op=True), gradients, flat
 
 
 def _dense(parameter: Tensor) -> Tensor:
-    """The gradient, made dense, or of zeros if there is none."""
+    """The gradient as a dense tensor; zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     elif parameter.grad.is_sparse:
@@ -119,7 +129,7 @@ def _dense(parameter: Tensor) -> Tensor:
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one dtype and device, up to so many bytes."""
+    """Groups of parameters of one dtype and device, of up to ``BUCKET`` bytes."""
     kinds = sorted(parameters, key=_kind)
     for _, alike in groupby(kinds, _kind):
         bucket: list[Tensor] = []
@@ -138,7 +148,7 @@ def _kind(parameter: Tensor) -> tuple[str, str]:
 
 
 def _average_sparse(parameter: Tensor, dims: int, group: dist.ProcessGroup) -> Tensor:
-    """Of what is there, put together: no collective of all backends adds sparse tensors."""
+    """The average of sparse gradients: their entries concatenated, as few backends can add sparse tensors."""
     if parameter.grad is None:
         indices = torch.empty(0, dims, dtype=torch.int64, device=parameter.device)
         values = parameter.new_empty(0, *parameter.shape[dims:])
@@ -150,7 +160,7 @@ def _average_sparse(parameter: Tensor, dims: int, group: dist.ProcessGroup) -> T
 
 
 def _concatenated(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all replicas, of which there may be different numbers."""
+    """The rows of all replicas, whose numbers may differ."""
     counts = torch.zeros(group.size(), dtype=torch.int64, device=rows.device)
     counts[group.rank()] = len(rows)
     dist.all_reduce(counts, group=group)

@@ -1,4 +1,4 @@
-"""The channels of a rank: those between its own stages as in one process, the others over messages."""
+"""The channels of a rank: links in memory between its own stages, messages to and from the stages of other ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ._wires import Wires
 
 
 class Crossing(NamedTuple):
-    """A channel between a stage that is here and one that is not.
+    """A channel between a stage of this rank and one of another.
 
     Attributes:
-        leads_away: whether values leave here; else gradients do.
+        leads_away: whether this rank sends values and receives gradients; else the other way round.
     """
 
     sender: Sender
@@ -36,14 +36,14 @@ class Crossing(NamedTuple):
 
 
 class Crossings:
-    """All of a rank, for the life of its pipe, by the number of the channel.
+    """All such channels of a rank, by number, for the life of its pipe.
 
     Args:
-        groups: the ranks, and over what they talk.
-        ranks: that of each stage.
-        layout: which skips go from where to where.
-        devices: of the stages that are here.
-        wires: those of the directions in which tensors go from device to device.
+        groups: the ranks, and the connections between them.
+        ranks: the rank of each stage.
+        layout: the stages between which skips go.
+        devices: the device of each stage of this rank.
+        wires: for directions in which tensors go from device to device.
     """
 
     def __init__(
@@ -67,47 +67,47 @@ class Crossings:
                 self._crossings[number] = Crossing(sender, receiver, leads_away)
 
     def expect(self, microbatches: int, *, backwards: bool) -> None:
-        """A run begins; perhaps one that goes forwards only."""
+        """Prepare for a run, with or without backwards."""
         for crossing in self._crossings.values():
             crossing.receiver.expect(microbatches if backwards or not crossing.leads_away else 0)
 
     def get(self, number: int) -> Crossing | None:
-        """That channel; None if both its ends are here."""
+        """The channel of that number; None if both its ends are in this process."""
         return self._crossings.get(number)
 
     def poison(self, why: bytes) -> None:
-        """Say to all neighbours that nothing more comes in this run."""
+        """Tell all neighbours that this rank sends nothing more in this run, and why."""
         for crossing in self._crossings.values():
-            with suppress(UnreachableError):  # the others want to know all the same
+            with suppress(UnreachableError):  # the other neighbours still have to be told
                 crossing.sender.poison(why)
 
     def drain(self) -> None:
-        """After a run that has failed: take what has come, until nothing is left for the next one."""
+        """After a failed run: receive what is still coming, so that the next run does not read it."""
         for crossing in self._crossings.values():
             crossing.receiver.drain()
 
     def flush(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until everything that was sent has been received."""
         for crossing in self._crossings.values():
             crossing.sender.flush()
 
     def settle(self) -> None:
-        """Wait until devices have all that was received; UnreachableError if it does not come."""
+        """Wait until devices have received everything; UnreachableError if that takes too long."""
         self._wires.settle()
 
     def end(self) -> None:
-        """Somebody is lost: let no device wait for what will not come."""
+        """A rank is lost: end all transfers, so that no device waits for it."""
         self._wires.end()
 
 
 class Reach:
-    """Connects the stages of a rank to each other, and to those of others.
+    """Connects the stages of a rank with each other, and with those of other ranks.
 
     Args:
-        nearby: connects those that are here.
-        crossings: the channels to others.
-        failures: of the run; told of what others have failed at.
-        loss: of the run. With the gradients goes whether losses say themselves what they count.
+        nearby: makes the links between stages of this rank.
+        crossings: the channels to other ranks.
+        failures: those of the run; it is told of failures of other ranks.
+        loss: the losses of the run. Each message with a gradient says whether losses return a count.
     """
 
     def __init__(self, nearby: Nearby, crossings: Crossings, failures: RankFailures, loss: Losses | None) -> None:
@@ -142,7 +142,7 @@ class Outgoing(Link[Payload]):
     """A link whose reader is on another rank.
 
     Args:
-        counts: whether losses say themselves what they count, as far as is known here.
+        counts: whether losses return a count, as far as this rank knows.
     """
 
     __slots__ = ("_counts", "_sender")
@@ -159,16 +159,16 @@ class Outgoing(Link[Payload]):
         raise AssertionError(f"{self.name}: rank {self._sender.peer.member} reads this")
 
     def cancel(self) -> None:
-        """Others hear of it at the end of the run."""
+        """Nothing: other ranks learn of a failure by :meth:`Crossings.poison`."""
 
 
 class Incoming(Link[Payload]):
     """A link whose writer is on another rank.
 
     Args:
-        failures: told when others give up.
-        learn: told what the writer knows of the losses.
-        answered: what was sent to the same stage before, for a micro-batch that comes back from there.
+        failures: told when another rank gives the run up.
+        learn: called with what the writer knows of the losses.
+        answered: sends to the same stage; its memory for a micro-batch is freed when that stage has answered.
     """
 
     __slots__ = ("_answered", "_failures", "_learn", "_receiver")
@@ -209,7 +209,7 @@ class Incoming(Link[Payload]):
             raise
 
     def cancel(self) -> None:
-        """Nobody waits here but the one who cancels."""
+        """Nothing: the only thread that could wait here is the one that cancels."""
 
 
 class RemoteChannel(Channel):

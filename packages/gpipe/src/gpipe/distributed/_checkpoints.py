@@ -1,4 +1,4 @@
-"""Checkpoints of what several processes train, under the names of the model, for any number of processes."""
+"""Save and load a model that several processes train, under the names of the whole model."""
 
 from __future__ import annotations
 
@@ -22,27 +22,30 @@ def save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint of what all processes train, which any number of them can load.
+    """Write a checkpoint of a model in several processes. Any number of processes can load it.
 
-    All of ``group`` call this with the same path. It is one of ``torch.distributed.checkpoint``, with everything under
-    the names that it has in the model: ``model.<name>``, ``optimizer.state.<name>.<key>`` and
-    ``optimizer.param_groups.<name>.<option>``. What several processes have is written once.
+    All processes of ``group`` call this together, with the same path. The checkpoint has the format of
+    ``torch.distributed.checkpoint``, with every tensor under the name that it has in the whole model: ``model.<name>``,
+    ``optimizer.state.<name>.<key>`` and ``optimizer.param_groups.<name>.<option>``. A tensor that several processes
+    have is written once.
 
-    The folder is replaced as a whole, after all have written. If that is interrupted, :func:`load` finds what was saved
-    before.
+    The folder is replaced as a whole, after all processes have written. If that is interrupted, :func:`load` reads the
+    checkpoint before.
 
     Args:
-        path: of a folder that all processes reach. It is made; a checkpoint that is there is replaced.
-        rank: a :class:`gpipe.distributed.Rank`; or a :class:`gpipe.GPipe` or plain module, whole in every process.
-        optimizer: of its parameters.
-        group: who saves; by default all processes, or this one alone if there is no process group. Replicas of a pipe
-            save together.
+        path: a folder that all processes can write to. It is created; a checkpoint in it is replaced.
+        rank: a :class:`gpipe.distributed.Rank`; or a :class:`gpipe.GPipe` or plain module that every process has as a
+            whole.
+        optimizer: an optimizer of the parameters of ``rank``; without one only the model is saved.
+        group: the processes that save together; by default all, or this one alone if there is no process group. It
+            includes all replicas of a pipe.
 
     Raises:
-        FileExistsError: ``path`` holds other things than a checkpoint.
-        ValueError: ``optimizer`` has other parameters; processes were given different paths; ``path`` is an address.
+        FileExistsError: ``path`` holds something other than a checkpoint.
+        ValueError: ``optimizer`` has parameters that ``rank`` lacks; processes were given different paths; ``path`` is
+            a URL.
         RemoteError: another process has failed.
-        LostRankError: another process has ended. :func:`load` finds the last checkpoint that is whole.
+        LostRankError: another process has ended. :func:`load` reads the last complete checkpoint.
     """
     together = gathering_of(group)
     with together.agreement() as found:
@@ -68,21 +71,21 @@ def load(
 ) -> None:
     """Load a checkpoint that :func:`save` has written, on the same or another number of processes.
 
-    Each process reads what it has of the model. So balance, placement and number of processes may be others than when
-    it was saved, and the model may be in one process, in a pipe or not. All of ``group`` call this; if one of them
-    fails, all raise, and nothing has changed on any.
+    Each process reads the tensors that it has. So balance, placement and number of processes may differ from those at
+    the save, and the model may be in one process, in a pipe or not. All processes of ``group`` call this together; if
+    one fails, all raise, and no model or optimizer has changed.
 
-    A checkpoint is unpickled: load only those that you trust.
+    A checkpoint is unpickled, which can run any code: load only those that you trust.
 
     Args:
-        path: of the folder.
-        rank: what to load into; see :func:`save`.
-        optimizer: of its parameters, in the groups that they were in.
-        group: who loads; see :func:`save`.
+        path: the folder that :func:`save` wrote.
+        rank: the module to load into; see :func:`save`.
+        optimizer: an optimizer of the parameters of ``rank``, in the same parameter groups as when it was saved.
+        group: the processes that load together; see :func:`save`.
 
     Raises:
-        FileNotFoundError: there is no whole checkpoint.
-        ValueError: it is one of another model, which the error compares by keys; or of another optimizer.
+        FileNotFoundError: there is no complete checkpoint.
+        ValueError: it is a checkpoint of another model (the error lists the names that differ) or of another optimizer.
         RemoteError: another process has failed.
     """
     together = gathering_of(group)
@@ -102,5 +105,5 @@ def load(
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by all names that they have."""
+    """Parameters by name; a shared one has several names."""
     return dict(module.named_parameters(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""One choice for all ranks: that of the first stage decides, by what all have measured, and tells the others."""
+"""One choice of the schedule for all ranks: the rank of the first stage chooses, by what all ranks have measured."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..timeline._chooser import Chooser, Standing, standing_of
 
 
 class RankChooser(Chooser):
-    """Decides as the :class:`Chooser` of a pipe in one process does.
+    """Chooses as the :class:`Chooser` of a pipe in one process does.
 
-    What it learns comes from all ranks: what actions took, in the recorder of a step, and how stages stand, at the end
-    of steps whose schedule is chosen. So a stage that is frozen between two steps is known to be only after the next.
+    It learns from all ranks: how long actions took, from the recorder of a step, and which stages are trained, at the
+    end of a step whose schedule is chosen. So a stage that is frozen between two steps counts as frozen one step later.
 
     Args:
-        stages: those of this rank.
+        stages: the stages of this rank.
         me: the number of this rank.
         told: by rank, the stages that are trained, before the first step.
     """
@@ -30,19 +30,19 @@ class RankChooser(Chooser):
         self._said: Standing | None = None
 
     def standing(self) -> Standing:
-        """That of all stages, as far as it is known here."""
+        """Which stages are trained and checkpointed, of all ranks, as far as this rank knows."""
         all_ = [*self._others]
         all_[self._me] = own = standing_of(self._stages)
         trained, whole = (chain.from_iterable(parts) for parts in ([s.trained for s in all_], [s.whole for s in all_]))
         return Standing(own.training, tuple(sorted(trained)), tuple(sorted(whole)))
 
     def news(self) -> dict[str, Any]:
-        """For a report to all ranks: how the stages of this one stand, if that has changed since it was told."""
+        """For a report to all ranks: which stages of this rank are trained, if that has changed since the last one."""
         before, self._said = self._said, standing_of(self._stages)
         return {} if self._said == before else {"standing": self._said}
 
     def hear(self, reports: Sequence[dict[str, Any]]) -> None:
-        """What ranks have told, in their order."""
+        """Take in what ranks have reported; ``reports`` are in the order of ranks."""
         for k, each in enumerate(reports):
             if "standing" in each:
                 training, trained, whole = each["standing"]

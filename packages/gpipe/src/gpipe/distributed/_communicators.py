@@ -1,4 +1,4 @@
-"""Process groups of two ranks, outside of those that torch keeps account of."""
+"""Process groups of two ranks that are not entered in torch's tables."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _WITH_OPTIONS = ("nccl", "xccl")
 
 
 def communicator_of_two(backend: str, name: str, timeout: timedelta, mine: int, other: int) -> Any:
-    """What torch would make for a group of that backend; of the two, the lower one is number 0.
+    """The process group that torch would make for two ranks and that backend. The lower rank is member 0.
 
-    ``torch.distributed.new_group`` names a group by how many there are in the process (PyTorch 2.11 to 2.13), which is
-    not the same for two ranks one of which has more neighbours. Where a device is bound to the group of all processes,
-    it also splits that, for which all of them have to be there.
+    ``torch.distributed.new_group`` does not fit: it names a group by the number of groups in the process (PyTorch 2.11
+    to 2.13), which differs between two ranks one of which has more neighbours. And where a device is bound to the group
+    of all processes, it splits that group, a collective of all processes.
 
     Args:
-        backend: such as ``"nccl"``.
-        name: of this group, the same for both.
+        backend: the name of the backend, such as ``"nccl"``.
+        name: the name of this group, the same on both ranks.
         timeout: how long the two wait for each other to open it.
-        mine, other: the ranks.
+        mine, other: the rank of this process, and the other one.
     """
-    c10d: Any = dist.distributed_c10d  # whose names are not exported
+    c10d: Any = dist.distributed_c10d  # its stubs do not export these names
     pair = sorted([mine, other])
     store = c10d.PrefixStore(f"gpipe/{name}", c10d._get_default_store())
-    # Torch's watchdog ends the process when a transfer takes longer than its group may wait. Ours comes before it.
+    # Torch's watchdog ends the process when a transfer takes longer than the timeout of its group. Ours raises before.
     longer = 2 * timeout + timedelta(minutes=1)
     if backend in _WITH_OPTIONS:
         kind = getattr(c10d, f"ProcessGroup{backend.upper()}")

@@ -1,4 +1,4 @@
-"""The stages of a rank among those of all ranks, and what connects them."""
+"""The stages of a rank, and what connects them to each other and to those of other ranks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _CPU = torch.device("cpu")
 
 
 class Connected(NamedTuple):
-    """Of a partition in pieces each piece is a stage here.
+    """The stages of a rank, and their connections. Where a partition is in pieces, each piece is a stage here.
 
     Attributes:
-        stages: of this rank.
-        layout: of skips between all stages.
-        copy_streams: of those of this rank.
-        ranks: that of each stage of all.
-        ties: for each pair of ranks that have tensors in common, a stage of each that has them.
-        wires: between accelerators of this rank and others.
+        stages: the stages of this rank.
+        layout: the skips between all stages.
+        copy_streams: the streams that copy to and from each stage of this rank.
+        ranks: the rank of each stage of the pipe.
+        ties: for each pair of ranks that share tensors, a stage of each that has such a tensor.
+        wires: the connections between accelerators of this rank and of others.
     """
 
     stages: list[Stage]
@@ -48,13 +48,14 @@ def connected(
     rendezvous: Rendezvous,
     told: Sequence[Mapping[str, Any]],
 ) -> Connected:
-    """Lay the stages out, and open the wires; all ranks call this.
+    """Lay the stages out, and open the wires. All ranks call this together.
 
     Args:
-        share: of this rank.
-        choices: what is checkpointed, which says which partitions are in pieces.
-        ranks: that of each partition.
-        told: by rank, the ``places`` of its partitions, and a ``name`` for all wires, of which the first counts.
+        share: the part of the model that this rank has.
+        choices: what is checkpointed; that decides which partitions are in pieces.
+        ranks: the rank of each partition.
+        told: what each rank has told: the ``places`` of its partitions, and a ``name`` for all wires; that of rank 0
+            counts.
 
     Raises:
         RuntimeError: a wire could not be opened; see :func:`open_wires`.

@@ -1,4 +1,4 @@
-"""Constants as JSON: what stands for itself there, and lists of a word and its details for all else."""
+"""Constants as JSON: what JSON has, as it is; all others as a list of a word and details."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 
 from ._names import class_of, member_names, member_of, name_of
 
-_LARGE = 2**63  # what JSON readers agree on
+_LARGE = 2**63  # integers that fit into 64 bits, as many JSON readers keep them
 
 
 def written(value: Any) -> Any:
-    """``value`` as JSON holds it. Raises TypeError, with what follows the name of the place, if it is no constant."""
+    """``value`` as JSON holds it. If it is no constant, raises TypeError with the end of a sentence that names it."""
     if value is None or isinstance(value, enum.Enum):
         return value if value is None else ["enum", name_of(type(value)), member_names(value)]
     kind = type(value)
@@ -37,7 +37,7 @@ def written(value: Any) -> Any:
 
 
 def read(json: Any) -> Any:
-    """The constant that :func:`written` has written. Raises ValueError if it has not."""
+    """The constant that :func:`written` has written. Raises ValueError if ``json`` is nothing of the kind."""
     if not isinstance(json, list):
         return json
     word, *details = json
@@ -47,7 +47,7 @@ def read(json: Any) -> Any:
 
 
 def _is_numpy(kind: type) -> bool:
-    """Whether that is the type of a numpy number."""
+    """Whether ``kind`` is the type of a numpy number."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(kind, numpy.number | numpy.bool_) and kind.__module__ == "numpy"
 
@@ -76,7 +76,7 @@ def _itself(value: Any) -> Any:
 
 
 def _of_torch(kind: type) -> Callable[[str], Any]:
-    """What reads a constant of torch, such as ``float32``."""
+    """A function that reads a constant of torch, such as ``float32``."""
 
     def read_it(name: str) -> Any:
         found = vars(torch).get(name)

@@ -1,22 +1,22 @@
-"""What goes wrong between processes."""
+"""Errors of pipelines in several processes."""
 
 from __future__ import annotations
 
 
 class RemoteError(RuntimeError):
-    """Another rank failed, and so this one's step was given up. The text says which, where, and how."""
+    """Another rank failed, so the step of this one was cancelled. The message says which rank, where, and how."""
 
 
 class LostRankError(ConnectionError):
-    """Another rank ended, or does not answer. The pipe is of no use any more: the processes have to start again."""
+    """Another rank has ended, or does not answer. The pipe cannot be used any more: start the processes again."""
 
 
 class UnreachableError(Exception):
     """A message could not be sent or received. Never reaches the caller.
 
     Attributes:
-        member: with whom.
-        silent: whether the time was over; if not, the connection has ended.
+        member: the other end.
+        silent: True if the wait took too long, False if the connection has ended.
     """
 
     def __init__(self, member: int, error: BaseException) -> None:

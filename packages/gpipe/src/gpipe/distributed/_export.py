@@ -1,4 +1,4 @@
-"""This process's stages for torch's own pipelining runtime, which then walks a schedule of ours."""
+"""This process's stages for torch's own pipelining runtime, which can then run our schedules."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ._rank import checked_ranks
 
 
 class Exported(NamedTuple):
-    """What torch's pipelining needs of this process.
+    """The stages and the runtime of this process, as ``torch.distributed.pipelining`` needs them.
 
     Attributes:
         stages: a list of ``torch.distributed.pipelining.PipelineStage``; ``stage.submod`` has the layers under the
-            model's own names.
+            names that they have in the model.
         runtime: torch's ``_PipelineScheduleRuntime``, with ``step`` and ``eval``.
     """
 
@@ -52,20 +52,21 @@ def export(
     loss_fn: Callable[..., Tensor] | None = None,
     reduction: str = "mean",
 ) -> Exported:
-    """The stages of this process for ``torch.distributed.pipelining``, and its runtime on a schedule of ours.
+    """Make the stages of this process for ``torch.distributed.pipelining``, and its runtime with one of our schedules.
 
-    For programs that are written for torch's stages and schedules, as torchtitan is. Every process of the group calls
-    this with the same arguments. :class:`gpipe.distributed.Rank` keeps more of the model's meaning, and ends on all
-    ranks if one fails.
+    This is for programs that are written for torch's stages and schedules, such as torchtitan. Every process of the
+    group calls this with the same arguments. Otherwise use :class:`gpipe.distributed.Rank`: more models compute there
+    what they compute without a pipe, and if one rank fails, all raise.
 
     Args:
         module, balance, sample, chunks, ranks, device, init: see :class:`gpipe.distributed.Rank`.
         checkpoint: which micro-batches are recomputed, in their backward: a mode, or one for each stage.
-        deferred_batch_norm: not here; :class:`gpipe.distributed.Rank` has it.
-        group: the processes that take part, over which torch sends; all by default.
+        deferred_batch_norm: must be False; only :class:`gpipe.distributed.Rank` has it.
+        group: the processes that take part, all by default. Torch sends over this group.
         schedule: a name, or one of your own.
-        loss_fn: of the output and the target of a micro-batch, a tensor with one number. None if nothing is trained.
-        reduction: what ``loss_fn`` does to rows: ``"mean"`` or ``"sum"``.
+        loss_fn: takes the output and the target of a micro-batch, and returns a tensor with one element. None if
+            nothing is trained.
+        reduction: how ``loss_fn`` reduces rows: ``"mean"`` or ``"sum"``.
 
     Returns:
         The stages and the runtime. ``runtime.step(x)`` on the first rank and ``runtime.step(target=y, losses=losses)``
@@ -74,8 +75,8 @@ def export(
     Raises:
         ImportError: this version of torch has no such runtime.
         RuntimeError: there is no process group, or this process is not in it.
-        ValueError, TypeError: as :class:`gpipe.distributed.Rank`; or torch's runtime cannot do it, and the error says
-            what can.
+        ValueError, TypeError: as :class:`gpipe.distributed.Rank`; or torch's runtime cannot do this, and the error
+            names what can.
 
     >>> # torchrun --nproc-per-node 2 train.py
     >>> stages, runtime = export(model, [2, 1], chunks=4, loss_fn=loss_fn)  # doctest: +SKIP
@@ -101,7 +102,7 @@ def export(
 
 
 def _runtime_of() -> Callable[..., tuple[list[Any], Any]]:
-    """Imported late: it costs time, and no other torch need have it."""
+    """Import what needs torch's pipelining only here: importing it takes time, and not every torch has it."""
     try:
         from ._torch_runtime import runtime_of
     except ImportError as error:
@@ -122,7 +123,7 @@ def _refuse_deferred(layers: nn.Module, asked: bool) -> None:
 
 def _walk(schedule: Schedule | str, chunks: int, ranks: Sequence[int]) -> Walk:
     expect_schedule(schedule, SCHEDULES)
-    every = tuple(range(len(ranks)))  # split where the schedule splits any: torch's runtime measures nothing
+    every = tuple(range(len(ranks)))  # split where the schedule splits any backward: torch's runtime does not measure
     chosen = Choice(schedule.lower(), every) if isinstance(schedule, str) else schedule
     walk = walk_of(chosen, chunks, (0,) * len(ranks), tuple(ranks))
     last = [
@@ -142,7 +143,7 @@ def _walk(schedule: Schedule | str, chunks: int, ranks: Sequence[int]) -> Walk:
 
 
 def _weighed(loss_fn: Callable[..., Any], chunks: int, reduction: str) -> Callable[..., Tensor]:
-    """The share of a micro-batch in the loss of the mini-batch. All are of one size."""
+    """A loss function that returns the share of a micro-batch in the loss of the mini-batch; all have the same size."""
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
 

@@ -1,4 +1,4 @@
-"""Failures of a run that several ranks do together."""
+"""The failures of a run that several ranks take part in."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ..schedule import Step, Walk
 from ..values._describe import Cancelled
 
 BEFORE: Final[When] = (-1.0, -1)
-"""When something fails before the first step."""
+"""The time of a failure before the first step of a run."""
 
 
 class RankFailures(Failures):
-    """Those of this rank's share of a walk, and when the earliest of others was due, as far as it has heard.
+    """The failures of this rank, and when the earliest failure of other ranks was due, as far as this one has been
+    told.
 
     Attributes:
-        whole: makes the walk of all ranks, by which failures are ordered; asked for only if there are any.
+        whole: returns the steps of all ranks, which order failures; called only if there are failures.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class RankFailures(Failures):
         self._whole: Walk = ()
 
     def hear(self, poison: bytes) -> None:
-        """Another rank has given up, because of something that was due then."""
+        """Note that another rank has cancelled the run, because of a failure at the time in ``poison``."""
         when, stage = json.loads(poison)
         with self._lock:
             self.earliest = min(self.earliest or (when, stage), (when, stage))
@@ -38,10 +39,10 @@ class RankFailures(Failures):
         return super()._when(step)
 
     def poison(self) -> bytes:
-        """What other ranks are to hear."""
+        """The bytes that tell other ranks the time of this failure."""
         return json.dumps(self.earliest or BEFORE).encode()
 
     def raise_earliest(self) -> None:
-        """As of any failures; :class:`Cancelled` if only others have failed."""
+        """Raise the earliest failure of this rank; :class:`Cancelled` if only other ranks have failed."""
         super().raise_earliest()
         raise Cancelled

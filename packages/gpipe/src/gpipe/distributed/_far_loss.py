@@ -1,4 +1,4 @@
-"""Losses that another rank computes."""
+"""The losses as a rank sees them that does not compute them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..engine._scale import Scale
 
 
 class Verdict(NamedTuple):
-    """What all ranks know of the losses of a mini-batch in the end.
+    """What all ranks know of the losses at the end of a mini-batch.
 
     Attributes:
-        loss: of the whole.
-        metrics: of the whole, if there are any.
-        scale: what gradients are to be multiplied by.
+        loss: that of the mini-batch.
+        metrics: those of the mini-batch, if there are any.
+        scale: the factor for the gradients.
     """
 
     loss: Tensor
@@ -25,10 +25,10 @@ class Verdict(NamedTuple):
 
 
 class FarLoss(LossStage):
-    """Stands for the losses on a rank that does not have the last stage.
+    """Takes the place of the losses on a rank without the last stage.
 
     Attributes:
-        verdict: known when all ranks have met.
+        verdict: set when all ranks have met.
     """
 
     verdict: Verdict

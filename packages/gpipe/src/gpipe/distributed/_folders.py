@@ -1,7 +1,8 @@
-"""A folder whose content is replaced as a whole: who reads it finds the old one or the new one, never a part.
+"""A folder whose content is replaced as a whole: a reader finds the old content or the new one, never a mixture.
 
-The new content is written beside it. At the end the old one steps aside, the new one takes its name, and the old one is
-deleted. If that is interrupted in between, the old one is still beside it, where :attr:`Folder.whole` finds it.
+The new content is written to a folder beside it. Then the old folder is renamed, the new one gets its name, and the old
+one is deleted. If that is interrupted, the old folder is still there under its other name; :attr:`Folder.whole` finds
+it.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from os import PathLike
 from pathlib import Path
 
 _COMMITTED = ".metadata"
-"""What torch.distributed.checkpoint writes last."""
+"""The file that torch.distributed.checkpoint writes last."""
 
 
 class Folder:
-    """Where a checkpoint is, or will be.
+    """The folder of a checkpoint.
 
     Args:
-        path: of the folder.
+        path: the path of the folder.
 
     Attributes:
-        path: of the folder.
-        partial: where new content is written.
+        path: the path of the folder.
+        partial: the folder to which new content is written.
 
     Raises:
-        TypeError, ValueError: that is no path of a folder.
+        TypeError, ValueError: ``path`` cannot be the path of a folder.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -44,7 +45,7 @@ class Folder:
 
     @property
     def whole(self) -> Path:
-        """Where the last whole content is.
+        """The folder that has the last complete content.
 
         Raises:
             FileNotFoundError: there is none.
@@ -58,10 +59,10 @@ class Folder:
         )
 
     def begin(self) -> None:
-        """Make place for new content; what an interrupted save has left there is deleted.
+        """Make an empty folder for new content; delete what an interrupted save has left there.
 
         Raises:
-            FileExistsError: the folder holds other things than a checkpoint, which would be lost.
+            FileExistsError: the folder holds something other than a checkpoint, which would be lost.
         """
         if self.path.exists() and not (self.path / _COMMITTED).is_file() and not _is_empty(self.path):
             raise FileExistsError(
@@ -71,7 +72,7 @@ class Folder:
         self.partial.mkdir(parents=True)
 
     def commit(self) -> None:
-        """What is in ``partial`` is whole now: let it take the name of the folder."""
+        """Replace the content of the folder by that of ``partial``, which is complete now."""
         if self.path.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
             self.path.rename(self._previous)

@@ -1,6 +1,6 @@
-"""What stages send each other as bytes: a form, which all messages of a kind have in common, and the data of tensors.
+"""Activations and gradients as bytes: a form, which all messages of a kind share, and the data of the tensors.
 
-The form is JSON, so that nothing which arrives can run code, and need be sent only once for each kind of message::
+The form is JSON, so nothing that arrives can run code. It is sent only once for each kind of message::
 
     (x, {"mask": None}) --> ["activation", [["float32", [8, 64], null, true]], [],
                              ["tuple", [["tensor"], ["dict", ["mask"], [null]]]]]   and 2048 bytes
@@ -28,12 +28,12 @@ Payload = Activation | list[Tensor | None]
 
 
 class Form:
-    """The kind of a message: its tree, and of each tensor all but the data. Forms are equal if their texts are.
+    """The form of a message: its tree, and everything about its tensors but the data. Equal if ``text`` is equal.
 
     Attributes:
-        tensors: what there is to say of each; None where there is none.
-        text: JSON, the same in every process.
-        sizes: bytes of the data of each tensor, in order; a sparse tensor has one for each of its parts, such as
+        tensors: the description of each tensor; None where there is no tensor.
+        text: the form as JSON, the same in every process.
+        sizes: bytes of the data of each tensor, in order. A sparse tensor has one for each of its parts, such as
             indices and values.
     """
 
@@ -58,7 +58,7 @@ class Form:
 
     @classmethod
     def parse(cls, text: str) -> Form:
-        """The form of that text.
+        """The form with that text.
 
         Args:
             text: :attr:`text` of a form, in any process.
@@ -67,13 +67,13 @@ class Form:
             A form with that text.
 
         Raises:
-            ValueError: there is none, or it names a class that is not what it says.
+            ValueError: ``text`` is no form, or names a class that is not of the kind that it says.
         """
         try:
             form = cls._read(*json.loads(text))
         except ValueError as error:
             raise ValueError(f"cannot read the form of a message: {error}; got {text[:200]}") from error
-        except Exception as error:  # nothing of it has been called: it has lists, names or numbers where others belong
+        except Exception as error:  # nothing of the form has been called: lists, names or numbers are in wrong places
             raise ValueError(
                 f"cannot read the form of a message: it is not built like one; got {text[:200]}"
             ) from error
@@ -96,27 +96,27 @@ class Form:
         return cls(known, kind, ties, again, put=_how_to_put(leaves, spec, tuple(ties)))
 
     def rebuild(self, data: Sequence[Tensor]) -> Payload:
-        """The message, in the memory of what has arrived.
+        """The message, whose tensors use the memory of ``data``.
 
         Args:
-            data: for each of :attr:`sizes` a flat uint8 tensor of as many bytes, on any device.
+            data: for each of :attr:`sizes` a flat uint8 tensor of that many bytes, on any device.
 
         Returns:
-            What :func:`form_of` was given, without its graph: the tensors are leaves.
+            The payload that :func:`form_of` was given. Its tensors are leaves.
 
         Raises:
-            ValueError: the data do not fit, or a class cannot be made of its branches.
+            ValueError: ``data`` do not fit, or a class cannot be made from its fields.
         """
         self._expect(data)
         arriving = iter(data)
         return self._with(None if each is None else each.rebuilt(arriving) for each in self.tensors)
 
     def copied(self, tensors: Sequence[Tensor | None], own: Callable[[Tensor], Tensor]) -> Payload:
-        """The message made of copies of ``tensors``, which are as the form says but for requiring grad.
+        """The message made of copies of ``tensors``.
 
         Args:
-            tensors: none of them sparse.
-            own: copies one.
+            tensors: tensors that the form describes, but for ``requires_grad``; none of them sparse.
+            own: a function that copies a tensor.
         """
         return self._with(
             own(tensor).requires_grad_(each.requires_grad) if tensor is not None and each is not None else None
@@ -142,11 +142,11 @@ class Form:
 
     @property
     def is_dense(self) -> bool:
-        """Whether no tensor is sparse."""
+        """Whether the form has no sparse tensor."""
         return not any(isinstance(each, Sparse) for each in self.tensors)
 
     def data(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """The data of other tensors of this form, none of them sparse."""
+        """The data of ``tensors``, which have this form and are not sparse."""
         sizes = iter(self.sizes)
         forms: Any = self.tensors
         return [
@@ -157,7 +157,7 @@ class Form:
 
 
 _HOLE = object()
-"""A leaf where a tensor goes."""
+"""Takes the place of a tensor among the leaves."""
 
 _TENSOR = ["tensor"]
 
@@ -167,7 +167,7 @@ def _is_flat(data: Tensor, size: int) -> bool:
 
 
 def _how_to_put(leaves: Sequence[Any], spec: Any, ties: Sequence[int]) -> Callable[[tuple[Tensor, ...]], Activation]:
-    """How tensors become an activation; a tensor, or a tuple of tensors, without a walk through the tree."""
+    """A function that makes an activation of tensors: of a tensor, or a tuple of tensors, without walking a tree."""
     whole = all(leaf is _HOLE for leaf in leaves)
     if whole and spec.is_leaf():
         return lambda tensors: Activation(tensors[0], tensors, ties)
@@ -185,29 +185,30 @@ def _how_to_put(leaves: Sequence[Any], spec: Any, ties: Sequence[int]) -> Callab
 def form_of(payload: Payload) -> tuple[Form, list[Tensor]]:
     """The form of a message, and its data.
 
-    The forms of tensors, tuples, lists, dicts, named tuples and plain constants are looked up by what distinguishes
-    them; those of other trees, of floats and of sparse tensors are written each time.
+    Forms that contain only tensors, tuples, lists, dicts, named tuples and plain constants are looked up in a table;
+    those of other trees, of floats and of sparse tensors are made each time.
 
     Args:
         payload: an activation, or gradients.
 
     Returns:
-        The form, and for each of its sizes a flat uint8 tensor of as many bytes on the device of the tensor: its own
-        memory where it is dense, else a copy. The ties in the form are those after :func:`parted`, since what arrives
-        has memory of its own.
+        The form, and for each of its sizes a flat uint8 tensor of that many bytes on the device of the tensor: the
+            memory
+        of the tensor where it is dense, else a copy. The ties in the form are those after :func:`parted`, since tensors
+        that arrive have memory of their own.
 
     Raises:
-        TypeError: something in it cannot be sent; names its path, and what can be done.
+        TypeError: a value cannot be sent; the message names its path, and a way out.
     """
     form, tensors = dense_form(payload)
     return _written(payload) if form is None else (form, form.data(tensors))
 
 
 def dense_form(payload: Payload) -> tuple[Form | None, Sequence[Tensor | None]]:
-    """The form of a message that can be looked up, and its tensors; None if there is no such form.
+    """The form of a message from the table, and its tensors; None for the form if such forms are not in the table.
 
     Args:
-        payload: as of :func:`form_of`.
+        payload: an activation, or gradients.
     """
     tensors: Sequence[Tensor | None] = payload.tensors if isinstance(payload, Activation) else payload
     try:
@@ -223,7 +224,7 @@ def dense_form(payload: Payload) -> tuple[Form | None, Sequence[Tensor | None]]:
 
 def _remembered(key: Any, payload: Payload) -> Form:
     form, _ = _written(payload)
-    if len(_forms) >= _MOST:  # as where shapes are others each time
+    if len(_forms) >= _MOST:  # such as where shapes differ each time
         _forms.clear()
     _forms[key] = form
     return form

@@ -1,14 +1,14 @@
-"""Messages from one rank to another, over one direction of a channel.
+"""Messages from one rank to another, in one direction of a channel.
 
-A message is a head, perhaps the text of its form, and the data of tensors, unless these go from device to device
-(:mod:`gpipe.distributed._wires`). A small one is a single transfer, since each has to be waited for; the parts of a
-large one are transfers of their own, into memory of their own::
+A message has a head, the text of its form if the receiver does not know it yet, and the data of its tensors, unless
+these go from device to device (:mod:`gpipe.distributed._wires`). A small message is one transfer, since each transfer
+costs a wait; the parts of a large one are separate transfers, into memory of their own::
 
     [microbatch, form, bytes of its text, flag, 1 | text | data | data ...]
     [microbatch, form, bytes of its text, flag, 0]  [text]  [data]  [data] ...
 
-Both ends number the forms (:mod:`gpipe.distributed._forms`) that have passed, so that the text of each comes once,
-with the sizes of the data before it: what has been sent is received, also by who cannot read the form.
+Both ends number the forms (:mod:`gpipe.distributed._forms`) in the order in which they appear, so the text of each is
+sent once. The sizes of the data come before the text, so that a receiver that cannot read the form receives the rest.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ._forms import Form, dense_form, form_of
 from ._frame import Frame, places
 
 SMALL: Final = 2**18
-"""Bytes of a message that is sent in one transfer. A receiver has memory for so many ready before it comes."""
+"""Bytes of the largest message that is sent in one transfer. A receiver keeps that much memory ready."""
 
 _SPARE: Final = 16
-"""Frames of a form that a sender keeps for later messages."""
+"""The number of frames of one form that a sender keeps for later messages."""
 
 POISON: Final = -1
-"""In the place of a micro-batch: nothing more comes in this run."""
+"""The micro-batch number of a message that says: nothing more comes in this run."""
 
 _MOST = 1024
-"""Forms that are remembered. Where each message has another one, as sparse gradients have, they are forgotten."""
+"""The number of forms that are remembered. Sparse gradients have another form each time, so old ones are forgotten."""
 
 _LAYOUT = struct.Struct("=5q")
 _HEAD = _LAYOUT.size
@@ -50,10 +50,10 @@ class Peer:
     """A member of a group, as the other end of messages with one tag.
 
     Args:
-        group: over which they go.
-        member: who it is.
-        tag: of these messages, among all between the two.
-        number: of the member in ``group``, if that is not ``member``.
+        group: the process group that carries them.
+        member: the number of the other end.
+        tag: distinguishes these messages from others between the two.
+        number: the member's number in ``group``, if it is not ``member``.
     """
 
     def __init__(self, group: dist.ProcessGroup, member: int, tag: int, *, number: int | None = None) -> None:
@@ -63,21 +63,21 @@ class Peer:
         self._tag = tag
 
     def send(self, data: Tensor) -> Any:
-        """Begin to send; ``data`` must stay as it is until this has been waited for."""
+        """Start to send ``data``, which must not change until :meth:`wait` has returned."""
         try:
             return self._group.send([data], self._number, self._tag)
         except RuntimeError as error:
             raise UnreachableError(self.member, error) from None
 
     def receive(self, data: Tensor) -> Any:
-        """Begin to receive into ``data``, which may be larger than what comes."""
+        """Start to receive into ``data``, which may be larger than the message."""
         try:
             return self._group.recv([data], self._number, self._tag)
         except RuntimeError as error:
             raise UnreachableError(self.member, error) from None
 
     def wait(self, work: Any, timeout: timedelta | None = None) -> None:
-        """Wait until a transfer is done; for as long as the group does if there is no ``timeout``."""
+        """Wait until a transfer has ended, at most ``timeout``; the timeout of the group by default."""
         try:
             work.wait() if timeout is None else work.wait(timeout)
         except RuntimeError as error:
@@ -85,7 +85,7 @@ class Peer:
 
 
 class Direct(Protocol):
-    """Takes the data of messages from device to device."""
+    """Sends the data of messages from device to device."""
 
     def send(self, data: Sequence[Tensor]) -> None: ...
 
@@ -95,11 +95,11 @@ class Direct(Protocol):
 
 
 class Sender:
-    """The near end. Nothing but :meth:`forget` and :meth:`flush` waits.
+    """The sending end. Only :meth:`forget` and :meth:`flush` wait.
 
     Args:
-        peer: the far end.
-        direct: takes the data of tensors; None if they go by way of host memory.
+        peer: the receiving end.
+        direct: sends the data of tensors; None if they go through host memory.
     """
 
     def __init__(self, peer: Peer, direct: Direct | None = None) -> None:
@@ -110,7 +110,7 @@ class Sender:
         self._under_way: dict[int, list[tuple[Any, Tensor | _Typed]]] = {}
 
     def put(self, microbatch: int, payload: Any, *, flag: bool = False) -> None:
-        """Send the payload of a micro-batch on its way."""
+        """Start to send the payload of a micro-batch."""
         form, tensors = dense_form(payload)
         if form in self._spare:
             self._send_again(microbatch, form, tensors, flag)
@@ -118,12 +118,12 @@ class Sender:
         form, data = form_of(payload) if form is None else (form, form.data(tensors))
         text = b"" if form in self._forms else self._introduced(form)
         if self._direct is not None:
-            self._direct.send(data)  # before the head, which says that they come
+            self._direct.send(data)  # before the head, which says that they have been sent
             data = []
         self._send(microbatch, (microbatch, self._forms[form], len(text), flag), [_bytes(text), *data])
 
     def _introduced(self, form: Form) -> bytes:
-        """Number a form that has not been sent yet; the text that tells the other end of it."""
+        """The text of a form that the other end does not know yet; gives the form the next number."""
         if len(self._forms) >= _MOST:
             self._forms.clear()
             self._spare.clear()
@@ -133,7 +133,7 @@ class Sender:
         return f"{json.dumps(form.sizes)}\n{form.text}".encode()
 
     def _send_again(self, microbatch: int, form: Form, tensors: Sequence[Tensor | None], flag: bool) -> None:
-        """Send a message whose form is known at the other end, and which fits into one transfer."""
+        """Send a message whose form the other end knows, and which fits into one transfer."""
         spare = self._spare[form]
         typed = spare.pop() if spare else _Typed(form)
         _LAYOUT.pack_into(typed.frame.memory, 0, microbatch, self._forms[form], 0, flag, 1)
@@ -143,24 +143,24 @@ class Sender:
         self._under_way.setdefault(microbatch, []).append((self.peer.send(typed.frame.data), typed))
 
     def poison(self, why: bytes) -> None:
-        """Say that nothing more comes in this run, and why."""
+        """Tell the other end that nothing more comes in this run, and why."""
         self._send(POISON, (POISON, 0, len(why), False), [_bytes(why)])
 
     def forget(self, microbatch: int) -> None:
-        """Let the memory go of what has been sent for a micro-batch, which has arrived, or soon will."""
+        """Free the memory of the messages for a micro-batch, which have arrived, or will soon."""
         for work, memory in self._under_way.pop(microbatch, ()):
             self.peer.wait(work)
             if isinstance(memory, _Typed) and len(spare := self._spare.get(memory.form, [])) < _SPARE:
                 spare.append(memory)
 
     def flush(self) -> None:
-        """Wait until everything has arrived."""
+        """Wait until everything has been received."""
         for microbatch in [*self._under_way]:
             self.forget(microbatch)
 
     def _send(self, microbatch: int, head: tuple[int, int, int, bool], parts: Sequence[Tensor]) -> None:
         parts = [part.cpu() for part in parts if part.numel()]
-        sizes = [part.numel() for part in parts]  # len() of a tensor goes through Python
+        sizes = [part.numel() for part in parts]  # len() of a tensor is slower
         starts, total = places(sizes, _HEAD)
         small = total <= SMALL
         memory = bytearray(total if small else _HEAD)
@@ -175,15 +175,15 @@ class Sender:
 
 
 class Receiver:
-    """The far end.
+    """The receiving end.
 
     Args:
-        peer: the near end.
-        device: where tensors are put.
-        direct: as of the sender.
+        peer: the sending end.
+        device: the device of the tensors that are returned.
+        direct: receives the data of tensors; None if they go through host memory.
 
     Attributes:
-        poisoned: why nothing more comes in this run; None while something does.
+        poisoned: the reason why nothing more comes in this run; None as long as messages come.
     """
 
     def __init__(self, peer: Peer, device: torch.device, direct: Direct | None = None) -> None:
@@ -198,7 +198,7 @@ class Receiver:
         self._posted: Any = _NOTHING_POSTED
 
     def expect(self, messages: int) -> None:
-        """A run begins, in which so many messages come."""
+        """Prepare for a run in which that many messages come."""
         self._expected = messages
         self.poisoned = None
         if messages:
@@ -208,7 +208,7 @@ class Receiver:
         """Wait for the next message: its micro-batch, flag, and payload.
 
         Raises:
-            Cancelled: nothing more comes; ``poisoned`` says why.
+            Cancelled: nothing more comes in this run; ``poisoned`` says why.
         """
         if self.poisoned is not None:
             raise Cancelled
@@ -227,7 +227,7 @@ class Receiver:
             self.poisoned = bytes(text.tolist())
             raise Cancelled
         if size:
-            if number == 0:  # the sender has begun anew
+            if number == 0:  # the sender has forgotten all forms, and starts numbering again
                 self._forms.clear()
             self._forms.append(_Known(bytes(text.tolist()).decode()))
         known = self._forms[number]
@@ -235,11 +235,11 @@ class Receiver:
         self._took()
         form = known.form()
         if self._direct is None and _fits(form):
-            known.places = self._frame.tensors(form, _HEAD)  # of the next messages; nothing of them is read now
+            known.places = self._frame.tensors(form, _HEAD)  # for later messages; this one has been read
         return microbatch, bool(flag), form.rebuild([part.to(self._device) for part in data])
 
     def drain(self) -> None:
-        """After a run that has failed: take everything up to the poison."""
+        """After a failed run: receive everything up to the message that says that nothing more comes."""
         if self._direct is not None:
             self._direct.drain()
         with suppress(Cancelled):
@@ -247,22 +247,23 @@ class Receiver:
                 self.get()
 
     def _took(self) -> None:
-        """Nothing more is in the frame: let the next message come into it, if there is one."""
+        """The frame is free: start to receive the next message into it, if there is one."""
         self._expected -= 1
         if self._expected > 0:
             self._post()
 
     def _post(self) -> None:
-        """Have memory ready for the next message, so that it may come before anybody asks for it."""
+        """Start to receive the next message, so that it can arrive before :meth:`get` is called."""
         if self._posted is _NOTHING_POSTED:
             self._posted = self.peer.receive(self._frame.data)
 
 
 class _Known:
-    """A form that has come, read when it is first asked for: what cannot be read is an error each time.
+    """A form that has arrived. It is parsed at its first use; one that cannot be parsed raises each time.
 
     Attributes:
-        places: of its tensors, in the frame of the receiver; None if it has not been read, or they do not go there.
+        places: the offsets of its tensors in the frame of the receiver; None before it is parsed, and for messages
+            that do not go through the frame.
     """
 
     def __init__(self, text: str) -> None:
@@ -278,7 +279,7 @@ class _Known:
 
 
 class _Parts:
-    """What follows the head of a message: in its ``frame``, or in transfers of their own if there is none."""
+    """The parts of a message after its head: in its ``frame``, or separate transfers if there is none."""
 
     def __init__(self, peer: Peer, frame: Tensor | None) -> None:
         self._peer = peer
@@ -286,7 +287,7 @@ class _Parts:
         self._end = _HEAD
 
     def take(self, sizes: Sequence[int]) -> list[Tensor]:
-        """The next ones, of so many bytes, each in memory of its own."""
+        """The next parts, of these sizes in bytes, each in memory of its own."""
         parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         present = [(size, part) for size, part in zip(sizes, parts, strict=True) if size]
         if self._frame is None:
@@ -300,11 +301,11 @@ class _Parts:
 
 
 class _Typed:
-    """A frame for messages of a form, of which the other end knows.
+    """A frame for messages of a form that the other end knows.
 
     Attributes:
-        frame: memory for a whole message.
-        tensors: of the form, in that memory.
+        frame: the memory of a whole message.
+        tensors: the tensors of the form, in that memory.
     """
 
     __slots__ = ("form", "frame", "tensors")
@@ -316,12 +317,12 @@ class _Typed:
 
 
 def _size(form: Form) -> int:
-    """Bytes of a message of this form, in one transfer and without its text."""
+    """Bytes of a message of this form in one transfer, without its text."""
     return places([size for size in form.sizes if size], _HEAD)[1]
 
 
 def _fits(form: Form) -> bool:
-    """Whether such messages are sent and received by way of frames that are kept."""
+    """Whether messages of this form are sent and received through frames that are used again."""
     return form.is_dense and _size(form) <= SMALL
 
 

@@ -1,4 +1,4 @@
-"""Classes and members of enums by name: both are only looked up, nothing is imported or called."""
+"""Classes and members of enums by name. Both are only looked up: nothing is imported or called."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def name_of(kind: type) -> str:
-    """``kind`` as ``module:qualname``. Raises TypeError if it is not found by that name."""
-    for module in (kind.__module__, "types"):  # such as NoneType say that they are builtins, and are not there
+    """``kind`` as ``module:qualname``. Raises TypeError if that name does not lead to it."""
+    for module in (kind.__module__, "types"):  # types such as NoneType name builtins as their module, but are not in it
         if _found(module, kind.__qualname__) is kind:
             return f"{module}:{kind.__qualname__}"
     raise TypeError(
@@ -19,7 +19,7 @@ def name_of(kind: type) -> str:
 
 
 def class_of(name: str) -> type:
-    """The class that :func:`name_of` has named. Raises ValueError if no module that is imported here has it."""
+    """The class that :func:`name_of` has named. Raises ValueError if it is in no module that is imported here."""
     module, _, path = name.partition(":")
     kind = _found(module, path)
     if kind is None:
@@ -41,12 +41,12 @@ def _found(module: str, path: str) -> type | None:
 
 
 def _attributes(owner: Any) -> Any:
-    """Not by getattr: a module, or a metaclass, may run code for names that it does not have."""
+    """The attributes without getattr, which may run code: modules and metaclasses may define ``__getattr__``."""
     return getattr(owner, "__dict__", {})
 
 
 def member_names(member: enum.Enum) -> list[str]:
-    """The name of ``member``, or of those that it is put together of. Raises TypeError if it is not made of any."""
+    """The name of ``member``, or of the flags that it combines. Raises TypeError if there is a value without a name."""
     kind = type(member)
     if member.name in kind.__members__:
         return [member.name]
@@ -58,7 +58,7 @@ def member_names(member: enum.Enum) -> list[str]:
 
 
 def member_of(kind: type, names: list[str]) -> enum.Enum:
-    """The member of that enum whose :func:`member_names` are these. Raises ValueError if there is none."""
+    """The member of ``kind`` whose :func:`member_names` are ``names``. Raises ValueError if there is none."""
     if not issubclass(kind, enum.Enum) or not set(names) <= set(kind.__members__):
         raise ValueError(f"{kind.__qualname__} is no enum with members {names}")
     return kind.__members__[names[0]] if len(names) == 1 else _union(kind, names)
@@ -68,7 +68,7 @@ def _union(kind: type[enum.Enum], names: list[str]) -> Any:
     if not issubclass(kind, enum.Flag):
         raise ValueError(f"{kind.__qualname__} is no enum of flags; expected one member, not {names}")
     whole: Any = next(iter(kind.__members__.values()))
-    whole ^= whole  # without any flag
+    whole ^= whole  # the flag with no bit set
     for name in names:
         whole |= kind.__members__[name]
     return whole

@@ -1,4 +1,4 @@
-"""Notes as JSON: what gpipe lets go along with tensors, such as how the blocks of a flattened model are called."""
+"""Notes as JSON: data that gpipe sends along with tensors, such as how the blocks of a flattened model are called."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _HOLE = ["leaf"]
 
 
 def written_leaf(leaf: Any) -> Any:
-    """A leaf that is no tensor, as JSON holds it. Raises TypeError if it is neither a constant nor a note."""
+    """A leaf that is not a tensor, as JSON holds it. Raises TypeError if it is neither a constant nor a note."""
     return ["note", _written_note(leaf.content)] if isinstance(leaf, Note) else written(leaf)
 
 
 def read_leaf(leaf: Any) -> Any:
-    """What :func:`written_leaf` has written. Raises ValueError if it has not."""
+    """The leaf that :func:`written_leaf` has written. Raises ValueError if ``leaf`` is nothing of the kind."""
     return Note(_read_note(leaf[1])) if isinstance(leaf, list) and leaf[0] == "note" else read(leaf)
 
 

@@ -1,4 +1,4 @@
-"""The begin of a run: the rank of the first stage tells the others what they need to know, and all compare."""
+"""The begin of a run: the rank of the first stage tells the others what they need to know; all compare arguments."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ..timeline._record import Recorder
 
 
 class Rows(NamedTuple):
-    """A micro-batch on another rank.
+    """A micro-batch whose values are on another rank.
 
     Attributes:
-        rows: how many it has, by tensor.
+        rows: the number of rows of each tensor.
     """
 
     rows: tuple[int, ...]
 
 
 class Opening:
-    """What is known of a run before it begins.
+    """What ranks know of a run before it begins.
 
     Attributes:
-        alike: what all ranks must say alike, by names that a user knows.
-        batches: the micro-batches; where the first stage is elsewhere, how many rows they have.
-        seed: of its random numbers.
-        plan: how a step is to run.
-        is_chosen: whether ranks have to tell how their stages stand, because the next plan depends on that.
-        first: what the rank of the first stage says of ``alike``.
+        alike: values that must be equal on all ranks, by names that a user knows.
+        batches: the micro-batches; on ranks without the first stage, their numbers of rows.
+        seed: the seed of the random numbers of the run.
+        plan: the schedule of a step, and what goes with it.
+        is_chosen: whether ranks have to report which stages are trained, because the next plan depends on it.
+        first: ``alike`` on the rank of the first stage.
     """
 
     def __init__(self) -> None:
@@ -41,17 +41,17 @@ class Opening:
 
     @property
     def differs(self) -> bool:
-        """Whether this rank was given something else than that one."""
+        """Whether this rank was given other values than the rank of the first stage."""
         return self.first != self.alike
 
     def told(self) -> dict[str, Any]:
-        """What the rank of the first stage tells the others, as JSON can write it."""
+        """What the rank of the first stage tells the others, as JSON holds it."""
         self.first = self.alike
         rows = [batch.rows for batch in self.batches]
         return {"alike": self.alike, "rows": rows, "seed": self.seed, "plan": _written(self.plan)}
 
     def hear(self, told: dict[str, Any]) -> None:
-        """What it has told."""
+        """Take in what the rank of the first stage has told."""
         self.first = told["alike"]
         self.batches = [Rows(tuple(rows)) for rows in told["rows"]]
         self.seed = told["seed"]
@@ -61,7 +61,7 @@ class Opening:
 
 
 def _written(plan: Plan | None) -> list[Any] | None:
-    """What others cannot know of a plan: all but a schedule of the caller's own."""
+    """The plan as JSON, without a schedule that the caller has passed: every rank has that itself."""
     if plan is None or not isinstance(plan.schedule, Choice):
         return None
     choice = plan.schedule

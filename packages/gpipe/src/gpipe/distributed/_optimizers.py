@@ -1,7 +1,7 @@
-"""The state of an optimizer by the names of parameters, so that any share of the model finds its own in it.
+"""The state of an optimizer by the names of parameters, so that a rank finds the state of its own parameters in it.
 
 It is written as ``torch.distributed.checkpoint.state_dict`` writes a flattened state: ``state.<name>.<key>``, and
-``param_groups.<name>.<option>``, since the groups of one process are not those of another.
+``param_groups.<name>.<option>``, since each process may have other parameter groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 State = dict[str, Any]
 
 _MEMBERS = {"params", "param_names"}
-"""What of a group is not an option."""
+"""Keys of a parameter group that are not options."""
 
 
 def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
@@ -44,7 +44,7 @@ def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
 
 
 def by_name(module: nn.Module, optimizer: Optimizer) -> State:
-    """The state of ``optimizer``, by the names that parameters have in ``module``.
+    """The state of ``optimizer`` by the names of its parameters in ``module``.
 
     Raises:
         ValueError: it has a parameter that ``module`` has not.
@@ -60,10 +60,10 @@ def by_name(module: nn.Module, optimizer: Optimizer) -> State:
 
 
 def from_names(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]) -> State:
-    """What ``optimizer.load_state_dict`` takes, of states that :func:`by_name` has found, also of other shares.
+    """A state dict for ``optimizer.load_state_dict``, made of states by name, also of other ranks.
 
     Raises:
-        ValueError: these are of another kind of optimizer, miss a parameter, or had it in another group.
+        ValueError: ``found`` is of another class of optimizer, lacks a parameter, or has it in another group.
     """
     own = type(optimizer).__name__
     if found.get("class", own) != own:
@@ -83,7 +83,7 @@ def from_names(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]
 
 
 def _known(names: Sequence[str], found: Mapping[str, Any]) -> str:
-    """Under which of its names a parameter was saved."""
+    """The name of a parameter under which it was saved."""
     for name in names:
         if name in found["param_groups"]:
             return name
@@ -93,7 +93,7 @@ def _known(names: Sequence[str], found: Mapping[str, Any]) -> str:
 
 
 def _options(names: Sequence[str], groups: Mapping[str, State]) -> State:
-    """Those of a group with these parameters."""
+    """The options of a group with these parameters."""
     for name in names[1:]:
         for key, value in groups[names[0]].items():
             other = groups[name].get(key)

@@ -1,4 +1,4 @@
-"""What a rank keeps of the model: its own stages, on its own devices."""
+"""The part of the model that a rank keeps: its own stages, on its own devices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ._tied import Twin, twins_of
 
 
 class Share(NamedTuple):
-    """The stages of a rank, and what they are cut from.
+    """The stages of a rank, and what it shares with others.
 
     Attributes:
-        every: the partitions of all stages; those of other ranks are as they were.
-        partitions: those of this rank.
-        devices: of these.
-        twins: what of these other ranks have too.
-        ties: for each pair of ranks that have tensors in common, a stage of each that has them.
+        every: the partitions of all stages; those of other ranks are not moved.
+        partitions: the partitions of this rank.
+        devices: the device of each of these.
+        twins: the tensors of this rank that other ranks have too.
+        ties: for each pair of ranks that share tensors, a stage of each that has such a tensor.
     """
 
     every: list[nn.Module]
@@ -41,7 +41,7 @@ def own_share(
     device: Device | Sequence[Device],
     means: Means | None,
 ) -> Share:
-    """Cut ``module``, and put the partitions of rank ``me`` on their devices, with data if ``means`` say so.
+    """Cut ``module``, and move the partitions of rank ``me`` to their devices; ``means`` fill parameters on ``meta``.
 
     Raises:
         TypeError, ValueError: a device is missing, or cannot hold its partition. Then no layer has moved.
@@ -60,7 +60,7 @@ def own_share(
 
 
 def _places(device: Any, count: int) -> list[torch.device]:
-    """The device of each of the stages of a rank."""
+    """The device of each stage of a rank."""
     given = list(device) if isinstance(device, (list, tuple)) else [device] * count
     if len(given) != count:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The stages of a rank, as the engine sees them."""
+"""The stages of a rank, as a pipeline that the engine runs."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ from ._tied import Twin, Twins, ways_of
 from ._verdict import verdict_of, written
 
 _ANNOUNCED = 0
-"""The tag of announcements; those of channels are from 2 on."""
+"""The tag of announcements; those of channels begin at 2."""
 
 
 class RankPipeline(Pipeline):
-    """The stages of one rank. Every rank walks its steps of the same walk, on the caller's thread.
+    """The stages of one rank. Each rank takes its own steps of a common schedule, in the caller's thread.
 
     Args:
         connected: the stages of this rank, and how they are connected to those of others.
         workers: as for any pipeline.
-        groups: the ranks, and over what they talk.
-        ranks: that of each partition.
-        rendezvous: where the ranks meet.
-        replicas: who ends each step together with this one.
-        twins: tensors that other ranks have too.
+        groups: the ranks, and the connections between them.
+        ranks: the rank of each partition.
+        rendezvous: exchanges reports between the ranks.
+        replicas: the processes that end each step together with this one.
+        twins: the tensors of this rank that other ranks have too.
         trained: by rank, the partitions with parameters to train.
 
     Attributes:
-        loss: of the run that is under way.
-        chooser: of schedules.
-        begins, ends: whether the first and the last stage are here.
+        loss: the losses of the current run.
+        chooser: chooses schedules.
+        begins, ends: whether the first and the last stage are in this process.
     """
 
     threads = None
@@ -120,13 +120,13 @@ class RankPipeline(Pipeline):
         return self._alone(_program(schedule.name, size, self.line, schedule.split))
 
     def halves(self, size: Size) -> tuple[Walk, Walk]:
-        """The forwards; backwards are for :meth:`train` alone."""
+        """The forwards; the second walk is empty, since backwards are for :meth:`train` alone."""
         self._failures.whole = partial(_forwards, size)
         program = _program("fill_drain", size, self.line, ())
         return self._alone(tuple(step for step in program if step.action.kind == Kind.FORWARD)), ()
 
     def _alone(self, program: tuple[Step, ...]) -> Walk:
-        """A walk in which only this rank does something."""
+        """A walk in which only this rank has steps."""
         return (*[()] * self.line, program)
 
     def random_numbers(self) -> AgreedRNG:
@@ -152,20 +152,20 @@ class RankPipeline(Pipeline):
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Around messages outside of a run."""
+        """A context for messages outside of a run."""
         try:
             yield
         except UnreachableError as error:
             raise self._lose(self._rendezvous.lost([error.member])) from None
 
     def _lose(self, error: LostRankError) -> LostRankError:
-        """Remember that somebody is lost; there is no next run."""
+        """Remember that a rank is lost, so that no run begins any more."""
         self._lost = error
         self._crossings.end()
         return error
 
     def close(self) -> None:
-        """End the connections to other ranks: gloo ends them with the last reference. There is no next run."""
+        """Close the connections to other ranks, by dropping all references to them. No run begins any more."""
         if not self._closed:
             self._closed = True
             self._replicas.close()
@@ -178,7 +178,7 @@ class RankPipeline(Pipeline):
             raise LostRankError(str(self._lost))
 
     def _meet(self, report: Report) -> list[Report]:
-        """Send a report to all ranks; those of all."""
+        """Send a report to all ranks, and return those of all."""
         self._expect_all()
         try:
             return self._rendezvous.meet(report)
@@ -188,15 +188,15 @@ class RankPipeline(Pipeline):
 
     @contextmanager
     def opening(self) -> Iterator[Opening]:
-        """Around what this rank checks by itself before a run.
+        """A context for checks of this rank before a run.
 
-        No rank waits for all others. That of the first stage goes on at once, and the others when they have heard of
-        the run from it. Whoever has an error, or has been given something else than that rank, gives the run up, and
-        the others hear of it where they wait, or at the end.
+        No rank waits for all others: the rank of the first stage goes on at once, and each other rank when it has
+        received the announcement of the run. A rank that finds an error, or was given other arguments than the rank of
+        the first stage, cancels the run; the others learn of it while they wait for a message, or at the end.
 
         Raises:
             RemoteError: another rank could not begin.
-            ValueError: the ranks have been given different things.
+            ValueError: the ranks were given different arguments.
             LostRankError: a rank has ended, or does not answer.
         """
         self._expect_all()
@@ -222,7 +222,9 @@ class RankPipeline(Pipeline):
                 del error
 
     def _announce(self, *, failed: bool) -> None:
-        """Let all know what the rank of the first stage does; raises :class:`Cancelled` if that has failed."""
+        """Announce a run, or a failure before it, from the rank of the first stage; :class:`Cancelled` if that has
+        failed.
+        """
         if self.begins:
             self._announcements.tell(None if failed else self._opening.told())
         else:
@@ -232,14 +234,14 @@ class RankPipeline(Pipeline):
             self._opening.hear(told)
 
     def begin(self, loss: Losses | None, *, backwards: bool) -> None:
-        """The run of which this rank has heard begins."""
+        """Begin the run that was announced."""
         self._rng = AgreedRNG(self._opening.seed)
         self.loss = loss
         self._trains = backwards
         self._crossings.expect(len(self._opening.batches), backwards=backwards)
 
     def outputs(self, batches: Sequence[Batch]) -> list[Activation]:
-        """Put each micro-batch through all stages, without gradients; what comes out, where the last stage is."""
+        """The outputs of all micro-batches on the rank of the last stage, computed without gradients."""
         with self.workers.section.entered(), torch.no_grad():
             run = Run(self, len(batches), (0,) * self.count)
             try:
@@ -254,30 +256,30 @@ class RankPipeline(Pipeline):
 
     @contextmanager
     def together(self, run: Run | None) -> Iterator[None]:
-        """Around all that a run does: every rank comes to its end, and hears whether another one has failed there."""
+        """A context for a whole run: all ranks meet at its end, and learn whether another one has failed."""
         error: BaseException | None = None
         report: Report = {}
         try:
             yield
-            self._crossings.settle()  # before anything reads what may not have come
+            self._crossings.settle()  # before anything reads values that may not have arrived
             report = self._success(run)
         except BaseException as failed:
             error, report = failed, self._failure(failed)
         try:
             self._end(run, error, report)
         finally:
-            del error  # whose traceback holds this frame
+            del error  # its traceback refers to this frame
         if self._trains:
             self._replicas.meet()
 
     def call_off(self, error: BaseException) -> NoReturn:
-        """This rank cannot begin what all have agreed on."""
+        """Cancel a run that all ranks have agreed on, because this one cannot begin it."""
         with self.together(None):
             raise error
         raise AssertionError("unreachable")
 
     def _success(self, run: Run | None) -> Report:
-        """What the others need to know of a run in which nothing has failed here."""
+        """The report of a run that has not failed on this rank."""
         report: Report = {"drew": True} if self._rng.drew else {}
         if run is not None and self._opening.is_chosen:
             self._keep(run)
@@ -302,9 +304,9 @@ class RankPipeline(Pipeline):
             self._raise(error, reports)
 
     def _tidy(self, reports: Sequence[Report], *, drains: bool) -> None:
-        """Leave nothing under way that the next run could take for its own."""
+        """Make sure that no message of this run is left for the next one to read."""
         lost = _unreached(reports)
-        if lost:  # all could meet, but messages did not arrive, so that there is no next run
+        if lost:  # all ranks have met, but messages did not arrive: there is no next run
             self._lose(self._rendezvous.lost(lost))
             return
         with self._reaching():
@@ -315,7 +317,7 @@ class RankPipeline(Pipeline):
             self._announcements.flush()
 
     def _failure(self, error: BaseException) -> Report:
-        """What the others need to know of a failure."""
+        """The report of a failure."""
         if isinstance(error, UnreachableError):
             return {"failed": True, "silent" if error.silent else "closed": [error.member]}
         report: Report = {"failed": True, "drew": self._rng.drew}
@@ -325,7 +327,7 @@ class RankPipeline(Pipeline):
         return report
 
     def _learn(self, run: Run | None, reports: Sequence[Report]) -> None:
-        """What others have found out: of their stages, of the losses, and what was recorded."""
+        """Take in what others have reported: about their stages, the losses, and the records of a timeline."""
         self.chooser.hear(reports)
         if run is not None and run.observer is not None:
             self._share_events(run.observer)
@@ -333,13 +335,13 @@ class RankPipeline(Pipeline):
             self.loss.verdict = verdict_of(reports[self._ranks[-1]]["verdict"])
 
     def _share_events(self, observer: RunObserver) -> None:
-        now = time.perf_counter()  # all ranks come from a meeting, at nearly the same moment
+        now = time.perf_counter()  # all ranks leave a meeting at nearly the same moment
         for k, each in enumerate(self._meet({"events": observer.told(now)})):
             if k != self._groups.me:
                 observer.hear(each["events"], now)
 
     def _raise(self, error: BaseException | None, reports: Sequence[Report]) -> NoReturn:
-        """Raise the failure that comes first in the schedule: this rank's own, or one that stands for another's."""
+        """Raise the failure that comes first in the schedule: this rank's own, or a RemoteError for another's."""
         self._expect_begun(error, reports)
         found = [(each["when"], k) for k, each in enumerate(reports) if "what" in each]
         if not found:
@@ -351,7 +353,7 @@ class RankPipeline(Pipeline):
         raise RemoteError(f"rank {self._groups.members[k]} failed: {reports[k]['what']}") from None
 
     def _expect_begun(self, error: BaseException | None, reports: Sequence[Report]) -> None:
-        """Raise what has kept any rank from beginning."""
+        """Raise the error that has kept any rank from beginning."""
         members, first = self._groups.members, self._groups.members[self._ranks[0]]
         if error is not None and "error" in reports[self._groups.me]:
             raise error
@@ -364,7 +366,9 @@ class RankPipeline(Pipeline):
 
 
 def _unreached(reports: Sequence[Report]) -> list[int]:
-    """Who did not answer in time, but for those who waited in vain themselves; else with whom connections ended."""
+    """Ranks that did not answer in time, without those that were waiting themselves; else those whose connections
+    closed.
+    """
     silent = {k for each in reports for k in each.get("silent", ())}
     waited = {k for k, each in enumerate(reports) if "silent" in each}
     return sorted(silent - waited or silent or {k for each in reports for k in each.get("closed", ())})
@@ -372,7 +376,7 @@ def _unreached(reports: Sequence[Report]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _program(name: str, size: Size, line: int, split: tuple[int, ...]) -> tuple[Step, ...]:
-    """The steps of one rank, made without those of others where that is possible."""
+    """The steps of one rank, computed without those of others where that is possible."""
     microbatches, stops, placement = size
     splits = split if name in SPLITTING else None
     return program_of(

@@ -1,4 +1,4 @@
-"""Between which stages tensors can go from accelerator to accelerator, without host memory in between."""
+"""Which stages can send tensors from accelerator to accelerator, without a copy in host memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Place(NamedTuple):
     """What other ranks need to know of the device of a stage.
 
     Attributes:
-        backend: of process groups that send from such devices, such as ``"nccl"``; None if there is none here.
-        card: which device it is, among those of all machines; None if the device does not say.
+        backend: the backend of process groups that sends from such devices, such as ``"nccl"``; None if there is none.
+        card: identifies the device among those of all machines; None if the device does not say.
     """
 
     backend: str | None
@@ -30,14 +30,14 @@ class Place(NamedTuple):
 
 
 def checked_transport(transport: str) -> str:
-    """``transport``; ValueError if there is none of that name."""
+    """``transport``; ValueError if there is no transport of that name."""
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}")
     return transport
 
 
 def place_of(device: torch.device, transport: str) -> Place:
-    """That of a stage on ``device``."""
+    """The place of a stage on ``device``."""
     backend = _backend_of(device) if transport == "auto" and has_streams(device) else None
     return Place(backend, None if backend is None else _card(device))
 
@@ -45,7 +45,7 @@ def place_of(device: torch.device, transport: str) -> Place:
 def _backend_of(device: torch.device) -> str | None:
     try:
         backend = dist.get_default_backend_for_device(device)
-    except ValueError:  # torch knows of none
+    except ValueError:  # torch has no backend for it
         return None
     return backend if backend not in _OF_HOSTS and dist.is_backend_available(backend) else None
 
@@ -60,7 +60,7 @@ class Direction(NamedTuple):
     """One direction of a channel between stages of two ranks.
 
     Attributes:
-        tag: its number, among all.
+        tag: the number of the direction, among all directions.
         source, target: the stages.
     """
 
@@ -70,32 +70,32 @@ class Direction(NamedTuple):
 
 
 def channels_between(ranks: Sequence[int], layout: SkipLayout) -> list[tuple[int, int, int]]:
-    """The number of each channel between stages of two ranks, and its stages; the same on all ranks."""
+    """The number of each channel between stages of two ranks, and its two stages; the same on all ranks."""
     ends = [(j - 1, j) for j in range(1, len(ranks))]
     numbered = [*enumerate(ends, start=1), *enumerate([route[1:] for route in layout.routes], start=len(ranks))]
     return [(number, a, b) for number, (a, b) in numbered if ranks[a] != ranks[b]]
 
 
 def tags(number: int) -> tuple[int, int]:
-    """Of the values and of the gradients of that channel."""
+    """The tags of the values and of the gradients of that channel."""
     return 2 * number, 2 * number + 1
 
 
 def ties_between(
     ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, int]]:
-    """As :func:`channels_between`, for tensors that pairs of ranks have in common; the numbers go on after those."""
+    """Like :func:`channels_between`, for tensors that pairs of ranks share. Their numbers follow those of channels."""
     return [(number, a, b) for number, (a, b) in enumerate(ties, start=len(ranks) + len(layout.routes))]
 
 
 def direct(
     ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]], places: Sequence[Place]
 ) -> list[Direction]:
-    """Directions in which tensors go from device to device, in an order that is the same on all ranks.
+    """The directions in which tensors go from device to device, in the same order on all ranks.
 
     Args:
-        ties: for each pair of ranks that have tensors in common, a stage of each that has them.
-        places: of all stages.
+        ties: for each pair of ranks that share tensors, a stage of each that has such a tensor.
+        places: the place of each stage.
     """
     found = []
     for number, a, b in [*channels_between(ranks, layout), *ties_between(ranks, layout, ties)]:
@@ -106,12 +106,12 @@ def direct(
 
 
 def _reach(a: Place, b: Place) -> bool:
-    """Whether a process group of two can connect them. NCCL refuses two processes on one device."""
+    """Whether a process group of two can connect these places. NCCL refuses two processes on one device."""
     shared = a.card is not None and a.card == b.card
     return a.backend is not None and a.backend == b.backend and not shared
 
 
 def places_of(ranks: Sequence[int], told: Sequence[Sequence[Sequence[str | None]]]) -> list[Place]:
-    """Those of all stages, from what each rank has told of its own."""
+    """The places of all stages, from what each rank has told of its own."""
     given = [iter(each) for each in told]
     return [Place(*next(given[rank])) for rank in ranks]

@@ -1,4 +1,4 @@
-"""Random numbers of a run that several ranks do together: all take them from the seed that the first rank has."""
+"""The random numbers of a run on several ranks: all use a seed that the rank of the first stage announces."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..checkpoint._served import PROCESS, borrowing
 
 
 class AgreedRNG(RunRNG):
-    """Seeded by what all ranks have agreed on.
+    """Random numbers from a seed that all ranks know.
 
     Args:
-        seed: as :func:`next_seed` gave it on the first rank.
+        seed: what :func:`next_seed` returned on the first rank.
 
     Attributes:
-        drew: whether anybody asked for it.
+        drew: whether a random number was drawn in this run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -31,7 +31,7 @@ class AgreedRNG(RunRNG):
 
 
 def next_seed() -> int:
-    """What a run would take from torch's generator, which stays as it is."""
+    """The seed that a run would draw from torch's generator; the generator does not change."""
     with setting(rng_paused=True), borrowing:
         copy = torch.Generator()
         copy.set_state(PROCESS.get_state())
@@ -39,6 +39,6 @@ def next_seed() -> int:
 
 
 def take_seed() -> None:
-    """Take that number from torch's generator, as a run in one process does if a layer draws."""
+    """Draw that seed from torch's generator, as a run in one process does if a layer draws random numbers."""
     with setting(rng_paused=True), borrowing:
         torch.randint(2**32, (), device="cpu", generator=PROCESS)

@@ -1,4 +1,4 @@
-"""This process's share of a pipe whose stages are in several processes."""
+"""One process's part of a pipe whose stages are in several processes."""
 
 from __future__ import annotations
 
@@ -56,41 +56,42 @@ Kind = TypeVar("Kind", bound=Losses)
 
 
 class Rank(Stepping):
-    """This process's share of a pipe: the layers of its stages, under the model's own names.
+    """One process's part of a pipe: the layers of its stages, under the names that they have in the model.
 
-    Every process of a group makes one of the same model with the same arguments, and calls the same methods in the
-    same order. Each does its part of the schedule, and sends activations and gradients to its neighbours. What comes
-    out is what :class:`gpipe.GPipe` computes in one process: the same loss, on all ranks, and the same gradients.
+    Every process of a group makes a ``Rank`` of the same model with the same arguments, and calls the same methods in
+    the same order. Each computes its part of the schedule, and sends activations and gradients to the others. The
+    results are those of :class:`gpipe.GPipe` in one process: the same loss, on all ranks, and the same gradients.
 
     Args:
         module: the whole model, as :class:`gpipe.GPipe` takes it. Only this rank's layers are kept, and moved to its
-            device; a model on ``meta`` gets memory for these alone, by ``init``.
-        balance: how many layers each stage gets.
+            device; of a model on ``meta``, ``init`` allocates and fills these layers alone.
+        balance: the number of layers of each stage.
         sample: see :class:`gpipe.GPipe`.
-        chunks: how many micro-batches to cut a mini-batch into.
+        chunks: the number of micro-batches that a mini-batch is cut into.
         checkpoint: which micro-batches are recomputed: a mode, or for each stage one, or a flag for each of its layers.
         deferred_batch_norm: see :class:`gpipe.GPipe`.
-        ranks: for each stage the number, in the group, of the process that has it. By default stage j is on process
-            j modulo their number, as for ``"interleaved"``; ``[0, 1, 1, 0]`` is a V.
+        ranks: for each stage the number, in the group, of the process that has it. By default process ``j % n`` of n
+            has stage j, as for ``"interleaved"``; ``[0, 1, 1, 0]`` is the placement of a V-shaped schedule.
         group: the processes that take part; all by default. A gloo group of the same processes carries the messages.
-        replicas: of a pipe that has replicas, the processes with the same stages, one of each replica. Then all
-            replicas end each :meth:`step` together: if one fails, it raises in all.
-        device: of this rank's stages; the CPU by default. Or a list with one for each stage of this rank.
+        replicas: if the pipe has replicas, the group of the processes with the same stages, one of each replica. Then
+            all replicas end each :meth:`step` together: if it fails in one, it raises in all.
+        device: the device of this rank's stages, or a list with one for each of them; the CPU by default.
         in_spec, out_spec: see :class:`gpipe.GPipe`.
         init: see :class:`gpipe.GPipe`; called for this rank's layers alone.
-        timeout: how long to wait for another rank before it counts as lost; by default as long as ``group`` does.
+        timeout: how long to wait for another rank before it counts as lost; the timeout of ``group`` by default.
         transport: how tensors on accelerators go to other ranks. ``"auto"``: from device to device where PyTorch has a
             backend for both, such as NCCL, and they are not the same device. ``"host"``: by way of host memory.
 
     Attributes:
         stages: the numbers of the stages of this rank, a list of int.
-        balance: layers of each stage of the model, a list of int.
-        ranks: the process of each stage, a list of int.
+        balance: the number of layers of each stage of the model, a list of int.
+        ranks: the number, in the group, of the process that has each stage, a list of int.
         partitions: an ``nn.ModuleList`` with the layers of each stage of this rank.
 
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
-        ValueError, TypeError: as :class:`gpipe.GPipe`; ``ranks`` does not fit; the ranks disagree. On every rank.
+        ValueError, TypeError: as :class:`gpipe.GPipe`; ``ranks`` does not fit; the ranks were given different
+            arguments. On every rank.
 
     >>> # torchrun --nproc-per-node 2 train.py
     >>> dist.init_process_group("gloo")  # doctest: +SKIP
@@ -171,7 +172,7 @@ class Rank(Stepping):
 
     @property
     def balance(self) -> list[int]:
-        """Layers of each stage of the model."""
+        """The number of layers of each stage of the model."""
         return list(self._balance)
 
     @property
@@ -181,7 +182,7 @@ class Rank(Stepping):
 
     @property
     def last_schedule(self) -> Choice | None:
-        """What the last :meth:`step` ran under, the same on all ranks; see :attr:`gpipe.GPipe.last_schedule`."""
+        """The schedule of the last :meth:`step`, the same on all ranks; see :attr:`gpipe.GPipe.last_schedule`."""
         return self._last
 
     @property
@@ -190,14 +191,14 @@ class Rank(Stepping):
         return self._partitions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute in the pipeline, without gradients.
+        """Compute the output in the pipeline, without gradients.
 
         Args:
-            args, kwargs: as for the model, on the rank of the first stage; and on that of the last, if the model
-                computes its own loss from them. Others need not give any.
+            args, kwargs: the inputs of the model, on the rank of the first stage; and on that of the last, if the model
+                computes its own loss from them. Other ranks may leave them out.
 
         Returns:
-            What the model gives on the rank of the last stage, None on the others.
+            The output of the model on the rank of the last stage, None on the others.
 
         Raises:
             TypeError, ValueError: the input is missing on a rank that needs it, or cannot be cut into micro-batches.
@@ -225,11 +226,11 @@ class Rank(Stepping):
         return found if ending is None else ending(Inputs.of(unwrap(given)[0]), found, self.training)
 
     def close(self) -> None:
-        """End the connections to other ranks, which otherwise happens when this is garbage.
+        """Close the connections to other ranks; without this call, they close when this object is freed.
 
-        Each rank calls it by itself, after the last step; its parameters and its state stay. Waits for a run of another
-        thread to end. Whoever calls this :class:`Rank` again gets a RuntimeError, and ranks that still wait for it a
-        :class:`gpipe.distributed.LostRankError`.
+        Each rank calls this by itself, after the last step. It waits for a run of another thread to end. Parameters and
+        state dict remain usable. Later calls of this :class:`Rank` raise RuntimeError; other ranks that still wait for
+        this one raise :class:`gpipe.distributed.LostRankError`.
         """
         with self._pipeline.workers.section.entered():
             self._pipeline.close()
@@ -240,7 +241,7 @@ class Rank(Stepping):
     def _with_losses(
         self, kind: type[Kind], call: Call, options: LossOptions, schedule: Schedule | str | None = None
     ) -> tuple[list[Batch], Kind]:
-        """As of any pipe where the mini-batch is; elsewhere its rows, and losses that stand for those at the end."""
+        """Micro-batches and losses, on ranks that have them; on others, numbers of rows and a :class:`FarLoss`."""
 
         def given() -> Any:
             self._expect_fit(kind, call)
@@ -255,11 +256,11 @@ class Rank(Stepping):
         return batches, losses
 
     def _heard(self) -> AbstractContextManager[None]:
-        """Around a part of a step, of whose failure other replicas are to hear."""
+        """A context for a part of a step: if it fails, other replicas are told."""
         return self._replicas.hearing(self._sharding.follow)
 
     def _losses(self, kind: type[Kind], call: Call, options: LossOptions, batches: Sequence[Batch]) -> Kind:
-        """What computes the losses, on the rank of the last stage."""
+        """The losses of the mini-batch, on the rank of the last stage."""
         target = call.arguments.get("target") if call.target is None else call.target
         try:
             return losses_of(kind, options, target, batches, self._chunks, self._pipeline.stages[-1].device)
@@ -285,7 +286,7 @@ class Rank(Stepping):
         return returned(losses, batches, self.out_spec, options)
 
     def _agreed(self, method: str, schedule: Schedule | str | None, given: Callable[[], Any]) -> Opening:
-        """What all ranks know of a run that begins.
+        """What all ranks know of a run before it begins.
 
         Args:
             given: checks what this rank was given; the mini-batch, on the rank of the first stage.
@@ -319,7 +320,7 @@ class Rank(Stepping):
 
 
 def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:
-    """The member of each stage; all members have one."""
+    """``ranks`` as a list with a member for each stage, checked: every member has a stage."""
     if ranks is None:
         if stages < members:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Replicas of a pipe that end their steps together, so that the failure of one is an error of all."""
+"""Replicas of a pipe that end their steps together, so that a failure in one raises in all."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _GRACE = timedelta(seconds=30)
 
 
 class Replicas:
-    """The ranks that have the same stages in all replicas; each replica has met before they do.
+    """The ranks with the same stages in all replicas. They meet after the ranks of each replica have met.
 
-    So each of them knows how its replica has ended, and all ranks of all replicas hear the same.
+    So each of them knows how the step of its replica has ended, and all ranks of all replicas learn the same.
 
     Args:
-        group: these ranks, one of each replica; None if the pipe is the only one.
-        timeout: how long ranks of one replica wait for each other. This waits longer: they need up to three times as
-            long to find out whom they have lost, and may have begun later.
+        group: these ranks, one of each replica; None if there is one pipe only.
+        timeout: how long ranks of one replica wait for each other. Replicas wait longer for each other: a replica needs
+            up to three times as long to find out which rank it has lost, and may have begun later.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
@@ -34,22 +34,22 @@ class Replicas:
         self._lost: LostRankError | None = None
 
     def agreement(self) -> AbstractContextManager[Agreement]:
-        """Around what each replica does by itself: if it raises in one, it raises in all."""
+        """A context for work that each replica does by itself: if it raises in one, it raises in all."""
         if self._meeting is None or self._groups is None:
             return nullcontext(Agreement())
         return agreement(self._meeting, self._groups.members)
 
     def begin(self) -> None:
-        """Raise :class:`LostRankError` if somebody is lost: then there is no next step."""
+        """Raise :class:`LostRankError` if a rank is lost: then no step begins any more."""
         if self._lost is not None:
             raise LostRankError(str(self._lost))
 
     @contextmanager
     def hearing(self, follow: Callable[[], None]) -> Iterator[None]:
-        """Around a part of a step: if it fails before the replicas have met, the others hear of it.
+        """A context for a part of a step: if it fails before the replicas have met, the others are told.
 
         Args:
-            follow: does before what the others cannot do without this rank.
+            follow: called before they are told; takes part in the collectives for which they wait.
         """
         self._met = False
         try:
@@ -57,16 +57,16 @@ class Replicas:
         except BaseException as error:
             if not self._met and self._lost is None and self._meeting is not None:
                 follow()
-                with suppress(LostRankError):  # which the next step says
+                with suppress(LostRankError):  # the next step raises it
                     self._meet(self._failure(error))
             raise
 
     def close(self) -> None:
-        """End the connections. There is no next step."""
+        """Close the connections. No step begins any more."""
         self._groups = self._meeting = None
 
     def meet(self) -> None:
-        """This replica has got to the end of a step.
+        """Meet at the end of a step.
 
         Raises:
             RemoteError: another one has failed.
@@ -92,7 +92,7 @@ class Replicas:
         return reports
 
     def _failure(self, error: BaseException) -> Report:
-        """What the others hear of it."""
+        """The report of a failure."""
         if isinstance(error, LostRankError):
             return {"lost": str(error)}
         if isinstance(error, RemoteError):

@@ -1,8 +1,8 @@
 """Stages whose parameters are sharded over replicas by ``torch.distributed.fsdp.fully_shard``.
 
-By itself that reduces gradients after the backward of every micro-batch, and of a schedule that splits backwards before
-all of them are there. So it is told to wait, and reduces once, at the end of the step. There is no public way to let it
-do so; what is called here is what torch's own pipelining calls (``perform_reduce_grad``).
+By default FSDP reduces gradients after the backward of every micro-batch; with a schedule that splits backwards, that
+is before all of them are computed. So it is told to wait, and reduces once, at the end of the step. There is no public
+way to start that; this calls what torch's own pipelining calls (``perform_reduce_grad``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ._tied import Twin
 
 
 class Sharding:
-    """What of a rank is sharded, which may change from step to step.
+    """The sharded parameters of a rank, which may change from step to step.
 
     Args:
-        partitions: of the rank, when nothing is sharded yet.
-        twins: tensors that other ranks have too.
+        partitions: the partitions of the rank, before anything is sharded.
+        twins: the tensors of this rank that other ranks have too.
     """
 
     def __init__(self, partitions: nn.ModuleList, twins: Sequence[Twin]) -> None:
@@ -36,12 +36,12 @@ class Sharding:
         self._shared = [each for each in names.values() if len(each) > 1]
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters, under the names of the model."""
+        """All parameters, by their names in the model."""
         for partition in self._partitions:
             yield from partition.named_parameters(remove_duplicate=False)
 
     def expect_whole(self) -> None:
-        """Raise ValueError if something is sharded that several stages have: each would train a part of its own."""
+        """Raise ValueError if a parameter of several stages is sharded: each stage would train a shard of its own."""
         if not fsdp_modules(self._partitions):
             return
         named = dict(self._named())
@@ -56,10 +56,10 @@ class Sharding:
             )
 
     def follow(self) -> None:
-        """Gather, in a step that has failed, what other replicas gather in theirs: they would wait for this one.
+        """In a step that has failed: take part in the collectives for which other replicas wait.
 
-        Each stage that stays whole until the end of a step is gathered once. Of layers that are gathered anew for every
-        micro-batch it is not known how often: then the others wait for the timeout of their mesh.
+        Each stage that stays gathered until the end of a step is gathered once. How often other layers are gathered,
+        anew for every micro-batch, is not known: for these the other replicas wait until the timeout of their mesh.
         """
         states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
         for state in states:
@@ -67,7 +67,7 @@ class Sharding:
         groups = [group for state in states for group in _groups(state)]
         if any(group.post_forward_mesh_info is not None for group in groups):
             return
-        with suppress(RuntimeError):  # somebody is lost
+        with suppress(RuntimeError):  # a rank is lost
             for group in groups:
                 group.unshard()
                 group.wait_for_unshard()
@@ -76,7 +76,7 @@ class Sharding:
 
     @contextmanager
     def reduced_once(self, loss: Losses) -> Iterator[None]:
-        """Around all that a step with this ``loss`` does: gradients are reduced at its end, and lost if it fails."""
+        """A context for a whole step with this ``loss``: gradients are reduced at its end, and dropped if it fails."""
         states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
         before = {group: _settings(group) for state in states for group in _groups(state)}
         parameters = [parameter for group in before for parameter in group.fsdp_params]
@@ -91,7 +91,7 @@ class Sharding:
             _drop_gradients(parameters)
             for state in states:
                 if state._is_root:
-                    # New in torch 2.13; before, what was under way is only ended.
+                    # New in torch 2.13; before, there is only the callback that ends a backward.
                     getattr(state, "_reset_iter_state", state._root_post_backward_final_callback)()
             raise
         finally:
@@ -107,7 +107,7 @@ class Sharding:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Parameters that are gathered together; there may be several groups since torch 2.12."""
+    """The groups of parameters that are gathered together; a module may have several since torch 2.12."""
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -126,14 +126,14 @@ def _set(group: Any, settings: Mapping[str, bool]) -> None:
 
 
 def _taken(parameter: Any) -> Tensor | None:
-    """What has grown in another dtype than that of the parameter, by micro-batches of steps that were not reduced."""
+    """The gradient that micro-batches of earlier, unreduced steps have accumulated in another dtype; removed."""
     grown: Tensor | None = parameter.unsharded_accumulated_grad
     parameter.unsharded_accumulated_grad = None
     return grown
 
 
 def _give_back(parameter: Any, earlier: Tensor | None, scale: Scale) -> None:
-    """Add ``earlier`` to what has grown so in this step, where no scale has reached it."""
+    """Apply the loss's ``scale`` to the gradient of this step in that dtype, and add ``earlier`` to it."""
     grown = _taken(parameter)
     if grown is not None:
         grown = scale_in_place(grown, scale)

@@ -1,4 +1,4 @@
-"""What distinguishes the trees of values, in a microsecond or two: a key by which their forms are looked up."""
+"""Keys for the trees of values, by which their forms are looked up; one takes a microsecond or two."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..values._constants import Note
 
 
 class UnkeyedError(Exception):
-    """A value for which there is no such key."""
+    """A value has no such key."""
 
 
 def skeleton(value: Any) -> Any:
-    """Equal for values of the same types with the same constants, whatever their tensors are.
+    """A key that is equal for values of the same types with the same constants, whatever their tensors are.
 
     Raises:
-        UnkeyedError: there is more in it than tensors, tuples, lists, dicts, named tuples and plain constants.
+        UnkeyedError: ``value`` contains more than tensors, tuples, lists, dicts, named tuples and plain constants.
     """
     kind = type(value)
     if kind is Tensor:
@@ -39,7 +39,7 @@ def skeleton(value: Any) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """With its type, as 1 == True."""
+    """The constant with its type, since 1 == True."""
     kind = type(value)
     if kind not in _CONSTANTS:
         raise UnkeyedError
@@ -50,7 +50,7 @@ _CONSTANTS = frozenset({NoneType, EllipsisType, bool, int, str, bytes, torch.dty
 
 
 def _is_named(kind: type) -> bool:
-    """Whether it is a named tuple that is no more than its fields."""
+    """Whether ``kind`` is a named tuple, and not a class that torch flattens in another way."""
     return kind not in _pytree.SUPPORTED_NODES and _pytree.is_namedtuple_class(kind)
 
 

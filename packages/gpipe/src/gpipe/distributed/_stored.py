@@ -1,4 +1,4 @@
-"""A checkpoint of ``torch.distributed.checkpoint``, as it is written and read for :mod:`gpipe.distributed`."""
+"""Reading and writing of checkpoints of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 from ._errors import RemoteError
 from ._gathering import Gathering
 
-if TYPE_CHECKING:  # for users of checkpoints alone: these take as long to import as torch
+if TYPE_CHECKING:  # imported late: these take as long to import as torch, and only checkpoints need them
     from torch.distributed.checkpoint.metadata import Metadata
 
 _SHOWN = 5
 
 
 def write(state: dict[str, Any], folder: Path, together: Gathering) -> None:
-    """Write what all have, each a part.
+    """Write the states of all processes, each its part.
 
     Raises:
-        RemoteError: another process has failed; what this one raises goes through.
+        RemoteError: another process has failed. An error of this process is raised as it is.
         LostRankError: another process has ended.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -40,7 +40,7 @@ def write(state: dict[str, Any], folder: Path, together: Gathering) -> None:
 
 
 class Stored:
-    """What a folder holds.
+    """The content of a checkpoint folder.
 
     Raises:
         OSError, ValueError: it cannot be read.
@@ -55,7 +55,9 @@ class Stored:
         self._paths = metadata.planner_data or {}
 
     def expect_model(self, names: Collection[str], own: Mapping[str, Any]) -> None:
-        """Raise ValueError if it is not of a model whose state has these names, of which this process has ``own``."""
+        """Raise ValueError if the checkpoint is of a model with other names than ``names``; ``own`` is this process's
+        state.
+        """
         found = {key.removeprefix("model.") for key in self._entries if key.startswith("model.")}
         complaints = [
             *_listed("it has no", [name for name in names if name not in found]),
@@ -73,15 +75,15 @@ class Stored:
                 yield f"{name} ({_shape(stored)}, here {_shape(shape)})"
 
     def model(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a state like ``own``, in memory of their own."""
+        """The values of a state like ``own``, in new memory."""
         targets = {f"model.{name}": _like(value) for name, value in own.items()}
         return {key.removeprefix("model."): value for key, value in self._read(targets).items()}
 
     def optimizer(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The state of an optimizer by name, of parameters with these names; nothing of those that have none here.
+        """The state of an optimizer by name, of these parameters; no state for those that have none in the checkpoint.
 
         Raises:
-            ValueError: it was saved without one.
+            ValueError: the checkpoint was saved without an optimizer.
         """
         from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
@@ -96,7 +98,7 @@ class Stored:
         return empty | unflatten_state_dict(self._read(targets), places)
 
     def _places(self, key: str, parameters: Mapping[str, Tensor]) -> Iterator[tuple[Any, ...]]:
-        """Where in the state of an optimizer the value of ``key`` belongs, if it is of one of ``parameters``."""
+        """The places in an optimizer's state where the value of ``key`` belongs, if it is of one of ``parameters``."""
         head, kind, *parts = *key.split("."), ""
         if head != "optimizer":
             return
@@ -106,11 +108,11 @@ class Stored:
             name = ".".join(parts[:k])
             if name in parameters:
                 path = self._paths.get(key, ())
-                # Longer, if a value of the state is a dict or list itself.
+                # The path is longer if a value of the state is itself a dict or list.
                 yield (kind, name, *(path[3:] or [".".join(parts[k:-1])]))
 
     def _read(self, targets: dict[str, Any]) -> dict[str, Any]:
-        """``targets``, with the values that are stored; tensors are read in place."""
+        """``targets`` with the stored values; tensors are read in place."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -123,7 +125,7 @@ class Stored:
 
 @contextmanager
 def _alone_is_meant() -> Iterator[None]:
-    """A process that reads or writes alone means to."""
+    """A context without torch's warning that only one process reads or writes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
@@ -131,7 +133,7 @@ def _alone_is_meant() -> Iterator[None]:
 
 @contextmanager
 def _own_error(together: Gathering | None) -> Iterator[None]:
-    """Turns torch's summary of what has failed into what has failed here."""
+    """A context that turns torch's summary of failures into the error of this process."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -149,7 +151,7 @@ def _own_error(together: Gathering | None) -> Iterator[None]:
 
 
 def _like(value: Any, dtype: torch.dtype | None = None) -> Any:
-    """Memory for a value like this one: of the host, unless it is a part of a tensor over several processes."""
+    """Memory for a value like this one, on the host, unless it is a DTensor over several processes."""
     if not isinstance(value, Tensor):
         return None
     value = value.detach()
@@ -157,7 +159,7 @@ def _like(value: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _memory(entry: Any, parameter: Tensor) -> Any:
-    """Memory for a value of the state of ``parameter``: in parts like it, if they are of one shape."""
+    """Memory for a value of the state of ``parameter``, sharded like it if both have the same shape."""
     if not hasattr(entry, "size"):
         return None
     if entry.size == parameter.shape:
@@ -176,7 +178,7 @@ def _shape(size: Collection[int] | None) -> str:
 
 
 def _listed(word: str, items: Collection[str]) -> list[str]:
-    """A complaint of ``items``, if there are any; of many only the first."""
+    """A sentence with ``word`` and ``items`` for an error; empty if there are none, shortened if there are many."""
     if not items:
         return []
     shown = sorted(items)

@@ -1,7 +1,7 @@
-"""Layers whose training computes with those of other processes: ``nn.SyncBatchNorm``.
+"""Layers that communicate with other processes in training: ``nn.SyncBatchNorm``.
 
-Its collectives are done where the schedule comes to the layer. So they fit together if its group has the processes with
-the same stages, one of each replica, and these come to it in the same order.
+Its collectives run when the schedule reaches the layer. They match if the layer's group consists of the processes with
+the same stages, one of each replica, and these reach the layer in the same order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import nn
 
 
 def synced_layers(module: nn.Module) -> dict[str, nn.SyncBatchNorm]:
-    """Those of ``module``, by name."""
+    """The layers of this kind in ``module``, by name."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)}
 
 
 def expect_synced(layers: Mapping[str, nn.SyncBatchNorm], members: Sequence[int], *, is_chosen: bool) -> None:
-    """Raise ValueError if any of ``layers`` would wait for others for ever, or take what is not its own.
+    """Raise ValueError if any of ``layers`` would wait forever, or receive the values of another layer.
 
     Args:
         members: the processes of the pipe, in the world.
@@ -41,5 +41,5 @@ def expect_synced(layers: Mapping[str, nn.SyncBatchNorm], members: Sequence[int]
 
 
 def _others(layer: nn.SyncBatchNorm) -> set[int]:
-    """With which processes it computes, beside this one."""
+    """The processes with which a layer computes, beside this one."""
     return {*dist.get_process_group_ranks(layer.process_group)} - {dist.get_rank()}

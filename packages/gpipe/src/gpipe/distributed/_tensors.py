@@ -1,4 +1,4 @@
-"""Tensors as bytes: what there is to say of each but its data, and the data as they lie in memory."""
+"""Tensors as bytes: a description of each, and its data as they lie in memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Dense(NamedTuple):
     """A tensor whose elements fill its memory.
 
     Attributes:
-        dtype, shape, requires_grad: of the tensor.
-        stride: of a dense tensor, any order of dimensions.
+        dtype, shape, requires_grad: those of the tensor.
+        stride: the strides of the tensor, which may have its dimensions in any order.
     """
 
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Dense(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of the data, as a list of one."""
+        """Bytes of the data, as a list of one number."""
         return [self.shape.numel() * self.dtype.itemsize]
 
     def json(self) -> list[Any]:
@@ -38,17 +38,17 @@ class Dense(NamedTuple):
         return [written(self.dtype)[1], list(self.shape), stride, self.requires_grad]
 
     def rebuilt(self, data: Iterator[Tensor]) -> Tensor:
-        """The tensor in the memory of the next of ``data``."""
+        """The tensor, in the memory of the next of ``data``."""
         flat = next(data)
         start = int(flat.storage_offset())
-        if start % self.dtype.itemsize:  # torch reads no element from an address that is no multiple of its size
+        if start % self.dtype.itemsize:  # torch needs the address of an element to be a multiple of its size
             flat, start = flat.clone(), 0
         tensor = self.within(flat.untyped_storage(), start)
         return tensor.requires_grad_() if self.requires_grad else tensor
 
     def within(self, storage: torch.UntypedStorage, start: int) -> Tensor:
-        """The tensor in memory that is there, from a byte on whose number is a multiple of an element's size."""
-        # Not by views: those have a version counter in common, and would keep the bytes as their base.
+        """The tensor in ``storage``, from byte ``start`` on, which is a multiple of an element's size."""
+        # Not as views: these would share a version counter, and refer to the tensor of bytes as their base.
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, start // self.dtype.itemsize, self.shape, self.stride)
 
@@ -72,7 +72,7 @@ class Sparse(NamedTuple):
         return [written(self.layout)[1], list(self.shape), self.coalesced, self.requires_grad, parts]
 
     def rebuilt(self, data: Iterator[Tensor]) -> Tensor:
-        """The tensor made of the next of ``data``."""
+        """The tensor, made of the next of ``data``."""
         parts = [part.rebuilt(data) for part in self.parts]
         if self.layout is torch.sparse_coo:
             indices, values = parts
@@ -86,15 +86,15 @@ class Sparse(NamedTuple):
 
 
 def _common(values: Tensor) -> dict[str, Any]:
-    """Kernels trust the indices; an accelerator would have to wait for a look at them."""
+    """The indices are not checked, here or by kernels: on an accelerator a check would wait for the device."""
     return {"device": values.device, "check_invariants": values.device.type == "cpu"}
 
 
 def facts(tensor: Tensor | None) -> Facts | None:
-    """What the :class:`Dense` of a plain tensor follows from, read off quickly; None for None.
+    """The attributes that determine the :class:`Dense` of a plain tensor, read quickly; None for None.
 
     Raises:
-        UnkeyedError: the tensor is not plain, such as a sparse one, or a subclass.
+        UnkeyedError: the tensor is not plain: it is sparse, or of a subclass, for example.
     """
     if tensor is None:
         return None
@@ -107,13 +107,13 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def _is_special(tensor: Tensor) -> bool:
-    """Whether there is more to the tensor than its memory, or less."""
+    """Whether the tensor has more than dense memory, or none."""
     lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
     return lazy or tensor.is_meta or tensor.is_nested or tensor.is_quantized
 
 
 def _dense_of(known: Any) -> Dense:
-    """The form in which a tensor with these :func:`facts` arrives."""
+    """The description of the tensor that arrives, if one with these :func:`facts` is sent."""
     dtype, shape, stride, requires_grad = known
     return Dense(dtype, shape, stride if fills(shape, stride) else contiguous(shape), requires_grad)
 
@@ -125,7 +125,7 @@ def bytes_of(tensor: Tensor, size: int) -> Tensor:
 
 
 def parts_of(tensor: Tensor) -> tuple[Dense | Sparse, list[Tensor]]:
-    """The form of any tensor, and its data. Raises TypeError if there is none."""
+    """The description of any tensor, and its data. Raises TypeError if it cannot be sent."""
     try:
         form = _dense_of(facts(tensor))
         return form, [bytes_of(tensor if tensor.stride() == form.stride else laid_out(tensor), *form.sizes)]
@@ -186,7 +186,7 @@ _LAYOUTS = (torch.strided, *_SPARSE)
 
 
 def form_from(json: list[Any]) -> Dense | Sparse:
-    """The form of a tensor that its ``json()`` has written. Raises ValueError if it has not."""
+    """The description whose ``json()`` returned ``json``. Raises ValueError if ``json`` is nothing of the kind."""
     if len(json) == 5:
         layout, shape, coalesced, requires_grad, parts = json
         dense = tuple(map(_dense_from, parts))

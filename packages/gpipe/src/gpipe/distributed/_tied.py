@@ -1,8 +1,8 @@
-"""Parameters that stages on several ranks have: each rank keeps one of its own, and they stay alike.
+"""Parameters that stages on several ranks share: each rank has a copy of its own, and the copies stay equal.
 
-The first rank that has one, by its stages, gives the others its value when the pipe is made. At the end of a step the
-gradients go to that rank, which adds them, and the sum comes back. So optimizers that do the same everywhere change all
-of them in the same way.
+When the pipe is made, the rank with the first stage that has a parameter sends its value to the others. At the end of a
+step the gradients are sent to that rank, which adds them and sends the sum back. So equal optimizers change all copies
+in the same way.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ._wires import Wires
 
 
 class Twin(NamedTuple):
-    """A tensor of this rank that others have too.
+    """A tensor of this rank that other ranks have too.
 
     Attributes:
-        number: among all of the model.
-        members: who has one, in the order of their first stages.
-        module, name: where it is.
+        number: its number among all such tensors of the model.
+        members: the ranks that have it, in the order of their first stages.
+        module, name: the module that holds it here, and its name there.
     """
 
     number: int
@@ -39,7 +39,7 @@ class Twin(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor, which may have been moved since it was found."""
+        """The tensor; looked up each time, since the module may have been moved."""
         found: Tensor = getattr(self.module, self.name)
         return found
 
@@ -50,12 +50,12 @@ def twins_of(
     """The parameters and buffers of rank ``me`` that stages on other ranks have too.
 
     Args:
-        partitions: of all stages, while all of them are one model.
-        ranks: that of each.
+        partitions: the partitions of all stages, before any is moved.
+        ranks: the rank of each.
 
     Returns:
-        These; and for each pair of ranks that send such tensors to each other, of all ranks, a stage of each that has
-        some.
+        These tensors; and for each pair of ranks that send such tensors to each other, of all ranks, a stage of each
+        that has one.
     """
     parts = [modules_below(partition) for partition in partitions]
     shared = shared_tensors(parts)
@@ -76,13 +76,13 @@ def twins_of(
 
 
 class Twins:
-    """Keeps them alike.
+    """Keeps the copies of shared tensors equal.
 
     Args:
-        found: those of this rank.
-        groups: the ranks.
-        ways: to the ranks that have any of them, and back.
-        wires: on which these may be.
+        found: the tensors of this rank.
+        groups: the ranks, and the connections between them.
+        ways: the connections to the ranks that share any of them.
+        wires: the connections between accelerators that these may use.
     """
 
     def __init__(self, found: Sequence[Twin], groups: Groups, ways: Mapping[int, Way], wires: Wires) -> None:
@@ -92,7 +92,7 @@ class Twins:
         self._wires = wires
 
     def spread_values(self) -> None:
-        """Let all have the values of the owner."""
+        """Send the values of the first rank that has each tensor to the others."""
         for twin in self._owned:
             for k in twin.members[1:]:
                 self._ways[k].put(twin.tensor.detach())
@@ -104,16 +104,16 @@ class Twins:
         self._flush()
 
     def trained(self, module: nn.Module) -> list[Tensor]:
-        """Those below ``module`` whose gradients are parts of a sum."""
+        """The leaves in ``module`` whose gradients have to be summed over ranks."""
         twins = [twin.tensor for twin in (*self._owned, *self._others)]
         below = {*parameters_of(module)} if twins else set()
         return [tensor for tensor in twins if tensor.requires_grad and tensor in below]
 
     def summed(self, grown: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """``grown``, the gradients of leaves in a run, where those of twins are sums over all ranks.
+        """``grown``, the gradients of leaves in a run, with those of shared leaves summed over all ranks.
 
-        All ranks come to twins in the same order, and first to the parts of sums: so what goes from one to another is
-        read in the order in which it was sent.
+        All ranks handle the tensors in the same order, and send their parts before they receive sums: so messages
+        between two ranks are read in the order in which they were sent.
         """
         found = dict(grown)
         for twin in self._others:
@@ -132,7 +132,7 @@ class Twins:
         return found
 
     def _flush(self) -> None:
-        """Wait until all that was sent has arrived, also on devices: nobody else looks whether it does."""
+        """Wait until everything that was sent has been received, also by devices: nothing else checks that."""
         for way in self._ways.values():
             way.flush()
         if self._ways:
@@ -140,7 +140,7 @@ class Twins:
 
 
 class Way:
-    """To one of the other ranks and back.
+    """Sends tensors to one other rank, and receives them.
 
     Args:
         sender, receiver: the two directions.
@@ -151,18 +151,18 @@ class Way:
         self._receiver = receiver
 
     def put(self, tensor: Tensor | None) -> None:
-        """Send it on its way."""
+        """Start to send ``tensor``."""
         self._sender.put(0, [tensor])
 
     def get(self) -> Tensor | None:
-        """Wait for the next one, or until it is on its way from device to device."""
+        """Wait for the next tensor; if it goes from device to device, until the transfer is queued."""
         self._receiver.expect(1)
         payload: Any = self._receiver.get()[2]
         found: Tensor | None = payload[0]
         return found
 
     def flush(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until everything that was sent has been received."""
         self._sender.flush()
 
 
@@ -173,12 +173,12 @@ def ways_of(
     devices: Mapping[int, torch.device],
     wires: Wires,
 ) -> dict[int, Way]:
-    """Those of this rank, by the number of the other.
+    """The ways between this rank and others, by the number of the other rank.
 
     Args:
-        ties: of all ranks, with their numbers; see :func:`gpipe.distributed._places.ties_between`.
-        devices: of the stages that are here.
-        wires: those of the directions in which tensors go from device to device; others go by way of host memory.
+        ties: those of all ranks, with their numbers; see :func:`gpipe.distributed._places.ties_between`.
+        devices: the devices of the stages of this rank.
+        wires: for directions in which tensors go from device to device; others go through host memory.
     """
     found = {}
     for number, a, b in ties:

@@ -1,7 +1,7 @@
-"""Our stages and schedules in torch's pipelining runtime: the one place that touches what torch keeps private.
+"""Our stages and schedules in torch's pipelining runtime. This is the only file that uses torch's private names for it.
 
-Between stages torch sends flat tuples of tensors. So skips go through all stages between the one that stashes them and
-the one that pops them, behind the values.
+Torch sends flat tuples of tensors between neighbouring stages. So a skip is appended to the values, and passes through
+all stages between the one that stashes it and the one that pops it.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _KINDS = {
     Kind.BACKWARD_INPUT: _ComputationType.BACKWARD_INPUT,
     Kind.BACKWARD_WEIGHT: _ComputationType.BACKWARD_WEIGHT,
 }
-"""Not those that recompute: there a checkpointed micro-batch recomputes in its backward."""
+"""Without recompute actions: a checkpointed micro-batch recomputes in its backward there."""
 
 
 class Carrier(Partition):
-    """A partition that takes and gives what torch sends: its values, then the skips that pass.
+    """A partition that takes and returns what torch sends: its values, then the skips that pass.
 
     Args:
-        partition: whose layers, under their own names.
-        index: of the stage.
-        stages: how many there are.
-        layout: which skips go from where to where.
-        stop: micro-batches below it are checkpointed.
+        partition: the layers, with the names that they have in the model.
+        index: the number of the stage.
+        stages: the number of stages.
+        layout: the stages between which skips go.
+        stop: micro-batches below this number are checkpointed.
 
     Attributes:
-        microbatch: which is about to be computed.
+        microbatch: the one that is computed next.
     """
 
     def __init__(self, partition: nn.Module, index: int, stages: int, layout: SkipLayout, stop: int) -> None:
@@ -60,16 +60,16 @@ class Carrier(Partition):
         if self._index:
             for value in args:
                 if value.requires_grad:
-                    value.register_hook(Tensor.contiguous)  # gloo sends no other gradients
+                    value.register_hook(Tensor.contiguous)  # gloo sends contiguous tensors only
         if self.training and torch.is_grad_enabled() and self.microbatch < self._stop:
-            again = nullcontext(), KeptBuffers([self])  # batch norm counts a micro-batch once
+            again = nullcontext(), KeptBuffers([self])  # batch norm must count a micro-batch once
             return checkpoint(self._carried, *args, use_reentrant=False, context_fn=lambda: again, **kwargs)
         return self._carried(*args, **kwargs)
 
     def _carried(self, *args: Any, **kwargs: Any) -> Any:
         values, skips = args[: len(args) - len(self._takes)], args[len(args) - len(self._takes) :]
         if self._index and len(values) > 1:
-            values = (values,)  # a tuple is one value, of which torch makes several
+            values = (values,)  # else torch would unpack a tuple into several values
         store = dict(zip(self._takes, skips, strict=True))
         with routed(store):
             value = super().forward(*values, **kwargs)
@@ -100,7 +100,7 @@ _CANNOT = (
 
 
 class KeptBuffers:
-    """Inside, whatever is computed, the buffers of ``modules`` stay as they were. May be entered again."""
+    """A context in which the buffers of ``modules`` do not change, whatever is computed. It may be nested."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [each for module in modules for each in module.modules()]
@@ -114,16 +114,16 @@ class KeptBuffers:
         for buffers, before in self._before:
             buffers.update(before)
         for buffer, value in self._values:
-            # Past the count of changes: batch norm saves its statistics for a backward that does not read them.
+            # Without counting it as a change: batch norm saves its statistics for a backward that does not read them.
             buffer.data.copy_(value)
 
 
 class Stage(PipelineStage):  # type: ignore[misc, unused-ignore]
-    """A stage of torch's, whose layers know which micro-batch they compute."""
+    """One of torch's stages, whose layers know which micro-batch they compute."""
 
     def __init__(self, carrier: Carrier, index: int, stages: int, device: torch.device, group: Any) -> None:
         super().__init__(carrier, index, stages, device, group=group)
-        self._carrier = carrier  # users may wrap the module, as in DistributedDataParallel
+        self._carrier = carrier  # callers may wrap submod, in DistributedDataParallel for example
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._carrier.microbatch = fwd_chunk_id
@@ -131,13 +131,13 @@ class Stage(PipelineStage):  # type: ignore[misc, unused-ignore]
 
 
 class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
-    """torch's runtime on a walk of ours.
+    """torch's runtime with our schedules.
 
     Args:
         stages: those of this rank, in order.
         walk: the steps of all ranks.
-        chunks: how many micro-batches there are.
-        loss_fn: of a micro-batch, weighed; None if nothing is trained.
+        chunks: the number of micro-batches.
+        loss_fn: the share of a micro-batch in the loss; None if nothing is trained.
     """
 
     def __init__(self, stages: Sequence[Stage], walk: Walk, chunks: int, loss_fn: Callable[..., Tensor] | None) -> None:
@@ -150,7 +150,7 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
         )
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
-        """As torch's; refuses rows of which it would drop some, or compute something else."""
+        """Like torch's ``step``. Refuses a mini-batch of which torch would drop rows, or compute something else."""
         self._refuse_replicas()
         given = {**{f"argument {k}": value for k, value in enumerate(args)}, **kwargs, "target": target}
         for name, value in given.items():
@@ -162,7 +162,7 @@ class Runtime(_PipelineScheduleRuntime):  # type: ignore[misc, unused-ignore]
         if self._ready_for == self._has_backward:
             return super()._initialize_stages(*args, **kwargs)
         self._ready_for = self._has_backward
-        # To find out shapes it computes what is in memory by chance, of which nothing may stay in batch norm.
+        # To find out shapes, torch computes a forward of uninitialised memory. Batch norm must not keep its statistics.
         with torch.random.fork_rng(devices=[]), KeptBuffers([stage.submod for stage in self._stages]):
             return super()._initialize_stages(*args, **kwargs)
 
@@ -215,12 +215,12 @@ def runtime_of(
     """The stages of this rank, and what runs them.
 
     Args:
-        partitions: those of this rank, by the number of their stage.
-        devices: of these.
-        stops: for each stage of the model, micro-batches below it are checkpointed.
-        layout: which skips go from where to where.
+        partitions: the partitions of this rank, by the number of their stage.
+        devices: the device of each of these.
+        stops: for each stage of the model, the number below which micro-batches are checkpointed.
+        layout: the stages between which skips go.
         walk, chunks, loss_fn: see :class:`Runtime`.
-        group: the processes.
+        group: the processes that take part.
     """
     stages = [
         Stage(Carrier(partition, j, len(stops), layout, stops[j]), j, len(stops), device, group)

@@ -1,7 +1,8 @@
 """The tree of a value as JSON: ``["dict", ["x", "mask"], [branches...]]``, down to tensors and constants.
 
-A class is named by its module. Whoever reads that looks it up among the modules that are imported, and takes it only if
-it is what the message says: a named tuple, a dataclass, a mapping, or a node registered with ``torch.utils._pytree``.
+A class is written as module and name. The reader looks it up among imported modules, and accepts it only if it is of
+the kind that the message says: a named tuple, a dataclass, a mapping, or a node registered with
+``torch.utils._pytree``.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ class _Probe:
     field: Any
 
 
-# Mappings and dataclasses that nobody has registered are nodes of one kind to microbatch; their class and the names of
-# their branches are the context.
+# microbatch has one kind of node for all mappings and dataclasses that are not registered; its context holds their
+# class and the names of their branches.
 _probed: Spec = flatten(_Probe(None))[1]
 _OPENED, _SHAPE = _probed.type, type(_probed.context)
 _LEAF: Spec = flatten(None)[1]
 
 
 class UnwrittenError(TypeError):
-    """Something in a value cannot be written; the message is what follows its path.
+    """Something in a value cannot be written. The message is the end of a sentence that begins with its path.
 
     Attributes:
         trail: the nodes on the way to it, from the root, each with the number of the branch that leads on.
@@ -49,9 +50,9 @@ class UnwrittenError(TypeError):
 
 
 def path_of(error: UnwrittenError, root: str = "output") -> str:
-    """How a reader finds the place of ``error``."""
+    """The path to the value of ``error``, as Python writes it, such as ``output['x'][1]``."""
     for spec, k in error.trail:
-        if spec.type is not Aliased:  # its branches have no names of their own
+        if spec.type is not Aliased:  # the branches of an Aliased have no names
             root = _labels(spec, root)[k]
     return root
 
@@ -62,12 +63,12 @@ def _labels(spec: Spec, root: str) -> list[str]:
     try:
         node = unflatten([None] * count, _pytree.TreeSpec(spec.type, spec.context, [_LEAF] * count))
         return list(leaf_paths(node, root))
-    except Exception:  # a class may want others
+    except Exception:  # the class cannot be made with these branches
         return [f"{root}[{k}]" for k in range(count)]
 
 
 def written_tree(spec: Spec, leaves: Iterator[Any]) -> Any:
-    """A tree as JSON, given that of its leaves.
+    """A tree as JSON, given the JSON of its leaves.
 
     Raises:
         UnwrittenError: a node cannot be written, or ``leaves`` raise a TypeError.
@@ -95,7 +96,7 @@ def _branch(spec: Spec, k: int, child: Spec, leaves: Iterator[Any]) -> Any:
 
 
 def _node(spec: Spec) -> list[Any]:
-    """What there is to say of a node but its branches."""
+    """The description of a node without its branches."""
     kind, context = spec.type, spec.context
     if kind in _WRITERS:
         return _WRITERS[kind](context)
@@ -145,7 +146,7 @@ def _written_view(view: View) -> list[Any]:
 
 
 def _written_context(kind: type, context: Any) -> Any:
-    """In the words of who registered the class, if there are any."""
+    """The context of a node, as the serializer that was registered with the class writes it, if there is one."""
     how = _pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
     try:
         if how is not None and how.to_dumpable_context is not None:
@@ -159,7 +160,7 @@ def _written_context(kind: type, context: Any) -> Any:
 
 
 def _owned(kind: type, context: Any) -> Any:
-    """Raise ValueError if ``context`` names another class: what is registered may call it, with branches of a kind."""
+    """The context, or ValueError if it names another class: registered functions may call what is named there."""
     if isinstance(context, list):
         if context[:1] == ["class"] and not issubclass(class_of(context[1]), kind):
             raise ValueError(f"the context of a {kind.__qualname__} names the class {context[1]}")
@@ -174,7 +175,7 @@ _WRITERS: dict[Any, Callable[[Any], list[Any]]] = {
     dict: lambda names: ["dict", _keys(names)],
     OrderedDict: lambda names: ["OrderedDict", _keys(names)],
     defaultdict: _written_default,
-    torch.Size: lambda context: ["Size"],  # a constant, although torch.fx registers it when it is imported
+    torch.Size: lambda context: ["Size"],  # a constant, although importing torch.fx registers it as a node
     deque: lambda maxlen: ["deque", maxlen],
     namedtuple: lambda kind: ["namedtuple", name_of(kind)],
     _OPENED: _written_plain,
@@ -183,12 +184,12 @@ _WRITERS: dict[Any, Callable[[Any], list[Any]]] = {
 
 
 def read_tree(tree: Any, leaf: Callable[[Any], Any], leaves: list[Any]) -> Spec:
-    """The tree that :func:`written_tree` has written. Raises ValueError if it has not.
+    """The tree that :func:`written_tree` has written. Raises ValueError if ``tree`` is nothing of the kind.
 
     Args:
         tree: what was written.
-        leaf: what a leaf is, given its JSON.
-        leaves: where they go, in order.
+        leaf: a function from the JSON of a leaf to the leaf.
+        leaves: a list to which the leaves are appended, in order.
     """
     if not isinstance(tree, list) or tree[0] not in _READERS:
         leaves.append(leaf(tree))

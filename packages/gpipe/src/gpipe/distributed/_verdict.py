@@ -1,4 +1,4 @@
-"""What the rank of the last stage tells the others of the losses."""
+"""What the rank of the last stage tells the others about the losses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._far_loss import Verdict
 from ._forms import Form, form_of
 
 _NUMBERS: Final = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-"""The kinds of a loss that is written as a number, from which it is read as it was."""
+"""The dtypes of a loss that JSON can hold as a number without rounding."""
 
 
 def written(losses: Losses) -> dict[str, Any]:
-    """The verdict, as JSON can write it."""
+    """The verdict as JSON holds it."""
     scale, loss = losses.scale, losses.loss
     scale = float(scale.on(torch.device("cpu"))) if isinstance(scale, DeviceScale) else scale
     kind = str(loss.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Who ends transfers between accelerators that will never be done."""
+"""A thread that ends transfers between accelerators when the other end does not answer."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import torch.distributed as dist
 from ._errors import UnreachableError
 
 _PAUSE = 0.05
-"""Seconds between looks."""
+"""Seconds between two checks."""
 
 
 class Watch:
-    """A thread that looks at the transfers of a rank while there are any.
+    """A thread that checks the transfers of a rank as long as there are any.
 
-    When the other end of one has gone, the device waits for it forever, and with it each thread that waits for the
-    device, in a call of the driver that Python cannot end. Only the end of the communicator does. Torch's own watchdog
-    would end the process.
+    When the process at the other end of a transfer has ended, the device waits for it forever. So does each thread that
+    waits for the device, in a call of the driver that Python cannot interrupt. Only aborting the communicator ends
+    this. (Torch's own watchdog would end the process.)
 
     Args:
-        timeout: how long no transfer may make progress.
+        timeout: how long transfers may make no progress.
 
     Attributes:
-        lost: with whom none did; None while all is well.
+        lost: the member whose transfer took too long; None if there is none.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -42,11 +42,11 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def own(self, group: dist.ProcessGroup) -> None:
-        """End this one with the others."""
+        """Abort ``group`` together with the others."""
         self._groups.append(group)
 
     def add(self, works: Sequence[Any], member: int) -> None:
-        """Look at transfers with ``member`` until they are done."""
+        """Check transfers with ``member`` until they have ended."""
         now = time.monotonic()
         with self._lock:
             self._under_way.extend((now, work, member) for work in works)
@@ -55,16 +55,16 @@ class Watch:
                 self._thread.start()
 
     def check(self) -> None:
-        """Raise :class:`UnreachableError` if communicators were ended since nothing came."""
+        """Raise :class:`UnreachableError` if communicators were aborted because of a timeout."""
         if self.lost is not None:
             raise self.lost
 
     def end(self) -> None:
-        """End all communicators: what is under way stops, and the devices go on without it."""
+        """Abort all communicators: transfers stop, and the devices go on without them."""
         with self._lock:
             groups, self._groups = self._groups, []
         for group in groups:
-            with suppress(RuntimeError):  # there is nobody who could do anything about it
+            with suppress(RuntimeError):  # an abort that fails leaves nothing else to try
                 group.abort()
 
     def _look(self) -> None:
@@ -75,7 +75,7 @@ class Watch:
             self.end()
 
     def _late(self) -> int | None:
-        """With whom nothing has happened for too long; -1 if nothing is under way, None if all is well so far."""
+        """The member whose transfer took too long; -1 if there are no transfers, None if all are in time so far."""
         now = time.monotonic()
         with self._lock:
             while self._under_way and (not self._groups or self._under_way[0][1].is_completed()):
@@ -85,5 +85,6 @@ class Watch:
                 self._thread = None
                 return -1
             since, _, member = self._under_way[0]
-            # The host asks for transfers long before the device comes to them: the time begins with the one before.
+            # The host queues a transfer long before the device starts it: the time counts from the end of the one
+            # before.
             return member if now - max(since, self._progress) > self._timeout else None

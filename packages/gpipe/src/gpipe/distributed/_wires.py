@@ -1,8 +1,8 @@
-"""Tensors from accelerator to accelerator: for each direction of a channel a communicator and a stream of its own.
+"""Tensors from accelerator to accelerator, with a communicator and a stream for each direction of a channel.
 
-A message's head goes by way of the host (:mod:`gpipe.distributed._messages`). It says how large its tensors are, and
-that they are on their way: they have been asked for before the head is sent, so that no head announces what never
-comes. The receiver has memory made for them, and its stage's stream waits for them, as for a copy within a process::
+The head of a message goes through the host (:mod:`gpipe.distributed._messages`). It gives the sizes of the tensors, and
+is sent only when their transfers have been queued, so that every tensor that a head announces is on its way. The
+receiver allocates memory for them, and its stage's stream waits for them, as for a copy within a process::
 
     source computes   --y--x--------------------->          x: the wire waits for y
     wire                    \\--send--x                      x: y is recorded with it
@@ -10,10 +10,10 @@ comes. The receiver has memory made for them, and its stage's stream waits for t
     wire                  --recv--x                         x: event
     target computes  --------------\\--reads-->
 
-Transfers of one communicator are done in order, one after the other, and each waits for its other end. Channels of the
-same two ranks are written and read in orders of their own, so that on a common communicator, or behind a common stream,
-the next transfer of one rank could wait for one that the other rank comes to only after it: for ever. Hence both are
-those of one direction of one channel, whose messages are read in the order in which they were written.
+Why one communicator and one stream for each direction of each channel: the transfers of a communicator, or of a stream,
+run one after the other, and each waits for its other end. Two ranks may use different channels in different orders. On
+a common communicator, a rank could then wait for a transfer that the other rank queues only behind one that waits for
+this rank: a deadlock. The messages of one direction of one channel are read in the order in which they were written.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Wire:
 
     Args:
         peer: the other end, in a process group of the two.
-        device: of this end.
-        watch: of all wires of this rank.
+        device: the device of this end.
+        watch: checks the transfers of this rank.
     """
 
     def __init__(self, peer: Peer, device: torch.device, watch: Watch) -> None:
@@ -65,7 +65,7 @@ class Wire:
         self._last: AbstractEvent = None
 
     def send(self, data: Sequence[Tensor]) -> None:
-        """Queue transfers of what the current stream computes; no thread waits."""
+        """Queue transfers of ``data``, behind the work of the current stream; no thread waits."""
         self._watch.check()
         wait_stream(self._stream, current_stream(self._device))
         with use_stream(self._stream):
@@ -75,7 +75,7 @@ class Wire:
             recorded(part, self._stream)
 
     def receive(self, sizes: Sequence[int]) -> list[Tensor]:
-        """So many bytes each, for which the current stream waits; no thread does."""
+        """Tensors of these sizes in bytes; the current stream waits for them, no thread does."""
         self._watch.check()
         self._owed = sizes
         with use_stream(self._stream):
@@ -87,7 +87,7 @@ class Wire:
         return parts  # type: ignore[no-any-return]
 
     def open(self, *, leads_away: bool) -> None:
-        """Make the communicator, by a first transfer; both ends come here."""
+        """Make the communicator, by a first transfer. Both ends call this together."""
         if leads_away:
             self.send([torch.zeros(1, dtype=torch.uint8, device=self._device)])
         else:
@@ -96,15 +96,15 @@ class Wire:
         self._watch.check()
 
     def drain(self) -> None:
-        """Take what there was no memory for; the sender waits for that."""
+        """After a failed run: receive what was not read, for which the sender waits."""
         if self._owed:
             self.receive(self._owed)
 
     def settle(self) -> None:
-        """Wait until all that was received is there.
+        """Wait until everything has been received.
 
         Raises:
-            UnreachableError: it has not come in time. All communicators have ended.
+            UnreachableError: that takes too long. All communicators have been aborted.
         """
         wait_event(CPUStream, self._last)
         self._watch.check()
@@ -112,29 +112,29 @@ class Wire:
     def _transfer(self, works: list[Any]) -> None:
         self._watch.add(works, self._peer.member)
         for work in works:
-            self._peer.wait(work)  # no thread: the current stream
+            self._peer.wait(work)  # lets the current stream wait, not the thread
 
 
 class Wires:
-    """All of a rank, by the tag of their direction."""
+    """All wires of a rank, by the tag of their direction."""
 
     def __init__(self, found: dict[int, Wire], watch: Watch) -> None:
         self._found = found
         self._watch = watch
-        # Not shut down, for which the other ranks would have to be there too. Between runs nothing is under way.
+        # Not a shutdown, in which all ranks would have to take part. Between runs there are no transfers to lose.
         weakref.finalize(self, watch.end)
 
     def get(self, tag: int) -> Wire | None:
-        """That wire; None if such messages go by way of host memory."""
+        """The wire with that tag; None if such messages go through host memory."""
         return self._found.get(tag)
 
     def settle(self) -> None:
-        """Wait until all that was received is there; UnreachableError if it does not come."""
+        """Wait until everything has been received; UnreachableError if that takes too long."""
         for wire in self._found.values():
             wire.settle()
 
     def end(self) -> None:
-        """End what is under way: somebody is lost."""
+        """Abort all transfers, because a rank is lost."""
         self._watch.end()
 
 
@@ -148,13 +148,13 @@ def open_wires(
     places: Sequence[Place],
     name: str,
 ) -> Wires:
-    """The wires of this rank; all ranks call this.
+    """Open the wires of this rank. All ranks call this together.
 
     Args:
-        meeting: where they agree that all of theirs are open.
+        meeting: exchanges reports, by which ranks learn whether all wires are open.
         ties: see :func:`direct`.
-        devices, places: of all stages; devices of other ranks are not looked at.
-        name: of all wires together, the same on all ranks, and different each time.
+        devices, places: those of all stages; devices of other ranks are not used.
+        name: a name that is the same on all ranks, and different in each call.
 
     Raises:
         RuntimeError: a communicator could not be made, on the rank where that is so; RemoteError on others.
@@ -163,7 +163,8 @@ def open_wires(
     directions = direct(ranks, layout, ties, places)
     if directions:
         with agreement(meeting, groups.members):
-            # All go through the list in its order: the first one that is not open has both its ends at it.
+            # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
+            # other.
             for each in directions:
                 if groups.me in (ranks[each.source], ranks[each.target]):
                     backend = str(places[each.source].backend)
