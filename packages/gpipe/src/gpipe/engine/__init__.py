@@ -1,1 +1,3 @@
-"""Walks the programs of all stages: pipeline, run, stage runner, cell."""
+"""Runs a pipeline: :class:`Pipeline` makes a ``Run``, in which ``StageRunner`` computes the ``Cell`` of each
+micro-batch.
+"""

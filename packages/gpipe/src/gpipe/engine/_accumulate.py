@@ -1,4 +1,4 @@
-"""Gradients that accumulate outside of ``.grad``, from micro-batch to micro-batch, past all hooks."""
+"""Accumulate gradients outside ``.grad`` over micro-batches, without calling hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._scale import Scale, scaled
 
 
 class AccumulatedGradients:
-    """The sums of the gradients of some leaves, which nobody else sees. For one thread."""
+    """The sums of the gradients of some leaves, outside ``.grad``. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._sums: dict[Tensor, Tensor] = {}
@@ -24,9 +24,12 @@ class AccumulatedGradients:
     def backward(
         self, roots: Sequence[Tensor], seeds: Sequence[Tensor], graph: Below, inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Add what flows from ``roots`` to the leaves of their ``graph``; what flows to ``inputs``.
+        """Add the gradients that flow from ``roots`` to the leaves of their ``graph``.
 
-        No hooks of the leaves must be there but such as may be called.
+        The leaves must have no hooks but those that may be called for a part of the gradient.
+
+        Returns:
+            The gradients of ``inputs``.
         """
         flowing = [tensor for tensor in inputs if tensor.requires_grad]
         with _copied(graph.leaves if graph.is_custom else ()):
@@ -37,11 +40,11 @@ class AccumulatedGradients:
         return [next(sent) if tensor.requires_grad else None for tensor in inputs]
 
     def accumulate(self, roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Tensor]) -> None:
-        """Add what flows from ``roots`` to ``ends``."""
+        """Add the gradients that flow from ``roots`` to ``ends``."""
         self._add(ends, _engine.gradients(roots, gradients, ends, keep_graph=False))
 
     def take(self, scale: Scale = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The leaves with ``scale`` times their sums, which are forgotten."""
+        """The leaves with ``scale`` times their sums, which are then dropped."""
         sums, self._sums, self._own = self._sums, {}, set()
         for leaf, gradient in sums.items():
             yield leaf, scaled(gradient, scale)
@@ -54,7 +57,7 @@ class AccumulatedGradients:
     def _add_one(self, leaf: Tensor, gradient: Tensor) -> None:
         before = self._sums.get(leaf)
         if before is None:
-            self._sums[leaf] = gradient  # perhaps somebody else's too, as the gradients of both terms of a sum are
+            self._sums[leaf] = gradient  # may be shared: both terms of a sum have one gradient
         elif id(leaf) in self._own:
             before += gradient
         else:
@@ -70,7 +73,7 @@ def added(a: Tensor, b: Tensor) -> Tensor:
 
 @contextmanager
 def _copied(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, what arrives at ``leaves`` is copied as it does: a custom Function may overwrite the gradient it gets."""
+    """A context that copies gradients when they arrive at ``leaves``: a custom Function may overwrite them later."""
     handles = [leaf.register_hook(_copy) for leaf in leaves]  # type: ignore[no-untyped-call]
     try:
         yield
@@ -80,5 +83,5 @@ def _copied(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _copy(gradient: Tensor | None) -> Tensor | None:
-    """None comes from a custom Function that returns it."""
+    """``gradient`` is None if a custom Function returns None."""
     return None if gradient is None else gradient.clone()

@@ -1,13 +1,13 @@
-"""How autograd sees a run: two nodes, whatever happens inside.
+"""A run in the caller's autograd graph: two nodes, for any number of stages.
 
 ::
 
     input --> PipelineBackward --token--> Attach --> output
                on the CPU          on the output's device
 
-Autograd runs a node on the thread of the device of its gradients. One that waited on a GPU's thread for workers, whose
-own backwards need that thread, would never return. So ``Attach`` only lays the gradients aside, and hands an empty CPU
-tensor to the node that waits.
+Autograd runs a node on the thread of its gradients' device. If a node on a GPU's thread waited for the workers, it
+would wait forever: their backwards need that thread. So ``Attach`` only stores the gradients, and passes an empty CPU
+tensor to ``PipelineBackward``, which waits on the CPU's thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from microbatch import Batch, Split, flatten, map_tensors, rules
 
 
 def reattach(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch]:
-    """``views``, which :func:`microbatch.scatter_views` made of ``value``, as results of it in the caller's graph."""
+    """``views``, which :func:`microbatch.scatter_views` made of ``value``, connected to it in the caller's graph."""
     if isinstance(value, Tensor) and spec is None:
         return _reattached(value, views) if value.requires_grad else list(views)
     wholes = list(Batch(value))
@@ -31,7 +31,7 @@ def reattach(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch
         return list(views)
     columns: dict[int, Sequence[Tensor]] = {}
     for dim, whole, column in zip(_dims(value, spec), wholes, zip(*views, strict=True), strict=True):
-        if id(whole) not in columns:  # of a tensor that is there twice, the micro-batches are too
+        if id(whole) not in columns:  # a tensor that is in ``value`` twice is in each micro-batch twice too
             columns[id(whole)] = _dealt(dim, whole, column)
     rows = [columns[id(whole)] for whole in wholes]
     return [_with(batch, row) for batch, row in zip(views, zip(*rows, strict=True), strict=True)]
@@ -48,7 +48,7 @@ def _dealt(dim: int | None, whole: Tensor, views: Sequence[Tensor]) -> Sequence[
 
 
 def _dims(value: Any, spec: Any) -> list[int | None]:
-    """The dimension along which each tensor of ``value`` was cut; None of one that went whole into each micro-batch."""
+    """The dimension along which each tensor of ``value`` was cut; None for one that each micro-batch has as a whole."""
     return [
         rule.dim if isinstance(rule, Split) else None
         for leaf, rule in zip(flatten(value)[0], rules(value, spec), strict=True)
@@ -62,7 +62,7 @@ def _with(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
 
 
 class Scatter(torch.autograd.Function):
-    """From a tensor to micro-batches that share its memory, each with its own version counter if it was cut."""
+    """Cuts a tensor into micro-batches that share its memory; if it is cut, each has its own version counter."""
 
     @staticmethod
     def forward(ctx: Any, dim: int | None, whole: Tensor, *views: Tensor) -> tuple[Tensor, ...]:
@@ -86,11 +86,11 @@ class Scatter(torch.autograd.Function):
 
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
-"""From the gradients of the outputs to those of the inputs; None where nothing flows."""
+"""A function from the gradients of the outputs to those of the inputs; None where there is no gradient."""
 
 
 def attach(backward: Backward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """``outputs`` as results of ``inputs`` in the caller's graph, whose backward is ``backward``.
+    """``outputs``, connected to ``inputs`` in the caller's graph by a node whose backward is ``backward``.
 
     All ``outputs`` must require grad; they do even if none of the inputs does, because parameters inside may.
     """
@@ -99,12 +99,12 @@ def attach(backward: Backward, inputs: Sequence[Tensor], outputs: Sequence[Tenso
     seeds: list[Tensor | None] = []
     anchor = torch.empty(0, device="cpu", requires_grad=True)
     token = PipelineBackward.apply(backward, seeds, anchor, *inputs)  # type: ignore[no-untyped-call]
-    # Detached: as leaves that require grad they would be held by the nodes that accumulate their gradients.
+    # Detached: a leaf that requires grad would be kept alive by its AccumulateGrad node.
     return list(Attach.apply(seeds, token, *map(Tensor.detach, outputs)))  # type: ignore[no-untyped-call]
 
 
 class Attach(torch.autograd.Function):
-    """The identity on the outputs; its backward lays their gradients aside."""
+    """The identity on the outputs; its backward stores their gradients."""
 
     @staticmethod
     def forward(ctx: Any, seeds: list[Tensor | None], token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -119,9 +119,9 @@ class Attach(torch.autograd.Function):
 
 
 class PipelineBackward(torch.autograd.Function):
-    """From the inputs to a token that stands for the run; its backward is the run's.
+    """From the inputs to a token that stands for the run; its backward is that of the run.
 
-    Among the inputs are parameters whose nodes somebody has hooks on, since these fire whenever the node runs.
+    The inputs include parameters whose ``AccumulateGrad`` node other code has hooks on; these fire when the node runs.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A run is no part of a CUDA graph."""
+"""A run cannot be recorded in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def expect_no_capture(devices: Iterable[torch.device]) -> None:
-    """Raise RuntimeError where a run would become part of a CUDA graph."""
+    """Raise RuntimeError if a CUDA graph is being captured on one of ``devices``."""
     if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a pipeline cannot be captured in a CUDA graph: its workers wait for each other on the host, which a graph "

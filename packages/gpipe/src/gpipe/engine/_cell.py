@@ -1,4 +1,4 @@
-"""A cell: one micro-batch on one stage, forwards, perhaps once more, and backwards."""
+"""A cell: the forward, the recomputation if there is one, and the backward of one micro-batch on one stage."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class Cell:
     """One micro-batch on one stage, which keeps its graph from the forward to the backward.
 
-    The graph begins at **leaves**, the inputs cut off from the stage before, and ends at the outputs. So every backward
-    is a small one of its own, and the gradients of the leaves are what the stage before waits for.
+    The graph begins at **leaves**, the detached inputs, and ends at the outputs. So every cell has a small backward of
+    its own, and the gradients of the leaves are what the stage before waits for.
     """
 
     __slots__ = ("_layers", "_left", "_outputs", "_random", "inputs")
@@ -45,31 +45,35 @@ class Cell:
         self._random = random
 
     def forward(self, inputs: Activation) -> Activation:
-        """Run the layers; the outputs, cut off."""
+        """Run the layers, and return the detached outputs."""
         self.inputs = inputs
         layers, random = self._layers, self._random
         with _NOTHING if random is None else layers.draws.learning(random):
             outputs = layers.compute(inputs)
         self._outputs = outputs.tensors
         sent = detach_leaves(outputs)
-        # A bare tensor shares memory with nothing that matters, if nobody else has to do with what it was made of.
+        # No other value uses the memory of a single tensor, if none of the inputs and of the layers' tensors shares it.
         apart = not inputs.ties and not layers.given and len(sent.tensors) == 1
         return sent if apart else flag_aliases(sent, inputs, layers.given)
 
     def recompute(self) -> None:
-        """Make :meth:`backward` possible; here it is already."""
+        """Make :meth:`backward` possible. Nothing to do for a cell that keeps its graph."""
 
     def below(self) -> Below:
-        """What lies below the outputs; the leaves are what :meth:`backward` accumulates the gradients of."""
+        """The leaves below the outputs, to which :meth:`backward` adds gradients."""
         return below(self._outputs, self.inputs.tensors)
 
     def backward(
         self, gradients: Sequence[Tensor | None], grown: AccumulatedGradients | None = None
     ) -> list[Tensor | None]:
-        """Accumulate the gradients of the parameters, given those of the outputs; the gradients of the inputs.
+        """Accumulate the gradients of the parameters, given those of the outputs.
 
-        There is one for each tensor, in order; None where nothing flows. Those of the parameters go to ``grown``, if
-        it is there, else to ``.grad``.
+        Args:
+            gradients: those of the outputs; None where there is none.
+            grown: collects the gradients of the parameters; without it they are added to ``.grad``.
+
+        Returns:
+            The gradients of the inputs, one for each tensor, in order; None where there is none.
         """
         outputs, seeds = self._flowing(gradients)
         inputs = self.inputs.tensors
@@ -82,9 +86,9 @@ class Cell:
     def backward_input(
         self, gradients: Sequence[Tensor | None], grown: AccumulatedGradients | None = None
     ) -> list[Tensor | None]:
-        """The gradients of the inputs alone, as :meth:`backward` would; :meth:`backward_weight` does the rest.
+        """The first part of a split backward: the gradients of the inputs. :meth:`backward_weight` does the rest.
 
-        Where the graph cannot be taken apart this is the whole backward.
+        Where the graph cannot be split this is the whole backward.
         """
         inputs = self.inputs.tensors
         leaves = [leaf for leaf in inputs if leaf.requires_grad]
@@ -102,13 +106,13 @@ class Cell:
         return [next(found) if leaf.requires_grad else None for leaf in inputs]
 
     def backward_weight(self, grown: AccumulatedGradients | None = None) -> None:
-        """Accumulate the gradients of the parameters."""
-        left, self._left = self._left[::-1], []  # what is left may be a method of this cell: a cycle
-        while left:  # each is let go, with the gradients that it starts from, once it is done
+        """The second part of a split backward: accumulate the gradients of the parameters."""
+        left, self._left = self._left[::-1], []  # may hold methods of this cell: a reference cycle
+        while left:  # frees each, with its gradients, when it is done
             self._backwards(left.pop(), grown)
 
     def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The outputs from which a gradient flows, and the gradients."""
+        """The outputs that have a gradient, and these gradients."""
         outputs, seeds = [], []
         for output, gradient in zip(self._outputs, gradients, strict=True):
             if gradient is not None and output.requires_grad:
@@ -117,7 +121,7 @@ class Cell:
         return tuple(outputs), tuple(seeds)
 
     def _backwards(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Let autograd do some of the backward, with the random numbers of the cell if that needs any."""
+        """Run a part of the backward, with the random numbers of the cell if it recomputes inside."""
         try:
             if self._random is None:
                 return work(*arguments)
@@ -132,7 +136,7 @@ _gradient = attrgetter("grad")
 
 
 def _explain(error: RuntimeError) -> None:
-    """Every cell is backwarded once. If torch complains of a second time, a graph around the cells is meant."""
+    """Each cell has one backward. So if torch complains about a second one, a graph around the cells was used twice."""
     if "backward through the graph a second time" in str(error):
         raise RuntimeError(
             "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
@@ -141,16 +145,16 @@ def _explain(error: RuntimeError) -> None:
 
 
 class RecomputeContext:
-    """What the checkpointed cells of a stage have in common in a run: a recomputation must find it as the forward did.
+    """What all checkpointed cells of a stage need in a run, so that a recomputation repeats its forward.
 
     Args:
-        layers: of the stage.
-        context: what the caller of the forward saw.
-        random: where random numbers come from.
+        layers: the layers of the stage.
+        context: the context (grad mode, autocast and so on) of the caller of the forward.
+        random: the random numbers of the run.
 
     Attributes:
         context: the same.
-        state: of the layers.
+        state: the state of the layers.
     """
 
     def __init__(self, layers: Layers, context: Context, random: RunRNG) -> None:
@@ -167,7 +171,7 @@ class RecomputeContext:
         self.context = context
 
     def remember(self) -> Snapshot:
-        """Before a forward: the state of the layers."""
+        """The state of the layers before a forward."""
         if self._training is None:
             self.state.begin()
             self._training = self.state.training
@@ -175,22 +179,22 @@ class RecomputeContext:
         return self.state.remember(self._training)
 
     def settle(self, remembered: Snapshot) -> bool:
-        """After the forward: whether the state of the layers lets a recomputation repeat it."""
+        """After a forward: whether a recomputation can repeat it, given the state of the layers."""
         repeatable = self.state.settle(remembered)
         if self._grounds is None:
             self._grounds = StateGuard(remembered)
         return repeatable
 
     def finish(self) -> None:
-        """All forwards are done, and the caller may change the layers before the backward."""
+        """All forwards are done; the caller may now change the layers before the backward."""
         self._around = Around(self._layers.stage.module)
 
     def hooked(self) -> AbstractContextManager[None]:
-        """Around a recomputation: the hooks are those of its forward."""
+        """A context for a recomputation, with the hooks that the layers had in the forward."""
         return _NOTHING if self._around is None else self._around.restored()
 
     def expect_unchanged(self) -> None:
-        """Before a recomputation: training flags, and what shows neither in identities nor in versions."""
+        """Before a recomputation: raise if training flags have changed, or tensors whose changes are not counted."""
         if self.state.training != self._training:
             raise RuntimeError(
                 "train() or eval() was called between the forward and the backward of a checkpointed run, whose "
@@ -200,12 +204,12 @@ class RecomputeContext:
             self.state.expect_same(self._grounds)
             if self._around is not None:
                 self._around.expect_same_modules()
-            self._looked = True  # what is replaced without a trace is replaced by callers, between forward and backward
+            self._looked = True  # what replaces tensors without a trace is the caller, between forward and backward
 
     def drew_past(self, random: CellRNG | None) -> bool:
-        """After a forward with ``random``: whether it may have drawn numbers unseen.
+        """After a forward with ``random``: whether layers may have drawn random numbers without being watched.
 
-        Or another thread has. So once in a run is enough, and not if the layers were watched in this run.
+        Another thread may have drawn them instead. So this is asked once in a run, and not if the layers were watched.
         """
         if self._watched:
             return False
@@ -217,14 +221,14 @@ class RecomputeContext:
         return drew
 
     def sample(self, outputs: Sequence[Tensor]) -> Sample:
-        """What the recomputation of ``outputs`` is to be compared with."""
+        """A sample of ``outputs``, with which the recomputation is compared."""
         whole = self._compares_all or not (self._compares or self._training in self._layers.facts.compared)
         self._compares = True
         on_cpu = self._layers.stage.device.type == "cpu"
         return Sample(outputs, Extent.ALL if whole else Extent.SOME if on_cpu else Extent.SHAPES)
 
     def expect(self, sample: Sample, outputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if a recomputation gave other ``outputs``."""
+        """Raise RuntimeError if a recomputation has given other ``outputs``."""
         assert self._training is not None
         try:
             sample.expect(outputs)
@@ -235,9 +239,9 @@ class RecomputeContext:
 
 
 class CheckpointedCell(Cell):
-    """A cell that lets its graph go after the forward, and builds it again just before the backward.
+    """A cell that frees its graph after the forward, and computes the forward again just before the backward.
 
-    If the forward turns out to be one that cannot be repeated, the cell keeps its graph, as any other does.
+    If it turns out that the forward cannot be repeated, the cell keeps its graph, as any other does.
     """
 
     __slots__ = ("_computed", "_recompute_context", "_remembered", "_sample", "_versions")
@@ -255,7 +259,7 @@ class CheckpointedCell(Cell):
         spare = clone_leaves(inputs) if layers.may_change_input else None
         before = versions(inputs)
         remembered = self._recompute_context.remember()
-        # Leaves of its own, because layers may leave hooks and flags on what they get, and will do so again.
+        # New leaves, because layers may put hooks and flags on their inputs, and will do so again.
         own = detach_leaves(inputs)
         with setting(checkpointing=True), _NOTHING if random is None else layers.draws.learning(random):
             outputs = layers.compute(own)
@@ -273,7 +277,7 @@ class CheckpointedCell(Cell):
         return flag_aliases(detach_leaves(outputs), inputs, [*kept, *layers.given])
 
     def recompute(self) -> None:
-        """Run the layers again as they ran in the forward, for their graph."""
+        """Run the layers again as in the forward, to build their graph."""
         if self._remembered is None:
             return
         self._expect_inputs()
@@ -291,7 +295,7 @@ class CheckpointedCell(Cell):
             self._recompute_context.expect(self._sample, self._outputs)
 
     def recomputed(self) -> Activation:
-        """The outputs, cut off, once the cell has its graph."""
+        """The detached outputs, after the recomputation."""
         return flag_aliases(detach_leaves(self._computed), self.inputs, self._layers.given)
 
     def _expect_inputs(self) -> None:

@@ -1,4 +1,4 @@
-"""What is in the lists, dicts and sets that modules keep in attributes."""
+"""The contents of lists, dicts and sets that modules keep in attributes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FILLS: dict[type, Callable[[Any], Callable[[Any], None]]] = {
     defaultdict: lambda own: own.update,
     set: lambda own: own.update,
 }
-"""How to put something into each kind of container."""
+"""For each type of container, a function that fills it."""
 
 
 class Contents:
-    """The containers in attributes of ``modules``, and in those, with what is in them now."""
+    """The containers in attributes of ``modules``, those inside them, and copies of their contents."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(filter(may_keep, modules))
@@ -39,11 +39,11 @@ class Contents:
 
     @property
     def generators(self) -> Iterable[torch.Generator]:
-        """Those in attributes and in containers, each once."""
+        """The generators in attributes and in containers, each once."""
         return self._generators.values()
 
     def put_back(self) -> list[Slot]:
-        """Let all containers have what they had; the attributes with tensors of which that is impossible."""
+        """Give all containers their old contents. Returns the attributes with tensors that cannot be restored."""
         for slot in self._slots():
             if slot not in self._attributes and type(slot.value) in _FILLS:
                 del slot.values[slot.name]
@@ -70,7 +70,7 @@ class Contents:
         if isinstance(value, torch.Generator):
             self._generators[id(value)] = value
         elif isinstance(value, Tensor):
-            if inner and not value.is_inference():  # those in attributes are looked at anyway
+            if inner and not value.is_inference():  # tensors in attributes themselves are handled elsewhere
                 copied = value.numel() <= SMALL and not value.requires_grad
                 self._tensors.append((slot, value, value.clone() if copied else None, value._version))
         elif type(value) is tuple:

@@ -1,11 +1,11 @@
-"""Which cores each worker on the CPU computes on.
+"""The cores on which each worker on the CPU computes.
 
-Workers wake each other all the time, and some kernels take that as a reason to run both on one core while another
-idles. So each gets a share of the cores that the process may use: a set, within which the kernel may choose.
+Workers wake each other very often, and some kernels then tend to run both on one core while another is idle. So each
+worker gets a share of the cores that the process may use, within which the kernel chooses.
 
-Threads that a worker starts have its cores, as the system will have it, which is right for the helpers of operations. A
-thread of a layer's own that is to compute elsewhere has to say so (``os.sched_setaffinity``). Processes that a layer
-forks, such as those of a data loader, have all cores again.
+Threads that a worker starts inherit its cores, which is right for the helper threads of operations. A thread of a layer
+that should compute elsewhere has to ask for it (``os.sched_setaffinity``). Processes that a layer forks, such as those
+of a data loader, get all cores again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
 def usable() -> Cores:
-    """The cores that the calling thread may use; none where the system does not tell."""
+    """The cores that the calling thread may use; empty where the system does not tell."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def shares(cores: Collection[int], workers: int) -> list[Cores]:
-    """The cores of each worker: ``cores`` divided as evenly as can be, with neighbours together.
+    """The cores of each worker: ``cores`` divided as evenly as possible, neighbours together.
 
-    All of them for everybody where there is nothing to divide, and where ``GPIPE_PIN_WORKERS=0`` forbids it.
+    Every worker gets all of them where there is nothing to divide, or if ``GPIPE_PIN_WORKERS=0``.
     """
     if not _switched_on(_PIN, "to give workers on the CPU cores of their own") or workers < 2 or len(cores) < workers:
         return [frozenset(cores)] * workers
@@ -44,13 +44,13 @@ def shares(cores: Collection[int], workers: int) -> list[Cores]:
 
 
 def bind(cores: Cores, of: Cores = frozenset()) -> None:
-    """Let the calling thread, and the threads that it starts, run on ``cores`` only; if none are known, anywhere.
+    """Let the calling thread, and the threads that it starts, run on ``cores`` only; on any if ``cores`` is empty.
 
-    Processes that it forks run on the cores ``of`` which these are a share.
+    Processes that it forks may run on all cores in ``of``.
     """
     current.cores = of
     if cores:
-        with suppress(OSError):  # forbidden here: nothing is lost but time
+        with suppress(OSError):  # not permitted here: only speed is lost
             os.sched_setaffinity(0, cores)
 
 
@@ -59,7 +59,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def pauses_callers_helpers() -> bool:
-    """Whether the caller's intra-op helper threads end before workers on the CPU start; not with GPIPE_PAUSE_HELPERS=0.
+    """Whether the caller's intra-op helper threads end before workers on the CPU start: unless GPIPE_PAUSE_HELPERS=0.
 
     Raises ValueError if the variable is neither 0 nor 1.
     """
@@ -75,7 +75,7 @@ def _switched_on(variable: str, purpose: str) -> bool:
 
 @cache
 def _position(core: int) -> tuple[int, int, int]:
-    """Equal packages and then equal physical cores stand together, as what they share is of use to one worker."""
+    """A sort key by package and physical core: cores that share a cache go to the same worker."""
     return _read(core, "physical_package_id"), _read(core, "core_id"), core
 
 

@@ -1,4 +1,4 @@
-"""Whether somebody waits for the gradients of parameters in a way that a step does not serve."""
+"""Detects parameters whose gradients another wrapper averages in a way that a step would skip."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def refuse_data_parallel(parameters: Sequence[Tensor]) -> None:
-    """RuntimeError if a ``DistributedDataParallel`` that is to average gradients has any of ``parameters``.
+    """Raise RuntimeError if a ``DistributedDataParallel`` that has to average gradients has any of ``parameters``.
 
-    Its hooks do nothing unless its own forward has run before, so gradients would stay those of this process.
+    Its hooks do nothing unless its own forward has run before; gradients would silently be those of this process alone.
 
     Args:
-        parameters: those with nodes that somebody keeps.
+        parameters: those whose ``AccumulateGrad`` node other code refers to.
     """
     if not parameters or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return

@@ -1,7 +1,7 @@
 """Which layers draw random numbers, as far as runs have shown.
 
 Watching a layer costs time at each of its operations. So all layers are watched in the first run in each training mode,
-and from then on only those that were seen to draw.
+and afterwards only those that have drawn.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _RUNS = 16
 
 
 class DrawFacts(NamedTuple):
-    """What runs have shown, by condition: the training modes of the layers, or the kind of a loss.
+    """What runs have shown under one condition: the training modes of the layers, or the kind of a loss.
 
     Attributes:
         drew: the layers that were seen to draw.
         known: the layers to watch, once all have been watched for a whole run.
         asks: whether layers read or set torch's generator.
-        searches: for how many more runs to watch all layers, to find the one that drew unwatched.
-        before: what ``drew`` was when the search began.
+        searches: the number of runs in which all layers are still watched, to find the one that drew unwatched.
+        before: the value of ``drew`` when the search began.
     """
 
     drew: Mapping[Hashable, Layers] = {}
@@ -68,7 +68,7 @@ class Draws:
 
     @contextmanager
     def learning(self, random: CellRNG) -> Iterator[None]:
-        """Around a forward whose layers draw from ``random``; afterwards, learn from it which layers drew."""
+        """A context for a forward whose layers draw from ``random``; learns from it which layers drew."""
         try:
             asks = self.facts.asks.get(self._condition, True)
             with random.drawn_from(served=asks, known=self._condition in self.facts.known):

@@ -1,4 +1,4 @@
-"""What runs have shown about the layers of a stage: one record, with which a run begins, and which it adds to."""
+"""What runs have shown about the layers of a stage: a record that each run starts from, and extends."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ._draws import DrawFacts
 
 
 class StageFacts(NamedTuple):
-    """What is known of a stage. Nobody changes it: who learns more makes another one.
+    """What runs have shown about a stage. Immutable: a run that learns more makes a new record.
 
     Attributes:
         draws: which layers draw random numbers.
         state: which of their buffers and attributes forwards change.
         compared: the training modes in which a whole recomputation was compared with its forward.
-        changes_late: whether layers worked in place on a later micro-batch, although they did not on the first.
+        changes_late: whether layers changed a later micro-batch in place, although they did not change the first.
         hooks: by training mode of the stage, whether layers put hooks on tensors.
-        runs_whole: whether a backward that was to be split could not be.
+        runs_whole: whether the backward could not be split in a schedule that splits it.
     """
 
     draws: DrawFacts = DrawFacts()

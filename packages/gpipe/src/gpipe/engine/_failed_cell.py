@@ -1,4 +1,4 @@
-"""Which cell an error came from, and whether it means that memory ran out."""
+"""The cell in which an error was raised, and whether the error means that memory ran out."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 
 
 class FailedCell(NamedTuple):
-    """The cell that raised an error, as data beside the note that says the same.
+    """The cell that raised an error, as data. (A note on the error says the same as text.)
 
     Attributes:
-        stage: its number.
-        stages: how many there were.
-        first, end: the layers of the stage: from the number of the first to the one behind the last.
-        device: as text.
-        microbatch: its number.
-        microbatches: how many there were.
-        kind: of the action: "forward", "backward" and so on.
-        checkpoint_stop: of the stage.
-        schedule: its name; "own" for one that has none.
-        split: the stages whose backward it splits.
-        flags: of a stage in pieces, whether each of its layers is checkpointed.
+        stage: the number of the stage.
+        stages: the number of stages.
+        first, end: the layers of the stage: the number of the first, and one more than that of the last.
+        device: the device, as text.
+        microbatch: the number of the micro-batch.
+        microbatches: the number of micro-batches.
+        kind: the kind of the action: "forward", "backward" and so on.
+        checkpoint_stop: micro-batches below this number were checkpointed.
+        schedule: the name of the schedule; "own" for one of the caller's.
+        split: the stages whose backward the schedule splits.
+        flags: for a stage in pieces, whether each of its layers is checkpointed.
     """
 
     stage: int
@@ -43,32 +43,32 @@ class FailedCell(NamedTuple):
 
 
 def mark(error: BaseException, cell: FailedCell) -> None:
-    """Let :func:`failed_cell` find ``cell``."""
+    """Remember ``cell`` for ``error``; :func:`failed_cell` returns it."""
     error.gpipe_failed_cell = cell  # type: ignore[attr-defined]
 
 
 def failed_cell(error: BaseException) -> FailedCell | None:
-    """Where ``error`` came from; None if no run of a pipe raised it."""
+    """The cell that raised ``error``; None if it was not raised in a run of a pipe."""
     return getattr(error, "gpipe_failed_cell", None)
 
 
 def mark_late(error: BaseException) -> None:
-    """``error`` came when all micro-batches were through, and gradients were being added to those that were there."""
+    """Mark ``error`` as raised after all micro-batches, while their gradients were being added to ``.grad``."""
     error.gpipe_came_late = True  # type: ignore[attr-defined]
 
 
 def came_late(error: BaseException) -> bool:
-    """Whether ``error`` was marked so: then nobody can take the step back."""
+    """Whether ``error`` was marked as late: then ``.grad`` may have changed, and the step cannot be repeated."""
     return getattr(error, "gpipe_came_late", False)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error``, or what it was raised from, says that a device or the host has no memory left."""
+    """Whether ``error``, or an error that caused it, says that a device or the host has no memory left."""
     return any(isinstance(each, (torch.OutOfMemoryError, MemoryError)) or _says_so(each) for each in causes(error))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, what it was raised from, and so on."""
+    """``error``, the error that caused it, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -80,8 +80,8 @@ def _says_so(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
-# What torch raises as a plain RuntimeError: the CPU's allocator, on Linux and on Windows; drivers; and libraries that
-# take memory past torch's allocator.
+# Errors that torch raises as a plain RuntimeError: those of the CPU's allocator, on Linux and on Windows, of drivers,
+# and of libraries that allocate without torch's allocator.
 _TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",

@@ -1,4 +1,4 @@
-"""What went wrong in a run, and what need not be done any more because of it."""
+"""The failures of a run, and which steps need not be done any more because of them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from .._current import current
 from ..schedule import Step, Walk, replay
 
 When = tuple[float, int]
-"""The time of a step in a replay of the walk, and its stage: the order of the schedule."""
+"""When a step is due: its time if the schedule is replayed with equal steps, and its stage."""
 
 
 class Failures:
-    """The failures of a walk. Which of them is the earliest does not depend on the timing of threads.
+    """The failures of a run. Which of them is the earliest does not depend on the timing of threads.
 
-    After a failure workers still do what comes before it in the schedule, since that might fail too; and nothing that
-    comes after. Without a failure nobody computes the order.
+    After a failure, workers still do the steps that come before it in the schedule, since these may fail too, and none
+    that come after it. The order is computed only if there is a failure.
 
     Attributes:
-        walk: the one that is under way.
-        earliest: when the first of them was due; None if there is none.
+        walk: the steps of the run.
+        earliest: when the first failed step was due; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -31,36 +31,36 @@ class Failures:
         self.earliest: When | None = None
 
     def forestall(self, step: Step) -> bool:
-        """Whether something has failed that comes before ``step``."""
+        """Whether a step before ``step`` has failed."""
         with self._lock:
             return self.earliest is not None and self._when(step) > self.earliest
 
     def forestall_current(self) -> bool:
-        """Whether something has failed that comes before what this thread is doing."""
+        """Whether a step before the current one of this thread has failed."""
         assert current.step is not None
         return self.forestall(current.step)
 
     def add(self, step: Step, error: BaseException) -> None:
-        """``step`` has failed."""
+        """Record that ``step`` has failed."""
         with self._lock:
             when = self._when(step)
             self._errors.append((when, error))
             self.earliest = when if self.earliest is None else min(self.earliest, when)
 
     def stop(self) -> None:
-        """Let nothing be done any more."""
-        with self._lock:  # else a failure that is just being added might take its place
+        """Prevent all further steps."""
+        with self._lock:  # otherwise a failure that is being added could overwrite this
             self.earliest = (float("-inf"), 0)
 
     def raise_earliest(self) -> None:
-        """Raise the failure that comes first in the schedule, if there is any."""
+        """Raise the failure that comes first in the schedule, if there is one."""
         if not self._errors:
             return
         errors, self._errors = self._errors, []
         try:
             raise min(errors, key=lambda pair: pair[0])[1]
         finally:
-            del errors  # the error's traceback holds this frame, which would hold the error
+            del errors  # the error's traceback refers to this frame, which would refer to the error
 
     def _when(self, step: Step) -> When:
         if self._ordered is not self.walk:

@@ -1,4 +1,4 @@
-"""Which leaves the graph of a result ends in: the tensors in whose ``.grad`` its backward accumulates."""
+"""The leaves of a graph: the tensors to whose ``.grad`` its backward adds."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..values._leaves import is_custom
 
 
 class Below(NamedTuple):
-    """What lies below some tensors in their graph."""
+    """What is below some tensors in their graph."""
 
     leaves: list[Tensor]
     is_custom: bool
-    """Whether there are nodes written in Python, other than those by which tensors enter a stage."""
+    """Whether there are nodes written in Python, other than those through which tensors enter a stage."""
     hides: bool
-    """Whether there may be other leaves, inside of a reentrant checkpoint or a pipe, whose backwards are their own."""
+    """Whether there may be other leaves, inside a reentrant checkpoint or a pipe, which have backwards of their own."""
 
 
 def below(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Below:
-    """The leaves below ``tensors`` other than ``inputs``, in an order that depends on the graph only.
+    """The leaves below ``tensors``, without ``inputs``, in an order that depends only on the graph.
 
-    This is walked for every micro-batch, where it is at all: a third of a microsecond a node.
+    Where it is needed it runs for every micro-batch, and takes a third of a microsecond a node.
     """
     roots = [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
     nodes = dict.fromkeys(roots)

@@ -1,4 +1,4 @@
-"""The layers of a stage in one run: calls them for its cells, and learns what they do."""
+"""The layers of a stage in one run: calls them for its cells, and records what they do."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _training = attrgetter("training")
 class Layers:
     """The layers of a stage, as the cells of one run call them.
 
-    What a run learns, it learns anew from its first micro-batch, since layers may have been changed; except for the
-    facts, which hold for all runs.
+    Layers may have been changed between two runs. So each run observes them anew in its first micro-batch; only
+    ``facts`` are kept from run to run.
 
     Args:
-        stage: whose layers.
+        stage: the stage.
 
     Attributes:
         stage: the same.
-        facts: what runs before have shown, and what this one has; see :meth:`known`.
+        facts: what earlier runs have shown, and what this one has shown; see :meth:`known`.
         draws: which layers draw random numbers.
-        state: what they remember between forwards; None if nothing is recomputed.
-        may_change_input: whether the layers work in place on what they get; true until the first forward has shown.
-        given: parameters and buffers whose memory the first forward gave away, with their tie.
+        state: their buffers and attributes between forwards; None if nothing is recomputed.
+        may_change_input: whether the layers change their input in place; True until the first forward has shown it.
+        given: parameters and buffers whose memory the outputs of the first forward share, with their tie.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -58,27 +58,27 @@ class Layers:
         self._is_direct = stage.is_direct
 
     def known(self) -> StageFacts:
-        """The facts that are known now."""
+        """What is known of the layers now."""
         state = self.facts.state if self.state is None else self.state.facts
         if self.draws.facts is not self.facts.draws or state is not self.facts.state:
             self.facts = self.facts._replace(draws=self.draws.facts, state=state)
         return self.facts
 
     def go_on(self) -> None:
-        """Before a backward: other runs may have learned more since the forward."""
+        """Before a backward: take over what other runs have learned since the forward."""
         self.facts = self.stage.facts
         self.draws.facts = self.facts.draws
         if self.state is not None:
             self.state.facts = self.facts.state
 
     def compute(self, inputs: Activation) -> Activation:
-        """What the layers make of ``inputs``; they may work in place on them, although these are leaves."""
+        """The output of the layers for ``inputs``, which are leaves; the layers may still change them in place."""
         if self.may_change_input:
             return self._compute_first(inputs)
-        before = versions(inputs) if inputs.ties else []  # else they are nobody else's
+        before = versions(inputs) if inputs.ties else []  # tensors without ties are used by this stage alone
         value = inputs.value
         try:
-            if self._is_direct and isinstance(value, Tensor):  # as in most stages, which are spared two frames
+            if self._is_direct and isinstance(value, Tensor):  # most stages; saves two calls
                 output = self._module(value)
                 output = output if isinstance(output, Tensor) else self._packed(output)
             else:
@@ -92,7 +92,9 @@ class Layers:
         return Activation(output)
 
     def _compute_first(self, inputs: Activation) -> Activation:
-        """The same, for the first micro-batch of a run, or if the layers are known to work in place."""
+        """Like :meth:`compute`, for the first micro-batch of a run, or if the layers are known to change their input in
+        place.
+        """
         before = versions(inputs)
         call = self._call_looking_for_hooks if self._looks_for_hooks else self._call
         outputs = Activation(call(as_nonleaf(inputs).value))
@@ -102,13 +104,13 @@ class Layers:
         if not self._seen_outputs:
             self.given = given_state(self._module, outputs.tensors)
             self._seen_outputs = True
-        # Inference tensors do not count their changes.
+        # The version counter of an inference tensor does not count.
         if after != before or not any(map(Tensor.is_inference, inputs.tensors)):
             self._changes_input = self.may_change_input = self._changes_input or after != before
         return outputs
 
     def _expect_untied(self, inputs: Activation, before: Sequence[int], after: Sequence[int]) -> None:
-        """Raise if one of the tensors that have changed is not this stage's alone."""
+        """Raise if a tensor has changed that other stages or the caller use too."""
         if any(tie and a != b for tie, a, b in zip(inputs.ties, before, after, strict=True)):
             raise self._late_change()
 
@@ -121,17 +123,17 @@ class Layers:
         )
 
     def _call_looking_for_hooks(self, value: Any) -> Any:
-        with TensorHooks() as hooks:  # which takes time, and matters only to a split backward
+        with TensorHooks() as hooks:  # this takes time, and only a split backward needs it
             output = self._call(value)
         self._looks_for_hooks = False
         self.facts = self.facts._replace(hooks={**self.facts.hooks, self._module.training: hooks.seen})
         return output
 
     def _call(self, value: Any) -> Any:
-        """What the layers make of ``value``, with skips from other stages and for other stages beside it."""
+        """The output of the layers for ``value``, with skips from and to other stages."""
         if self._is_direct:
             return self._layers(value)
-        store: dict[Key, Any] = {}  # of this cell: what a failure leaves there goes with it
+        store: dict[Key, Any] = {}  # one store for each cell: a failed cell's skips are freed with it
         if self.stage.pops:
             value, *skips = unpacked(value)
             store.update(zip(self.stage.pops, map(unpacked, skips), strict=True))
@@ -145,21 +147,21 @@ class Layers:
         return output if isinstance(output, Tensor) else self._packed(output)
 
     def _packed(self, output: Any) -> Any:
-        """``output``, which is no bare tensor, as it goes to the next stage."""
+        """``output``, which is not a single tensor, in the form that goes to the next stage."""
         expect_plain(output, self.stage.partition)
         return packed(output)
 
     def look_for_hooks(self) -> None:
-        """Let the next forward see whether layers put hooks on tensors, unless it is known in this training mode."""
+        """In the next forward, check for hooks that layers put on tensors, unless known for this training mode."""
         self._looks_for_hooks = self._module.training not in self.facts.hooks
 
     @property
     def may_split(self) -> bool:
-        """Whether the backward may run in two parts: both would call the hooks of a tensor where they part."""
+        """Whether the backward may be split. A hook on a tensor where the parts meet would be called by both."""
         return not self.facts.hooks.get(self._module.training)
 
     def runs_whole(self) -> None:
-        """The backward of this stage could not be split: say so, once."""
+        """Warn, once, that the backward of this stage cannot be split."""
         if not self.facts.runs_whole:
             self.facts = self.facts._replace(runs_whole=True)
             _log.warning(
@@ -168,12 +170,12 @@ class Layers:
             )
 
     def repeats(self, training: Training) -> None:
-        """A recomputation gave what its forward did."""
+        """Record that a recomputation has repeated its forward."""
         if training not in self.facts.compared:
             self.facts = self.facts._replace(compared=self.facts.compared | {training})
 
     def forget(self) -> None:
-        """Learn everything about the layers anew."""
+        """Drop what was learned about the layers."""
         self.draws.forget()
         if self.state is not None:
             self.state.forget()

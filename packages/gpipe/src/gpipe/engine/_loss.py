@@ -1,4 +1,4 @@
-"""The far end of a training step: where a micro-batch becomes a loss, and turns around as a gradient."""
+"""The last stage of a training step: computes the loss of each micro-batch, and the gradient of its output."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ._losses import Losses
 
 
 class LossStage(Losses):
-    """Has the gradients of the outputs that it is given ready at once. Its arguments are those of :class:`Losses`."""
+    """Computes the losses of micro-batches and the gradients of the outputs. Arguments as for :class:`Losses`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._filled: dict[Tensor, bool] = {}
 
     def undo_on_failure(self, parameters: Sequence[Tensor]) -> None:
-        """Before a run: until its last micro-batch is through, nothing is added to a gradient that is there now.
+        """Before a run: make sure that no existing ``.grad`` changes before the last micro-batch is done.
 
-        Those of ``parameters`` that have none are left to the owner of the run: they get none by a failure.
+        Those of ``parameters`` without ``.grad`` are not included: the owner of the run sets theirs back to None.
         """
         self.undoes = frozenset(map(id, parameters))
         filled = [each for each in parameters if each.grad is not None]
@@ -39,9 +39,10 @@ class LossStage(Losses):
         self._gradients[i] = self._backward(value.total, torch.full_like(value.total, weight), outputs.tensors)
 
     def _backward(self, loss: Tensor, seed: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of ``leaves``; those of all else that the loss was computed from are kept for the end.
+        """The gradients of ``leaves``. Those of other leaves of the loss are kept until the end of the run.
 
-        Such as the parameters of a loss that is a module, or those of the pipe, to which other workers are just adding.
+        Other leaves are the parameters of a loss that is a module, or parameters of the pipe, to which workers are
+        adding.
         """
         graph = below([loss], leaves)
         if graph.hides:
@@ -57,7 +58,9 @@ class LossStage(Losses):
         self.held.hold(leaves, every=every)
 
     def _hold_hidden(self, leaves: Sequence[Tensor]) -> None:
-        """Before the backward of a loss that adds to ``.grad`` by itself, inside of a reentrant checkpoint."""
+        """Before the backward of a loss with a reentrant checkpoint, which adds to ``.grad`` by itself: hold its
+        leaves.
+        """
         if self.scales and not isinstance(self._loss_fn, nn.Module):
             raise RuntimeError(
                 "loss_fn returned (sum, count) and uses torch.utils.checkpoint with use_reentrant=True, which hides "
@@ -67,7 +70,7 @@ class LossStage(Losses):
         self._hold([*leaves, *own], every=self.scales)
 
     def restore(self) -> None:
-        """After a failure: leaves of the loss that had no gradient have none."""
+        """After a failure: set ``.grad`` of leaves of the loss that had none back to None."""
         for leaf, filled in self._filled.items():
             if not filled:
                 leaf.grad = None

@@ -1,4 +1,4 @@
-"""What a loss function returns, checked."""
+"""The value that a loss function returns, checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 LossFunction = Callable[..., Any]
-"""From an output, and a target if there is one, to what :func:`loss_value` takes."""
+"""A function of an output, and of a target if there is one, that returns what :func:`loss_value` takes."""
 
 _FORMS = "expected a scalar loss, or (sum, count), either with a dict of metrics behind it, as in (loss, metrics)"
 
@@ -18,9 +18,10 @@ class LossValue(NamedTuple):
     """The loss of a micro-batch.
 
     Attributes:
-        total: the scalar that gradients begin at.
-        count: what it has to be divided by, together with that of all others; None if it is a mean by itself.
-        metrics: what else the loss function has found out; None if it does not say.
+        total: the scalar tensor at which the backward begins.
+        count: the number by which the sum of all totals is divided, together with the counts of the other
+            micro-batches; None if ``total`` is a mean.
+        metrics: further values that the loss function returned; None if there are none.
     """
 
     total: Tensor
@@ -29,10 +30,10 @@ class LossValue(NamedTuple):
 
 
 def loss_value(found: object) -> LossValue:
-    """What ``found``, which a loss function returned, says.
+    """The :class:`LossValue` of ``found``, which a loss function returned.
 
     Raises:
-        TypeError, ValueError: it says nothing that gradients could begin at, or that losses could be divided by.
+        TypeError, ValueError: the loss is not a scalar that requires grad, or the count is not a number.
     """
     if not isinstance(found, tuple):
         return LossValue(_checked(found), None, None)
@@ -47,7 +48,7 @@ def loss_value(found: object) -> LossValue:
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model has computed by itself: ``output``, or what it has as ``loss``."""
+    """The loss that a model has computed itself: ``output``, or its entry ``loss``."""
     if isinstance(output, Tensor):
         found: Any = output
     else:
@@ -68,7 +69,7 @@ def _described(output: Any) -> str:
 
 
 def expect_trains(loss: Tensor) -> None:
-    """ValueError if no gradient can begin at ``loss``."""
+    """Raise ValueError if no backward can begin at ``loss``."""
     if not loss.requires_grad:
         raise ValueError(
             "loss_fn returned a loss that does not require grad: it does not depend on the output, or no parameter "
@@ -77,7 +78,7 @@ def expect_trains(loss: Tensor) -> None:
 
 
 def _expect_number(count: object) -> None:
-    """ValueError or TypeError unless ``count`` is one real number that nothing is trained through."""
+    """Raise ValueError or TypeError unless ``count`` is one real number without a graph."""
     if not isinstance(count, Tensor | Real) or (isinstance(count, Tensor) and count.is_complex()):
         kind = count.dtype if isinstance(count, Tensor) else type(count).__name__
         raise TypeError(f"loss_fn returned a count of {kind}; expected a real number, or a tensor of one")

@@ -1,4 +1,4 @@
-"""What stands behind the last stage: losses of micro-batches, and of the whole."""
+"""The losses of micro-batches, computed where the last stage sends its outputs, and the loss of the mini-batch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _CPU = torch.device("cpu")
 
 
 class Losses:
-    """Takes the outputs of the last stage as its neighbour would, and lets each go once its loss is known.
+    """Takes the outputs of the last stage as a channel would, and frees each when its loss is computed.
 
     Args:
         loss_fn: called with the output of each micro-batch, and what is in ``arguments``.
-        arguments: what comes after the output, for each micro-batch: its target, or nothing.
-        weights: what the loss of each micro-batch counts in the whole.
-        rows: how many rows went into each micro-batch.
-        keep_outputs: let no output go.
+        arguments: for each micro-batch, the further arguments of ``loss_fn``: its target, or nothing.
+        weights: the weight of the loss of each micro-batch in that of the mini-batch.
+        rows: the number of rows of each micro-batch.
+        keep_outputs: whether to keep the outputs.
 
     Attributes:
-        held: leaves whose ``.grad`` and hooks are out of reach during the run, of the loss and of all stages.
-        grown: gradients of leaves of the loss that are not in ``.grad`` yet.
-        outputs: of the last stage, by micro-batch, detached, if they are kept.
-        undoes: if a failure is to leave every ``.grad`` as it was, the identities of the parameters of the pipe.
+        held: leaves of the loss and of all stages whose ``.grad`` and hooks are removed during the run.
+        grown: gradients of leaves of the loss that have not been added to ``.grad`` yet.
+        outputs: the detached outputs of the last stage, by micro-batch, if they are kept.
+        undoes: the identities of the parameters of the pipe, if a failure must leave every ``.grad`` as it was.
     """
 
     undoes: frozenset[int] | None = None
@@ -65,18 +65,18 @@ class Losses:
         self.outputs: dict[int, Activation] = {}
 
     def begin(self, rng: RunRNG, number: int, draws: Draws) -> None:
-        """A run begins.
+        """Begin a run.
 
         Args:
-            rng: where random numbers come from.
-            number: as if the loss was a layer of the model after all others.
-            draws: what is known of losses of this pipe.
+            rng: the random numbers of the run.
+            number: the loss draws random numbers as a layer of this number would, behind all layers of the model.
+            draws: what is known about draws of losses of this pipe.
         """
         self._rng, self._number, self.draws = rng, number, draws
         draws.begin(_kind(self._loss_fn))
 
     def hold_others(self, leaves: Iterable[Tensor]) -> None:
-        """Hold those of ``leaves`` that are no parameters of the pipe, before a backward adds to them."""
+        """Hold those of ``leaves`` that are not parameters of the pipe, before a backward adds to them."""
         assert self.undoes is not None
         self.held.hold([leaf for leaf in leaves if id(leaf) not in self.undoes], every=True)
 
@@ -102,7 +102,7 @@ class Losses:
         return loss_value(self._loss_fn(unpacked(guarded(as_nonleaf(outputs)).value), *self._arguments[i]))
 
     def _take(self, i: int, outputs: Activation, value: LossValue) -> float:
-        """Remember what is known of a micro-batch; what its loss counts in the whole."""
+        """Keep the loss, the count and the metrics of a micro-batch. Returns the weight of its loss."""
         self._expect_alike(value)
         if value.metrics is not None:
             self._metrics = self._metrics or Metrics(self._rows)
@@ -117,22 +117,22 @@ class Losses:
 
     @property
     def scales(self) -> bool:
-        """Whether the losses say themselves what they count; known once the first has been computed."""
+        """Whether ``loss_fn`` returns a count; known once the first loss has been computed."""
         return bool(self._counts)
 
     @cached_property
     def scale(self) -> Scale:
-        """What all gradients are still to be multiplied by; to be asked once the last micro-batch has been seen."""
+        """The factor by which all gradients must still be multiplied; known once the last micro-batch is done."""
         return scale_of([self._counts[i] for i in sorted(self._counts)]) if self._counts else 1.0
 
     @property
     def loss(self) -> Tensor:
-        """The loss of the whole mini-batch, detached; the same whatever the order of micro-batches was."""
+        """The loss of the mini-batch, detached. It does not depend on the order of micro-batches."""
         return scaled(torch.stack([self._losses[i] for i in sorted(self._losses)]).sum(), self.scale)
 
     @property
     def metrics(self) -> dict[str, Any] | None:
-        """Those of the whole mini-batch, if the loss function gives any."""
+        """The metrics of the mini-batch, if the loss function returns any."""
         return None if self._metrics is None else self._metrics.whole()
 
     def _expect_alike(self, value: LossValue) -> None:
@@ -146,6 +146,6 @@ class Losses:
 
 
 def _kind(loss_fn: LossFunction) -> tuple[object, object]:
-    """What tells whether a loss may draw like one before: of functions the code, since each step may make its own."""
+    """A key for losses that draw alike: for functions their code, since each step may define a new function."""
     owner = getattr(loss_fn, "__self__", loss_fn)
     return getattr(loss_fn, "__code__", type(loss_fn)), getattr(owner, "training", None)

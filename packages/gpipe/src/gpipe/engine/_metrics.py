@@ -1,4 +1,4 @@
-"""What loss functions find out beside the loss, put together from all micro-batches."""
+"""The metrics that loss functions return beside the loss, combined over all micro-batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from microbatch import Batch, Mean, Split, gather
 class Metrics:
     """The metrics of a mini-batch.
 
-    Scalars are averaged, each micro-batch counting as many times as it has rows; other tensors have a row for each
-    sample, or k, and are concatenated. Each is compared with those that came before, so that an error comes before the
-    step is done.
+    Scalars are averaged, weighted by the rows of each micro-batch. Other tensors must have k entries for each row, with
+    the same k everywhere, and are concatenated. Each micro-batch is checked against the earlier ones at once, so that
+    an error is raised before the end of the step.
 
     Args:
-        rows: how many rows went into each micro-batch.
+        rows: the number of rows of each micro-batch.
     """
 
     def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
@@ -30,11 +30,11 @@ class Metrics:
         self._times: dict[str, set[int]] = {}
 
     def add(self, i: int, found: Mapping[Any, Any]) -> None:
-        """Take the metrics of a micro-batch.
+        """Add the metrics of a micro-batch.
 
         Raises:
-            TypeError: one of them is neither a tensor nor a number.
-            ValueError: they are others than those of a micro-batch before, or do not follow the rows.
+            TypeError: a metric is neither a tensor nor a number.
+            ValueError: names or shapes differ from an earlier micro-batch, or do not fit the number of rows.
         """
         own = {name: _plain(name, value) for name, value in found.items()}
         kinds = {name: _kind(value) for name, value in own.items()}
@@ -64,7 +64,7 @@ class Metrics:
                 )
 
     def _expect_rows(self, i: int, name: str, value: Any) -> None:
-        """ValueError unless there are k entries for each row, with one k for all micro-batches."""
+        """Raise ValueError unless there are k entries for each row, with the same k in all micro-batches."""
         if _is_scalar(value):
             return
         size, rows = len(value), self._rows[i]
@@ -81,7 +81,7 @@ class Metrics:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """``value`` without its graph, as a float if it is a number, so that it has a mean."""
+    """``value`` without its graph; a float if it is a number, so that it can be averaged."""
     if isinstance(value, Tensor):
         value = value.detach()
         whole = not value.dim() and not (value.is_floating_point() or value.is_complex())
@@ -99,7 +99,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
-    """What metrics of two micro-batches have in common."""
+    """The type and shape that metrics of all micro-batches must share."""
     return (value.dtype, value.dim(), value.shape[1:]) if isinstance(value, Tensor) else ()
 
 
