@@ -226,6 +226,18 @@ def test_it_may_be_set_between_steps_copied_and_pickled():
         assert_same(pipe, plain)
 
 
+@each_way
+def test_a_layer_cannot_put_its_own_partition_into_pieces(inline: bool):
+    def change(x: Tensor) -> Tensor:
+        pipe.checkpoint = [[True, False], "never"]
+        return x
+
+    with closing(piped(nn.Sequential(Call(change), *linears(2)), [2, 1])) as pipe, running(inline):
+        with pytest.raises(RuntimeError, match=r"while it computes|wait for itself forever"):
+            pipe(rows(4))
+        assert pipe.checkpoint == "except_last"
+
+
 @given(st.data())
 def test_flags_follow_their_layers(data: st.DataObject):
     """Wherever they move; modes stay with their partitions, until a layer comes that says something else."""

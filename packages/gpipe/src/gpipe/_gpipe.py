@@ -205,10 +205,11 @@ class GPipe(Stepping):
     @checkpoint.setter
     def checkpoint(self, mode: str | Iterable[str | Iterable[bool]]) -> None:
         choices = expect_fitting(checked_choices(mode), self._balance)
-        before, self.__dict__["_checkpoint"] = self._checkpoint, choices
-        if in_runs(before) != in_runs(choices):
-            with self._workers.section.entered(accumulates=True):
-                self._lay_out()
+        if in_runs(choices) == in_runs(self._checkpoint):
+            self.__dict__["_checkpoint"] = choices
+            return
+        with self._workers.section.entered(accumulates=True):
+            self._lay_out(expect_fitting(choices, self._balance))  # which has perhaps changed while this waited
 
     @property
     def last_schedule(self) -> Choice | None:
@@ -292,16 +293,8 @@ class GPipe(Stepping):
         [1, 2]
         """
         sizes = expect_partitions(checked_sizes(balance, len(self)), len(self._devices))
-        with self._workers.section.entered(accumulates=True), untouched_on_failure(self._partitions):
-            partitions, sizes, _ = divide(self._whole(), sizes, self._devices, None)
-            refill(self._partitions, partitions)
-            before, self.__dict__["_checkpoint"] = self._checkpoint, rebalanced(self._checkpoint, self._balance, sizes)
-            try:
-                self._lay_out()
-            except BaseException:
-                self.__dict__["_checkpoint"] = before
-                raise
-            self.__dict__["_balance"] = sizes
+        with self._workers.section.entered(accumulates=True):
+            self._divide(self._whole(), sizes)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -451,7 +444,7 @@ class GPipe(Stepping):
         self._hold()
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers.for_owner(self, self._devices)
-        self._lay_out()
+        self._lay_out(self._checkpoint)
 
     def _hold(self) -> None:
         """Let every change of the layers, here or in a partition, go through :meth:`_change`."""
@@ -464,31 +457,40 @@ class GPipe(Stepping):
             partition._parameters = Held(partition._parameters, lambda: refuse)
             partition._buffers = Held(partition._buffers, lambda: refuse)
 
-    def _lay_out(self) -> None:
-        """What the engine sees of the layers; what it has learned about them is forgotten."""
-        object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, next(iter(self.children()), None)))
-        stages, layout = laid_out(pieces_of(self._partitions, self._checkpoint), self._devices)
+    def _lay_out(self, checkpoint: Choices) -> None:
+        """Set what is checkpointed, and what the engine sees of the layers; what it has learned of them is forgotten.
+
+        On any error nothing has changed.
+        """
+        first = next((layer for partition in self._partitions for layer in partition.children()), None)
+        kind = class_for(type(self), GPipe.forward, first)
+        stages, layout = laid_out(pieces_of(self._partitions, checkpoint), self._devices)
         streams = [self._copy_streams[stage.partition] for stage in stages]
-        self.__dict__["_pipeline"] = Pipeline(stages, layout, streams, self._workers)
-        self.__dict__["_chooser"] = Chooser(whole_stages(stages))
-        self.__dict__["_still"] = set()
+        pipeline, chooser = Pipeline(stages, layout, streams, self._workers), Chooser(whole_stages(stages))
+        self.__dict__.update(_checkpoint=checkpoint, _pipeline=pipeline, _chooser=chooser, _still=set())
+        object.__setattr__(self, "__class__", kind)
+
+    def _divide(self, layers: nn.Sequential, balance: list[int]) -> None:
+        """Let the partitions have these layers. On any error nothing has changed."""
+        with untouched_on_failure(nn.ModuleList([self._partitions, layers])):
+            partitions, balance, _ = divide(layers, balance, self._devices, None)
+            refill(self._partitions, partitions)
+            self._lay_out(rebalanced(self._checkpoint, self._balance, balance))
+        self.__dict__["_balance"] = balance
 
     def _change(self, name: str, layer: nn.Module | None) -> None:
         """Put ``layer`` in the place of the one called ``name``, in the pipe and its partition."""
         layer = expect_replacement(name, layer)
         if layer is self._modules[name]:
             return
-        partition = next(partition for partition in self._partitions if name in partition._modules)
-        layers: dict[str, Any] = {**self._modules, name: layer}
-        whole = nn.Sequential(OrderedDict(layers))
-        verify_skippables(whole)
-        with untouched_on_failure(whole):
-            divide(whole, self._balance, self._devices, None)
+        with untouched_on_failure(layer):
             if self._deferred:
                 layer = DeferredBatchNorm.convert_deferred_batch_norm(layer, self._chunks)
-        for module in (self, partition):
-            dict.__setitem__(module._modules, name, layer)
-        self._lay_out()
+            layers: dict[str, Any] = {**self._modules, name: layer}
+            whole = nn.Sequential(OrderedDict(layers))
+            verify_skippables(whole)
+            self._divide(whole, self._balance)
+        dict.__setitem__(self._modules, name, layer)
 
     def _whole(self) -> nn.Sequential:
         return nn.Sequential(OrderedDict(self.named_children()))

@@ -83,7 +83,8 @@ class Held(dict[str, Any]):
 def refill(partitions: Iterable[nn.Module], others: Iterable[nn.Module]) -> None:
     """Give each of the ``partitions`` the layers of one of the ``others``, without asking."""
     for partition, other in zip(partitions, others, strict=True):
-        dict.clear(partition._modules)
+        if [*partition._modules] != [*other._modules]:  # else a run may be going through them
+            dict.clear(partition._modules)
         dict.update(partition._modules, other._modules)
 
 
