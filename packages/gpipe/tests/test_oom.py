@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +26,7 @@ from gpipe import GPipe
 from gpipe.distributed import Rank
 from gpipe.schedule import SCHEDULES, one_forward_one_backward, v_placement
 
-from .layers import DOUBLE, Call, Raise, assert_same, linears, piped, rows, running
+from .layers import DOUBLE, Call, Raise, assert_same, gradients, linears, piped, rows, running
 from .models import Recipe, main_of, recipes, with_main
 from .schedules import V_SHAPED
 from .test_step import SLOW, Way, floats, losses, ways, weights_for
@@ -367,6 +371,45 @@ def test_what_layers_keep_in_lists_and_dicts(phase: str, schedule: str, inline: 
             pipe.checkpoint = "never"
             loss = pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule, on_oom="smaller chunks")
             return loss, everything(pipe), collects.numbers, [each.item() for each in collects.losses]
+
+    assert_equal(trained(2, 2), trained(None, 4))
+
+
+class Keeps(nn.Module):
+    """Keeps numbers in objects, in an array and in a generator that its first forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.sums = Counter[str](), np.zeros(3)
+        self.record = SimpleNamespace(last=torch.zeros(3, dtype=DOUBLE))
+        self.random = random.Random(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "noise"):
+            self.noise = torch.Generator().manual_seed(1)
+        self.calls["all"] += 1
+        self.sums += x.detach().sum(0).numpy()
+        self.record.last = self.record.last * 0.5 + x.detach().mean(0)
+        noise = torch.rand(x.shape, dtype=x.dtype, generator=self.noise) * self.random.random()
+        return x * self.calls["all"] + noise + torch.from_numpy(self.sums.copy()) + self.record.last
+
+
+@each_way
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_what_layers_keep_in_objects_and_arrays(phase: str, inline: bool):
+    """Also in the steps that follow, with an optimizer."""
+
+    def trained(limit: int | None, chunks: int) -> Any:
+        found, limited = [], Limited(limit, phase)
+        layers = nn.Sequential(*linears(1), Keeps(), *linears(1), limited)
+        with closing(piped(layers, [2, 2], chunks=chunks, checkpoint="never")) as pipe, running(inline):
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)
+            for _ in range(3):
+                loss = pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, on_oom="smaller chunks")
+                found.append((loss, gradients(pipe)))
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
 
     assert_equal(trained(2, 2), trained(None, 4))
 

@@ -34,7 +34,6 @@ class Undo:
         self._sight = self._view.look()
         self._copies = {slot: slot.value.detach().clone() for slot in self._sight.slots if self._is_copied(slot)}
         self._contents = Contents(every)
-        self._own = [(generator, generator.get_state()) for generator in self._contents.generators]
         self._devices = [DeviceGenerator(device) for device in dict.fromkeys(devices)]
         with borrowing:
             self._process = PROCESS.get_state()
@@ -59,8 +58,6 @@ class Undo:
         return [*lost, *self._contents.put_back()]
 
     def _rewind(self) -> None:
-        for generator, state in self._own:
-            generator.set_state(state)
         for device in self._devices:
             device.rewind()
         with borrowing:
