@@ -90,7 +90,9 @@ def test_no_flags_are_much_faster(measured: Measured, share: float):
 def test_a_plan_is_replayed_as_it_would_be_simulated(measured: Measured):
     for found in search(space_of(measured)):
         stages, hops = found.costs.stage_costs(found.sizes, found.modes), found.costs.hops(found.sizes)
-        schedule = named(found.schedule, found.chunks, range(len(stages)), stops_of(found), found.split)
+        schedule = named(
+            found.schedule, found.chunks, range(len(stages)), stops_of(found.modes, found.chunks), found.split
+        )
         simulated = simulate(schedule, stages, transfer=hops[1:]).makespan
         assert replayed(found) == pytest.approx(simulated + measured.step)
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from microbatch import Batch, scatter
 
 from .._gpipe import GPipe
-from ..schedule import Kind, Schedule, checkpoint_stops, named
+from ..schedule import Kind
 from ..schedule._flags import scheduled
 from ..timeline import Timeline
-from ._candidate import Candidate, Space, replayed
+from ._candidate import Candidate, Space, by_seconds, replayed, schedule_of, with_costs
 from ._costs import SPLITTING, Measured
 from ._data import Expected
 from ._finals import CLOSE, STEPS, Trial, finalists, key, race, winner
@@ -97,8 +97,7 @@ def _corrected(space: Space, found: list[Candidate], first: Trial) -> tuple[Spac
     """The search again with the costs that the first trial tells, and how much longer they made that step."""
     tried = found[0]
     space = replace(space, measured=learned(space.measured, tried, first.timelines))
-    now = replace(tried, costs=space.measured.cut(tried.chunks))
-    now = replace(now, seconds=replayed(now))
+    now = with_costs(tried, space.measured)
     again = search(space)
     return space, [now, *(each for each in again if key(each) != key(now))], now.seconds / replayed(tried)
 
@@ -114,7 +113,7 @@ def _ranked(
     # The others are expected to miss by as much as those that were tried.
     off = median(trial.median / way.seconds for way, trial in zip(ways, trials, strict=True))
     others = [replace(each, seconds=off * each.seconds) for each in found if key(each) not in tried]
-    return space, [chosen, *sorted([*measured, *others], key=lambda each: each.seconds)]
+    return space, [chosen, *by_seconds([*measured, *others])]
 
 
 def _tried(
@@ -128,17 +127,12 @@ def _tried(
     """Some steps of training, after one to warm up, and another one that is recorded."""
     pipe = GPipe(layers, way.sizes, devices=devices, chunks=way.chunks, checkpoint=way.modes)
     # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.
-    schedule = _split(way, len(scatter(x, way.chunks))) if way.split else way.schedule
+    microbatches = len(scatter(x, way.chunks))  # few rows give fewer than chunks
+    schedule = schedule_of(way.schedule, microbatches, way.modes, way.split) if way.split else way.schedule
     with closing(pipe):
         pipe.zero_grad()
         seconds, timeline = timed(pipe, x, y, loss_fn, schedule, STEPS)
     return Trial(seconds, [timeline])
-
-
-def _split(way: Candidate, microbatches: int) -> Schedule:
-    """Its schedule, for the micro-batches that there are: few rows give fewer than chunks."""
-    stops = checkpoint_stops([*map(scheduled, way.modes)], microbatches, len(way.modes))
-    return named(way.schedule, microbatches, range(len(way.modes)), stops, way.split)
 
 
 def learned(measured: Measured, candidate: Candidate, timelines: Sequence[Timeline]) -> Measured:

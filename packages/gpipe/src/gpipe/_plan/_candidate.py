@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from ..schedule import Kind, checkpoint_stops
+from ..schedule import Kind, Schedule, checkpoint_stops, named
 from ..schedule._flags import StageMode, scheduled
 from ..schedule._makespan import makespan
 from ..schedule._named import lanes
@@ -102,15 +102,35 @@ def replayed(candidate: Candidate) -> float:
     """The seconds of a step, if every action takes what it costs."""
     costs, m = candidate.costs, candidate.chunks
     stages = costs.stage_costs(candidate.sizes, candidate.modes)
-    steps = lanes(candidate.schedule, m, range(len(stages)), stops_of(candidate), candidate.split)
+    steps = lanes(candidate.schedule, m, range(len(stages)), stops_of(candidate.modes, m), candidate.split)
     seconds = [{kind: stage.seconds(kind) for kind in Kind} for stage in stages]
     pipeline = makespan(steps, m, seconds, costs.hops(candidate.sizes))
     return pipeline + costs.reduction(candidate.sizes) + costs.measured.step
 
 
-def stops_of(candidate: Candidate) -> tuple[int, ...]:
+def with_replay(candidate: Candidate) -> Candidate:
+    """The same with the seconds of a replay instead of those of the closed form."""
+    return replace(candidate, seconds=replayed(candidate))
+
+
+def with_costs(candidate: Candidate, measured: Measured) -> Candidate:
+    """The same with other costs, by which it is replayed."""
+    return with_replay(replace(candidate, costs=measured.cut(candidate.chunks)))
+
+
+def by_seconds(found: Iterable[Candidate]) -> list[Candidate]:
+    """The fastest first."""
+    return sorted(found, key=lambda each: each.seconds)
+
+
+def stops_of(modes: Sequence[StageMode], microbatches: int) -> tuple[int, ...]:
     """The micro-batches that each stage checkpoints: those below."""
-    return checkpoint_stops([*map(scheduled, candidate.modes)], candidate.chunks, len(candidate.modes))
+    return checkpoint_stops([*map(scheduled, modes)], microbatches, len(modes))
+
+
+def schedule_of(name: str, microbatches: int, modes: Sequence[StageMode], split: Sequence[int]) -> Schedule:
+    """What each stage does, on a device of its own."""
+    return named(name, microbatches, range(len(modes)), stops_of(modes, microbatches), split)
 
 
 def simplicity(candidate: Candidate) -> tuple[int, int, int]:

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from .._gpipe import GPipe
-from ..schedule import checkpoint_stops, named
-from ..schedule._flags import StageMode, as_lists, scheduled
+from ..schedule._flags import StageMode, as_lists
 from ..timeline import StageCost, Timeline, simulate
-from ._candidate import Candidate, Space
+from ._candidate import Candidate, Space, schedule_of
 from ._fake import FAKE
 from ._memory import DeviceBytes
 
@@ -148,6 +147,5 @@ class PlanData:
     @property
     def timeline(self) -> Timeline:
         """When which stage does what in a step, as predicted."""
-        stops = checkpoint_stops([*map(scheduled, self.modes)], self.chunks, len(self.sizes))
-        schedule = named(self.schedule, self.chunks, range(len(self.sizes)), stops, self.split)
+        schedule = schedule_of(self.schedule, self.chunks, self.modes, self.split)
         return simulate(schedule, self.stages, transfer=self.hops[1:])

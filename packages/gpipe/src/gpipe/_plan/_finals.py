@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 
 from ..schedule._flags import moved
 from ..timeline import Timeline
-from ._candidate import Candidate, Space, candidate_of, lacking, replayed, simplicity
+from ._candidate import Candidate, Space, by_seconds, candidate_of, lacking, simplicity, with_replay
 
 CLOSE = 0.02
 """Ways that differ by less than this share count as equally fast; medians of a few steps are no better known."""
@@ -61,7 +61,7 @@ def finalists(space: Space, found: Sequence[Candidate], step: float) -> list[Can
     fastest = min(each.seconds for each in ways)
     worth = [each for each in ways if each.seconds <= _WORTH * fastest and not any(_stands_for(x, each) for x in ways)]
     affordable = int(_SECONDS / (2 * STEPS * step))
-    return sorted(worth, key=lambda each: each.seconds)[: max(2, min(_MOST, affordable))]
+    return by_seconds(worth)[: max(2, min(_MOST, affordable))]
 
 
 def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
@@ -74,7 +74,7 @@ def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
         modes = tuple(moved(candidate.modes, sizes, others))
         near = candidate_of(space, candidate.costs, candidate.schedule, others, modes)
         if bool(near.split) == bool(candidate.split) and not lacking(space, near):
-            yield replace(near, seconds=replayed(near))
+            yield with_replay(near)
 
 
 def race(ways: Sequence[Candidate], try_out: Callable[[Candidate], Trial]) -> list[Trial]:

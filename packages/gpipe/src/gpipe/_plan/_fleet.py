@@ -11,7 +11,7 @@ from profiler.text import format_bytes, format_seconds
 
 from ..timeline._hops import Link
 from ._arguments import read_chunks
-from ._candidate import Candidate, Space, simplicity
+from ._candidate import Candidate, Space, by_seconds, simplicity
 from ._costs import Measured
 from ._fake import Fake
 from ._search import NEAR, search
@@ -142,7 +142,7 @@ def search_all(spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
     if len(spaces) == 1:
         return space, here
     others = [*here[1:FEW], *(each for other, each in tops if other is not space)]
-    return space, [best, *sorted(others, key=lambda each: each.seconds)]
+    return space, [best, *by_seconds(others)]
 
 
 def told(fake: Fake, best: Candidate) -> list[str]:

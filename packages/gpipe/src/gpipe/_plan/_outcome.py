@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ..schedule import named
 from ..timeline import simulate
-from ._candidate import Candidate, Space, stops_of
+from ._candidate import Candidate, Space, schedule_of
 from ._data import Alternative, Expected, LayerKey, PlanData, Prediction, Remembered
 from ._search import NEAR
 
@@ -42,7 +41,7 @@ def plan_of(
     """
     best, others = found[0], found[1:]
     stages, hops = best.costs.stage_costs(best.sizes, best.modes), best.costs.hops(best.sizes)
-    schedule = named(best.schedule, best.chunks, range(len(stages)), stops_of(best), best.split)
+    schedule = schedule_of(best.schedule, best.chunks, best.modes, best.split)
     bubble = simulate(schedule, stages, transfer=hops[1:]).bubble
     seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
     replicas = space.measured.replicas

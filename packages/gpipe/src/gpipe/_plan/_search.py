@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from ._candidate import Candidate, Space, candidate_of, lacking, replayed, simplicity
+from ._candidate import Candidate, Space, by_seconds, candidate_of, lacking, simplicity, with_replay
 from ._costs import Costs
 from ._placed import PARTS, Objective, best_placed
 from ._search_pieces import Pieces
@@ -32,37 +31,33 @@ def search(space: Space) -> list[Candidate]:
 
     The best is no slower than it would be if only whole stages could be computed again.
     """
-    found = sorted(candidates(space), key=lambda each: each.seconds)
+    found = by_seconds(candidates(space))
     whole = _replayed_first([each for each in found if not each.in_pieces])
-    judged = sorted([*whole, *_replayed_first([each for each in found if each.in_pieces])], key=_seconds)
-    if not judged:
+    replayed = by_seconds([*whole, *_replayed_first([each for each in found if each.in_pieces])])
+    if not replayed:
         return []
-    best = _simplest(judged, _simplest(whole, math.inf).seconds if whole else math.inf)
-    return [best, *(each for each in judged if each is not best)]
+    best = _simplest(replayed, _simplest(whole, math.inf).seconds if whole else math.inf)
+    return [best, *(each for each in replayed if each is not best)]
 
 
 def _replayed_first(found: Sequence[Candidate]) -> list[Candidate]:
     """The first ones, by what a replay of them takes."""
-    return sorted((_judged(each) for each in found[:FINALISTS]), key=_seconds)
+    return by_seconds(map(with_replay, found[:FINALISTS]))
 
 
-def _simplest(judged: Sequence[Candidate], most: float) -> Candidate:
+def _simplest(found: Sequence[Candidate], most: float) -> Candidate:
     """The simplest of those near the fastest, which comes first, that take so many seconds at most.
 
     Of the same chunks and schedule the faster one is simple enough: others compute more again than they have to.
     """
-    limit = min(judged[0].seconds * (1 + NEAR), most)
+    limit = min(found[0].seconds * (1 + NEAR), most)
     return min(
-        (each for each in judged if each.seconds <= limit), key=lambda each: (*simplicity(each)[:2], each.seconds)
+        (each for each in found if each.seconds <= limit), key=lambda each: (*simplicity(each)[:2], each.seconds)
     )
 
 
 def _seconds(candidate: Candidate) -> float:
     return candidate.seconds
-
-
-def _judged(candidate: Candidate) -> Candidate:
-    return replace(candidate, seconds=replayed(candidate))
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
@@ -72,7 +67,7 @@ def candidates(space: Space) -> Iterator[Candidate]:
     there was any amount of memory comes first. What would be much slower even so than one that fits is left out.
     """
     fastest = math.inf
-    for free in sorted(_free(space), key=lambda each: each.seconds):
+    for free in by_seconds(_free(space)):
         if free.seconds > fastest * _HOPELESS:
             return
         short = space.is_bounded and lacking(space, free)

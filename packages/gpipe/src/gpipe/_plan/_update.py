@@ -14,7 +14,7 @@ from ..schedule._flags import extended
 from ..timeline import Timeline
 from ..timeline._events import SECONDS
 from ._calibrate import learned
-from ._candidate import Candidate, Space, replayed
+from ._candidate import Candidate, Space, by_seconds, with_costs
 from ._data import Expected, PlanData
 from ._outcome import plan_of
 from ._search import search
@@ -32,15 +32,14 @@ def update(plan: Plan, timeline: Timeline) -> Plan:
         )
     _expect_step_of(plan, timeline)
     space = _with_balance_open(replace(space, measured=learned(space.measured, now, [timeline])), now)
-    stay = replace(now, costs=space.measured.cut(now.chunks))
-    stay = replace(stay, seconds=replayed(stay))
+    stay = with_costs(now, space.measured)
     took = timeline.makespan + stay.costs.reduction(stay.sizes) + space.measured.step
     before = plan.predicted.seconds
     factor = took / stay.seconds / before.mid
     note = f"updated: a recorded step took {format_seconds(took)} where {format_seconds(before.mid)} were expected"
     return plan_of(
         type(plan),
-        sorted([stay, *_others(search(space), stay)], key=lambda each: each.seconds),
+        by_seconds([stay, *_others(search(space), stay)]),
         space,
         plan.layers,
         plan.devices,
