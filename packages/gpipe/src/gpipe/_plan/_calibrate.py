@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from ..schedule import Kind
 from ..schedule._flags import scheduled
 from ..timeline import Timeline
 from ._candidate import Candidate, Space, by_seconds, replayed, schedule_of, with_costs
-from ._costs import SPLITTING, Measured
+from ._costs import SPLITTING, Measured, bounds
 from ._data import Expected
 from ._finals import CLOSE, STEPS, Trial, finalists, key, race, winner
 from ._search import search
@@ -142,8 +141,7 @@ def learned(measured: Measured, candidate: Candidate, timelines: Sequence[Timeli
     whole = candidate.costs.stage_costs(candidate.sizes, [*map(scheduled, candidate.modes)])
     forward, backward = list(measured.forward), list(measured.backward)
     forward, backward = forward or [1.0] * measured.layers, backward or [1.0] * measured.layers
-    for j, end in enumerate(accumulate(candidate.sizes)):
-        own = slice(end - candidate.sizes[j], end)
+    for j, own in enumerate(slice(*each) for each in bounds(candidate.sizes)):
         ahead = _factor(_seconds(timelines, j, Kind.FORWARD), stages[j].forward, measured.action)
         again, took = stages[j].backward - whole[j].backward, _backward(timelines, j)
         back = _factor(took and max(0.0, took - ahead * again), whole[j].backward, measured.action)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from profiler import LayerProfile, Profile
 
@@ -21,6 +21,15 @@ from ._moments import moments
 
 SPLITTING = 130e-6
 """What Python takes to split the backward of a cell (``docs/benchmarks/pipeline.md``)."""
+
+
+def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """The first layer of each stage, and the end of its layers.
+
+    >>> bounds([2, 3])
+    [(0, 2), (2, 5)]
+    """
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 @dataclass(frozen=True)
@@ -140,13 +149,12 @@ class Costs:
 
     def stage_costs(self, sizes: Sequence[int], modes: Sequence[StageMode]) -> list[StageCost]:
         """The cost of each stage, for a replay. Layers that have flags are computed again in the backward."""
-        ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
-        stages = enumerate(zip(sizes, ends, modes, strict=True))
-        found = [self._stage_cost(j, end - size, end, mode) for j, (size, end, mode) in stages]
-        return [
-            cost if isinstance(mode, str) else self._in_pieces(j, end - size, mode, cost)
-            for j, (size, end, mode, cost) in enumerate(zip(sizes, ends, modes, found, strict=True))
-        ]
+        stages = zip(bounds(sizes), modes, strict=True)
+        return [self._stage_cost(j, first, end, mode) for j, ((first, end), mode) in enumerate(stages)]
+
+    def _stage_cost(self, j: int, first: int, end: int, mode: StageMode) -> StageCost:
+        whole = self._whole_cost(j, first, end, mode)
+        return whole if isinstance(mode, str) else self._in_pieces(j, first, mode, whole)
 
     def _in_pieces(self, j: int, first: int, flags: Sequence[bool], whole: StageCost) -> StageCost:
         """The cost of a stage in pieces, each of which is as much to the engine as an action."""
@@ -171,7 +179,7 @@ class Costs:
         layers = self.profiles[j][first : first + len(flags)]
         return sum(layer.forward_seconds or 0.0 for layer, flag in zip(layers, flags, strict=True) if flag)
 
-    def _stage_cost(self, j: int, first: int, end: int, mode: StageMode) -> StageCost:
+    def _whole_cost(self, j: int, first: int, end: int, mode: StageMode) -> StageCost:
         layers = self.profiles[j][first:end]
         action = self.measured.action
         forward = sum(layer.forward_seconds or 0.0 for layer in layers)
@@ -195,23 +203,19 @@ class Costs:
 
     def split(self, sizes: Sequence[int], stages: Sequence[StageCost]) -> tuple[int, ...]:
         """The stages whose backward is worth splitting under zero bubble, where autograd can."""
-        parts = [
+        return tuple(
             j
-            for j, stage in enumerate(stages)
+            for j, (stage, (first, end)) in enumerate(zip(stages, bounds(sizes), strict=True))
             if stage.backward_input is not None
             and stage.seconds(Kind.BACKWARD) >= SPLIT_SECONDS
             and (j or self.measured.needs_gradient)
-        ]
-        ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
-        return tuple(j for j in parts if any(x.trainable_bytes for x in self.profiles[j][ends[j] - sizes[j] : ends[j]]))
+            and any(layer.trainable_bytes for layer in self.profiles[j][first:end])
+        )
 
     def gradient_bytes(self, sizes: Sequence[int]) -> list[int]:
         """What the gradients of each stage take."""
-        ends = accumulate(sizes)
-        return [
-            sum(layer.trainable_bytes for layer in self.profiles[0].layers[end - size : end])
-            for size, end in zip(sizes, ends, strict=True)
-        ]
+        layers = self.profiles[0].layers
+        return [sum(layer.trainable_bytes for layer in layers[first:end]) for first, end in bounds(sizes)]
 
     def reduction(self, sizes: Sequence[int]) -> float:
         """Seconds until the replicas have the average of their gradients: of the largest stage, on a ring.
@@ -223,9 +227,8 @@ class Costs:
 
     def hops(self, sizes: Sequence[int]) -> list[float]:
         """For each stage, the seconds that its input takes from the stage before."""
-        firsts = [sum(sizes[:j]) for j in range(len(sizes))]
-        links = zip(firsts, self.measured.links, strict=True)
-        return [link(self.incoming[first]) if first else 0.0 for first, link in links]
+        links = zip(bounds(sizes), self.measured.links, strict=True)
+        return [link(self.incoming[first]) if first else 0.0 for (first, _), link in links]
 
     def device_bytes(
         self, sizes: Sequence[int], modes: Sequence[StageMode], schedule: str, split: Sequence[int] = ()
@@ -237,8 +240,7 @@ class Costs:
         self, j: int, sizes: Sequence[int], mode: StageMode, schedule: str, split: Sequence[int] = ()
     ) -> DeviceBytes:
         """What the device of one stage holds at its fullest moment, however the others are checkpointed."""
-        end = sum(sizes[: j + 1])
-        first = end - sizes[j]
+        first, end = bounds(sizes)[j]
         layers = self.profiles[j][first:end]
         around = replace(self._around(j, first, end, split), drains=schedule == "fill_drain")
         stage = WholeStage(layers, around) if isinstance(mode, str) else StageInPieces(layers, around, mode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate
 from typing import Literal
 
 from blockpartition import Infeasible, Mode, Stage, place
@@ -12,7 +11,7 @@ from blockpartition import Infeasible, Mode, Stage, place
 from ..schedule._flags import StageMode, mode_of
 from ..timeline._kept import shares
 from ._candidate import Space
-from ._costs import Costs
+from ._costs import Costs, bounds
 from ._memory import held_by
 
 PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
@@ -62,11 +61,8 @@ def best_placed(
         )
     except Infeasible:
         return None
-    ends = accumulate(placed.sizes)
-    return placed.sizes, tuple(
-        _own(modes, str(name), end - size, end)
-        for modes, name, size, end in zip(allowed, placed.modes, placed.sizes, ends, strict=True)
-    )
+    found = zip(allowed, placed.modes, bounds(placed.sizes), strict=True)
+    return placed.sizes, tuple(_own(modes, str(name), *layers) for modes, name, layers in found)
 
 
 def _own(modes: Sequence[StageMode], name: str, first: int, end: int) -> StageMode:

@@ -9,6 +9,7 @@ from profiler.text import align, format_bytes, format_seconds, format_share
 
 from ..schedule._flags import StageMode, runs_of, scheduled
 from ..timeline import StageCost
+from ._costs import bounds
 from ._data import Alternative, PlanData
 from ._memory import DeviceBytes
 
@@ -57,10 +58,9 @@ def _reduction(plan: PlanData) -> str:
 
 def stage_rows(plan: PlanData) -> list[list[str]]:
     """The head and a line for each stage."""
-    ends = list(accumulate(plan.sizes))
     rows = [["stage", "device", "layers", "checkpoint", "forward", "backward", "a micro-batch"]]
-    for j, (stage, end) in enumerate(zip(plan.stages, ends, strict=True)):
-        first, last = plan.layers[end - plan.sizes[j]].name, plan.layers[end - 1].name
+    for j, (stage, (begin, end)) in enumerate(zip(plan.stages, bounds(plan.sizes), strict=True)):
+        first, last = plan.layers[begin].name, plan.layers[end - 1].name
         names = first if first == last else f"{first} … {last}"
         split = " (split)" if j in plan.split else ""
         rows.append(

@@ -15,6 +15,7 @@ from ..timeline import Timeline
 from ..timeline._events import SECONDS
 from ._calibrate import learned
 from ._candidate import Candidate, Space, by_seconds, with_costs
+from ._costs import bounds
 from ._data import Expected, PlanData
 from ._outcome import plan_of
 from ._search import search
@@ -81,5 +82,5 @@ def _expect_step_of(plan: PlanData, timeline: Timeline) -> None:
 
 
 def _names(plan: PlanData, stage: int) -> list[str]:
-    first = sum(plan.sizes[:stage])
-    return [layer.name for layer in plan.layers[first : first + plan.sizes[stage]]]
+    first, end = bounds(plan.sizes)[stage]
+    return [layer.name for layer in plan.layers[first:end]]

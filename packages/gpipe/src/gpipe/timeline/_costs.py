@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from profiler import LayerProfile, Profile
@@ -136,8 +136,7 @@ def stage_costs(
     if chunks is not None and chunks < 1:
         raise ValueError(f"chunks: expected a positive number of micro-batches, got {chunks}")
     scale = 1.0 if chunks is None else profile.chunks / chunks
-    ends = list(accumulate(balance))
-    stages = [profile.layers[end - size : end] for end, size in zip(ends, balance, strict=True)]
+    stages = [profile.layers[first:end] for first, end in pairwise(accumulate(balance, initial=0))]
     inputs = [input_bytes, *(round(layers[-1].output_bytes * scale) for layers in stages[:-1])]
     copied = profile.device.startswith("cuda")
     return [
