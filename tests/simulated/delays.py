@@ -1,4 +1,9 @@
-"""Workers that are held up now and then, each time in the same places for the same seed."""
+"""Workers that pause before some of their transfers, always before the same ones for the same seed.
+
+The pauses are sleeps on purpose. They make threads reach their operations in unusual orders, and nothing waits for
+them: tests pass for any length of the pauses, zero included, and assert that results do not depend on it. Events could
+set the order instead, but would deadlock under some schedules, which the tests choose at random.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ import pytest
 from gpipe.transport._link import Link
 
 LONGEST = 0.001
-"""Seconds."""
+"""The longest pause, in seconds."""
 
 
 @contextmanager

@@ -100,8 +100,8 @@ def _number(word: str) -> Number:
     for kind in (int, float):
         try:
             return kind(word)
-        except ValueError:
-            pass
+        except ValueError:  # no number of this kind; the last kind, a fraction, raises the error
+            continue
     return _fraction(word)
 
 

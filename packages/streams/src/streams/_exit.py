@@ -1,8 +1,8 @@
-"""The interpreter's exit: workers that nobody ended must neither hold it up nor make it crash.
+"""The exit of the interpreter: workers that were not ended must neither delay it nor crash it.
 
-A thread that comes out of a torch operation while the interpreter is being taken down is ended by force in the middle
-of C++, which aborts the process ("terminate called without an active exception") and hides its exit status. So they are
-asked to go before: those that wait for a task go at once, those that compute one at their next line of Python. An
+While the interpreter shuts down, a thread that returns from a torch operation is killed in the middle of C++. That
+aborts the process ("terminate called without an active exception") and hides its exit status. So workers are told to
+end before that: those that wait for a task end at once, those that compute one at their next line of Python. An
 operation cannot be interrupted, so the exit waits for its end.
 """
 
@@ -13,33 +13,34 @@ import ctypes
 import os
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Any
 
 PATIENCE = 0.5
-"""Seconds after which those that have not computed meanwhile count as stuck in waits of their own: harmless."""
+"""Seconds after which a worker that has not computed meanwhile counts as blocked in a wait, where it does no harm."""
 _COMPUTING = 0.01 * PATIENCE
-"""Processor time that a thread which computes takes at least in these seconds; one that looks around takes less."""
+"""Seconds of processor time that a computing thread takes at least meanwhile; one that only wakes up takes less."""
 
 _workers: dict[Thread, tuple[SimpleQueue[Any], int | None]] = {}
-"""From where each worker takes its tasks, and the clock of the processor time that it takes.
+"""For each worker the queue of its tasks, and the clock of its processor time.
 
-Workers write to it at any time, so that it is copied in one operation before it is gone through.
+Workers change this dict at any time; so it is copied in one operation before iteration.
 """
 
 
 def watch(in_queue: SimpleQueue[Any]) -> None:
-    """Send this thread, which takes its tasks from ``in_queue``, away at exit if it is still there."""
+    """End this thread, which takes its tasks from ``in_queue``, at exit if it still runs."""
     thread = current_thread()
     assert thread.ident is not None
-    # Only a thread itself can safely ask for its clock: of one that has ended that may crash.
+    # Asked here, in the thread itself: asking for the clock of a thread that has ended may crash.
     clock = time.pthread_getcpuclockid(thread.ident) if hasattr(time, "pthread_getcpuclockid") else None
     _workers[thread] = in_queue, clock
 
 
 def unwatch() -> None:
-    """This thread ends."""
+    """Forget this thread, which ends."""
     _workers.pop(current_thread(), None)
 
 
@@ -65,7 +66,7 @@ def _send_all_away() -> None:
 
 
 def _wait() -> bool:
-    """Interrupt all workers and give them some time to go; whether any that is left has computed meanwhile."""
+    """Interrupt all workers and wait for them. Returns whether any that still runs has computed meanwhile."""
     clocks = {thread: clock for thread, (_, clock) in list(_workers.items()) if thread.is_alive()}
     before = {thread: _seconds(clock) for thread, clock in clocks.items()}
     for thread in before:
@@ -82,19 +83,17 @@ def _join(threads: Collection[Thread]) -> None:
 
 
 def _seconds(clock: int | None) -> float:
-    """The processor time that a thread has taken; always the same where there is no telling."""
+    """The processor time that a thread has taken; 0 where that is not known."""
     try:
         return 0.0 if clock is None else time.clock_gettime(clock)
-    except OSError:  # it has just ended
+    except OSError:  # the thread has just ended, and its clock with it
         return 0.0
 
 
 def _drop(queue: SimpleQueue[Any]) -> None:
-    try:
+    with suppress(Empty):  # the end of the loop: asking whether it is empty first could miss a task
         while True:
             queue.get_nowait()
-    except Empty:
-        pass
 
 
 def _interrupt(thread: Thread) -> None:

@@ -102,9 +102,11 @@ class View:
     def look(self) -> Sight:
         """What is there now."""
         if not (any(self._empty) or self._sizes != list(map(len, self._filled))):
+            # The index may be out of date even so: another name replaced one (KeyError), or None a tensor or the other
+            # way round (AttributeError, KeyError). Then it is made again; an error that is left is raised below.
             try:
                 return self._look()
-            except (KeyError, AttributeError):  # as many names came as went, or a tensor and None changed places
+            except (KeyError, AttributeError):
                 pass
         self._index()
         return self._look()
