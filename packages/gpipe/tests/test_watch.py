@@ -39,6 +39,24 @@ class Transfer:
         return self.looks < 0
 
 
+class Present:
+    """Over once it has been looked at so many times."""
+
+    member = 2
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+        self.ended = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def end(self) -> None:
+        self.ended.set()
+
+
 FOR_EVER = float("inf")
 
 
@@ -83,3 +101,31 @@ def test_an_end_ends_the_watch():
     assert thread is not None
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_all_communicators_end_when_somebody_has_ended():
+    """Also the connections to others, whose devices may wait for this one."""
+    groups, present = [Group(), Group()], [Present(FOR_EVER), Present(2)]
+    watched = watch(1e6, groups)
+    for each in present:
+        watched.attend(each)  # type: ignore[arg-type]
+    watched.add([Transfer(FOR_EVER)], 3)
+    for group in groups:
+        assert group.ended.wait(30)
+    assert present[0].ended.is_set()
+    with pytest.raises(UnreachableError) as raised:
+        watched.check()
+    assert (raised.value.member, raised.value.silent) == (2, False)
+
+
+def test_who_ends_when_nothing_is_under_way_does_no_harm():
+    """As processes that have done all their steps do, one after the other."""
+    groups = [Group()]
+    watched = watch(1e6, groups)
+    watched.attend(Present(0))  # type: ignore[arg-type]
+    watched.add([Transfer(0)], 2)
+    thread = watched._thread
+    if thread is not None:
+        thread.join(30)
+    watched.check()
+    assert not groups[0].ended.is_set()

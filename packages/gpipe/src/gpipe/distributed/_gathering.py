@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from ._agreement import Agreement, Meeting, agreement
-from ._errors import UnreachableError
-from ._groups import Groups, group_for_collectives, open_groups
-from ._messages import Peer
+from ._groups import end_connections, group_for_collectives, open_groups
 from ._rendezvous import Rendezvous, Report
 
 
@@ -78,7 +74,7 @@ def gathering_of(group: dist.ProcessGroup | None) -> Gathering:
     assert group is not None
     if group not in _opened:
         groups = open_groups(group, None)
-        leave = partial(_end_connections, groups)
+        leave = partial(end_connections, groups.values, (groups.me + 1) % len(groups.members))
         collectives = group_for_collectives(groups)
         _opened[group] = Gathering(Rendezvous(groups), groups.members, collectives, groups.me == 0, leave)
     return _opened[group]
@@ -86,17 +82,3 @@ def gathering_of(group: dist.ProcessGroup | None) -> Gathering:
 
 def _nothing() -> None:
     pass
-
-
-def _end_connections(groups: Groups) -> None:
-    """Close all connections of ``groups.values``.
-
-    Gloo has no call for that, but closes them when a wait takes too long: wait 1 ms for a message that nobody sends.
-    """
-    peer = Peer(groups.values, (groups.me + 1) % len(groups.members), _UNSENT)
-    with suppress(UnreachableError):
-        peer.wait(peer.receive(torch.empty(1, dtype=torch.uint8)), timedelta(milliseconds=1))
-
-
-_UNSENT = 2**20
-"""The tag of messages that nobody sends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ _torch: Any = dist
 """The same module without types: its stubs lack the names of stores."""
 
 _UNKNOWN = timedelta(minutes=30)
+
+_UNSENT = 2**20
+"""The tag of messages that nobody sends."""
 
 
 class Groups(NamedTuple):
@@ -84,6 +88,16 @@ def group_for_collectives(groups: Groups) -> Any:
     c10d._world.pg_map[group] = "gloo", groups.store
     c10d._world.pg_group_ranks[group] = {member: k for k, member in enumerate(groups.members)}
     return group
+
+
+def end_connections(group: Any, member: int) -> None:
+    """Close all connections of ``group``, a gloo group.
+
+    Gloo has no call for that, but closes them when a wait takes too long: wait 1 ms for a message that ``member`` never
+    sends.
+    """
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT).wait(timedelta(milliseconds=1))
 
 
 def expect_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

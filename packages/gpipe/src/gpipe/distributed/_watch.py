@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ._errors import UnreachableError
+from ._presence import Presence
 
 _PAUSE = 0.05
 """Seconds between two checks."""
@@ -23,19 +24,21 @@ class Watch:
 
     When the process at the other end of a transfer has ended, the device waits for it forever. So does each thread that
     waits for the device, in a call of the driver that Python cannot interrupt. Only aborting the communicator ends
-    this. (Torch's own watchdog would end the process.)
+    this. (Torch's own watchdog would end the process.) Whoever aborts its communicators ends the connections that show
+    its presence, so that ranks whose devices wait for this one abort theirs too.
 
     Args:
         timeout: how long transfers may make no progress.
 
     Attributes:
-        lost: the member whose transfer took too long; None if there is none.
+        lost: the member whose transfer took too long, or whose process has ended; None if there is none.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         self.lost: UnreachableError | None = None
         self._timeout = timeout.total_seconds()
         self._groups: list[dist.ProcessGroup] = []
+        self._present: list[Presence] = []
         self._under_way: deque[tuple[float, Any, int]] = deque()
         self._progress = 0.0
         self._lock = threading.Lock()
@@ -44,6 +47,10 @@ class Watch:
     def own(self, group: dist.ProcessGroup) -> None:
         """Abort ``group`` together with the others."""
         self._groups.append(group)
+
+    def attend(self, presence: Presence) -> None:
+        """Abort all communicators if this is over before all transfers have ended."""
+        self._present.append(presence)
 
     def add(self, works: Sequence[Any], member: int) -> None:
         """Check transfers with ``member`` until they have ended."""
@@ -55,7 +62,7 @@ class Watch:
                 self._thread.start()
 
     def check(self) -> None:
-        """Raise :class:`UnreachableError` if communicators were aborted because of a timeout."""
+        """Raise :class:`UnreachableError` if communicators were aborted because a member is lost."""
         if self.lost is not None:
             raise self.lost
 
@@ -63,28 +70,37 @@ class Watch:
         """Abort all communicators: transfers stop, and the devices go on without them."""
         with self._lock:
             groups, self._groups = self._groups, []
+        for presence in self._present:
+            presence.end()
         for group in groups:
             with suppress(RuntimeError):  # an abort that fails leaves nothing else to try
                 group.abort()
 
     def _look(self) -> None:
-        while (late := self._late()) is None:
+        while self._is_any_under_way():
+            self.lost = self._found_lost()
+            if self.lost is not None:
+                self.end()
+                return
             time.sleep(_PAUSE)
-        if late >= 0:
-            self.lost = UnreachableError(late, TimeoutError("timed out"))
-            self.end()
 
-    def _late(self) -> int | None:
-        """The member whose transfer took too long; -1 if there are no transfers, None if all are in time so far."""
-        now = time.monotonic()
+    def _is_any_under_way(self) -> bool:
+        """Forget transfers that have ended; whether any are left."""
         with self._lock:
             while self._under_way and (not self._groups or self._under_way[0][1].is_completed()):
                 self._under_way.popleft()
-                self._progress = now
+                self._progress = time.monotonic()
             if not self._under_way:
                 self._thread = None
-                return -1
-            since, _, member = self._under_way[0]
-            # The host queues a transfer long before the device starts it: the time counts from the end of the one
-            # before.
-            return member if now - max(since, self._progress) > self._timeout else None
+            return bool(self._under_way)
+
+    def _found_lost(self) -> UnreachableError | None:
+        """The member whose process has ended, or whose transfer took too long; None if there is none so far."""
+        for presence in self._present:
+            if presence.is_over:
+                return UnreachableError(presence.member, ConnectionError("the connection has ended"))
+        since, _, member = self._under_way[0]
+        # The host queues a transfer long before the device starts it: the time counts from the end of the one before.
+        if time.monotonic() - max(since, self._progress) > self._timeout:
+            return UnreachableError(member, TimeoutError("timed out"))
+        return None

@@ -44,6 +44,7 @@ from ._errors import UnreachableError
 from ._groups import Groups
 from ._messages import Peer
 from ._places import Direction, Place, direct
+from ._presence import Presence
 from ._watch import Watch
 
 
@@ -163,6 +164,8 @@ def open_wires(
     directions = direct(ranks, layout, ties, places)
     if directions:
         with agreement(meeting, groups.members):
+            for member in _neighbours(directions, groups, ranks):
+                watch.attend(Presence(groups, member))
             # All ranks open wires in the same order, so both ends of the first one that is not open yet wait for each
             # other.
             for each in directions:
@@ -170,6 +173,12 @@ def open_wires(
                     backend = str(places[each.source].backend)
                     found[each.tag] = _opened(each, groups, ranks, devices, watch, backend, f"{name}/{each.tag}")
     return Wires(found, watch)
+
+
+def _neighbours(directions: Sequence[Direction], groups: Groups, ranks: Sequence[int]) -> list[int]:
+    """The members at the other ends of the wires of this rank, in the order in which all ranks connect to them."""
+    ends = [{ranks[each.source], ranks[each.target]} for each in directions]
+    return list(dict.fromkeys(member for pair in ends if groups.me in pair for member in pair - {groups.me}))
 
 
 def _opened(
