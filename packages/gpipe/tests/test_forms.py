@@ -269,7 +269,7 @@ def test_forms_are_equal_if_and_only_if_their_texts_are(payloads: list[Any]) -> 
 def test_a_form_that_is_looked_up_is_the_one_that_would_be_written(payload: Any) -> None:
     """Also after all the other payloads of this test, which 1, True and 1.0 might be mistaken for."""
     looked_up, data = form_of(payload)
-    fresh, others = _forms._written(payload)
+    fresh, others = _forms.written_form(payload)
     assert looked_up == fresh
     for a, b in zip(data, others, strict=True):
         assert torch.equal(a, b)

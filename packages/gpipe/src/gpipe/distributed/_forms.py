@@ -201,7 +201,7 @@ def form_of(payload: Payload) -> tuple[Form, list[Tensor]]:
         TypeError: a value cannot be sent; the message names its path, and a way out.
     """
     form, tensors = dense_form(payload)
-    return _written(payload) if form is None else (form, form.data(tensors))
+    return written_form(payload) if form is None else (form, form.data(tensors))
 
 
 def dense_form(payload: Payload) -> tuple[Form | None, Sequence[Tensor | None]]:
@@ -223,7 +223,7 @@ def dense_form(payload: Payload) -> tuple[Form | None, Sequence[Tensor | None]]:
 
 
 def _remembered(key: Any, payload: Payload) -> Form:
-    form, _ = _written(payload)
+    form, _ = written_form(payload)
     if len(_forms) >= _MOST:  # such as where shapes differ each time
         _forms.clear()
     _forms[key] = form
@@ -234,7 +234,8 @@ _forms: dict[Any, Form] = {}
 _MOST = 1024
 
 
-def _written(payload: Payload) -> tuple[Form, list[Tensor]]:
+def written_form(payload: Payload) -> tuple[Form, list[Tensor]]:
+    """As :func:`form_of`, without looking the form up."""
     try:
         return _of_activation(payload) if isinstance(payload, Activation) else _of_gradients(payload)
     except UnwrittenError as error:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..values._describe import Cancelled
 from ._errors import UnreachableError
-from ._forms import Form, dense_form, form_of
+from ._forms import Form, dense_form, written_form
 from ._frame import Frame, places
 
 SMALL: Final = 2**18
@@ -115,7 +115,7 @@ class Sender:
         if form in self._spare:
             self._send_again(microbatch, form, tensors, flag)
             return
-        form, data = form_of(payload) if form is None else (form, form.data(tensors))
+        form, data = written_form(payload) if form is None else (form, form.data(tensors))
         text = b"" if form in self._forms else self._introduced(form)
         if self._direct is not None:
             self._direct.send(data)  # before the head, which says that they have been sent
