@@ -60,8 +60,7 @@ def connected(
     Raises:
         RuntimeError: a wire could not be opened; see :func:`open_wires`.
     """
-    own = [j for j, rank in enumerate(ranks) if rank == groups.me]
-    here = dict(zip(own, share.devices, strict=True))
+    here = dict(zip(share.numbers, share.devices, strict=True))
     every, layout = laid_out(pieces_of(share.every, choices), [here.get(j, _CPU) for j in range(len(ranks))])
     of_stages = [ranks[stage.partition] for stage in every]
     stages = [stage for stage in every if stage.partition in here]

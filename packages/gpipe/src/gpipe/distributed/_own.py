@@ -20,13 +20,15 @@ class Share(NamedTuple):
 
     Attributes:
         every: the partitions of all stages; those of other ranks are not moved.
-        partitions: the partitions of this rank.
+        numbers: the numbers of the stages of this rank.
+        partitions: the partition of each of these.
         devices: the device of each of these.
         twins: the tensors of this rank that other ranks have too.
         ties: for each pair of ranks that share tensors, a stage of each that has such a tensor.
     """
 
     every: list[nn.Module]
+    numbers: list[int]
     partitions: nn.ModuleList
     devices: list[torch.device]
     twins: list[Twin]
@@ -47,7 +49,8 @@ def own_share(
         TypeError, ValueError: a device is missing, or cannot hold its partition. Then no layer has moved.
     """
     every = partitions_of(module, balance)
-    own = nn.ModuleList(partition for partition, rank in zip(every, ranks, strict=True) if rank == me)
+    numbers = [j for j, rank in enumerate(ranks) if rank == me]
+    own = nn.ModuleList(every[j] for j in numbers)
     places = _places(device, len(own))
     twins, ties = twins_of(list(every), ranks, me)
     if means is not None:
@@ -56,7 +59,7 @@ def own_share(
         if means is not None:
             materialize(own, places, means)
         move_partitions(own, places)
-    return Share(list(every), own, places, twins, ties)
+    return Share(list(every), numbers, own, places, twins, ties)
 
 
 def _places(device: Any, count: int) -> list[torch.device]:

@@ -143,10 +143,9 @@ class Rank(Stepping):
                 share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
                 if self._deferred:
                     DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
-                own = [j for j, rank in enumerate(self._ranks) if rank == groups.me]
                 trained = [any(p.requires_grad for p in each.parameters()) for each in share.partitions]
                 places = [place_of(each, transport) for each in share.devices]
-                placed.told = {"trained": [*compress(own, trained)], "places": places, "name": uuid4().hex}
+                placed.told = {"trained": [*compress(share.numbers, trained)], "places": places, "name": uuid4().hex}
             shared.alike = found.alike
             self.training = layers.training
             self._take(share.partitions)
