@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 
@@ -13,7 +14,7 @@ from ..skip import SkipLayout
 from ..transport._copy import CopyStreams
 from ._groups import Groups
 from ._own import Share
-from ._places import places_of
+from ._places import place_of, places_of
 from ._rendezvous import Rendezvous
 from ._wires import Wires, open_wires
 
@@ -40,6 +41,19 @@ class Connected(NamedTuple):
     wires: Wires
 
 
+def told_of(share: Share, transport: str) -> dict[str, Any]:
+    """What a rank tells the others of its share before they connect.
+
+    Returns:
+        The numbers of its ``trained`` stages, those with parameters to train; the ``places`` of all its stages; and a
+        ``name`` for all wires.
+    """
+    own = zip(share.numbers, share.partitions, strict=True)
+    trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]
+    places = [place_of(device, transport) for device in share.devices]
+    return {"trained": trained, "places": places, "name": uuid4().hex}
+
+
 def connected(
     share: Share,
     choices: Choices,
@@ -54,8 +68,7 @@ def connected(
         share: the part of the model that this rank has.
         choices: what is checkpointed; that decides which partitions are in pieces.
         ranks: the rank of each partition.
-        told: what each rank has told: the ``places`` of its partitions, and a ``name`` for all wires; that of rank 0
-            counts.
+        told: by rank, what :func:`told_of` returned there. The ``name`` of rank 0 counts.
 
     Raises:
         RuntimeError: a wire could not be opened; see :func:`open_wires`.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from itertools import compress
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import torch.distributed as dist
 from torch import nn
@@ -39,13 +37,13 @@ from ..timeline._chooser import Plan, Size, choice_of
 from ..values._gather import gathered
 from ..values._leaves import Arguments
 from ._agreement import agreement, described
-from ._connected import connected
+from ._connected import connected, told_of
 from ._far_loss import FarLoss
-from ._groups import open_groups
+from ._groups import Groups, open_groups
 from ._opening import Opening
-from ._own import own_share
+from ._own import Share, own_share
 from ._pipeline import RankPipeline
-from ._places import checked_transport, place_of
+from ._places import checked_transport
 from ._random import next_seed
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
@@ -129,40 +127,55 @@ class Rank(Stepping):
             with agreement(rendezvous, groups.members) as found:
                 self._chunks = checked_chunks(chunks)
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-                means = means_of(init)
-                layers = as_sequential(module, sample)
+                means, layers = means_of(init), as_sequential(module, sample)
                 verify_skippables(layers)
                 self._balance = checked_balance(balance, len(layers))
                 self._checkpoint = expect_fitting(checked_choices(checkpoint), self._balance)
                 self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
-                found.alike = {"balance": self._balance, "ranks": self._ranks, **described(layers)}
-                found.alike["deferred_batch_norm"] = self._deferred
-                found.alike["checkpoint by layer"] = flags_of(self._checkpoint)
-                found.alike["transport"] = checked_transport(transport)
+                found.alike = self._alike(layers, transport)
             with agreement(rendezvous, groups.members) as placed:
                 share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
                 if self._deferred:
                     DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
-                trained = [any(p.requires_grad for p in each.parameters()) for each in share.partitions]
-                places = [place_of(each, transport) for each in share.devices]
-                placed.told = {"trained": [*compress(share.numbers, trained)], "places": places, "name": uuid4().hex}
+                placed.told = told_of(share, transport)
             shared.alike = found.alike
             self.training = layers.training
             self._take(share.partitions)
             self._devices = share.devices
-            self._pipeline = RankPipeline(
-                connected(share, self._checkpoint, self._ranks, groups, rendezvous, placed.heard),
-                Workers.for_owner(self, share.devices),
-                groups,
-                self._ranks,
-                rendezvous,
-                self._replicas,
-                share.twins,
-                [each["trained"] for each in placed.heard],
-            )
+            self._pipeline = self._connected(share, groups, rendezvous, placed.heard)
             self._sharding = Sharding(share.partitions, share.twins)
             self._synced, self._members = synced_layers(self), groups.members
         self._last: Choice | None = None
+
+    def _alike(self, layers: nn.Sequential, transport: str) -> dict[str, Any]:
+        """What all ranks must be made with, by names that a user knows."""
+        return {
+            "balance": self._balance,
+            "ranks": self._ranks,
+            **described(layers),
+            "deferred_batch_norm": self._deferred,
+            "checkpoint by layer": flags_of(self._checkpoint),
+            "transport": checked_transport(transport),
+        }
+
+    def _connected(
+        self, share: Share, groups: Groups, rendezvous: Rendezvous, told: Sequence[Mapping[str, Any]]
+    ) -> RankPipeline:
+        """The stages of this rank, connected to those of others.
+
+        Args:
+            told: by rank, what :func:`told_of` returned there.
+        """
+        return RankPipeline(
+            connected(share, self._checkpoint, self._ranks, groups, rendezvous, told),
+            Workers.for_owner(self, share.devices),
+            groups,
+            self._ranks,
+            rendezvous,
+            self._replicas,
+            share.twins,
+            [each["trained"] for each in told],
+        )
 
     @property
     def stages(self) -> list[int]:
