@@ -7,16 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from profiler import Profile
 from streams import add_note
 
 from .._flatten._shapes import expect_data
-from ..module._arguments import Device, checked_devices, checked_flag
+from ..module._arguments import Device, checked_flag
 from ..module._sequential import as_sequential
-from ._after import lowered, read_after
+from ._after import lowered
 from ._arguments import (
     SCHEDULES,
     OptimizerChoice,
@@ -33,15 +32,16 @@ from ._calibrate import UNSURE, calibrated
 from ._candidate import Space
 from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
-from ._fake import FAKE, Fake, read_fake
-from ._fleet import Layout, all_chunks, dealt, layouts_of, of_several_rows, read_size, search_all, told
+from ._fake import Fake, read_fake
+from ._fleet import Layout, all_chunks, dealt, of_several_rows, read_size, search_all, told
 from ._infeasible import Infeasible, Relaxation, explain
 from ._measure import count, measure, rows_of
 from ._outcome import plan_of
 from ._plan import Plan
+from ._request import Request, read_layouts, read_profile, read_shortage
 
 GUESSED = Expected(0.5, 1.0, 2.0)
-"""The same where nothing ran."""
+"""How steps may be spread around seconds that were estimated without running anything."""
 
 
 def plan(
@@ -122,42 +122,68 @@ def plan(
     layers = as_sequential(model, sample)
     if not len(layers):
         raise ValueError("model: expected at least one layer, got none")
-    fake, rows = read_fake(devices, bandwidth, latency), rows_of(sample)
-    layouts, places = _layouts(devices, fake, len(layers), rows, chunks, checkpoint)
-    names = [f"{FAKE}{fake.name}" if fake else str(place) for place in places]
-    room = read_memory(read_size(fake, memory) if fake else memory, places)
-    modes, schedules = {each.stages: read_modes(checkpoint, each.stages) for each in layouts}, read_schedules(schedule)
-    given = {"target": target, "loss_fn": loss_fn, "optimizer": optimizer_bytes(optimizer, layers)}
-    known = _expect_fit(profile, layers)
-    if fake and after is not None:
-        raise ValueError("after: devices that are not there run out of no memory; give the devices of the step")
-    shortage = read_after(after, places, len(layers))
-    if not fake and (known is None or calibrate):
+    fake = read_fake(devices, bandwidth, latency)
+    layouts, places = read_layouts(devices, fake, len(layers), rows_of(sample), chunks, checkpoint)
+    request = Request(
+        layers=layers,
+        sample=sample,
+        target=target,
+        loss_fn=loss_fn,
+        fake=fake,
+        layouts=layouts,
+        places=places,
+        memory=read_memory(read_size(fake, memory) if fake else memory, places),
+        modes={each.stages: read_modes(checkpoint, each.stages) for each in layouts},
+        pieces=checkpoint is None,
+        schedules=read_schedules(schedule),
+        optimizer=optimizer,
+        optimizer_bytes=optimizer_bytes(optimizer, layers),
+        profile=read_profile(profile, layers),
+        chunks_given=chunks is not None,
+        calibrate=calibrate and fake is None,
+        shortage=read_shortage(after, fake, places, len(layers)),
+    )
+    if not fake and (request.profile is None or calibrate):
         expect_data(layers, "plan")
-    every = layouts[0].devices
-    look = partial(count, layers, sample, fake, every) if fake else partial(measure, layers, sample, places)
-    look = partial(look, known=known, **given)
-    measured, layouts = _measured(look, layouts, may_leave_out=chunks is None and known is None)
-    shares = [dealt(measured, fake, each) if fake else measured for each in layouts]
-    spaces = [
-        Space(share, each.chunks, schedules, modes[each.stages], room[: each.stages], pieces=checkpoint is None)
-        for share, each in zip(shares, layouts, strict=True)
-    ]
-    learned: list[str] = []
-    if shortage is not None:
-        spaces[0], note = lowered(spaces[0], shortage, names[shortage.device])
-        learned.append(note)
+    return _planned(request)
+
+
+def _planned(request: Request) -> Plan:
+    """Measure, search, and try out what was found."""
+    measured, layouts = _measured(request)
+    spaces, notes = _spaces(request, measured, layouts)
     space, found = search_all(spaces)
     if not found:
-        raise _with_notes(explain(space, names, _relaxations(space, layers, optimizer)), learned)
-    spread, notes = (
-        (GUESSED, [_guessed(fake), *told(fake, found[0])]) if fake else (UNSURE, [_how(measured, layers), *learned])
-    )
-    if calibrate and not fake:
-        space, found, spread, note = calibrated(space, found, layers, places, sample, target, loss_fn)
-        notes = [*notes, note]
-    here = Remembered(loss_fn=loss_fn, sample=sample)
-    return plan_of(Plan, found, space, layer_keys(layers), names, spread, notes, here)
+        raise _with_notes(explain(space, request.names, _relaxations(space, request)), notes)
+    fake, spread = request.fake, GUESSED if request.fake else UNSURE
+    how = [_guessed(fake), *told(fake, found[0])] if fake else [_how(measured, len(request.layers))]
+    notes = [*how, *notes]
+    if request.calibrate:
+        space, found, spread, note = calibrated(
+            space, found, request.layers, request.places, request.sample, request.target, request.loss_fn
+        )
+        notes.append(note)
+    here = Remembered(loss_fn=request.loss_fn, sample=request.sample)
+    return plan_of(Plan, found, space, layer_keys(request.layers), request.names, spread, notes, here)
+
+
+def _spaces(request: Request, measured: Measured, layouts: Sequence[Layout]) -> tuple[list[Space], list[str]]:
+    """What is searched for each layout; and what a step that ran out of memory changed in that."""
+    spaces = [
+        Space(
+            dealt(measured, request.fake, each) if request.fake else measured,
+            each.chunks,
+            request.schedules,
+            request.modes[each.stages],
+            request.memory[: each.stages],
+            pieces=request.pieces,
+        )
+        for each in layouts
+    ]
+    if request.shortage is None:
+        return spaces, []
+    space, note = lowered(spaces[0], request.shortage, request.names[request.shortage.device])
+    return [space], [note]
 
 
 def _with_notes(error: Infeasible, notes: Sequence[str]) -> Infeasible:
@@ -166,39 +192,32 @@ def _with_notes(error: Infeasible, notes: Sequence[str]) -> Infeasible:
     return error
 
 
-def _layouts(
-    devices: Iterable[Device] | str, fake: Fake | None, layers: int, rows: int, chunks: Any, checkpoint: Any
-) -> tuple[list[Layout], list[torch.device]]:
-    """The layouts to look at, and as many devices as the most stages take: ``meta`` for those that are not there."""
-    if fake:
-        layouts = layouts_of(fake, layers, rows, chunks, checkpoint)
-        return layouts, [torch.device("meta")] * layouts[-1].stages
-    places = checked_devices(devices, layers)
-    if not places:
-        raise ValueError("devices: expected at least one, got none")
-    if any(place.type == "meta" for place in places):
-        raise ValueError("devices: nothing runs on 'meta'; text such as '8x80GB' stands for devices that are not there")
-    return [Layout(1, len(places), rows, tuple(read_chunks(chunks, rows)))], places
-
-
-def _measured(
-    look: Callable[[list[int]], Measured], layouts: list[Layout], may_leave_out: bool
-) -> tuple[Measured, list[Layout]]:
-    """The costs, and the layouts that they are for.
-
-    Args:
-        look: measures for some numbers of chunks.
-        layouts: those that are wanted.
-        may_leave_out: whether numbers of chunks with which a micro-batch is a single row may be left out.
-    """
+def _measured(request: Request) -> tuple[Measured, list[Layout]]:
+    """The costs, and the layouts that they are for."""
+    layouts = request.layouts
     try:
-        return look(all_chunks(layouts)), layouts
+        return _look(request, all_chunks(layouts)), layouts
     except ValueError:
-        # Batch norm, for one, refuses a single row.
+        # Batch norm, for one, refuses a micro-batch of a single row.
         rest = of_several_rows(layouts)
-        if not may_leave_out or not rest or rest == layouts:
+        if request.chunks_given or request.profile is not None or not rest or rest == layouts:
             raise
-    return look(all_chunks(rest)), rest
+    return _look(request, all_chunks(rest)), rest
+
+
+def _look(request: Request, chunks: list[int]) -> Measured:
+    """What holds for these numbers of micro-batches: counted for devices that are not there, else measured."""
+    if request.fake:
+        look = partial(count, request.layers, request.sample, request.fake, request.layouts[0].devices)
+    else:
+        look = partial(measure, request.layers, request.sample, request.places)
+    return look(
+        chunks,
+        target=request.target,
+        loss_fn=request.loss_fn,
+        optimizer=request.optimizer_bytes,
+        known=request.profile,
+    )
 
 
 def _guessed(fake: Fake) -> str:
@@ -208,24 +227,16 @@ def _guessed(fake: Fake) -> str:
     )
 
 
-def _how(measured: Measured, layers: nn.Sequential) -> str:
+def _how(measured: Measured, layers: int) -> str:
     first = measured.profiles[0]
     rows = ", ".join(str(each.rows) for each in (*first.others, first))
     return (
-        f"{len(layers)} layers measured on {first.device} at {rows} rows; the engine adds "
+        f"{layers} layers measured on {first.device} at {rows} rows; the engine adds "
         f"{measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
     )
 
 
-def _expect_fit(profile: Profile | None, layers: nn.Sequential) -> Profile | None:
-    if not isinstance(profile, (Profile, type(None))):
-        raise TypeError(f"profile: expected a profiler.Profile, got {type(profile).__name__}")
-    if profile is not None and profile.names != [name for name, _ in layers.named_children()]:
-        raise ValueError(f"profile: expected one of these {len(layers)} layers, got one of {', '.join(profile.names)}")
-    return profile
-
-
-def _relaxations(space: Space, layers: nn.Sequential, optimizer: OptimizerChoice) -> list[Relaxation]:
+def _relaxations(space: Space, request: Request) -> list[Relaxation]:
     """What the caller could ask for instead, the nearest first."""
     stages, rows = len(space.modes), space.measured.rows
     every = read_modes(None, stages)
@@ -241,7 +252,7 @@ def _relaxations(space: Space, layers: nn.Sequential, optimizer: OptimizerChoice
         offer(f"chunks up to {more[-1]}", chunks=[*space.chunks, *more])
     if list(space.schedules) != list(SCHEDULES):
         offer("schedule=None, so that the plan may choose", schedules=SCHEDULES)
-    if any(space.measured.optimizer) and optimizer != "sgd":
-        plain = replace(space.measured, optimizer=(0,) * len(layers))
+    if any(space.measured.optimizer) and request.optimizer != "sgd":
+        plain = replace(space.measured, optimizer=(0,) * len(request.layers))
         offer("optimizer='sgd', which keeps no state", measured=plain)
     return found
