@@ -86,41 +86,35 @@ class Stepping(Divided):
     ) -> Any:
         """Compute forward, loss and backward in one call.
 
-        Gradients are added to ``.grad``, as by ``loss_fn(model(input), target).backward()``. But the backward of a
-        micro-batch may begin as soon as its forward is done, so that fewer micro-batches are held at the same time:
-        with ``"1f1b"`` stage j of n holds n − j.
+        Adds to ``.grad`` what ``loss_fn(model(input), target).backward()`` would. A micro-batch may begin its backward
+        as soon as its forward is done, so fewer are held at a time: with ``"1f1b"``, n − j on stage j of n.
 
         Args:
             input: the only argument of :meth:`forward`, or :class:`Arguments` for several. A mapping is passed as
-                keywords if the first layer takes these, see below.
-            target: tensors, or a tree of them, cut like ``input``; on the last device (moved there if they are not).
-                ``Split(y, dim=1)`` and ``Replicate(y)`` around a part set how it is cut.
+                keywords if one of its keys is an argument of the first layer, or the layer takes ``**kwargs``; and
+                whole to a layer whose only argument has another name, or is annotated as a mapping.
+            target: tensors, or a tree of them, cut like ``input`` and moved to the last device. ``Split(y, dim=1)`` and
+                ``Replicate(y)`` around a part set how it is cut.
             loss_fn: called with the output and the target of each micro-batch; with the output alone if there is no
                 target, and it takes nothing else. Returns a scalar, or ``(sum, count)``; either may be followed by a
                 dict of metrics. By default the output is the loss, or has it as ``.loss``.
-            schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule` of
-                your own. ``"auto"`` measures cells in the first steps and takes the fastest of ``"1f1b"``,
+            schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`, which
+                is executed as written. ``"auto"`` measures the first steps and takes the fastest of ``"1f1b"``,
                 ``"zero_bubble"`` and ``"fill_drain"``; ``pipe.last_schedule`` names it. ``"interleaved"``,
-                ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need the devices in turn, as in ``[0, 1, 0, 1]``,
-                and ``"zbv"`` and ``"dualpipev"`` down and up again, as in ``[0, 1, 1, 0]``. ``"zero_bubble"`` and the
-                last three split the backwards of stages for which that pays off; your own are executed as written.
-            reduction: how the losses of micro-batches are combined. ``"mean"`` weights each by its rows, which is
-                right for plain means only. ``"sum"`` adds them up.
-            normalizer: with ``"sum"``, the number to divide by.
+                ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as in ``[0, 1, 0, 1]``, ``"zbv"`` and
+                ``"dualpipev"`` as in ``[0, 1, 1, 0]``. These two and both zero bubbles split backwards where that pays.
+            reduction: how the losses of micro-batches are combined: ``"mean"`` weights each by its rows, which is right
+                for plain means only; ``"sum"`` adds them up.
+            normalizer: what the ``"sum"`` is divided by.
             return_outputs: also return the outputs, as :meth:`forward` would, detached.
             on_oom: what to do if a device runs out of memory. ``"smaller chunks"`` restores the state before the step,
-                and repeats the step once with about twice as many chunks, which the pipe keeps; a
-                warning says so. The result is then that of a step with this number of chunks.
+                warns, and repeats the step once with about twice as many chunks, which the pipe keeps.
             arguments: keywords for the first layer, as in ``step(**batch)``.
 
         Returns:
             The loss of the mini-batch, detached; ``(loss, metrics)`` if ``loss_fn`` returns metrics. Scalar metrics
             are averaged, weighted by rows; other tensors, with a row for each sample, are concatenated. With
             ``return_outputs`` the outputs come last.
-
-        A mapping is passed as keywords if one of its keys is the name of an argument of the first layer, or if the
-        layer takes any (``**kwargs``), as that of a flattened Hugging Face model does. It is passed whole to a layer
-        whose only argument has another name, or is annotated as a mapping.
 
         If the loss is not a plain mean over rows, because of ``ignore_index``, class weights or padding, let
         ``loss_fn`` return the sum and the count; the gradients are those of the sum divided by the count::
