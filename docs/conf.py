@@ -38,6 +38,7 @@ html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 
 EXPLAINED = re.compile(r"([a-z]\w*(?:, \w+)*): (.+)")
+PAGE = re.compile(r"`docs/([\w/-]+\.md)`")
 CODE_IN_A_WORD = re.compile(r"(?<!`)(`[^`]+`)(?=\w)")  # as in `Stage`s, where the mark-up wants an end
 
 
@@ -66,6 +67,12 @@ def keep_colons(app: Any, what: str, name: str, thing: object, options: Any, lin
 
 def list_errors(app: Any, page: str, source: list[str]) -> None:
     source[0] = filled(source[0])
+
+
+def link_pages(app: Any, path: Path, page: str, source: list[str]) -> None:
+    """READMEs of packages name pages as `docs/...`, since links would lead nowhere on an index; here they are links."""
+    if page.startswith("packages/"):
+        source[0] = PAGE.sub(r"[`docs/\1`](../\1)", source[0])
 
 
 def list_errors_anew(app: Any, env: Any, *changes: set[str]) -> set[str]:
@@ -98,6 +105,7 @@ def setup(app: Any) -> None:
     app.connect("autodoc-skip-member", skip_aliases)
     app.connect("missing-reference", warn_of_lost_names)
     app.connect("source-read", list_errors)
+    app.connect("include-read", link_pages)
     app.connect("env-get-outdated", list_errors_anew)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before Napoleon
     app.connect("autodoc-process-docstring", explain_names)

@@ -158,9 +158,16 @@ class TestWords:
         assert lines_matching(f"{machine}|{index}") == []
 
     @each_package
-    def test_readmes_show_no_pictures_of_the_repository(self, package: str) -> None:
-        """An index shows the README of a package away from its repository."""
-        assert "![" not in (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+    def test_readmes_need_no_other_file(self, package: str) -> None:
+        """An index shows the README of a package away from its repository: no pictures, no links to files."""
+        text = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+        outside_code = re.sub(r"^```.*?^```|`[^`\n]+`", "", text, flags=re.DOTALL | re.MULTILINE)
+        assert re.findall(r"!\[|\]\((?!https?://|#)[^)]*\)", outside_code) == []
+
+    @each_package
+    def test_readmes_name_pages_that_are_there(self, package: str) -> None:
+        text = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+        assert [page for page in re.findall(r"`(docs/[^`]+)`", text) if not (ROOT / page).exists()] == []
 
     @each_package
     def test_the_licence_is_the_same_everywhere(self, package: str) -> None:
