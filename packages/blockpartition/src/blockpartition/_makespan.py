@@ -37,7 +37,18 @@ class _Range:
 
 
 def makespan(problem: Problem, blocks: list[Chosen], microbatches: int) -> Fraction:
-    """When the last of the micro-batches leaves: the pipeline is a flow shop of equal jobs."""
+    """The time at which the last micro-batch leaves a pipeline of these blocks: latency + (m - 1) · slowest.
+
+    A pipeline is a flow shop of equal jobs.
+
+    Args:
+        problem: what layers and cuts cost.
+        blocks: of layers, with the mode of each.
+        microbatches: m.
+
+    Returns:
+        The time, in the unit of the costs.
+    """
     return latency(problem, blocks) + (microbatches - 1) * slowest(problem, blocks)
 
 

@@ -14,7 +14,12 @@ from ..timeline._chrome import trace
 def save(path: str, write: Callable[[Path], object]) -> None:
     """Let ``write`` make the file ``path``, as a whole or not at all: one that is there is replaced when it is done.
 
-    Raises ValueError if it cannot be written.
+    Args:
+        path: of the file.
+        write: makes the file whose path it is called with, which has the same ending.
+
+    Raises:
+        ValueError: it cannot be written.
     """
     target = Path(path)
     try:
@@ -28,7 +33,16 @@ def save(path: str, write: Callable[[Path], object]) -> None:
 
 
 def show(found: Timeline, json: bool, html: str | None) -> None:
-    """Print a timeline, and save it as a page if there is a place for it."""
+    """Print a timeline, and save it as a page if there is a place for it.
+
+    Args:
+        found: the timeline.
+        json: whether to print a trace instead of a table.
+        html: the path of the page; None for no page.
+
+    Raises:
+        ValueError: the page cannot be written.
+    """
     print(trace(found) if json else found)
     if html is not None:
         save(html, found.save)

@@ -80,6 +80,17 @@ class Candidate:
 def candidate_of(
     space: Space, costs: Costs, schedule: str, sizes: tuple[int, ...], modes: tuple[StageMode, ...]
 ) -> Candidate:
+    """The candidate with this balance and these modes, with seconds by a closed form and what each device holds.
+
+    The seconds are those of one micro-batch through all stages, and of the others through the slowest.
+
+    Args:
+        space: what is searched.
+        costs: of micro-batches of one size.
+        schedule: its name.
+        sizes: the layers of each stage.
+        modes: of checkpointing.
+    """
     stages = costs.stage_costs(sizes, modes)
     split = costs.split(sizes, stages) if schedule == "zero_bubble" else ()
     times = [

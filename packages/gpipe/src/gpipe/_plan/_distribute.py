@@ -83,7 +83,7 @@ class Distribution:
 
 
 def distribute(plan: PlanData) -> Distribution:
-    """See :meth:`Plan.distribute`."""
+    """What each process does, if one runs each rank of each replica. Behind :meth:`gpipe.Plan.distribute`."""
     ranks = max(plan.ranks) + 1
     arguments = {
         "balance": plan.balance,

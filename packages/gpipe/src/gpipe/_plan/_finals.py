@@ -65,7 +65,7 @@ def finalists(space: Space, found: Sequence[Candidate], step: float) -> list[Can
 
 
 def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
-    """Ways that differ by a layer on the other side of a cut, and fit."""
+    """Candidates that differ by a layer on the other side of a cut, and fit, with the seconds of a replay."""
     sizes = candidate.sizes
     for j, more in [(j, more) for j in range(len(sizes) - 1) for more in (1, -1)]:
         others = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])

@@ -17,6 +17,7 @@ SCHEMA = "gpipe-plan/1"
 
 
 def dump(plan: PlanData) -> str:
+    """The plan as text that :func:`load` reads back as an equal one."""
     return json.dumps({"schema": SCHEMA, **_document(plan)}, indent=1, allow_nan=False)
 
 
@@ -31,7 +32,14 @@ def _shown(cls: Any) -> list[Any]:
 
 
 def load(cls: type[Plan], text: str) -> Plan:
-    """The plan of class ``cls`` that was dumped.
+    """The plan that :func:`dump` wrote.
+
+    Args:
+        cls: the class of the plan.
+        text: JSON.
+
+    Returns:
+        An equal plan.
 
     Raises:
         ValueError: names the path of the first thing that :func:`dump` would not have written.

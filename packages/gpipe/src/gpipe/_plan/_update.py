@@ -24,7 +24,19 @@ Plan = TypeVar("Plan", bound=PlanData)
 
 
 def update(plan: Plan, timeline: Timeline) -> Plan:
-    """See :meth:`Plan.update`."""
+    """The plan with another balance, by what cells took in a recorded step. Behind :meth:`gpipe.Plan.update`.
+
+    Args:
+        plan: what the step was planned by.
+        timeline: of that step.
+
+    Returns:
+        A plan of the same class, with the same chunks, schedule and modes.
+
+    Raises:
+        TypeError: ``timeline`` is none.
+        ValueError: it is not one of one step with this plan; or the plan was read from JSON.
+    """
     space, now = plan._here.space, plan._here.chosen
     if space is None or now is None:
         raise ValueError(

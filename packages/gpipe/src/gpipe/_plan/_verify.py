@@ -62,7 +62,20 @@ class Verification:
 
 
 def verify(plan: PlanData, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> Verification:
-    """See :meth:`Plan.verify`."""
+    """Train some steps, and set what was measured beside what was predicted. Behind :meth:`gpipe.Plan.verify`.
+
+    Gradients and buffers are afterwards as they were.
+
+    Args:
+        plan: what was predicted.
+        pipe: one that was built by it.
+        x: a mini-batch, of the rows that were planned for.
+        y: the target.
+        loss_fn: of the output and the target.
+
+    Returns:
+        Seconds and bytes, predicted and measured, and the timeline of one step.
+    """
     with as_before(pipe):
         seconds, timeline = timed(pipe, x, y, loss_fn, plan.schedule)
         sizes = peak_bytes(pipe, x, y, loss_fn, plan.schedule)
@@ -74,7 +87,16 @@ def verify(plan: PlanData, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, 
 def timed(
     pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str | Schedule, steps: int = _STEPS
 ) -> tuple[list[float], Timeline]:
-    """The seconds of some steps after one to warm up, and the timeline of another one."""
+    """Train some steps after others to warm up, and record one more.
+
+    Args:
+        pipe: what is trained.
+        x, y, loss_fn, schedule: as of :meth:`gpipe.GPipe.step`.
+        steps: how many are timed.
+
+    Returns:
+        The seconds of each step that was timed, and the timeline of the one that was recorded.
+    """
 
     def step() -> float:
         pipe.zero_grad()
@@ -93,7 +115,14 @@ def timed(
 
 
 def peak_bytes(pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str) -> list[int]:
-    """What each stage holds at its fullest moment: parameters, buffers, and all storages that its actions make."""
+    """What each stage holds at its fullest moment in a step, in bytes, without the state of an optimizer.
+
+    Counted are its parameters and buffers, and all storages that its actions make.
+
+    Args:
+        pipe: what is trained.
+        x, y, loss_fn, schedule: as of :meth:`gpipe.GPipe.step`.
+    """
     peaks = _Peaks()
     pipe.zero_grad()
     with with_settings(observer=peaks):
@@ -119,7 +148,7 @@ class _Peaks(Recorder):
 
 @contextmanager
 def as_before(pipe: GPipe) -> Iterator[None]:
-    """Afterwards gradients and buffers are what they were."""
+    """Begin without gradients; afterwards gradients and buffers are what they were."""
     gradients = [(parameter, parameter.grad) for parameter in pipe.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in pipe.buffers()]
     pipe.zero_grad()

@@ -20,7 +20,17 @@ from ._written import Written
 
 
 def expect_materializable(layers: Layers, places: Sequence[torch.device], means: Means) -> None:
-    """Raise ValueError, before anything changes, unless ``means`` can give data to ``layers`` on ``places``."""
+    """Raise, before anything changes, unless ``means`` can give data to ``layers`` on ``places``.
+
+    Args:
+        layers: of the model, by their names.
+        places: the devices of the partitions.
+        means: how layers get their values.
+
+    Raises:
+        ValueError: a place is ``meta``, or no tensor of the layers is there, or one that cannot be made elsewhere; or
+            ``means`` has not what the layers need.
+    """
     if any(place.type == "meta" for place in places):
         raise ValueError(
             "devices: nothing on 'meta' can hold the data that init= is for; leave init= out, or give others"
@@ -48,9 +58,16 @@ def _expect_ordinary(name: str, tensor: Tensor) -> None:
 def materialize(partitions: Iterable[nn.Module], places: Sequence[torch.device], means: Means) -> None:
     """Give every partition memory on its place and values, layer by layer: no more than one is in host memory.
 
+    If that fails, tensors that had values before have them again.
+
+    Args:
+        partitions: of the model; their layers are changed in place.
+        places: the device of each partition.
+        means: how layers get their values.
+
     Raises:
         ValueError: ``means`` left tensors without values.
-        Whatever it raises, with a note that names the layer.
+        Exception: what ``means`` raises, with a note that names the layer.
     """
     blocks = [dict(partition.named_children()) for partition in partitions]
     layers: Layers = {name: layer for block in blocks for name, layer in block.items()}
