@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -58,21 +58,32 @@ def agreement(meeting: Meeting, ranks: tuple[int, ...]) -> Iterator[Agreement]:
     reports = meeting.meet(report if error is None else {"error": text_of(error)})
     if error is not None:
         raise error
-    for k, each in enumerate(reports):
-        if "error" in each:
-            raise RemoteError(f"rank {ranks[k]} could not begin: {each['error']}")
-    for k, each in enumerate(reports):
-        expect_alike(reports[0]["alike"], each["alike"], (ranks[0], ranks[k]))
+    expect_begun(reports, ranks, 0, reports[0].get("alike", {}))
     found.heard = [each["told"] for each in reports]
 
 
-def expect_alike(first: dict[str, Any], other: dict[str, Any], ranks: tuple[int, int]) -> None:
-    """Raise ValueError if ``first`` and ``other`` differ.
+def expect_begun(reports: Sequence[Report], ranks: Sequence[int], first: int, alike: dict[str, Any]) -> None:
+    """Raise the error that keeps all ranks from beginning, if there is any.
 
     Args:
-        first, other: the ``alike`` of two ranks.
-        ranks: the numbers of these ranks.
+        reports: of each rank its ``error``, or what it has ``alike``.
+        ranks: the number of each member, for errors.
+        first: the member to whose values those of others must be equal.
+        alike: these values.
+
+    Raises:
+        RemoteError: a rank has reported an error.
+        ValueError: values differ.
     """
+    for k, each in enumerate(reports):
+        if "error" in each:
+            raise RemoteError(f"rank {ranks[k]} could not begin: {each['error']}") from None
+    for k, each in enumerate(reports):
+        if "alike" in each:
+            _expect_alike(alike, each["alike"], (ranks[first], ranks[k]))
+
+
+def _expect_alike(first: dict[str, Any], other: dict[str, Any], ranks: tuple[int, int]) -> None:
     for name, expected in first.items():
         if other.get(name) != expected:
             raise ValueError(

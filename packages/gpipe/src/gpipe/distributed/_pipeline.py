@@ -25,7 +25,7 @@ from ..schedule import SPLITTING, Choice, Kind, Schedule, Step, Walk, program_of
 from ..transport._channels import Connect, Nearby
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
-from ._agreement import expect_alike
+from ._agreement import expect_begun
 from ._channels import Crossings, Reach
 from ._choosing import RankChooser
 from ._connected import Connected
@@ -341,8 +341,13 @@ class RankPipeline(Pipeline):
                 observer.hear(each["events"], now)
 
     def _raise(self, error: BaseException | None, reports: Sequence[Report]) -> NoReturn:
-        """Raise the failure that comes first in the schedule: this rank's own, or a RemoteError for another's."""
-        self._expect_begun(error, reports)
+        """Raise what kept a rank from beginning; else the failure that comes first in the schedule.
+
+        It is this rank's own, or a RemoteError for another's.
+        """
+        if error is not None and "error" in reports[self._groups.me]:
+            raise error
+        expect_begun(reports, self._groups.members, self._ranks[0], self._opening.first)
         found = [(each["when"], k) for k, each in enumerate(reports) if "what" in each]
         if not found:
             assert self._lost is not None
@@ -351,18 +356,6 @@ class RankPipeline(Pipeline):
         if k == self._groups.me and error is not None:
             raise error
         raise RemoteError(f"rank {self._groups.members[k]} failed: {reports[k]['what']}") from None
-
-    def _expect_begun(self, error: BaseException | None, reports: Sequence[Report]) -> None:
-        """Raise the error that has kept any rank from beginning."""
-        members, first = self._groups.members, self._groups.members[self._ranks[0]]
-        if error is not None and "error" in reports[self._groups.me]:
-            raise error
-        for k, each in enumerate(reports):
-            if "error" in each:
-                raise RemoteError(f"rank {members[k]} could not begin: {each['error']}") from None
-        for k, each in enumerate(reports):
-            if "alike" in each:
-                expect_alike(self._opening.first, each["alike"], (first, members[k]))
 
 
 def _unreached(reports: Sequence[Report]) -> list[int]:
