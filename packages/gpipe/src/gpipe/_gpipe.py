@@ -43,7 +43,7 @@ from .module._devices import (
     untouched_on_failure,
 )
 from .module._init import means_of
-from .module._keywords import Call
+from .module._keywords import Call, as_value
 from .module._layers import Held, expect_replacement, refill, refuse
 from .module._oom import Attempts, expect_retry, rows_of
 from .module._partition import BalanceError, divide, expect_partitions, recommend_auto_balance
@@ -67,7 +67,6 @@ from .skip import verify_skippables
 from .timeline._chooser import Chooser, Size
 from .transport._copy import CopyStreams
 from .values._gather import gathered
-from .values._leaves import Arguments
 
 
 class GPipe(Stepping):
@@ -242,7 +241,7 @@ class GPipe(Stepping):
             TypeError, ValueError: ``input`` cannot be cut into micro-batches, or the output not be put together.
         """
         refuse_transforms()
-        inputs = args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+        inputs = as_value(args, kwargs)
         ending = self._ending()
         if ending is None:
             return self._output(inputs)

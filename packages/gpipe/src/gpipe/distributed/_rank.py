@@ -23,7 +23,7 @@ from ..module._arguments import Device, checked_chunks, checked_flag, whole
 from ..module._cut import checked
 from ..module._hooks import pre_hooked
 from ..module._init import means_of
-from ..module._keywords import Call, called_with
+from ..module._keywords import Call, as_value, called_with
 from ..module._partition import checked_balance
 from ..module._pieces import checked_choices, expect_fitting, flags_of
 from ..module._sequential import as_sequential
@@ -35,7 +35,6 @@ from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
 from ..timeline._chooser import Plan, Size, choice_of
 from ..values._gather import gathered
-from ..values._leaves import Arguments
 from ._agreement import agreement, described
 from ._connected import connected, told_of
 from ._far_loss import FarLoss
@@ -216,7 +215,7 @@ class Rank(Stepping):
             TypeError, ValueError: the input is missing on a rank that needs it, or cannot be cut into micro-batches.
         """
         refuse_transforms()
-        given = args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+        given = as_value(args, kwargs)
         ending = self._ending() if self._pipeline.ends else None
 
         def inputs() -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..values._leaves import Arguments
+from ._keywords import as_arguments, as_value
 
 
 def refuse_hooks(pipe: nn.Module, method: str) -> None:
@@ -29,10 +29,10 @@ def pre_hooked(pipe: nn.Module, inputs: Any) -> Any:
     """``inputs`` after the forward pre-hooks of ``pipe``."""
     if not pipe._forward_pre_hooks:
         return inputs
-    args, kwargs = (inputs.args, inputs.kwargs) if isinstance(inputs, Arguments) else ((inputs,), {})
+    args, kwargs = as_arguments(inputs)
     for key, hook in pipe._forward_pre_hooks.items():
         if key in pipe._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(pipe, args, kwargs) or (args, kwargs)
         elif (found := hook(pipe, args)) is not None:
             args = found if isinstance(found, tuple) else (found,)
-    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+    return as_value(args, kwargs)

@@ -47,6 +47,16 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
 
+def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call as one value: a single positional one itself, several as :class:`Arguments`."""
+    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+
+
+def as_arguments(value: Any) -> Arguments:
+    """The arguments that :func:`as_value` has made one value of."""
+    return value if isinstance(value, Arguments) else Arguments((value,), {})
+
+
 def called_with(layer: nn.Module, call: Call) -> tuple[Any, Any]:
     """The mini-batch as ``layer``, the first one, takes it, and the target.
 
@@ -125,7 +135,7 @@ def _joined(signature: Signature, call: Call) -> Arguments:
         return Arguments((), call.arguments)
     if isinstance(given, Mapping) and _are_keywords(signature, given):
         given = Arguments((), dict(given))
-    args, kwargs = given if isinstance(given, Arguments) else ((given,), {})
+    args, kwargs = as_arguments(given)
     twice = sorted(kwargs.keys() & call.arguments.keys())
     if twice:
         raise TypeError(
