@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._errors import RemoteError
+from ._errors import RemoteError, text_of
 from ._gathering import Gathering
 
 if TYPE_CHECKING:  # imported late: these take as long to import as torch, and only checkpoints need them
@@ -147,7 +147,7 @@ def _own_error(together: Gathering | None) -> Iterator[None]:
         raise failures[me]
     k, failed = min(failures.items(), key=lambda each: each[0])
     assert together is not None
-    raise RemoteError(f"rank {together.members[k]} failed: {type(failed).__name__}: {failed}")
+    raise RemoteError(f"rank {together.members[k]} failed: {text_of(failed)}")
 
 
 def _like(value: Any, dtype: torch.dtype | None = None) -> Any:
