@@ -182,12 +182,13 @@ def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleLis
     """
     _refuse_duplicate_layers(list(module._modules.items()))
     blocks = _blocks(list(module._modules.items()), balance)
-    return nn.ModuleList(_partition(block, module.training) for block in blocks)
+    return nn.ModuleList(partition_of(block, module.training) for block in blocks)
 
 
-def _partition(block: Sequence[Named], training: bool) -> Partition:
+def partition_of(layers: Iterable[Named], training: bool) -> Partition:
+    """These layers, with their names, as a partition."""
     partition = Partition()
-    partition._modules.update(block)
+    partition._modules.update(layers)
     partition.training = training
     return partition
 

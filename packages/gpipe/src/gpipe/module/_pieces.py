@@ -13,7 +13,7 @@ from ..engine._stage import Stage, stages_of
 from ..schedule._flags import as_lists, expect_flags, moved, runs_of, scheduled
 from ..skip import SkipLayout, inspect_skip_layout
 from ._arguments import checked_mode, checked_modes
-from ._partition import Partition
+from ._partition import partition_of
 
 Choice = str | list[bool]
 """How a partition is checkpointed: by one mode, or layer by layer."""
@@ -111,10 +111,7 @@ def laid_out(pieces: Sequence[Piece], devices: Sequence[torch.device]) -> tuple[
 def _cut(partition: nn.Module, j: int, runs: Iterable[tuple[bool, int, int]]) -> Iterable[Piece]:
     layers = iter(partition.named_children())
     for recomputed, first, end in runs:
-        piece = Partition()
-        piece._modules.update(islice(layers, end - first))
-        piece.training = partition.training
-        yield Piece(piece, j, recomputed)
+        yield Piece(partition_of(islice(layers, end - first), partition.training), j, recomputed)
 
 
 def flags_of(choices: Choices) -> list[list[bool] | None] | None:
