@@ -140,7 +140,7 @@ def _parsed(device: Any, name: str) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         # A number means a device of the accelerator, and on most machines without one, a missing GPU.
-        seen = f"torch sees {_cuda_devices()}" if isinstance(device, int) else _first_line(error)
+        seen = f"torch sees {_cuda_devices()}" if isinstance(device, int) else first_line(error)
         raise ValueError(f"{name} is {device!r}, which is not a device of this machine: {seen}") from None
 
 
@@ -153,7 +153,7 @@ def _expect_seen(device: torch.device, name: str) -> torch.device:
             torch.empty(0, device=device)
             _expect_streams(device)
         except (RuntimeError, NotImplementedError, AssertionError, AttributeError, ImportError) as error:
-            raise ValueError(f"{name} is {str(device)!r}, which cannot be used here: {_first_line(error)}") from None
+            raise ValueError(f"{name} is {str(device)!r}, which cannot be used here: {first_line(error)}") from None
     return device
 
 
@@ -179,7 +179,8 @@ def _cuda_devices() -> str:
     return f"{count} CUDA device{'' if count == 1 else 's'}{build}; devices=['cpu', ...] runs on the CPU"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The text of an error, of which torch's may have many lines."""
     return str(error).partition("\n")[0]
 
 

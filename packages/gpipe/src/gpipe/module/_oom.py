@@ -23,6 +23,7 @@ from ..checkpoint._snapshot import Slot
 from ..engine._failed_cell import came_late, failed_cell, is_out_of_memory
 from ..engine._undo import Undo
 from ..schedule import Schedule
+from ._arguments import first_line
 from ._cut import Checked, cut, expect_proportional
 from ._training import LossOptions
 
@@ -152,7 +153,10 @@ class Attempts(Generic[Result]):
                 raise
             second = error
         self._put_back(first)
-        add_note(first, f"it was done again with chunks={chunks}, which ran out of memory too: {_line(second)}")
+        kind = type(second).__name__
+        add_note(
+            first, f"it was done again with chunks={chunks}, which ran out of memory too: {kind}: {first_line(second)}"
+        )
         free(second)
         raise first
 
@@ -231,10 +235,6 @@ def _clear(error: BaseException) -> None:
 
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _names(slots: Sequence[Slot]) -> str:
