@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextvars
 import shutil
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import pytest
@@ -70,6 +70,42 @@ def test_autocast_around_the_backward_too(mode: str):
         with torch.autocast("cpu", torch.bfloat16):
             (module(x) if module is pipe else loop(model, x, 2)).float().sum().backward()
     assert_nearly([p.grad for p in pipe.parameters()], [p.grad for p in model.parameters()])
+
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@each_mode
+@pytest.mark.parametrize("way", [nullcontext, gpipe.inline])
+@pytest.mark.parametrize("outer", HALVES)
+@pytest.mark.parametrize("inner", HALVES)
+def test_layers_with_an_autocast_of_their_own(mode: str, way: Any, outer: torch.dtype, inner: torch.dtype):
+    """Inputs, outputs, losses and gradients may be of a dtype that the caller's autocast does not know."""
+
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", inner):
+                return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Own(6, 6), nn.Tanh(), Own(6, 6))
+    x = torch.randn(8, 6).to(inner)
+    with closing(piped(model, [1, 2], chunks=4, checkpoint=mode)) as pipe, way():
+        ways = [(model, model), (pipe, pipe), (pipe, lambda start: pipe.step(start, loss_fn=Tensor.mean))]
+        found = [gradients_of(*each, x, outer) for each in ways]
+    assert_nearly(found[1], found[0])
+    assert_nearly(found[2], found[0])
+
+
+def gradients_of(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, autocast: torch.dtype) -> list[Tensor]:
+    module.zero_grad()
+    start = x.clone().requires_grad_()
+    with torch.autocast("cpu", autocast):
+        output = run(start)
+        assert output.dtype is x.dtype
+        if output.requires_grad:
+            output.mean().backward()
+    return [each.grad for each in (start, *module.parameters())]
 
 
 @each_mode

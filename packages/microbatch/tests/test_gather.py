@@ -19,6 +19,20 @@ def test_tensors() -> None:
     assert gather(batches(one, two)).shape == (3, 3)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.cfloat]
+)
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
+def test_autocast_does_not_matter(dtype: torch.dtype, autocast: torch.dtype) -> None:
+    a, b = one.to(dtype), two.to(dtype, copy=True).detach().requires_grad_(dtype.is_floating_point)
+    with torch.autocast("cpu", autocast):
+        whole = gather(batches(a, b))
+    torch.testing.assert_close(whole, torch.cat([a, b]))
+    if b.requires_grad:
+        whole.sum().backward()
+        assert b.grad.dtype is dtype
+
+
 def test_tuples() -> None:
     ab = gather(batches((one, two), (two, two)))
     assert isinstance(ab, tuple)

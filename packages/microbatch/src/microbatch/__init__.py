@@ -6,6 +6,7 @@ from ._batch import Function as Function
 from ._batch import TensorOrTensors as TensorOrTensors
 from ._batch import Tensors as Tensors
 from ._check import check as check
+from ._concatenate import concatenate as concatenate
 from ._gather import gather as gather
 from ._rules import Mean as Mean
 from ._rules import Replicate as Replicate
@@ -36,6 +37,7 @@ __all__ = [
     "Tensors",
     "Versions",
     "check",
+    "concatenate",
     "flatten",
     "gather",
     "is_flat",

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from ._alike import aligned, expect_rows, expect_tensors, kind, same, unlike
 from ._batch import Batch
+from ._concatenate import concatenate
 from ._reduce import reduced
 from ._rules import ROWS, Mean, Rule, Split, Sum
 from ._spec import ruled
@@ -38,6 +38,7 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
             tensor that does not follow the rows, or has no dimensions, such as a loss. Each names the path, as in
             `output['logits']`.
 
+    >>> import torch
     >>> gather([Batch(torch.tensor([0, 1])), Batch(torch.tensor([2]))])
     tensor([0, 1, 2])
     >>> gather([Batch(torch.tensor(1.0), rows=(2,)), Batch(torch.tensor(4.0), rows=(1,))], Mean())
@@ -100,7 +101,7 @@ def _cat(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], place: Pla
 
 def _concatenate(parts: Sequence[Tensor], dim: int, place: Place) -> Tensor:
     try:
-        return torch.cat(tuple(parts), dim)
+        return concatenate(parts, dim)
     except (RuntimeError, TypeError) as error:
         first = parts[0]
         for i, part in enumerate(parts):

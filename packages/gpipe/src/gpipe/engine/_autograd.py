@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microbatch import Batch, Split, flatten, map_tensors, rules
+from microbatch import Batch, Split, concatenate, flatten, map_tensors, rules
 
 
 def reattach(value: Any, views: Sequence[Batch], spec: Any = None) -> list[Batch]:
@@ -82,7 +82,7 @@ class Scatter(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(gradients, ctx.views, strict=True)
         ]
-        return None, torch.cat(parts, ctx.dim), *rest
+        return None, concatenate(parts, ctx.dim), *rest
 
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]

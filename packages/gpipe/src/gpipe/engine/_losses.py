@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from microbatch import concatenate
+
 from ..checkpoint._random import CellRNG, RunRNG
 from ..values._aliases import unpacked
 from ..values._leaves import Activation, as_nonleaf
@@ -128,7 +130,8 @@ class Losses:
     @property
     def loss(self) -> Tensor:
         """The loss of the mini-batch, detached. It does not depend on the order of micro-batches."""
-        return scaled(torch.stack([self._losses[i] for i in sorted(self._losses)]).sum(), self.scale)
+        losses = [self._losses[i].reshape(1) for i in sorted(self._losses)]
+        return scaled(concatenate(losses).sum(), self.scale)
 
     @property
     def metrics(self) -> dict[str, Any] | None:

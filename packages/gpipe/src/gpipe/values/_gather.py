@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microbatch import Batch, gather, map_tensors
+from microbatch import Batch, concatenate, gather, map_tensors
 
 from ._aliases import Aliased, View, unpacked
 from ._leaves import Activation
@@ -42,7 +42,7 @@ def gathered(outputs: Sequence[Activation], rows: Sequence[tuple[int, ...]], spe
 
 
 def _together(values: Sequence[Aliased]) -> Any:
-    sources = [torch.cat(column) for column in zip(*[value.sources for value in values], strict=True)]
+    sources = [concatenate(column) for column in zip(*[value.sources for value in values], strict=True)]
     columns = zip(*[value.plan.views for value in values], strict=True)
     plan = values[0].plan
     return Aliased(sources, plan._replace(views=[_whole(column, values[0]) for column in columns])).value()
