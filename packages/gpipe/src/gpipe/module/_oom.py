@@ -153,10 +153,8 @@ class Attempts(Generic[Result]):
                 raise
             second = error
         self._put_back(first)
-        kind = type(second).__name__
-        add_note(
-            first, f"it was done again with chunks={chunks}, which ran out of memory too: {kind}: {first_line(second)}"
-        )
+        how = f"{type(second).__name__}: {first_line(second)}"
+        add_note(first, f"it was done again with chunks={chunks}, which ran out of memory too: {how}")
         free(second)
         raise first
 
