@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,29 +14,18 @@ from ..skip import SkipLayout
 from ..transport._channels import Nearby
 from ..transport._link import Channel, Link, Payload
 from ..values._describe import Cancelled
+from ._crossings import Crossing, crossings_of
 from ._errors import UnreachableError
 from ._failures import RankFailures
 from ._far_loss import FarLoss
 from ._groups import Groups
-from ._messages import Peer, Receiver, Sender
-from ._places import channels_between, tags
+from ._messages import Receiver, Sender
+from ._places import channels_between
 from ._wires import Wires
 
 
-class Crossing(NamedTuple):
-    """A channel between a stage of this rank and one of another.
-
-    Attributes:
-        leads_away: whether this rank sends values and receives gradients; else the other way round.
-    """
-
-    sender: Sender
-    receiver: Receiver
-    leads_away: bool
-
-
 class Crossings:
-    """All such channels of a rank, by number, for the life of its pipe.
+    """All channels between a rank and others, by number, for the life of its pipe.
 
     Args:
         groups: the ranks, and the connections between them.
@@ -55,16 +44,8 @@ class Crossings:
         wires: Wires,
     ) -> None:
         self._wires = wires
-        self._crossings: dict[int, Crossing] = {}
-        for number, a, b in channels_between(ranks, layout):
-            if groups.me in (ranks[a], ranks[b]):
-                leads_away = ranks[a] == groups.me
-                here, there = (a, b) if leads_away else (b, a)
-                values, gradients = tags(number)
-                out, into = (values, gradients) if leads_away else (gradients, values)
-                sender = Sender(Peer(groups.values, ranks[there], out), wires.get(out))
-                receiver = Receiver(Peer(groups.values, ranks[there], into), devices[here], wires.get(into))
-                self._crossings[number] = Crossing(sender, receiver, leads_away)
+        found = crossings_of(groups, ranks, channels_between(ranks, layout), devices, wires)
+        self._crossings = {crossing.number: crossing for crossing in found}
 
     def expect(self, microbatches: int, *, backwards: bool) -> None:
         """Prepare for a run, with or without backwards."""
@@ -123,8 +104,8 @@ class Reach:
         crossing = self._crossings.get(number)
         if crossing is None:
             return self._nearby.between(a, b, number, name)
-        sender, receiver, leads_away = crossing
-        if leads_away:
+        sender, receiver = crossing.sender, crossing.receiver
+        if crossing.leads_away:
             values: Link[Any] = Outgoing(f"values {name}", sender, self._counts)
             return RemoteChannel(values, Incoming(f"gradients {name}", receiver, self._failures, self._learn, sender))
         gradients: Link[Any] = Outgoing(f"gradients {name}", sender, self._counts)

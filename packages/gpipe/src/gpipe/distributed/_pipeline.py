@@ -29,6 +29,7 @@ from ._agreement import expect_begun
 from ._channels import Crossings, Reach
 from ._choosing import RankChooser
 from ._connected import Connected
+from ._crossings import crossings_of
 from ._errors import LostRankError, RemoteError, UnreachableError, text_of
 from ._failures import BEFORE, RankFailures
 from ._far_loss import FarLoss
@@ -40,7 +41,7 @@ from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
 from ._texts import Announcements
-from ._tied import Twin, Twins, ways_of
+from ._tied import Twin, Twins
 from ._verdict import verdict_of, written
 
 _ANNOUNCED = 0
@@ -98,8 +99,8 @@ class RankPipeline(Pipeline):
         self._opening = Opening()
         self._trains = False
         self._rng = AgreedRNG(0)
-        ways = ways_of(groups, of_stages, ties_between(of_stages, layout, ties), devices, wires)
-        self._twins = Twins(twins, groups, ways, wires)
+        tied = crossings_of(groups, of_stages, ties_between(of_stages, layout, ties), devices, wires)
+        self._twins = Twins(twins, groups.me, tied, wires)
         self._lost: LostRankError | None = None
         self._closed = False
         with self._reaching():

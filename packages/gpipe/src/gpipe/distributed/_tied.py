@@ -7,7 +7,7 @@ in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from ..engine._accumulate import added
 from ..engine._parameters import parameters_of
 from ..engine._tied import modules_below, shared_tensors
-from ._groups import Groups
-from ._messages import Peer, Receiver, Sender
-from ._places import tags
+from ._crossings import Crossing
 from ._wires import Wires
 
 
@@ -80,15 +78,15 @@ class Twins:
 
     Args:
         found: the tensors of this rank.
-        groups: the ranks, and the connections between them.
-        ways: the connections to the ranks that share any of them.
+        me: the number of this rank.
+        crossings: the channels to the ranks that share any of them.
         wires: the connections between accelerators that these may use.
     """
 
-    def __init__(self, found: Sequence[Twin], groups: Groups, ways: Mapping[int, Way], wires: Wires) -> None:
-        self._owned = [twin for twin in found if twin.members[0] == groups.me]
-        self._others = [twin for twin in found if twin.members[0] != groups.me]
-        self._ways = ways
+    def __init__(self, found: Sequence[Twin], me: int, crossings: Iterable[Crossing], wires: Wires) -> None:
+        self._owned = [twin for twin in found if twin.members[0] == me]
+        self._others = [twin for twin in found if twin.members[0] != me]
+        self._ways = {crossing.member: Way(crossing) for crossing in crossings}
         self._wires = wires
 
     def spread_values(self) -> None:
@@ -143,12 +141,11 @@ class Way:
     """Sends tensors to one other rank, and receives them.
 
     Args:
-        sender, receiver: the two directions.
+        crossing: the channel between the two.
     """
 
-    def __init__(self, sender: Sender, receiver: Receiver) -> None:
-        self._sender = sender
-        self._receiver = receiver
+    def __init__(self, crossing: Crossing) -> None:
+        self._sender, self._receiver = crossing.sender, crossing.receiver
 
     def put(self, tensor: Tensor | None) -> None:
         """Start to send ``tensor``."""
@@ -164,33 +161,6 @@ class Way:
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
         self._sender.flush()
-
-
-def ways_of(
-    groups: Groups,
-    ranks: Sequence[int],
-    ties: Sequence[tuple[int, int, int]],
-    devices: Mapping[int, torch.device],
-    wires: Wires,
-) -> dict[int, Way]:
-    """The ways between this rank and others, by the number of the other rank.
-
-    Args:
-        ties: those of all ranks, with their numbers; see :func:`gpipe.distributed._places.ties_between`.
-        devices: the devices of the stages of this rank.
-        wires: for directions in which tensors go from device to device; others go through host memory.
-    """
-    found = {}
-    for number, a, b in ties:
-        if groups.me in (ranks[a], ranks[b]):
-            forth, back = tags(number)
-            here, there, out, into = (a, b, forth, back) if ranks[a] == groups.me else (b, a, back, forth)
-            other = ranks[there]
-            sender = Sender(Peer(groups.values, other, out), wires.get(out))
-            wire = wires.get(into)
-            device = torch.device("cpu") if wire is None else devices[here]
-            found[other] = Way(sender, Receiver(Peer(groups.values, other, into), device, wire))
-    return found
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
