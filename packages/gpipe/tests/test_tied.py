@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
+from gpipe.distributed._crossings import Crossing
+from gpipe.distributed._tied import Twin, Twins
 from gpipe.engine import _tied
 from gpipe.module._tied import expect_shareable
 
@@ -474,3 +477,31 @@ def test_views_train_on_one_device_and_are_refused_on_several() -> None:
         expect_shareable(list(views()), others)
     expect_shareable(list(model(TIED)), [*others, torch.device("cpu")])
     expect_shareable([layer.requires_grad_(False) for layer in views()], others)
+
+
+class _Answers:
+    """Stands for both directions of a channel, on which another rank has sent a gradient."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+        self.sent: list[Any] = []
+
+    def put(self, _: int, payload: Any) -> None:
+        self.sent += payload
+
+    def get(self) -> tuple[int, bool, list[Tensor]]:
+        return 0, False, [self.gradient]
+
+    def expect(self, messages: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("members", [(0, 1), (1, 0)])
+def test_a_gradient_that_only_another_rank_has_goes_to_the_device_of_the_parameter(members: tuple[int, int]):
+    layer = nn.Linear(2, 2, device="meta")
+    there = _Answers(torch.ones(2, 2))
+    crossing: Any = Crossing(1, 1, True, there, there)
+    wires: Any = SimpleNamespace(settle=lambda: None)
+    found = Twins([Twin(0, members, layer, "weight")], 0, [crossing], wires).summed({})
+    assert found[layer.weight].device == layer.weight.device

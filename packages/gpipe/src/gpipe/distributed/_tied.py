@@ -116,18 +116,15 @@ class Twins:
         found = dict(grown)
         for twin in self._others:
             self._ways[twin.members[0]].put(found.pop(twin.tensor, None))
+        sums: list[tuple[Tensor, Tensor | None]] = []
         for twin in self._owned:
             ways = [self._ways[k] for k in twin.members[1:]]
-            parts = [found.pop(twin.tensor, None), *[way.get() for way in ways]]
-            whole = reduce(_sum, parts)
-            found |= {} if whole is None else {twin.tensor: whole}
+            sums.append((twin.tensor, reduce(_sum, [found.pop(twin.tensor, None), *[way.get() for way in ways]])))
             for way in ways:
-                way.put(whole)
-        for twin in self._others:
-            whole = self._ways[twin.members[0]].get()
-            found |= {} if whole is None else {twin.tensor: whole.to(twin.tensor.device)}
+                way.put(sums[-1][1])
+        sums += [(twin.tensor, self._ways[twin.members[0]].get()) for twin in self._others]
         self._flush()
-        return found
+        return found | {tensor: whole.to(tensor.device) for tensor, whole in sums if whole is not None}
 
     def _flush(self) -> None:
         """Wait until everything that was sent has been received, also by devices: nothing else checks that."""
