@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +16,10 @@ from torch import Tensor, nn
 
 import gpipe.distributed._average as average
 from gpipe import GPipe
-from gpipe.distributed import Rank, average_gradients
+from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
 
 from .layers import Tied
+from .worlds import world
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
@@ -156,3 +160,86 @@ def _averaged_over_stages() -> None:
 def test_without_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="there is no process group"):
         average_gradients(nn.Linear(2, 2))
+
+
+REPLICAS = 4
+ROWS = ["sparse", "dense", "dense", "dense", "dense"]
+
+
+def _prepared() -> nn.ParameterList:
+    parameters = [nn.Parameter(torch.ones(s, dtype=d)) for s, d in zip(SHAPES, DTYPES, strict=True)]
+    for parameter, gradient in zip(parameters, _gradients([ROWS] * REPLICAS)[dist.get_rank()], strict=True):
+        parameter.grad = gradient
+    return nn.ParameterList(parameters)
+
+
+PLACES = {"before": ("_present", 2), "dense": ("_begun", 7), "sparse": ("_concatenated", 3)}
+"""Functions, and at the start of which of their calls: not in the first average, which begins with a meeting."""
+
+
+@pytest.mark.parametrize(
+    ("who", "where"),
+    [pytest.param(who, where, marks=[] if who == 2 else pytest.mark.long) for where in PLACES for who in (0, 2, 3)],
+)
+def test_a_replica_that_is_killed_is_named(who: int, where: str) -> None:
+    """Also by replicas that have no connection to it in a ring; and in the next average."""
+    with world(REPLICAS, 60.0) as ranks:
+        answers = ranks.answers(_lose, who, where, limit=40.0)
+    for k in {*range(REPLICAS)} - {who}:
+        succeeded, text = answers[k]
+        assert succeeded, text
+        assert text.startswith(f"rank {who} has ended")
+
+
+def _lose(who: int, where: str) -> str:
+    parameters = _prepared()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(average, "BUCKET", 1)
+        if dist.get_rank() == who:
+            _at_call(patch, *PLACES[where], lambda: os.kill(os.getpid(), signal.SIGKILL))
+        average_gradients(parameters)
+        for _ in range(2):
+            with pytest.raises(LostRankError) as caught:
+                average_gradients(parameters)
+    return str(caught.value)
+
+
+def _at_call(patch: pytest.MonkeyPatch, name: str, number: int, act: Callable[[], Any]) -> None:
+    """Let the ``number``-th call of a function of averages begin with ``act()``."""
+    right, calls = getattr(average, name), []
+
+    def called(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == number:
+            act()
+        return right(*arguments)
+
+    patch.setattr(average, name, called)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_after_a_replica_has_failed_the_next_average_is_right(worlds: Any, where: str) -> None:
+    assert worlds(REPLICAS).run(_fail, where) == [
+        "OutOfMemoryError: planted" if k == 2 else "RemoteError: rank 2 failed: OutOfMemoryError: planted"
+        for k in range(REPLICAS)
+    ]
+
+
+def _fail(where: str) -> str:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    parameters = _prepared()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(average, "BUCKET", 1)
+        if dist.get_rank() == 2:
+            _at_call(patch, *PLACES[where], fail)
+        average_gradients(parameters)
+        with pytest.raises((torch.OutOfMemoryError, RemoteError)) as caught:
+            average_gradients(parameters)
+    parameters, gradients = _prepared(), _gradients([ROWS] * REPLICAS)
+    average_gradients(parameters)
+    for parameter, parts in zip(parameters, zip(*gradients, strict=True), strict=True):
+        expected = sum(part.to_dense() / REPLICAS for part in parts)
+        torch.testing.assert_close(parameter.grad.to_dense(), expected)
+    return f"{caught.type.__name__}: {caught.value}"

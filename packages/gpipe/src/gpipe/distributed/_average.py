@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
@@ -36,6 +37,8 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
     it has no gradient on any replica, ``.grad`` stays None. If its gradients are sparse on all replicas, so is the
     average.
 
+    Gradients on the CPU travel over gloo connections of this package's own; on accelerators, over ``group``.
+
     Args:
         rank: the module with the gradients: a :class:`gpipe.distributed.Rank`, a :class:`gpipe.GPipe` or a plain
             module.
@@ -44,6 +47,9 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
         ValueError: the parameters differ between replicas, or are sharded already; on every replica.
+        LostRankError: the process of a replica has ended. On accelerators, if it ends only in the reduction itself, the
+            backend of ``group`` decides how long the others wait for it.
+        RemoteError: another replica ran out of memory, or failed otherwise.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))  # doctest: +SKIP
     >>> replicas = mesh["replicas"].get_group()  # doctest: +SKIP
@@ -56,11 +62,23 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
     parameters = [parameter for parameter in rank.parameters() if parameter.requires_grad]
     if not parameters or group.size() == 1:
         return
-    dense, sparse = _present(parameters, group)
+    together = gathering_of(group)
+    assert together.group is not None
+    with together.collectives():
+        dense, sparse = _present(parameters, together.group)
+    is_on_hosts = all(parameter.device.type == "cpu" for parameter in parameters)
+    # Only connections of our own can be closed when a replica fails. They are gloo's, which is for the CPU.
+    over, collectives = (together.group, together.collectives()) if is_on_hosts else (group, nullcontext())
     with torch.no_grad():
-        _average_dense(dense, group)
-        for parameter, dims in sparse:
-            parameter.grad = _average_sparse(parameter, dims, group)
+        # What follows the last collective is done outside: if it fails, the others do not wait for this replica.
+        with collectives:
+            averages = _averages(dense, over)
+            entries = [_entries(parameter, dims, over) for parameter, dims in sparse]
+        for gradients, flat in averages:
+            _copy_back(gradients, flat)
+        for (parameter, _), (indices, values) in zip(sparse, entries, strict=True):
+            found = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+            parameter.grad = found.coalesce()
 
 
 def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
@@ -92,19 +110,24 @@ def _present(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[li
     """
     gradients = [parameter.grad for parameter in parameters]
     kinds = [(0, 0) if g is None else (0, g.sparse_dim()) if g.is_sparse else (1, 0) for g in gradients]
-    flags = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
+    flags = torch.tensor(kinds, dtype=torch.uint8)
     dist.all_reduce(flags, dist.ReduceOp.MAX, group)
     found = list(zip(parameters, flags.tolist(), strict=True))
     return [p for p, (dense, _) in found if dense], [(p, dims) for p, (dense, dims) in found if dims and not dense]
 
 
-def _average_dense(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def _averages(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> list[tuple[list[Tensor], Tensor]]:
+    """For each bucket the gradients, and one tensor with all their averages."""
     under_way = [_begun(bucket, group) for bucket in _buckets(parameters)]
-    for work, gradients, flat in under_way:
+    for work, _, _ in under_way:
         work.wait()
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+    return [(gradients, flat) for _, gradients, flat in under_way]
+
+
+def _copy_back(gradients: Sequence[Tensor], flat: Tensor) -> None:
+    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def _begun(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Any, list[Tensor], Tensor]:
@@ -147,16 +170,18 @@ def _kind(parameter: Tensor) -> tuple[str, str]:
     return str(parameter.dtype), str(parameter.device)
 
 
-def _average_sparse(parameter: Tensor, dims: int, group: dist.ProcessGroup) -> Tensor:
-    """The average of sparse gradients: their entries concatenated, as few backends can add sparse tensors."""
+def _entries(parameter: Tensor, dims: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The indices and values of the average of sparse gradients.
+
+    They are those of all replicas, concatenated, as few backends can add sparse tensors.
+    """
     if parameter.grad is None:
         indices = torch.empty(0, dims, dtype=torch.int64, device=parameter.device)
         values = parameter.new_empty(0, *parameter.shape[dims:])
     else:
         own = parameter.grad.coalesce()
         indices, values = own.indices().T.contiguous(), own.values() / group.size()
-    indices, values = _concatenated(indices, group).T, _concatenated(values, group)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+    return _concatenated(indices, group).T, _concatenated(values, group)
 
 
 def _concatenated(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ._agreement import Agreement, Meeting, agreement
-from ._groups import end_connections, group_for_collectives, open_groups
+from ._agreement import Agreement, agreement
+from ._errors import RemoteError, text_of
+from ._groups import end_connections, forget_group, group_for_collectives, open_groups
 from ._rendezvous import Rendezvous, Report
 
 
@@ -26,7 +27,7 @@ class Gathering(NamedTuple):
         leave: closes the connections of ``group``, so that no member waits in a collective for this one.
     """
 
-    meeting: Meeting
+    meeting: Rendezvous | _Alone
     members: tuple[int, ...]
     group: dist.ProcessGroup | None
     first: bool
@@ -38,20 +39,39 @@ class Gathering(NamedTuple):
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
-        """A context for collectives of ``group``: when one fails, the members meet to find out which process has ended.
+        """A context for collectives of ``group``, in which all members fail if one does, and learn why.
+
+        If nobody has ended, the next :func:`gathering_of` opens new connections.
 
         Raises:
             LostRankError: a process has ended.
+            RemoteError: another process raised an error of its own.
         """
         try:
             yield
-        except RuntimeError:
+        except RuntimeError as error:
             self.leave()
-            self.meeting.meet({"failed": True})
+            self.meeting.expect_connected()
+            reports = self.meeting.meet({} if _is_of_connections(error) else {"error": text_of(error)})
+            _forget(self)
+            if _is_of_connections(error):
+                for member, report in zip(self.members, reports, strict=True):
+                    if "error" in report:
+                        raise RemoteError(f"rank {member} failed: {report['error']}") from None
             raise
 
 
+def _is_of_connections(error: RuntimeError) -> bool:
+    """Whether it may be gloo's, which has no class for those."""
+    return type(error) in (RuntimeError, dist.DistBackendError)
+
+
 class _Alone:
+    """The meeting of one process."""
+
+    def expect_connected(self) -> None:
+        pass
+
     def meet(self, report: Report) -> list[Report]:
         return [report]
 
@@ -74,10 +94,17 @@ def gathering_of(group: dist.ProcessGroup | None) -> Gathering:
     assert group is not None
     if group not in _opened:
         groups = open_groups(group, None)
-        leave = partial(end_connections, groups.values, (groups.me + 1) % len(groups.members))
+        leave = partial(end_connections, groups.values)
         collectives = group_for_collectives(groups)
         _opened[group] = Gathering(Rendezvous(groups), groups.members, collectives, groups.me == 0, leave)
     return _opened[group]
+
+
+def _forget(gathering: Gathering) -> None:
+    for group in [group for group, opened in _opened.items() if opened is gathering]:
+        del _opened[group]
+    if gathering.group is not None:
+        forget_group(gathering.group)
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ _torch: Any = dist
 
 _UNKNOWN = timedelta(minutes=30)
 
-_UNSENT = 2**20
+UNSENT = 2**20
 """The tag of messages that nobody sends."""
 
 
@@ -90,14 +90,21 @@ def group_for_collectives(groups: Groups) -> Any:
     return group
 
 
-def end_connections(group: Any, member: int) -> None:
+def forget_group(group: dist.ProcessGroup) -> None:
+    """Undo :func:`group_for_collectives`: torch keeps the group no longer, and its connections end with it."""
+    c10d: Any = dist.distributed_c10d
+    del c10d._world.pg_map[group], c10d._world.pg_group_ranks[group]
+
+
+def end_connections(group: Any) -> None:
     """Close all connections of ``group``, a gloo group.
 
-    Gloo has no call for that, but closes them when a wait takes too long: wait 1 ms for a message that ``member`` never
-    sends.
+    Gloo has no call for that, but closes them when a wait takes too long: wait 1 ms for a message that nobody sends.
+    From a member whose connection is closed already there is nothing to wait for, so this tries them all.
     """
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1, dtype=torch.uint8)], member, _UNSENT).wait(timedelta(milliseconds=1))
+    for member in {*range(group.size())} - {group.rank()}:
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1, dtype=torch.uint8)], member, UNSENT).wait(timedelta(milliseconds=1))
 
 
 def expect_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -40,7 +40,7 @@ class Presence:
         store = _torch.PrefixStore("present/{}/{}".format(*pair), groups.store)
         group: Any = dist.ProcessGroupGloo(store, 1 - other, 2, timeout=groups.timeout)
         self._broadcast = group.broadcast(torch.empty(1, dtype=torch.uint8), other, _FOR_EVER)
-        self.end = weakref.finalize(self, end_connections, group, other)
+        self.end = weakref.finalize(self, end_connections, group)
 
     @property
     def is_over(self) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from ._errors import LostRankError, UnreachableError
-from ._groups import Groups
+from ._groups import UNSENT, Groups
 from ._messages import Peer
 from ._texts import Inbox, joined, sent, wait
 
@@ -17,6 +20,7 @@ Report = dict[str, Any]
 
 _UP, _DOWN = 0, 1
 _GRACE = timedelta(seconds=5)
+_MOMENT, _PAUSE = 1.0, 0.05  # seconds
 
 
 class Rendezvous:
@@ -56,6 +60,34 @@ class Rendezvous:
         for inbox in self._in.values():
             inbox.post()  # for the next meeting
         return reports
+
+    def expect_connected(self) -> None:
+        """Check the connections to all members, without a meeting, to which not all may come.
+
+        A process that ends closes its connections one after the other, so look at them for a moment.
+
+        Raises:
+            LostRankError: the connections to some members are closed.
+        """
+        if self._lost is not None:
+            raise LostRankError(str(self._lost))
+        end = time.monotonic() + _MOMENT
+        while not (lost := [k for k in range(len(self._groups.members)) if self._is_closed(k)]):
+            if time.monotonic() > end:
+                return
+            time.sleep(_PAUSE)
+        self._lost = self.lost(lost)
+        raise self._lost
+
+    def _is_closed(self, member: int) -> bool:
+        """Whether the connection to ``member`` is: then gloo refuses to receive. No message with this tag is sent."""
+        if member == self._groups.me:
+            return False
+        try:
+            Peer(self._groups.control, member, UNSENT).receive(torch.empty(1, dtype=torch.uint8))
+        except UnreachableError:
+            return True
+        return False
 
     def lost(self, members: list[int]) -> LostRankError:
         """The error that says that ``members`` (numbers, not ranks) are missing."""
