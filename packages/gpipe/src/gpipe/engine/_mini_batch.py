@@ -1,4 +1,4 @@
-"""What the stages of a run have in common: the mini-batch that they work on."""
+"""The mini-batch of a run, which all its stages share."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from ._stage import Stage
 
 
 class MiniBatch:
-    """A mini-batch in so many micro-batches, and what holds for all of its cells.
+    """A mini-batch, its micro-batches, and what all of its cells need.
 
     Args:
-        stages: that it goes through.
+        stages: the stages that it goes through.
         placement: the worker of each stage.
-        checkpoint_stops: of each stage; micro-batches below it are checkpointed, if a backward will come.
-        loss: where micro-batches end, or turn around, if they do so inside the run.
-        rng: where the random numbers of the run come from.
+        checkpoint_stops: for each stage, the number below which micro-batches are checkpointed, if there is a backward.
+        loss: computes the losses of micro-batches, if the run includes them.
+        rng: the random numbers of the run.
 
     Attributes:
-        size: what a walk depends on: micro-batches, checkpoint stops, and the worker of each stage.
-        keeps: whether a backward will come; if not, no cell is kept.
-        context: what the caller of the forward saw, for workers and recomputations.
-        rng: the same.
-        deferred: takes care of leaves whose gradients accumulate out of sight, of all stages.
-        accumulated: gradients that are kept out of ``.grad`` until they are whole.
-        kept_nodes: parameters with a node in autograd that somebody keeps, which must run once, with the whole sum.
+        size: what the order of steps depends on: micro-batches, checkpoint stops, and the worker of each stage.
+        keeps: whether a backward follows; if not, no cell is kept.
+        context: the settings of the thread that called the forward, for workers and recomputations.
+        rng: the random numbers of the run.
+        deferred: removes ``.grad`` and hooks of leaves, of all stages, while gradients accumulate outside ``.grad``.
+        accumulated: the gradients that accumulate outside ``.grad``.
+        kept_nodes: parameters whose ``AccumulateGrad`` node other code refers to; it must run once, with the whole
+            gradient.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class MiniBatch:
         return self.microbatches if stage.recomputed and self.keeps and stage.module.training else 0
 
     def accumulated_outside(self, stage: Stage) -> AccumulatedGradients | None:
-        """Where gradients of ``stage`` accumulate before they go to ``.grad``; None if they may go there at once."""
+        """Collects the gradients of ``stage`` outside ``.grad``; None if they are added to ``.grad`` at once."""
         own = {id(parameter) for parameter in parameters_of(stage.module)}
         if own.isdisjoint(map(id, self.kept_nodes)):
             return None
@@ -75,6 +76,6 @@ class MiniBatch:
 
 
 def callers_context() -> Context:
-    """What this thread sees, except that every backward inside a layer or cell stays on its worker."""
+    """The settings of this thread, except that backwards inside a layer or cell stay on their worker."""
     with torch.autograd.set_multithreading_enabled(False):
         return Context.capture()

@@ -1,4 +1,4 @@
-"""The parameters of layers, which every run needs several times."""
+"""The list of all parameters of a module, computed fast: every run needs it several times."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """As ``list(module.parameters())``, which takes several times as long because it makes up names."""
+    """The same as ``list(module.parameters())``, which takes several times as long because it makes up names."""
     found: dict[int, Any] = {}
-    seen: set[nn.Module | None] = {None}  # what is registered as None
+    seen: set[nn.Module | None] = {None}  # names may be registered with None
     stack: list[Any] = [module]
     while stack:
         each = stack.pop()

@@ -1,11 +1,11 @@
-"""A partition in pieces: for the schedule it is one stage, for the cells each piece is a stage of its own.
+"""A partition in pieces: the schedule treats it as one stage, and each piece has cells of its own.
 
 ::
 
     forward i      piece 0, piece 1, piece 2
-    backward i     piece 2, piece 1 again and back, piece 0         (of which piece 1 is checkpointed)
+    backward i     piece 2, piece 1 again and back, piece 0         (piece 1 is checkpointed)
 
-So a checkpointed piece keeps its input alone, and the graphs of two of them are never there together.
+So a checkpointed piece keeps only its input, and two such pieces never have their graphs at the same time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 
 class WholeStage:
-    """A partition in pieces, as those see it who ask for one stage.
+    """A partition in pieces, with the attributes of one stage.
 
     Args:
-        pieces: in order.
+        pieces: the stages of the pieces, in order.
 
     Attributes:
-        partition: its number.
-        device: of all of them.
+        partition: the number of the partition.
+        device: the device of all pieces.
         on_accelerator: whether its work is queued on streams.
     """
 
@@ -48,13 +48,13 @@ class WholeStage:
 
     @property
     def module(self) -> nn.Sequential:
-        """All layers."""
+        """The layers of all pieces."""
         self._module.training = self._pieces[0].module.training
         return self._module
 
     @property
     def facts(self) -> StageFacts:
-        """Of the first piece whose backward runs whole although it was to be split, or of the first."""
+        """The facts of the first piece whose backward could not be split, or of the first piece."""
         return next((piece.facts for piece in self._pieces if piece.facts.runs_whole), self._pieces[0].facts)
 
     @property
@@ -64,7 +64,7 @@ class WholeStage:
 
 
 def whole_stages(stages: Sequence[Stage]) -> list[Stage | WholeStage]:
-    """One for each partition: the stage itself where it is whole."""
+    """One object for each partition: its stage, or a :class:`WholeStage` of its pieces."""
     groups = _by_partition(stages, lambda stage: stage)
     return [pieces[0] if len(pieces) == 1 else WholeStage(pieces) for pieces in groups.values()]
 
@@ -73,10 +73,10 @@ class PiecewiseRunner(StageRunner):
     """Does each action of a partition piece by piece.
 
     Args:
-        pieces: the runners, in order.
+        pieces: the runners of the pieces, in order.
 
     Attributes:
-        stage: all of them.
+        stage: all pieces as one stage.
     """
 
     def __init__(self, pieces: Sequence[StageRunner]) -> None:
@@ -86,11 +86,11 @@ class PiecewiseRunner(StageRunner):
 
     @property
     def mixed(self) -> int:  # type: ignore[override]
-        """How many micro-batches may have added to gradients that were there before the run."""
+        """The number of micro-batches that may have added to gradients that were in ``.grad`` before the run."""
         return max(piece.mixed for piece in self._pieces)
 
     def do(self, action: Action) -> None:
-        """Do one action of the partition's program. What is to be recomputed is, just before its backward."""
+        """Do one action of the partition. A checkpointed piece is recomputed just before its backward."""
         forwards = action.kind is Kind.FORWARD
         if action.kind is Kind.RECOMPUTE:
             return
@@ -111,7 +111,7 @@ class PiecewiseRunner(StageRunner):
             piece.layers.look_for_hooks()
 
     def annotate(self, error: BaseException, action: Action) -> None:
-        """As the piece that has failed."""
+        """Add a note that names the piece that has failed to ``error``."""
         self._at.annotate(error, action)
         cell = failed_cell(error)
         if cell is not None:

@@ -1,4 +1,4 @@
-"""A pipe as the engine sees it, built once: its stages, the threads that run them, and the way of a mini-batch."""
+"""The stages of a pipe, their threads, and the runs of mini-batches."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Pipeline:
-    """The stages of a pipe, which mini-batches go through one at a time.
+    """The stages of a pipe. Mini-batches go through them one at a time.
 
     Args:
-        stages: each on its own device.
-        layout: which skips go from where to where.
-        copy_streams: for each stage, the streams on which tensors come to and go from its device.
+        stages: the stages, each on its device.
+        layout: the stages between which skips go.
+        copy_streams: for each stage, the streams that copy tensors to and from its device.
         workers: the threads to run on.
 
     Attributes:
-        devices: of the stages.
+        devices: the device of each stage.
         on_accelerator: whether the work of any stage is queued on streams.
         loss_facts: whether losses draw random numbers, as far as runs have shown.
-        count: how many partitions there are.
-        connected: how many stages they are in: a partition in pieces is several.
-        line: whose steps the caller's thread does, if it does them itself: all stages are on one worker then.
+        count: the number of partitions.
+        connected: the number of stages; a partition in pieces has several.
+        line: the worker whose steps the caller's thread takes, if it computes all stages: they are on one worker then.
     """
 
     line = 0
@@ -77,56 +77,56 @@ class Pipeline:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The worker of each stage, in a run that begins here and now."""
+        """The worker of each stage, for a run that begins now in this thread."""
         return (0,) * self.count if settings().inline else self.workers.placement
 
     @property
     def lines(self) -> tuple[int, ...]:
-        """The worker of each stage, as a timeline shows them: also of what runs inline."""
+        """The worker of each stage, as a timeline shows them; the same for a run that is inline."""
         return self.workers.placement
 
     def walk(self, schedule: Schedule | Choice, size: Size) -> Walk:
-        """What the workers do in a training step under ``schedule``.
+        """The steps of all workers in a training step under ``schedule``.
 
         Raises:
-            ValueError: the schedule does not fit.
+            ValueError: ``schedule`` does not fit the number of micro-batches or stages.
         """
         return walk_of(schedule, *size)
 
     def halves(self, size: Size) -> tuple[Walk, Walk]:
-        """What the workers do before the caller gets the outputs, and after it gave the gradients."""
+        """The steps of all workers for a forward, and those for a backward, of a mini-batch of this size."""
         return forwards_and_backwards(*size)
 
     @property
     def threads(self) -> Workers | None:
-        """The workers; None where the caller's thread does their work."""
+        """The workers; None if the caller's thread computes all stages."""
         return None if settings().inline else self.workers
 
     def random_numbers(self) -> RunRNG:
-        """Where the random numbers of a run that begins come from."""
+        """The random number generators of a new run."""
         return RunRNG()
 
     def failures(self) -> Failures:
-        """Where the failures of a run that begins are collected."""
+        """An object that collects the failures of a new run."""
         return Failures()
 
     def together(self, run: Run) -> AbstractContextManager[None]:
-        """Around all that a run does: those who take part in it end together. Here there is nobody else."""
+        """A context for a whole run, at the end of which all processes meet. Here there is one process only."""
         return nullcontext()
 
     def forward(
         self, batches: Sequence[Batch], checkpoint_stops: tuple[int, ...], versions: Versions
     ) -> list[Activation]:
-        """Put each micro-batch through all stages; the outputs, in the caller's graph.
+        """Compute the outputs of all micro-batches, connected to the caller's graph.
 
-        What a layer raises reaches the caller as it is, with a note that says where; of several failures, the earliest
+        An error of a layer is raised as it is, with a note that says where it happened; of several errors, the earliest
         in the schedule.
 
         Args:
             batches: the micro-batches, on the first device.
-            checkpoint_stops: of each stage; micro-batches below it are checkpointed: recomputed when their backward
-                comes.
-            versions: how in-place changes of the micro-batches and of what they were cut from reach each other.
+            checkpoint_stops: for each stage, the number below which micro-batches are checkpointed: recomputed before
+                their backward.
+            versions: makes in-place changes known between the micro-batches and the tensors that they were cut from.
         """
         entering = self.entering(batches)
         with self.workers.section.entered():
@@ -136,7 +136,7 @@ class Pipeline:
             finally:
                 self._keep(run)
             versions.sync()
-        # Several are copied when they are put together.
+        # Several outputs are copied when they are concatenated.
         outputs = [(released if len(outputs) == 1 else among)(each) if each.ties else each for each in outputs]
         if torch.is_grad_enabled():
             outputs = self._attached(run, versions, batches, entering, outputs)
@@ -152,16 +152,16 @@ class Pipeline:
         *,
         undoes: bool = False,
     ) -> None:
-        """Put each micro-batch through all stages and back, as ``schedule`` says, turning around at ``loss``.
+        """Compute forwards, losses and backwards of all micro-batches, in the order of ``schedule``.
 
-        Gradients arrive in ``.grad``, also those of what the micro-batches were computed from. What a layer raises
-        reaches the caller as in :meth:`forward`. Then the ``.grad`` of a parameter that had none is None again; to
-        others, what had been computed so far has been added, and the error says of how many micro-batches.
+        Gradients are added to ``.grad``, also to that of leaves that the micro-batches were computed from. Errors of
+        layers are raised as in :meth:`forward`. After an error, the ``.grad`` of a parameter that had none is None
+        again; to others, gradients of some micro-batches have been added, and the error says of how many.
 
         Args:
-            observer: wants to know of this run, unless somebody does who wants to know of every run.
-            undoes: whether a failure leaves every ``.grad`` as it was, unless the error is marked as
-                late. Gradients that were there before then take their memory beside those of this step.
+            observer: is notified of this run, unless there is an observer of every run.
+            undoes: whether a failure leaves every ``.grad`` as it was, unless the error is marked as late. Existing
+                gradients and those of this step are then in memory at the same time.
         """
         with self.workers.section.entered(accumulates=True):
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
@@ -180,11 +180,12 @@ class Pipeline:
                 leaves, whole = self.whole(run)
                 mixed = len(batches)
                 inputs, flowing = _flowing(batches[: len(gradients)], gradients, loss.scale)
-                # In one backward: a leaf may be both above and in the loss, and hooks may wait for several gradients.
+                # In one backward: a leaf may be used both before the pipe and in the loss, and hooks may wait for
+                # several gradients.
                 if inputs or leaves:
                     accumulate_whole([*inputs, *leaves], [*flowing, *whole])
             except BaseException as error:
-                run.mini_batch.deferred.give_back()  # the walk may not have begun
+                run.mini_batch.deferred.give_back()  # in case the error came before the first step
                 before.restore(error, max(mixed, run.mixed), len(batches))
                 loss.restore()
                 _tell(error, schedule)
@@ -195,7 +196,7 @@ class Pipeline:
                 self._keep(run)
 
     def evaluate(self, batches: Sequence[Batch], losses: Losses) -> None:
-        """Put each micro-batch through all stages and into ``losses``, without gradients."""
+        """Compute the forwards and the losses of all micro-batches, without gradients."""
         with self.workers.section.entered(), torch.no_grad():
             run = Run(self, len(batches), (0,) * self.count, losses)
             try:
@@ -205,15 +206,15 @@ class Pipeline:
                 self._keep(run)
 
     def tied_elsewhere(self, stage: Stage) -> list[Tensor]:
-        """The leaves of ``stage`` that other processes have too: their gradients are parts of a sum."""
+        """The leaves of ``stage`` that stages in other processes use too: gradients are summed over the processes."""
         return []
 
     def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
-        """As :meth:`Run.whole`, of all processes."""
+        """Like :meth:`Run.whole`, with sums over all processes."""
         return run.whole()
 
     def entering(self, batches: Sequence[Batch]) -> list[Activation]:
-        """The micro-batches as the first stage takes them; none where that is elsewhere."""
+        """The micro-batches as inputs of the first stage; empty if that is in another process."""
         return _entering(batches)
 
     def channels(self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Failures) -> Channels:
@@ -224,11 +225,11 @@ class Pipeline:
         return Channels(numbers, self.connected, self._layout, connect)
 
     def connect(self, nearby: Nearby, failures: Failures) -> Connect:
-        """What makes the channels of a run."""
+        """A function that makes the channels of a run."""
         return nearby
 
     def _keep(self, run: Run) -> None:
-        """Keep the facts that ``run`` has found, for the next one; also those of one that failed."""
+        """Keep the facts that ``run`` has found for the next run, also if it failed."""
         for stage, facts in zip(self.stages, run.facts(), strict=True):
             stage.facts = facts
         if run.mini_batch.loss is not None:
@@ -242,7 +243,7 @@ class Pipeline:
         entering: Sequence[Activation],
         outputs: Sequence[Activation],
     ) -> list[Activation]:
-        """The outputs as autograd's results of the inputs."""
+        """The outputs, connected to the inputs in the caller's graph."""
         tensors = [tensor for output in outputs for tensor in output.tensors]
         counts = [len(output.tensors) for output in outputs]
         flags = list(map(_requires_grad, tensors))
@@ -265,7 +266,7 @@ class Pipeline:
 
 
 def _tell(error: BaseException, schedule: Schedule | Choice) -> None:
-    """Let ``error`` say what the run was under."""
+    """Remember in ``error`` under which schedule the run was."""
     cell = failed_cell(error)
     if cell is not None:
         name, split = (schedule.name, schedule.split) if isinstance(schedule, Choice) else ("own", ())
@@ -273,21 +274,21 @@ def _tell(error: BaseException, schedule: Schedule | Choice) -> None:
 
 
 class _Gradients:
-    """Which parameters have no gradient before a training step."""
+    """The parameters that have no gradient before a training step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._empty = [parameter for parameter in parameters if parameter.grad is None]
 
     def restore(self, error: BaseException, mixed: int, microbatches: int) -> None:
-        """After a failure: what had no gradient has none, and ``error`` says what became of the others.
+        """After a failure: set ``.grad`` of these back to None, and add a note on the other gradients to ``error``.
 
         Args:
-            mixed: how many of the ``microbatches`` may have added to them.
+            mixed: the number of the ``microbatches`` that may have added to other gradients.
         """
         for parameter in self._empty:
             parameter.grad = None
-        others = len({*self._parameters}) - len({*self._empty})  # stages may share some
+        others = len({*self._parameters}) - len({*self._empty})  # stages may share parameters
         if others and mixed:
             add_note(
                 error,
@@ -297,7 +298,7 @@ class _Gradients:
 
 
 def _entering(batches: Sequence[Batch]) -> list[Activation]:
-    """The micro-batches as the first stage takes them, whose memory is the caller's."""
+    """The micro-batches as inputs of the first stage, marked as using the caller's memory."""
     tie = KEPT | SEEN if overlap(batches) else KEPT
     return [
         Activation(batch.value.detach().requires_grad_(batch.value.requires_grad), ties=(tie,))
@@ -313,14 +314,14 @@ def _entered(batch: Batch, tie: int) -> Activation:
 
 
 def _packed(batch: Batch) -> Any:
-    """Packed, if each gradient that comes back is one of a tensor in ``batch``."""
+    """The value of ``batch``, packed if there is one gradient for each of its tensors."""
     value, own = packed(batch.value), [id(tensor) for tensor in batch]
     whole = not isinstance(value, Aliased) or all(id(s) in own for s in value.sources if s.requires_grad)
     return value if whole else batch.value
 
 
 def _spread(entering: Sequence[Activation], gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
-    """The gradients of all tensors of the caller, given those of what they were packed in."""
+    """The gradients of all tensors of the caller, given those of the packed inputs."""
     return [
         each.value.spread(own) if isinstance(each.value, Aliased) else own
         for each, own in zip(entering, gradients, strict=True)
@@ -330,11 +331,11 @@ def _spread(entering: Sequence[Activation], gradients: Sequence[list[Tensor | No
 def _flowing(
     batches: Sequence[Batch], gradients: Sequence[list[Tensor | None]], scale: Scale
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What of the micro-batches was computed with grad, and ``scale`` times its gradients."""
+    """Tensors of the micro-batches that are connected to a graph, and ``scale`` times their gradients."""
     flowing = [
         (tensor, scaled(gradient, scale))
         for batch, each in zip(batches, gradients, strict=True)
         for tensor, gradient in zip(batch, each, strict=True)
-        if gradient is not None and tensor.requires_grad  # a layer may have made its leaf require grad
+        if gradient is not None and tensor.requires_grad  # a layer may have made its own leaf require grad
     ]
     return [tensor for tensor, _ in flowing], [gradient for _, gradient in flowing]

@@ -1,4 +1,4 @@
-"""What gradients are multiplied by once all losses have been counted, without waiting for a device that counts."""
+"""The factor of all gradients, known once all losses are counted, without waiting for the device that counts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class DeviceScale:
-    """A factor that a device knows and the host does not yet."""
+    """A factor whose value is on a device, and not known to the host yet."""
 
     def __init__(self, factor: Tensor) -> None:
         self._factor = factor
         self._copies = {factor.device: factor}
 
     def on(self, device: torch.device) -> Tensor:
-        """The factor on ``device``, where it is copied once."""
+        """The factor on ``device``; copied there once."""
         if device not in self._copies:
             self._copies[device] = self._factor.to(device)
         return self._copies[device]
@@ -30,9 +30,9 @@ Scale = float | DeviceScale
 
 
 def scale_of(counts: Sequence[Any]) -> Scale:
-    """One by the sum of ``counts``, numbers and tensors of one; infinite for none, as where torch divides by zero."""
+    """1 / the sum of ``counts``, numbers or one-element tensors; infinite if the sum is 0, as torch divides."""
     there = [count for count in counts if _is_elsewhere(count)]
-    # As float, since the dtype of a count may be a small integer.
+    # Converted to float, since counts may have a small integer dtype.
     here = math.fsum(float(count) for count in counts if not _is_elsewhere(count))
     if not there:
         return 1.0 / here if here else math.inf
@@ -45,13 +45,14 @@ def scaled(gradient: Tensor, scale: Scale) -> Tensor:
     """``scale`` times ``gradient``, in its dtype; ``gradient`` itself if that changes nothing."""
     if isinstance(scale, float):
         return gradient if scale == 1.0 else gradient * scale
-    # A tensor is rounded to the dtype that it multiplies, and one without dimensions widens another: a number neither.
+    # A tensor factor is rounded to the gradient's dtype, and a 0-dimensional one may change the result's dtype: neither
+    # happens with a number.
     wide = gradient.float() if gradient.dtype in HALVES else gradient
     return (wide * scale.on(gradient.device)).to(gradient.dtype)
 
 
 def scale_in_place(gradient: Tensor, scale: Scale) -> Tensor:
-    """As :func:`scaled`, without memory for another gradient."""
+    """Like :func:`scaled`, without allocating another gradient."""
     if isinstance(scale, float):
         return gradient if scale == 1.0 else gradient.mul_(scale)
     if gradient.dtype in HALVES:

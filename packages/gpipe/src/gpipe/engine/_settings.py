@@ -1,4 +1,4 @@
-"""What a caller asks of the runs that begin in a block; workers see it too, also in a recomputation."""
+"""Settings that a caller makes for the runs that begin in a block. Workers and recomputations use them too."""
 
 from __future__ import annotations
 
@@ -15,42 +15,43 @@ if TYPE_CHECKING:
 
 
 class RunObserver(Protocol):
-    """Does the actions of one run, with an eye on something.
+    """Observes the actions of one run.
 
     Attributes:
-        link: the class of its links, whose readers may want to be told what arrives.
+        link: the class of its links; it may record what arrives.
     """
 
     link: type[Link[Any]]
 
     def do(self, runner: StageRunner, action: Action) -> None:
-        """Let ``runner`` do ``action``."""
+        """Have ``runner`` do ``action``, and record it."""
 
     def told(self, since: float) -> list[list[Any]]:
-        """What there is to tell other processes of this run, which JSON can write.
+        """What other processes are told about this run, as JSON holds it.
 
         Args:
-            since: a moment by this process's clock; the others have one of their own that is the same moment.
+            since: a time of this process's clock. The other processes subtract the same moment of their own clocks.
         """
 
     def hear(self, told: list[list[Any]], since: float) -> None:
-        """What another process has told."""
+        """Take in what another process has told."""
 
 
 class Observer(Protocol):
-    """Wants to know of every run."""
+    """Observes every run."""
 
     def begin(self, placement: Sequence[int]) -> RunObserver:
-        """A run begins, whose stage j is on worker ``placement[j]``."""
+        """Observe a run whose stage j is on worker ``placement[j]``."""
 
 
 class Settings(NamedTuple):
-    """What holds where a run begins.
+    """Settings of a run when it begins.
 
     Attributes:
-        inline: whether to walk on the calling thread.
-        observer: wants to know of the run.
-        ending: of a model that computes its own loss: asks the last layer for what that needs, instead of the output.
+        inline: whether the calling thread computes all stages.
+        observer: is notified of the run.
+        ending: for a model that computes its own loss: asks the last layer for what the loss needs, instead of the
+            output.
     """
 
     inline: bool = False
@@ -61,12 +62,12 @@ class Settings(NamedTuple):
 _settings: ContextVar[Settings] = ContextVar("gpipe.settings", default=Settings())  # noqa: B039 — it cannot change
 
 settings = _settings.get
-"""What holds for a run that begins here and now."""
+"""The settings for a run that begins now in this thread."""
 
 
 @contextmanager
 def with_settings(**changes: Any) -> Iterator[None]:
-    """Inside, runs begin with these settings in place of others."""
+    """A context in which runs begin with these settings changed."""
     token = _settings.set(_settings.get()._replace(**changes))
     try:
         yield
@@ -76,7 +77,7 @@ def with_settings(**changes: Any) -> Iterator[None]:
 
 @contextmanager
 def inline() -> Iterator[None]:
-    """Inside this context, every pipe runs the same programs on the calling thread, in an order in which nothing waits.
+    """A context in which every pipe runs on the calling thread, with the same steps, in an order in which none waits.
 
     Use it for ``breakpoint()`` in a layer, for profilers that see only one thread, and for tests that need a fixed
     order of events. A backward runs inline if its forward did.

@@ -1,9 +1,9 @@
-"""A backward in two parts: the gradients of the inputs at once, those of the weights later.
+"""A backward in two parts: the gradients of the inputs first, those of the weights later.
 
-On the way from the outputs to the inputs of a cell lie nodes that also feed parameters, such as the one of a linear
-layer. The first part runs this way only, and keeps the gradient that arrives at each of these nodes. The second part
-starts from there, and runs into the parameters only. Every operation is the one that an ordinary backward does, so the
-values are the same.
+Between the outputs and the inputs of a cell there are nodes that also lead to parameters, such as that of a linear
+layer. The first part computes the paths to the inputs only, and keeps the gradients that arrive at these nodes. The
+second part starts from there, and computes the paths to the parameters. Each operation is that of an ordinary backward,
+so the values are the same.
 
 Source: zero bubble (Qi et al., arXiv 2401.10241).
 """
@@ -26,22 +26,22 @@ Gradients = list[Tensor | None]
 
 
 class Branch(NamedTuple):
-    """Where the way to the parameters leaves the way to the inputs."""
+    """A node at which paths to the parameters leave the paths to the inputs."""
 
     edges: list[GradientEdge]
     parameters: list[Tensor]
 
 
 class Weights(NamedTuple):
-    """What is left to do for the parameters at a branch."""
+    """The rest of the backward at such a node: the gradients of parameters."""
 
     branch: Branch
     gradients: Gradients
     hooked: bool
-    """Whether the gradients have been through the hooks of the tensor that they belong to."""
+    """Whether the gradients have passed the hooks of the tensor that they belong to."""
 
     def backward(self, grown: AccumulatedGradients | None = None) -> None:
-        """Accumulate their gradients in ``.grad``, or in ``grown``."""
+        """Accumulate the gradients of the parameters in ``.grad``, or in ``grown``."""
         pairs = zip(self.branch.edges, self.gradients, strict=True)
         flowing = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
         if not flowing:
@@ -54,7 +54,7 @@ class Weights(NamedTuple):
 
 @contextmanager
 def _replaced(flowing: Sequence[tuple[GradientEdge, Tensor]]) -> Iterator[None]:
-    """Inside, a node works on the gradients in ``flowing``, whatever hooks of tensors make of what it gets."""
+    """A context in which a node uses the gradients in ``flowing``, whatever hooks of tensors return."""
     handle = flowing[0][0].node.register_prehook(partial(_put, flowing))
     try:
         yield
@@ -63,7 +63,7 @@ def _replaced(flowing: Sequence[tuple[GradientEdge, Tensor]]) -> Iterator[None]:
 
 
 def _put(flowing: Sequence[tuple[GradientEdge, Tensor]], gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """``gradients`` of all outputs of a node, with those in ``flowing`` in their places."""
+    """``gradients`` of all outputs of a node, with those in ``flowing`` put in their places."""
     own = {edge.output_nr: gradient for edge, gradient in flowing}
     return tuple([own.get(number, gradient) for number, gradient in enumerate(gradients)])
 
@@ -71,7 +71,16 @@ def _put(flowing: Sequence[tuple[GradientEdge, Tensor]], gradients: Sequence[Ten
 def backward_inputs(
     outputs: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Gradients, list[Weights]] | None:
-    """The gradients of ``leaves``, given those of ``outputs``, and what is left to do; None if it cannot be split."""
+    """The first part of a split backward.
+
+    Args:
+        outputs: the outputs of a cell that have a gradient.
+        seeds: these gradients.
+        leaves: the inputs of the cell.
+
+    Returns:
+        The gradients of ``leaves``, and what is left for the second part; None if the backward cannot be split.
+    """
     graph = _Graph([get_gradient_edge(output) for output in outputs], {id(leaf) for leaf in leaves})
     branches = _branches(graph)
     if branches is None:
@@ -87,9 +96,10 @@ def backward_inputs(
 
 @contextmanager
 def _apart(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Around the first part: the gradients of several leaves are kept as autograd would accumulate them.
+    """A context for the first part, in which the gradients of several leaves have memory of their own.
 
-    Else that of a skip, which mostly is joined with another tensor, would keep all of their common gradient alive.
+    Without it the gradient of a skip, which is often concatenated with another tensor, would be a view that keeps the
+    gradient of the whole alive.
     """
     several = leaves if len(leaves) > 1 else ()
     handles = [leaf.register_hook(partial(like_accumulated, leaf=leaf)) for leaf in several]  # type: ignore[no-untyped-call]
@@ -102,9 +112,9 @@ def _apart(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _copied(edges: Sequence[GradientEdge]) -> Iterator[Gradients]:
-    """Around the first part; when the block has ended, copies of what arrived at ``edges``, taken when it did.
+    """A context for the first part, that copies the gradients at ``edges`` when they arrive. Use them after its end.
 
-    A custom Function may overwrite the gradient that it gets, and in an ordinary backward the parameters have theirs
+    A custom Function may overwrite the gradient that it gets. In an ordinary backward the parameters would have used it
     by then.
     """
     copies: Gradients = []
@@ -118,7 +128,7 @@ def _copied(edges: Sequence[GradientEdge]) -> Iterator[Gradients]:
         yield copies
     finally:
         for handle in handles:
-            handle.remove()  # the second part starts at the same nodes
+            handle.remove()  # the second part starts at the same nodes, and must not copy again
     copies += [arrived[edge.node][edge.output_nr] if edge.node in arrived else None for edge in edges]
 
 
@@ -133,12 +143,14 @@ def _branches(graph: _Graph) -> list[Branch] | None:
 
 
 def _is_whole(node: Node) -> bool:
-    """Whether the node computes all its gradients whenever it runs, so that it should not run twice."""
+    """Whether ``node`` always computes all its gradients, so that it should not run twice."""
     return hasattr(node, "_forward_cls") or "Rnn" in node.name()
 
 
 class _Graph:
-    """The nodes below ``roots``, and which of them lead to a leaf.
+    """The graph below ``roots``: its nodes, and which of them lead to a leaf.
+
+    It is explored for every micro-batch. The children of each node are read once, since that takes longest.
 
     This is walked for every micro-batch. Asking a node for its children costs most, and is done once.
     """
@@ -153,19 +165,19 @@ class _Graph:
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether there is a node that refuses to run for some inputs only: that of a reentrant checkpoint."""
+        """Whether there is a node that cannot run for some inputs only: that of a reentrant checkpoint."""
         return any(type(node).__name__ == "CheckpointFunctionBackward" for node in self._leads)
 
     @property
     def is_custom(self) -> bool:
-        """Whether there is a node written in Python, other than those by which tensors enter a stage."""
+        """Whether there is a node written in Python, other than those through which tensors enter a stage."""
         return any(map(is_custom, {type(node) for node in self._leads}))
 
     def leads_to_leaf(self, node: Node) -> bool:
         return self._leads[node]
 
     def branches(self) -> Iterator[Branch]:
-        """Every node on the way to a leaf from which a way to parameters leaves it."""
+        """Every node on a path to a leaf that also has a path to parameters."""
         arrivals = self._arrivals()
         for node, numbers in arrivals.items():
             aside = [child for child, _ in self._children[node] if not self._leads[child]]
@@ -173,7 +185,7 @@ class _Graph:
                 yield Branch([GradientEdge(node, number) for number in numbers], list(self._ends(aside)))
 
     def _arrivals(self) -> dict[Node, dict[int, None]]:
-        """The nodes on the way to a leaf, with the numbers of their outputs at which gradients arrive."""
+        """The nodes on paths to leaves, with the numbers of their outputs at which gradients arrive."""
         arrivals: dict[Node, dict[int, None]] = {}
         for root in self.roots:
             arrivals.setdefault(root.node, {})[root.output_nr] = None
@@ -184,7 +196,7 @@ class _Graph:
         return arrivals
 
     def _explore(self, root: Node) -> None:
-        """Visit nodes after all their children, without recursion: graphs are deep."""
+        """Visit ``root`` after all its children, without recursion, since graphs are deep."""
         stack = [root]
         while stack:
             node = stack[-1]
@@ -201,7 +213,7 @@ class _Graph:
         return not self._children[node] and id(_variable(node)) in self._leaves
 
     def _ends(self, nodes: Iterable[Node]) -> Iterator[Tensor]:
-        """The tensors in whose ``.grad`` the ways below ``nodes`` end."""
+        """The tensors to whose ``.grad`` the paths below ``nodes`` lead."""
         stack = list(nodes)
         seen = set(stack)
         while stack:
@@ -214,5 +226,5 @@ class _Graph:
 
 
 def _variable(node: Node) -> Any:
-    """The tensor that a node without children accumulates the gradient of; None if it does not."""
+    """The tensor whose gradient ``node`` accumulates; None if it accumulates none."""
     return getattr(node, "variable", None)

@@ -1,4 +1,4 @@
-"""A partition as the engine sees it: its layers, its device, and what runs have shown of them."""
+"""A stage: the layers of a partition, or of a piece of one, their device, and what runs have shown about them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ def stages_of(
     layout: SkipLayout,
     pieces: Iterable[tuple[int, bool | None]] | None = None,
 ) -> list[Stage]:
-    """A stage of each of the ``modules``, whose layers are numbered from the first of all.
+    """A stage for each of ``modules``, whose layers are numbered through.
 
     Args:
-        pieces: of each, the partition that it is a piece of, and whether that is recomputed. By default each is a
-            partition of its own.
+        modules: the layers of each stage.
+        devices: the device of each.
+        layout: the stages between which skips go.
+        pieces: for each stage, its partition, and whether it is recomputed. By default each is a partition of its own.
     """
     stages: list[Stage] = []
     known = ((j, None) for j in count()) if pieces is None else iter(pieces)
@@ -41,24 +43,24 @@ def stages_of(
 
 
 class Stage:
-    """One partition on its device, for the life of its pipe.
+    """A partition, or a piece of one, on its device, for the life of its pipe.
 
     Args:
-        first: how many layers of the model come before.
+        first: the number of layers of the model before this stage.
 
     Attributes:
-        index: its number among all that are connected.
-        partition: the number of its partition; the same, unless some partition is in pieces.
-        recomputed: of a piece, whether it is checkpointed; None for a whole partition, whose mode says it.
-        numbers: of the layers, in the model; one if nobody tells the layers of ``module`` apart.
-        told: the layers, if ``module`` tells them apart.
-        everyone: the layers whose draws may be followed, by number in the stage, and ``OUTSIDE``.
-        facts: what runs have shown, as the last one has returned it.
+        index: the number of the stage among all stages.
+        partition: the number of its partition; equal to ``index`` unless a partition is in pieces.
+        recomputed: for a piece, whether it is checkpointed; None for a whole partition, for which its mode decides.
+        numbers: the numbers of its layers in the model; one number if ``module`` is called as a whole.
+        told: the layers; empty if ``module`` is called as a whole.
+        everyone: the layers whose random draws may be watched, by number in the stage, and ``OUTSIDE``.
+        facts: what runs have shown so far.
         pops, stashes: the skips that come from other stages, and that go to others.
-        is_direct: whether layers use no skips, so that they can be called as they are.
-        on_accelerator: whether its work is queued on streams.
-        rewinds: whether the generator of its device can be put back.
-        module_copies: of modules that an earlier stage has too.
+        is_direct: whether no layer uses skips, so that they can be called directly.
+        on_accelerator: whether its device queues work on streams.
+        rewinds: whether the state of its device's generator can be set.
+        module_copies: its copies of modules that an earlier stage has too.
     """
 
     def __init__(
@@ -89,12 +91,12 @@ class Stage:
         self.facts = StageFacts()
 
     def with_generators(self) -> frozenset[int]:
-        """The layers that have a generator of their own, which shows nowhere when it begins to be used."""
+        """The layers that have a generator of their own: its first use is not visible anywhere."""
         layers = dict(enumerate(self.told)) or {OUTSIDE: self.module}
         return frozenset(k for k, layer in layers.items() if _brings_generator(layer))
 
     def expect_current(self) -> None:
-        """Raise RuntimeError if a layer was replaced or moved, so that a recomputation would compute something else."""
+        """Raise RuntimeError if a layer was replaced or moved since the forward: a recomputation would differ."""
         if self.module._modules != self._layers_then:
             now, then = self.module._modules, self._layers_then
             names = [name for name in {**then, **now} if now.get(name) is not then.get(name)]
@@ -111,7 +113,7 @@ class Stage:
 
 
 def first_to_last(names: Sequence[str]) -> str:
-    """The first and the last of the names of layers, as text for people."""
+    """The first and the last of the names of layers, as text for messages."""
     ends = names if len(names) < 2 else (names[0], names[-1])
     return " to ".join(f"'{name}'" for name in ends) or "none"
 

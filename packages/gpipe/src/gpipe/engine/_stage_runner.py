@@ -1,4 +1,4 @@
-"""A stage's share of one run: it takes what arrives, has a cell work on it, and sends the result on."""
+"""One stage in one run: it receives values, has a cell compute, and sends the results on."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ _HIDES = (
 
 
 class StageRunner:
-    """The cells of one stage in one run, and the channels to the stages before and after.
+    """The cells of one stage in one run, and the channels to its neighbours.
 
     Args:
-        mini_batch: what it works on, together with the other stages.
+        mini_batch: the mini-batch, which all stages share.
+        stage: the stage.
         arrival: the channel from the stage before.
         departure: the channel to the stage after, or the loss.
-        tied: leaves that other stages have too, whose gradients must not be mixed with those of others.
+        tied: leaves that other stages use too; their gradients are accumulated apart from those of other leaves.
 
     Attributes:
-        layers: of the stage, in this run.
-        mixed: how many micro-batches may have added to gradients that were there before the run.
+        layers: the layers of the stage, in this run.
+        mixed: the number of micro-batches that may have added to gradients that were in ``.grad`` before the run.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class StageRunner:
         self._tied = tied
         self._grown = mini_batch.accumulated_outside(stage) if mini_batch.kept_nodes else None
         self._checkpoint_stop = mini_batch.stop_of(stage)
-        # A loss would hold its gradient until the backward comes. So it is computed on what is recomputed.
+        # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
         self._late_losses = self._checkpoint_stop if isinstance(departure, Losses) else 0
         self._begun = False
         self._adds_directly = False
@@ -73,26 +74,26 @@ class StageRunner:
             self._recompute_context = RecomputeContext(self.layers, mini_batch.context, mini_batch.rng)
         self._cells: dict[int, Cell] = {}
         self._forwards = 0
-        # A run inside a layer that is being recomputed repeats one whose statistics have been counted.
+        # A run inside a recomputed layer repeats a run whose statistics have been counted.
         repeats = current.microbatch is not None and current.statistics is None
         self._statistics: MiniBatchStatistics | None = None if repeats else {}
 
     def do(self, action: Action) -> None:
-        """Do one action of the stage's program."""
+        """Do one action of the stage."""
         ACTIONS[action.kind](self, action.microbatch)
 
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
         if inputs.ties and self.layers.may_change_input:
-            inputs = owned(inputs)  # what the caller gave stays as it is, and what a recomputation needs
+            inputs = owned(inputs)  # the caller's tensors must not change, nor those that a recomputation needs
         recomputed = self._recompute_context if i < self._checkpoint_stop else None
-        # Most cells neither draw nor are computed again.
+        # Most cells neither draw random numbers nor are recomputed.
         random = self._random(i, recomputed) if recomputed is not None or self.layers.draws.drawing else None
         cell = Cell(self.layers, random) if recomputed is None else CheckpointedCell(self.layers, random, recomputed)
         self._cells[i] = cell
         current.statistics = self._statistics
         outputs = cell.forward(inputs)
-        current.microbatch = current.statistics = None  # a loss belongs to no stage
+        current.microbatch = current.statistics = None  # the loss is outside of all stages
         self._forwards += 1
         if self._forwards == self._mini_batch.microbatches:
             self._finish_forwards()
@@ -139,11 +140,11 @@ class StageRunner:
         del self._cells[i]
 
     def look_for_hooks(self) -> None:
-        """Let the next forward see whether layers put hooks on tensors."""
+        """In the next forward, check for hooks that layers put on tensors."""
         self.layers.look_for_hooks()
 
     def annotate(self, error: BaseException, action: Action) -> None:
-        """Say in a note on ``error`` which cell it comes from."""
+        """Add a note to ``error`` that names the cell."""
         cell = self._cells.get(action.microbatch)
         stage, m = self.stage, self._mini_batch.microbatches
         first, end = stage.numbers.start, stage.numbers.stop
@@ -159,7 +160,7 @@ class StageRunner:
         )
 
     def _hold(self, i: int) -> None:
-        """Before a backward: keep hooks, and gradients that have to be scaled, out of it."""
+        """Before a backward: remove hooks, and ``.grad`` where gradients have to be scaled, from its leaves."""
         loss, deferred = self._mini_batch.loss, self._mini_batch.deferred
         every = loss is not None and loss.scales
         undoes = loss is not None and loss.undoes is not None
@@ -168,7 +169,7 @@ class StageRunner:
             if self._tied:
                 deferred.hold(self._tied, every=True)
             deferred.hold(parameters_of(self.stage.module), every=every)
-        if every or undoes or self._grown is not None:  # layers may also use tensors that are no parameters of theirs
+        if every or undoes or self._grown is not None:  # layers may also use leaves that are not their parameters
             graph = self._cells[i].below()
             deferred.hold(graph.leaves, every=every)
             if loss is not None and undoes:
@@ -181,12 +182,12 @@ class StageRunner:
         if self._grown is not None and graph.hides:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 raise RuntimeError(_HIDES)
-            self._grown = None  # it is a graph of an earlier run that keeps the nodes, and not somebody with hooks
+            self._grown = None  # what refers to the nodes is a graph of an earlier run, and not a hook
 
     def _random(self, i: int, recomputed: RecomputeContext | None) -> CellRNG | None:
-        """Where the layers that are watched draw from in a cell; None if there are none."""
+        """The random numbers for the watched layers of a cell; None if no layer is watched."""
         stage, drawing = self.stage, self.layers.draws.drawing
-        # On an accelerator nothing is seen of the draws of a cell that is recomputed, unless they are followed.
+        # On an accelerator, draws of a recomputed cell are visible only if all layers are watched.
         unsure = recomputed is not None and stage.on_accelerator
         if unsure and not stage.rewinds:
             drawing = stage.everyone
@@ -202,4 +203,4 @@ ACTIONS: dict[Kind, Callable[[StageRunner, int], None]] = {
     Kind.BACKWARD_INPUT: StageRunner.backward_input,
     Kind.BACKWARD_WEIGHT: StageRunner.backward_weight,
 }
-"""What a runner does with a micro-batch, for each kind of action."""
+"""For each kind of action, the method that does it for a micro-batch."""

@@ -1,4 +1,4 @@
-"""See whether layers register hooks on tensors. Autograd does not tell which of its nodes have any."""
+"""Detect whether layers register hooks on tensors. Autograd does not tell which of its nodes have hooks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class TensorHooks(TorchFunctionMode):
-    """Inside, hooks that this thread registers on tensors are noticed.
+    """A context in which hooks that this thread registers on tensors are noticed.
 
     Attributes:
-        seen: whether there was one.
+        seen: whether a hook was registered.
     """
 
     def __init__(self) -> None:

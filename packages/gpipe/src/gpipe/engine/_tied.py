@@ -1,13 +1,13 @@
-"""Parameters and buffers that several partitions have: all but the first compute with copies of their own.
+"""Parameters and buffers that several partitions share: all partitions but the first compute with copies.
 
-Two workers must not add to one ``.grad``, in an order that depends on their timing; and a partition needs its tensors
-on its own device. So during a run only the first partition that has such a tensor computes with the tensor itself, the
-**owner**. Every other one finds a copy in its modules: a leaf in the same memory, or on another device in memory that
-is filled when the run begins. When the run ends the gradients of the copies are added to that of the owner, in the
-order of the partitions.
+Two workers must not add to the same ``.grad`` in an order that depends on timing; and a partition needs its tensors on
+its own device. So during a run only the first partition that has such a tensor, its **owner**, computes with the tensor
+itself. The modules of every other one hold a copy: a leaf in the same memory, or, on another device, in memory that is
+filled when the run begins. When the run ends, the gradients of the copies are added to that of the owner, in the order
+of the partitions.
 
-A module that several partitions have is one object, which cannot hold a copy for each; so it is copied as well,
-shallowly. What only pieces of one partition share stays as it is: a single worker does them all.
+A module that several partitions share is one object, which cannot hold a copy for each; so it is copied too, shallowly.
+What only the pieces of one partition share is not copied: one worker computes all of them.
 
 Source: the tied layers of DeepSpeed.
 """
@@ -43,7 +43,7 @@ def modules_below(root: nn.Module) -> dict[nn.Module, None]:
 
 
 def shared_tensors(parts: Sequence[Iterable[nn.Module]]) -> dict[int, int]:
-    """The parameters and buffers that modules of several ``parts`` have, by identity: the first part of each."""
+    """The parameters and buffers that modules of several ``parts`` have: by identity, the number of the first part."""
     found = [_tensors_of(modules) for modules in parts]
     if sum(map(len, found)) == len(set[int]().union(*found)):
         return {}
@@ -71,12 +71,12 @@ def _tensors_of(modules: Iterable[nn.Module]) -> set[int]:
 
 
 class Tied:
-    """The tensors that several partitions of ``stages`` have, for one run, which begins here.
+    """The tensors that several partitions of ``stages`` share, for one run, which begins here.
 
-    Layers may have been changed since the last run, so each finds out anew what is shared.
+    Layers may have been changed since the last run, so each run looks for shared tensors again.
 
     Attributes:
-        shares: whether there are any; if not, there is nothing to apply and to join.
+        shares: whether there are any; if not, nothing has to be applied or joined.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -105,10 +105,10 @@ class Tied:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the modules of each stage hold its copies. No other run of the stages must be under way.
+        """A context in which the modules of each stage hold its copies. There must be no other run of the stages.
 
         Raises:
-            RuntimeError: the first time, in which all forwards are, if one of them has changed what stages share.
+            RuntimeError: in the first use, which includes all forwards, if a forward has changed a shared tensor.
         """
         swaps = [swap for copies in self._copies for swap in copies.swaps]
         before = [entries.get(name) for entries, name, _ in swaps]
@@ -118,26 +118,26 @@ class Tied:
             yield
             self._expect_unchanged(None)
         except RuntimeError as error:
-            self._expect_unchanged(error)  # which may be why
+            self._expect_unchanged(error)  # the change may be the cause of the error
             raise
         finally:
             self._looked = True
             for (entries, name, copy), own in zip(swaps, before, strict=True):
-                if entries.get(name) is copy:  # a layer may have put something else there
+                if entries.get(name) is copy:  # a layer may have set something else
                     dict.__setitem__(entries, name, own)
 
     @property
     def leaves(self) -> list[list[Tensor]]:
-        """Of each stage the leaves, owners and copies, whose gradients are parts of a sum."""
+        """For each stage the leaves, owners and copies, whose gradients have to be summed."""
         found = [list(filter(_is_trained, copies.tensors.values())) for copies in self._copies]
         found = found or [[]] * len(self._partitions)
         return [leaves for leaves, pieces in zip(found, self._partitions, strict=True) for _ in pieces]
 
     def joined(self, grown: Sequence[Grown]) -> Sequence[Grown]:
-        """``grown`` with owners in the place of their copies, on their devices, in the order of the stages."""
+        """``grown`` with owners in place of copies, gradients on the owner's device, in the order of the stages."""
         found = [(*self._owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in grown]
         found.sort(key=lambda each: each[0])
-        # One may have been frozen since the forward: then autograd, too, drops its gradient.
+        # An owner may have been frozen since the forward: then autograd drops its gradient too.
         return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
 
     def _expect_unchanged(self, cause: RuntimeError | None) -> None:
@@ -161,7 +161,7 @@ class Tied:
                 yield f"{name!r} of {self._name(module)}"
 
     def _name(self, wanted: Tensor | nn.Module) -> str:
-        """As the first and the last stage that have it call it."""
+        """The names of a shared tensor or module in the first and the last stage that have it."""
         found = [
             f"{name!r} of partition {stage.partition}"
             for pieces, copies in zip(self._partitions, self._copies, strict=True)
@@ -183,14 +183,14 @@ def _named(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _arrived(gradient: Tensor, device: torch.device) -> Tensor:
-    """``gradient`` on ``device``, read on the current streams, which may be others than those it was made on."""
+    """``gradient`` on ``device``. The current streams wait for those on which it was computed."""
     for part in (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,):
         record_stream(part, current_stream(part.device))
     return gradient.to(device)
 
 
 class _Swap(NamedTuple):
-    """What stands under a name of a module during a run."""
+    """What a name of a module refers to during a run."""
 
     entries: dict[str, Any]
     name: str
@@ -198,18 +198,18 @@ class _Swap(NamedTuple):
 
 
 class _Copies:
-    """What a partition computes with.
+    """The tensors and modules with which a partition computes.
 
     Args:
-        number: of the partition, among those that are here.
-        stage: it, or the first of its pieces.
-        shared: the number of the first partition that has a tensor, by identity.
-        earlier: the modules that partitions before have.
+        number: the number of the partition among those in this process.
+        stage: its stage, or that of its first piece.
+        shared: by identity of a tensor, the number of the first partition that has it.
+        earlier: the modules of the partitions before.
 
     Attributes:
-        tensors: for each shared tensor the one of this partition: a copy, or itself.
-        modules: for each shared module that an earlier partition has too, a copy.
-        swaps: what has to stand elsewhere for the partition to find them.
+        tensors: for each shared tensor that of this partition: a copy, or the tensor itself.
+        modules: copies of the modules that an earlier partition has too.
+        swaps: the names that refer to copies during a run.
     """
 
     def __init__(self, number: int, stage: Stage, shared: Mapping[int, int], earlier: frozenset[nn.Module]) -> None:
@@ -223,7 +223,7 @@ class _Copies:
         self._then: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def take(self, module: nn.Module, copy: nn.Module) -> None:
-        """Let ``copy``, which may be the ``module`` itself, hold what the stage has of what ``module`` holds."""
+        """Make ``copy``, which may be ``module`` itself, hold the stage's versions of what ``module`` holds."""
         for kind in ("_parameters", "_buffers"):
             self._swap(vars(module)[kind], vars(copy)[kind], self._tensor)
         self._swap(module._modules, copy._modules, self._module)
@@ -253,7 +253,7 @@ class _Copies:
         return self.modules[module]
 
     def changed(self) -> Iterator[tuple[nn.Module, str]]:
-        """The shared modules in which the stage has put something else in the place of what was there, and where."""
+        """Shared modules in which the stage has set a name to something else, and these names."""
         for module, then in self._then:
             now = vars(self.modules[module])
             yield from ((module, name) for name in {**now, **then} if now.get(name) is not then.get(name))
@@ -268,7 +268,7 @@ class _Copies:
 
 
 def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """A leaf like ``tensor`` on ``device``, in the same memory if it is there; then itself, if it is not trained."""
+    """A leaf like ``tensor`` on ``device``: in the same memory if it is there; ``tensor`` itself if not trained."""
     there = (tensor.detach() if _is_trained(tensor) else tensor).to(device)
     if there is tensor:
         return tensor
@@ -282,15 +282,15 @@ def _is_trained(tensor: Tensor) -> bool:
 
 
 def empty_like(module: nn.Module, copy: nn.Module) -> None:
-    """Make ``copy`` all that ``module`` is, except that it holds no parameters, buffers and children.
+    """Make ``copy`` equal to ``module``, but without parameters, buffers and children.
 
-    It is the same object in all runs, and so are the dicts that hold them: a recomputation looks there for what its
-    forward has seen, perhaps after other runs.
+    It is the same object in all runs, with the same dicts: a recomputation finds in them what its forward has used,
+    even after other runs.
     """
     own = vars(copy)
     held = {kind: own.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")}
     own.clear()
-    own.update(vars(module), **held, _compiled_call_impl=None)  # which is bound to the module that is copied
+    own.update(vars(module), **held, _compiled_call_impl=None)  # that call is bound to ``module``
     for kind, entries in held.items():
         entries.clear()
         entries.update(dict.fromkeys(vars(module)[kind]))

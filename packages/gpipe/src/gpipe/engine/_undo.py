@@ -1,4 +1,4 @@
-"""What a failed step has changed besides gradients, to be put back before another step takes its place."""
+"""Undo what a failed step has changed besides gradients, before the step is tried again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threads of a pipe: opened at the first run, kept for the next ones, gone with the pipe."""
+"""The threads of a pipe: started at its first run, kept for later runs, and ended with the pipe."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ._exclusive import Section, Sections, involved, serving
 from ._sweep import Sweep
 
 _changing = fork_lock()
-"""For whoever changes whether workers run, or takes them to end them: the owner's end may come on any thread."""
+"""A lock for starting and ending workers: the garbage collector may end them on any thread."""
 
 Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]
 
 
 def placement(devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """Which worker runs each stage: one for each CUDA device, and on the CPU one for each stage.
+    """The worker of each stage: one worker for each CUDA device, and on the CPU one for each stage.
 
-    Numbered CPUs are one CPU; stages on the same number share a worker, as stages on a CUDA device do.
+    Numbered CPUs are all the same CPU, but stages on one number share a worker, as stages on one CUDA device do.
 
     >>> placement([torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 0), torch.device("cpu")])
     (0, 1, 0, 2)
@@ -52,17 +52,17 @@ def placement(devices: Sequence[torch.device]) -> tuple[int, ...]:
 
 
 class Workers:
-    """The threads for stages on ``devices``. Each does what it is given and waits for more.
+    """The threads for stages on ``devices``. Each does its work and waits for more.
 
-    Keeping them matters: a fresh thread pays for its start, its first small tensors and the growth of a memory arena of
-    its own, again in every run.
+    They are kept from run to run because a new thread takes time to start, for its first small tensors, and to grow a
+    memory arena of its own.
     """
 
     placement: tuple[int, ...]
-    """Which of them runs each stage."""
+    """The worker of each stage."""
 
     section: Section
-    """Whoever runs something is inside; they serve one run at a time."""
+    """Held during a run: workers do one run at a time."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.placement = placement(devices)
@@ -79,16 +79,19 @@ class Workers:
 
     @classmethod
     def for_owner(cls, owner: object, devices: Sequence[torch.device]) -> Workers:
-        """Workers for stages on ``devices``, which close when ``owner`` is garbage; the interpreter exits without."""
+        """Workers for stages on ``devices``. They end when ``owner`` is freed, and do not delay the exit."""
         opened = cls(devices)
         weakref.finalize(owner, opened._orphan).atexit = False
         return opened
 
     def run(self, works: Sequence[Work[Result]], stop: Callable[[], None]) -> list[Result]:
-        """Do each work on its worker, under its stream; what they return, once all have.
+        """Do each work on its worker, under its stream, and wait for all.
 
         A work must not raise. If the caller is interrupted while it waits, ``stop`` is called, which must make every
-        work return soon, and the workers are closed before the interrupt goes on.
+        work return soon; then the workers are ended, and the interrupt is raised.
+
+        Returns:
+            What each work returned.
         """
         with _changing:
             self._running = True
@@ -108,19 +111,19 @@ class Workers:
         in_queues, out_queues = self._open()
         self._share_processor(in_queues, out_queues)
         if self._pauses:
-            pause_helpers()  # else they spin on the cores that the workers are about to use
+            pause_helpers()  # else they spin on the cores that the workers need
         sections = involved()
         for queue, (stream, compute) in zip(in_queues, works, strict=True):
             queue.put(_Work(stream, compute, stop, sections))
         return [_result(queue.get()) for queue in out_queues]
 
     def sweep(self) -> None:
-        """Let the workers free what they made and others have dropped (:mod:`gpipe.engine._sweep`); returns at once."""
+        """Have workers free what they made and others dropped (:mod:`gpipe.engine._sweep`). Returns at once."""
         if self._scope is not None and self._process == os.getpid():
             Sweep(self._queues[0])()
 
     def close(self) -> None:
-        """End the threads, which must not be running anything. The next run starts new ones."""
+        """End the threads, which must be idle. The next run starts new ones."""
         with _changing:
             scope = self._taken()
         self._end(scope)
@@ -134,15 +137,15 @@ class Workers:
             scope.close()
 
     def _orphan(self) -> None:
-        # The garbage collector calls this on any thread, perhaps on a worker in the middle of a backward that others
-        # wait for: then the end of the run has to close them.
+        # The garbage collector may call this on any thread, even on a worker in the middle of a backward that others
+        # wait for. Then the end of the run ends them.
         with _changing:
             self._orphaned = True
             scope = None if self._running else self._taken()
         self._end(scope)
 
     def _open(self) -> tuple[list[InQueue], list[OutQueue]]:
-        # A fork copies everything but the threads.
+        # After a fork the child has no copies of the threads.
         if self._scope is None or self._process != os.getpid():
             scope = ExitStack()
             self._queues = scope.enter_context(spawn_workers(self._devices, shared=False, context=Context.plain()))
@@ -165,9 +168,9 @@ class Workers:
 
 
 class _Work(Task[Result]):
-    """A work as a worker does it. It holds nothing of the run any more when the worker answers.
+    """A work as a worker does it. It refers to nothing of the run when the worker answers.
 
-    The worker may still have its task in hand while the caller goes on, and drops what the run has made.
+    The worker may still refer to its task while the caller goes on, and drops what the run has made.
     """
 
     __slots__ = ("_sections", "_stop")
@@ -186,12 +189,14 @@ class _Work(Task[Result]):
             with use_stream(self.stream), serving(sections):
                 return compute()
         except BaseException:
-            stop()  # the others might wait for this one
+            stop()  # the other workers may be waiting for this one
             raise
 
 
 def _settle(threads: int, own: Cores, cores: Cores) -> None:
-    """Give the worker that calls this its share of the processor: its ``own`` of the ``cores``."""
+    """Give the calling worker its share of the processor: ``threads`` intra-op threads, on its ``own`` of the
+    ``cores``.
+    """
     bind(own, cores)
     limit_threads(threads)
 
