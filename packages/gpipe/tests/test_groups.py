@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -139,3 +140,21 @@ def _make_and_leave(count: int, closes: bool) -> tuple[int, int]:
 def _opened() -> tuple[int, int]:
     dist.barrier()
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_does_not_come_to_connect_is_named(number: signal.Signals) -> None:
+    with world(3, timeout=3.0) as ranks:
+        for connection in ranks.connections:
+            connection.send((_make_without, (1, number)))
+        for told in (ranks.answer(k, 60.0) for k in (0, 2)):
+            assert told == (True, "rank 1 has ended, or did not come here within 3 s")
+
+
+def _make_without(who: int, number: signal.Signals) -> str:
+    Rank(_model(), [1, 1, 1], chunks=2)
+    if dist.get_rank() == who:
+        os.kill(os.getpid(), number)
+    with pytest.raises(LostRankError) as caught:
+        Rank(_model(), [1, 1, 1], chunks=2)
+    return str(caught.value).partition(";")[0]

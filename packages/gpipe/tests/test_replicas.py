@@ -222,7 +222,7 @@ def _lose(who: int, number: signal.Signals = signal.SIGKILL, timeout: float | No
 
 def test_replicas_that_do_not_know_of_each_other_wait_for_the_timeout() -> None:
     with world(SIZE, timeout=60.0) as opened:
-        assert opened.run(_wait_for_the_other) == ["RuntimeError"] * 2 + ["ArithmeticError", "RemoteError"]
+        assert opened.run(_wait_for_the_other) == ["LostRankError"] * 2 + ["ArithmeticError", "RemoteError"]
 
 
 def _wait_for_the_other() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RemoteError(RuntimeError):
     """Another rank failed, so the step of this one was cancelled. The message says which rank, where, and how."""
@@ -23,6 +25,12 @@ class UnreachableError(Exception):
         super().__init__(str(error))
         self.member = member
         self.silent = "imed out" in str(error)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """The begin of a sentence of what these ranks have done."""
+    listed = ", ".join(map(str, ranks))
+    return f"rank {listed} has" if len(ranks) == 1 else f"ranks {listed} have"
 
 
 def text_of(error: BaseException) -> str:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ._errors import LostRankError, named
+
 _torch: Any = dist
 """The same module without types: its stubs lack the names of stores."""
 
@@ -53,25 +55,35 @@ def open_groups(group: dist.ProcessGroup | None, timeout: timedelta | None) -> G
 
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
+        LostRankError: other members have not called this in time.
     """
     group = expect_group(group)
     members, me = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
     timeout = _timeout_of(group) if timeout is None else timeout
-    store = _own_store(group, me)
-    values, control = (
-        dist.ProcessGroupGloo(_torch.PrefixStore(name, store), me, len(members), timeout=timeout)
-        for name in ("values", "control")
-    )
+    count = _count(group, me, 1)
+    store = _torch.PrefixStore(f"gpipe/{count}", group.get_group_store())
+    try:
+        values, control = (
+            dist.ProcessGroupGloo(_torch.PrefixStore(name, store), me, len(members), timeout=timeout)
+            for name in ("values", "control")
+        )
+    except RuntimeError as error:
+        missing = [member for k, member in enumerate(members) if _count(group, k, 0) < count]
+        if not missing:
+            raise
+        raise LostRankError(
+            f"{named(missing)} ended, or did not come here within {timeout.total_seconds():g} s; all processes of the "
+            "group make a Rank, save, load and average gradients together"
+        ) from error
     return Groups(members, me, values, control, timeout, store)
 
 
-def _own_store(group: dist.ProcessGroup, me: int) -> Any:
-    """A new part of the store of ``group``, named by how often this member has asked for one.
+def _count(group: dist.ProcessGroup, member: int, more: int) -> int:
+    """How often ``member`` has opened groups among those of ``group``, and ``more``.
 
     The store counts that, not the process: a process may be in its second world, together with others in their first.
     """
-    store = group.get_group_store()
-    return _torch.PrefixStore(f"gpipe/{store.add(f'gpipe/{me}', 1)}", store)
+    return int(group.get_group_store().add(f"gpipe/{member}", more))
 
 
 def group_for_collectives(groups: Groups) -> Any:

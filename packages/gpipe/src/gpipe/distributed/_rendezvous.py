@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._errors import LostRankError, UnreachableError
+from ._errors import LostRankError, UnreachableError, named
 from ._groups import UNSENT, Groups
 from ._messages import Peer
 from ._texts import Inbox, joined, sent, wait
@@ -91,8 +91,7 @@ class Rendezvous:
 
     def lost(self, members: list[int]) -> LostRankError:
         """The error that says that ``members`` (numbers, not ranks) are missing."""
-        ranks = ", ".join(str(self._groups.members[k]) for k in members)
-        who = f"rank {ranks} has" if len(members) == 1 else f"ranks {ranks} have"
+        who = named([self._groups.members[k] for k in members])
         return LostRankError(
             f"{who} ended, or did not answer within {self._groups.timeout.total_seconds():g} s; start the processes "
             "again, from the last checkpoint"
