@@ -345,7 +345,7 @@ FAULTS: list[tuple[Fault, str]] = [
         Fault(
             "a wire does not wait for its transfers",
             WIRES,
-            "self._peer.wait(work)  # no thread: the current stream",
+            "self._peer.wait(work)  # lets the current stream wait, not the thread",
             "pass",
         ),
         "wrong numbers",
