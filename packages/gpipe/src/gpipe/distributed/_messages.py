@@ -220,7 +220,16 @@ class Receiver:
         if known is not None and known.places is not None:
             payload = known.form().copied(known.places, self._own)
             self._took()
-            return microbatch, bool(flag), payload
+        else:
+            payload = self._in_parts(microbatch, number, size, small)
+        return microbatch, bool(flag), payload
+
+    def _in_parts(self, microbatch: int, number: int, size: int, small: bool) -> Any:
+        """The payload of a message that is read part by part, because its places in the frame are not known.
+
+        Args:
+            microbatch, number, size, small: its head.
+        """
         parts = _Parts(self.peer, self._frame.data if small else None)
         text = parts.take([size])[0] if size else _NOTHING
         if microbatch == POISON:
@@ -236,7 +245,7 @@ class Receiver:
         form = known.form()
         if self._direct is None and _fits(form):
             known.places = self._frame.tensors(form, _HEAD)  # for later messages; this one has been read
-        return microbatch, bool(flag), form.rebuild([part.to(self._device) for part in data])
+        return form.rebuild([part.to(self._device) for part in data])
 
     def drain(self) -> None:
         """After a failed run: receive everything up to the message that says that nothing more comes."""
