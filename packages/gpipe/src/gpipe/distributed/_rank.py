@@ -131,7 +131,7 @@ class Rank(Stepping):
                 self._balance = checked_balance(balance, len(layers))
                 self._checkpoint = expect_fitting(checked_choices(checkpoint), self._balance)
                 self._ranks = checked_ranks(ranks, len(self._balance), len(groups.members))
-                found.alike = self._alike(layers, transport)
+                found.alike = self._made_alike(layers, transport)
             with agreement(rendezvous, groups.members) as placed:
                 share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
                 if self._deferred:
@@ -146,8 +146,8 @@ class Rank(Stepping):
             self._synced, self._members = synced_layers(self), groups.members
         self._last: Choice | None = None
 
-    def _alike(self, layers: nn.Sequential, transport: str) -> dict[str, Any]:
-        """What all ranks must be made with, by names that a user knows."""
+    def _made_alike(self, layers: nn.Sequential, transport: str) -> dict[str, Any]:
+        """What must be equal on all ranks when they are made, by names that a user knows."""
         return {
             "balance": self._balance,
             "ranks": self._ranks,
@@ -303,31 +303,43 @@ class Rank(Stepping):
             given: checks what this rank was given; the mini-batch, on the rank of the first stage.
         """
         with self._pipeline.opening() as found:
-            found.alike = {
-                "the method that is called": method,
-                "schedule": None if schedule is None else str(schedule),
-                "training": self.training,
-                "chunks": self._chunks,
-                "checkpoint": self._checkpoint,
-                "recording": settings().observer is not None,
-            }
+            found.alike = self._called_alike(method, schedule)
             if schedule is not None:
-                self._replicas.begin()
-                expect_schedule(schedule, (*SCHEDULES, "auto"))
-                found.is_chosen = isinstance(schedule, str) and schedule.lower() in ("auto", *SPLITTING)
-                found.plan = None if isinstance(schedule, str) else Plan(schedule)
+                self._open_step(found, schedule)
             self._sharding.expect_whole()
             expect_synced(self._synced, self._members, is_chosen=found.is_chosen)
             inputs = given()
             if self._pipeline.begins:
-                found.batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
-                found.seed = next_seed()
-                if schedule is not None:
-                    size = Size(len(found.batches), tuple(self._ranks), self._checkpoint_stops(len(found.batches)))
-                    found.plan = self._pipeline.chooser.plan(schedule, found.batches, size)
+                self._decide(found, inputs, schedule)
         if found.plan is not None:
             self._plan, self._last = found.plan, choice_of(found.plan.schedule)
         return found
+
+    def _called_alike(self, method: str, schedule: Schedule | str | None) -> dict[str, Any]:
+        """What must be equal on all ranks in a call, by names that a user knows."""
+        return {
+            "the method that is called": method,
+            "schedule": None if schedule is None else str(schedule),
+            "training": self.training,
+            "chunks": self._chunks,
+            "checkpoint": self._checkpoint,
+            "recording": settings().observer is not None,
+        }
+
+    def _open_step(self, found: Opening, schedule: Schedule | str) -> None:
+        """Check that a step can begin under ``schedule``; one of the caller's own is the plan already."""
+        self._replicas.begin()
+        expect_schedule(schedule, (*SCHEDULES, "auto"))
+        found.is_chosen = isinstance(schedule, str) and schedule.lower() in ("auto", *SPLITTING)
+        found.plan = None if isinstance(schedule, str) else Plan(schedule)
+
+    def _decide(self, found: Opening, inputs: Any, schedule: Schedule | str | None) -> None:
+        """Decide on the rank of the first stage what all ranks do in this run."""
+        found.batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
+        found.seed = next_seed()
+        if schedule is not None:
+            size = Size(len(found.batches), tuple(self._ranks), self._checkpoint_stops(len(found.batches)))
+            found.plan = self._pipeline.chooser.plan(schedule, found.batches, size)
 
 
 def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:
