@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import gpipe
 from gpipe import GPipe
 from gpipe.checkpoint._random import RunRNG
-from gpipe.checkpoint._served import is_process, lent
+from gpipe.checkpoint._served import in_checkpoint, is_process, lent
 
 from .layers import Call
 
@@ -81,6 +81,29 @@ class Reversed(torch.autograd.Function):
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(ctx.state)
             return gradient * torch.rand(gradient.shape)
+
+
+AROUND = (nullcontext, torch.enable_grad, torch.no_grad, torch.inference_mode, torch.autograd.graph.save_on_cpu)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("inside", AROUND)
+@pytest.mark.parametrize("outside", AROUND)
+def test_a_checkpoint_is_seen_from_whatever_it_contains(outside: Any, inside: Any, use_reentrant: bool) -> None:
+    def look(x: Tensor) -> Tensor:
+        with inside():
+            seen.append(in_checkpoint())
+        return x * 1
+
+    seen: list[bool] = []
+    with outside():
+        look(ones())
+        checkpoint(look, ones(), use_reentrant=use_reentrant)
+        checkpoint(look, ones(), use_reentrant=use_reentrant, preserve_rng_state=False)
+
+    computes_again = use_reentrant or outside not in (torch.no_grad, torch.inference_mode)
+    assert seen[::2] == [False, False]
+    assert seen[1] or not computes_again
 
 
 @contextmanager

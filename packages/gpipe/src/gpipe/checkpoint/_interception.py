@@ -118,7 +118,7 @@ _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 def _is_tracing() -> bool:
     """Whether this is no computation, but the compilation of one."""
-    return any(map(torch._C._get_dispatch_mode, _TRACING))
+    return torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING))
 
 
 @cache

@@ -64,6 +64,7 @@ OUTSIDE: Final = -1
 """What is drawn in a cell outside of its layers: in hooks of a partition, or by a loss."""
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_CPU: Final = torch.device("cpu")
 
 
 class CellRNG:
@@ -180,7 +181,7 @@ class CellRNG:
 
     def expect_served(self) -> None:
         """Before a draw: raise RuntimeError if layers have just begun to read or set torch's generator."""
-        if not self.served and (_process_seed() != self._seed or in_checkpoint()):
+        if not self.served and (self._is_seeded() or in_checkpoint()):
             self.asked.add(self._at)
             raise RuntimeError(
                 "layers of this partition began to read or set torch's random generator (torch.manual_seed, fork_rng, "
@@ -191,6 +192,11 @@ class CellRNG:
                 "generator, which the pipeline cannot follow while a profiler written in C (cProfile, or "
                 "torch.profiler with_stack) watches the thread; profile otherwise"
             )
+
+    def _is_seeded(self) -> bool:
+        """Whether layers have given torch's generator another seed."""
+        # Without the lock first: other threads lend it one for a moment, but hardly ever the one that is expected.
+        return PROCESS.initial_seed() != self._seed and _process_seed() != self._seed
 
     @contextmanager
     def drawn_from(self, *, served: bool, known: bool = False) -> Iterator[None]:
@@ -300,7 +306,7 @@ def _draw(cell: CellRNG, operation: OpOverload, args: tuple[Any, ...], kwargs: d
         return operation(*args, **kwargs)
     cell.expect_served()
     device = _device(args, kwargs)
-    if device.type != "cpu":
+    if device is not _CPU and device.type != "cpu":
         cell.draw_on(device)
         return operation(*args, **kwargs)
     with_generator = _with_generator(operation)
@@ -349,10 +355,26 @@ def _with_generator(operation: OpOverload) -> Callable[..., Any] | None:
     """What takes the same arguments and a generator: ``operation`` itself if it does, or another overload."""
     if operation is torch.ops.aten.native_dropout.default:
         return _native_dropout
+    if _takes_generator(operation):
+        return _as_method(operation)
     wanted = _arguments(operation) | {"generator"}
     packet = operation.overloadpacket
-    overloads: list[OpOverload] = [operation, *(getattr(packet, name) for name in packet.overloads())]
-    return next((o for o in overloads if _takes_generator(o) and _arguments(o) | {"generator"} == wanted), None)
+    overloads: list[OpOverload] = [getattr(packet, name) for name in packet.overloads()]
+    return next((o for o in overloads if _takes_generator(o) and _arguments(o) == wanted), None)
+
+
+def _as_method(operation: OpOverload) -> Callable[..., Any]:
+    """``operation`` as a method of tensors if it is in place, as that of dropout is: Python calls methods faster."""
+    name = operation._schema.name.removeprefix("aten::")
+    method = getattr(torch._C.TensorBase, name, None) if name.endswith("_") else None
+    if method is None:
+        return operation
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        overridden = type(args[0]) is not Tensor or torch._C._len_torch_function_stack()
+        return (operation if overridden else method)(*args, **kwargs)
+
+    return call
 
 
 def _arguments(operation: OpOverload) -> frozenset[object]:
@@ -366,7 +388,7 @@ def _takes_generator(operation: OpOverload) -> bool:
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if args and isinstance(args[0], Tensor) and "device" not in kwargs:
-        return args[0].device
+        return _CPU if args[0].is_cpu else args[0].device
     tensors = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     device = kwargs.get("device") or next(tensors, "cpu")
     return torch.device(device)

@@ -115,6 +115,8 @@ def are_one(a: torch.Generator, b: torch.Generator) -> bool:
 
 def in_checkpoint() -> bool:
     """Whether the caller runs inside ``torch.utils.checkpoint``, which will want to draw the same numbers again."""
+    if torch.is_grad_enabled() and torch._C._is_fwd_grad_enabled() and _saved_tensors_hooks(True) is None:
+        return False  # a checkpoint that will compute again changes one of these; to look at all callers takes longer
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CHECKPOINT:
@@ -124,4 +126,5 @@ def in_checkpoint() -> bool:
     return False
 
 
+_saved_tensors_hooks: Final = torch._C._autograd._top_saved_tensors_default_hooks
 _CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
