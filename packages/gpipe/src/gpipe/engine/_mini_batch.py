@@ -34,7 +34,8 @@ class MiniBatch:
         rng: the random numbers of the run.
         deferred: removes ``.grad`` and hooks of leaves, of all stages, while gradients accumulate outside ``.grad``.
         accumulated: the gradients that accumulate outside ``.grad``.
-        kept_nodes: parameters whose ``AccumulateGrad`` node other code refers to; it must run once, with the whole
+        parameters: those of all stages when the run begins; none if no backward follows.
+        kept_nodes: those whose ``AccumulateGrad`` node other code refers to; it must run once, with the whole
             gradient.
     """
 
@@ -54,9 +55,8 @@ class MiniBatch:
         self.context = callers_context()
         self.rng = rng
         self.loss = loss
-        self.kept_nodes: list[Tensor] = []
-        if self.keeps:
-            self.kept_nodes = kept([p for stage in stages for p in parameters_of(stage.module)])
+        self.parameters = [p for stage in stages for p in parameters_of(stage.module)] if self.keeps else []
+        self.kept_nodes: list[Tensor] = kept(self.parameters)
         self.deferred = DeferredGradients() if loss is None else loss.held
         self.accumulated = [] if loss is None else [loss.grown]
 

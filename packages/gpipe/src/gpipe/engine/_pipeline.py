@@ -31,7 +31,6 @@ from ._failed_cell import failed_cell, mark, mark_late
 from ._failures import Failures
 from ._loss import LossStage
 from ._losses import Losses
-from ._parameters import parameters_of
 from ._run import Run
 from ._scale import Scale, scaled
 from ._settings import Observer, settings
@@ -166,12 +165,11 @@ class Pipeline:
         with self.workers.section.entered(accumulates=True):
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             walk = self.walk(schedule, run.mini_batch.size)
-            parameters = [p for stage in self.stages for p in parameters_of(stage.module)]
-            before = _Gradients(parameters)
+            before = _Gradients(run.mini_batch.parameters)
             mixed = 0
             try:
                 if undoes:
-                    loss.undo_on_failure(parameters)
+                    loss.undo_on_failure(run.mini_batch.parameters)
                 with self.together(run):
                     refuse_data_parallel(run.mini_batch.kept_nodes)
                     entering = self.entering(batches)
