@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gpipe
 from gpipe import GPipe
-from gpipe._gpipe import Arguments
 from gpipe.engine._deferred_gradients import kept
+from gpipe.values._leaves import Arguments
 
 from .layers import DOUBLE, Call, assert_same, assert_trains_like, linears, piped, rows
 from .schedules import ALONE
