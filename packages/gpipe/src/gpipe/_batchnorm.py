@@ -1,4 +1,4 @@
-"""Batch norm whose running statistics are those of the whole mini-batch, although it sees micro-batches."""
+"""Batch norm that sees micro-batches, and keeps running statistics of whole mini-batches."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Module = TypeVar("Module", bound=nn.Module)
 class DeferredBatchNorm(_BatchNorm):
     """Normalises each micro-batch by its own statistics, and updates the running statistics once per mini-batch.
 
-    After the last forward of a mini-batch ``running_mean`` and ``running_var`` are what the plain layer would have made
-    of the whole mini-batch, with the unbiased variance; ``num_batches_tracked`` counts mini-batches. A layer that is
-    called several times in a forward updates as often. A recomputation updates nothing.
+    After the last forward of a mini-batch, ``running_mean`` and ``running_var`` are those of the plain layer on the
+    whole mini-batch, with the unbiased variance; ``num_batches_tracked`` counts mini-batches. A layer that is called k
+    times in a forward is updated k times. A recomputation updates nothing.
 
-    Inside a pipe the mini-batch ends with the last forward of the stage, whichever micro-batch that is and whether or
-    not it calls the layer. Elsewhere it ends with every ``chunks``-th forward.
+    In a pipe the mini-batch ends with the last forward of the stage, even if that does not call the layer. Elsewhere it
+    ends with every ``chunks``-th forward.
 
     Args:
-        chunks: micro-batches of a mini-batch, where no pipe says it.
-        others: as ``torch.nn.BatchNorm2d``.
+        chunks: the number of micro-batches of a mini-batch, for use outside of pipes.
+        others: as for ``torch.nn.BatchNorm2d``.
     """
 
     recomputes_without_buffers: ClassVar[bool] = True
@@ -48,7 +48,7 @@ class DeferredBatchNorm(_BatchNorm):
         self._seen = Moments()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Normalise a micro-batch, and take in its statistics.
+        """Normalise a micro-batch, and add its statistics to those of the mini-batch.
 
         Args:
             input: of shape (N, C) or (N, C, ...).
@@ -68,14 +68,14 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: Module, chunks: int = 1) -> Module:
-        """``module`` with every batch norm that tracks statistics replaced by a deferred one, also inside of it.
+        """Replace every batch norm in ``module`` that tracks statistics by a deferred one.
 
-        Parameters, running statistics and ``training`` are taken over. ``SyncBatchNorm``, lazy layers, and those that
-        track nothing stay as they are.
+        Parameters, running statistics and ``training`` are kept. ``SyncBatchNorm``, lazy layers, and layers that track
+        no statistics are not replaced.
 
         Args:
             module: changed in place, unless it is a batch norm itself.
-            chunks: micro-batches of a mini-batch, where no pipe says it.
+            chunks: the number of micro-batches of a mini-batch, for use outside of pipes.
 
         Returns:
             ``module``, or the deferred batch norm that replaces it.
@@ -117,10 +117,10 @@ class DeferredBatchNorm(_BatchNorm):
             self._seen = Moments()
 
     def update(self, seen: Moments) -> None:
-        """Move the running statistics towards those of the mini-batch that was ``seen``, as batch norm does.
+        """Update the running statistics by those of a mini-batch, as batch norm does.
 
         Args:
-            seen: count, mean and deviation of each channel.
+            seen: count, mean and squared deviation of each channel.
         """
         assert self.running_mean is not None
         assert self.running_var is not None

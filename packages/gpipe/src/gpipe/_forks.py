@@ -1,7 +1,7 @@
-"""Locks that no other thread holds at the moment in which the process is forked.
+"""Locks that no other thread holds while the process is forked.
 
-A lock that is held then stays so in the child, where nobody is left to release it, and what it protects is half-way
-between two states. So a fork waits until it has these locks itself: for short work only.
+A lock that is held during a fork stays held in the child, where no thread can release it, and the data that it protects
+may be inconsistent. So a fork first acquires these locks itself. Hold them for short work only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 
 def fork_lock() -> AbstractContextManager[object]:
-    """A lock for the life of the process, which the thread that holds it may take again."""
+    """A lock for the life of the process. The thread that holds it may acquire it again."""
     lock = threading.RLock()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)

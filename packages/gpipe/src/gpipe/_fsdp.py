@@ -1,4 +1,4 @@
-"""Modules that ``torch.distributed.fsdp.fully_shard`` has sharded: their parameters are others from call to call."""
+"""Modules that ``torch.distributed.fsdp.fully_shard`` has sharded: their parameters are replaced from call to call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def fsdp_modules(module: nn.Module) -> list[Any]:
-    """Those of ``module`` and below that ``fully_shard`` was called for; without importing it if nobody has."""
+    """The modules in ``module`` that ``fully_shard`` was called for. Does not import FSDP if nothing is sharded."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None or not _is_used(kind):
         return []
@@ -17,6 +17,6 @@ def fsdp_modules(module: nn.Module) -> list[Any]:
 
 
 def _is_used(kind: type) -> bool:
-    """Whether anything was sharded in this process: a class is made for each class of modules that is."""
+    """Whether ``kind`` was sharded in this process: FSDP makes a new class for each class of sharded modules."""
     below: list[type] = kind.__subclasses__()
     return any(issubclass(each, nn.Module) or _is_used(each) for each in below)

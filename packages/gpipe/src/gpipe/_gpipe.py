@@ -1,4 +1,4 @@
-"""The module that people wrap their model in."""
+""":class:`GPipe`, the module that wraps a model."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class GPipe(Stepping):
             partition. A partition may have a list of flags instead, one for each of its layers, as in
             ``["never", [True, True, False]]``: then consecutive checkpointed layers keep only their input, and
             are computed again, together, just before their backward. Nothing is checkpointed in evaluation.
-        deferred_batch_norm: let batch norm update its running statistics once per mini-batch, with the statistics of
-            the whole mini-batch (:class:`DeferredBatchNorm`).
+        deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch, with the statistics
+            of the whole mini-batch (:class:`DeferredBatchNorm`).
         in_spec: how the input is cut, if its rows are not on dimension 0: :class:`microbatch.Split`,
             :class:`microbatch.Replicate`, or a tree of them that is a prefix of the input. ``Replicate(mask)`` around
             an argument has the same effect for one call.
@@ -108,9 +108,9 @@ class GPipe(Stepping):
             keep it, and are moved.
 
     Attributes:
-        balance: layers of each partition, a list of int.
+        balance: the number of layers of each partition, a list of int.
         devices: the device of each partition, a list of ``torch.device``.
-        chunks: int.
+        chunks: the number of micro-batches of a mini-batch, an int.
         checkpoint: str, or a list with one for each partition, or its flags, as it was given.
         partitions: an ``nn.ModuleList`` of ``nn.Sequential``: the same layers under the same names, by partition.
 
@@ -177,7 +177,7 @@ class GPipe(Stepping):
 
     @property
     def balance(self) -> list[int]:
-        """Layers of each partition."""
+        """The number of layers of each partition."""
         return list(self._balance)
 
     @property
@@ -187,7 +187,7 @@ class GPipe(Stepping):
 
     @property
     def chunks(self) -> int:
-        """How many micro-batches a mini-batch is cut into; may be set."""
+        """The number of micro-batches that a mini-batch is cut into; may be set."""
         return self._chunks
 
     @chunks.setter
@@ -197,7 +197,7 @@ class GPipe(Stepping):
     @property
     def checkpoint(self) -> Choices:
         """Which micro-batches are checkpointed: a mode, or a list with one for each partition, or with a flag for each
-        of its layers. May be set, for the runs that begin afterwards.
+        of its layers. May be set; later runs use the new value.
         """
         return copied(self._checkpoint)
 
@@ -208,37 +208,37 @@ class GPipe(Stepping):
             self.__dict__["_checkpoint"] = choices
             return
         with self._workers.section.entered(accumulates=True):
-            self._lay_out(expect_fitting(choices, self._balance))  # which has perhaps changed while this waited
+            self._lay_out(expect_fitting(choices, self._balance))  # the balance may have changed while this waited
 
     @property
     def last_schedule(self) -> Choice | None:
-        """What the last :meth:`step` ran under: the name of the schedule, the stages whose backward was split, and
-        what ``"auto"`` expected of each schedule that it compared. None before the first.
+        """The schedule of the last :meth:`step`: its name, the stages whose backward was split, and the seconds that
+        ``"auto"`` expected of each schedule that it compared. None before the first step.
         """
         return self._chooser.last
 
     @property
     def partitions(self) -> nn.ModuleList:
-        """The layers by partition, as a view in which a layer may be replaced."""
+        """The layers by partition. A layer may be replaced here."""
         return self._partitions
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute in a pipeline. Takes the arguments of the wrapped module, and returns what it returns.
+        """Compute the output of the wrapped module in a pipeline.
 
         A flattened model that computes its own loss returns its whole output: the loss of all rows, in which padding
         does not count, on the device of the inputs, and the outputs of the modules next to the loss.
 
         Args:
-            args, kwargs: for the first layer. Tensors, or trees of tensors, with rows that can be dealt out alike; on
-                the first device (moved there if they are not). The output is on the last. ``Replicate(...)`` around
-                one, or ``in_spec``, hands it whole to every micro-batch.
+            args, kwargs: the arguments of the first layer: tensors, or trees of tensors, whose rows can be cut into
+                equally many micro-batches. They are moved to the first device. With ``Replicate(...)`` around an
+                argument, or by ``in_spec``, every micro-batch gets it as a whole.
 
         Returns:
-            What the wrapped module returns for the whole mini-batch, on the last device.
+            The output of the wrapped module for the whole mini-batch, on the last device.
 
         Raises:
-            TypeError, ValueError: ``input`` cannot be cut into micro-batches, or the output not be put together.
+            TypeError, ValueError: an input cannot be cut into micro-batches, or the outputs cannot be concatenated.
         """
         refuse_transforms()
         inputs = as_value(args, kwargs)
@@ -259,7 +259,8 @@ class GPipe(Stepping):
         return gathered(outputs, [batch.rows for batch in batches], self.out_spec)
 
     def close(self) -> None:
-        """End the threads of this pipe, which otherwise happens when it is garbage. Using it again starts new ones.
+        """End the threads of this pipe; without this call, they end when it is freed. Using the pipe again starts new
+        ones.
 
         Waits for a run of another thread to end.
         """
@@ -267,24 +268,24 @@ class GPipe(Stepping):
             self._workers.close()
 
     def rebalance(self, balance: Iterable[int]) -> None:
-        """Move layers between the partitions, between two steps of training; devices, chunks and modes stay.
+        """Move layers between the partitions, between two training steps. Devices, chunks and modes do not change.
 
         Flags of ``checkpoint`` follow their layers, also to a partition that had a mode.
 
-        Parameters stay the objects that they are, so the optimizer goes on with them. Where they move to another
-        device, ``optimizer.load_state_dict(optimizer.state_dict())`` moves its state after them. Waits for a run of
-        another thread to end. What was checkpointed in a forward before has no backward any more if its layers moved.
+        Parameters remain the same objects, so the optimizer can go on. If they move to another device,
+        ``optimizer.load_state_dict(optimizer.state_dict())`` moves the optimizer's state. Waits for a run of another
+        thread to end. A forward before this call has no backward any more if it was checkpointed and its layers moved.
 
         Args:
-            balance: how many layers each partition gets, for as many partitions as there are.
+            balance: the number of layers of each partition. The number of partitions cannot change.
 
         Raises:
-            TypeError: ``balance`` is no list of int.
-            BalanceError: a ValueError; it does not fit the layers or the partitions.
-            ValueError: partitions would share what they cannot copy, or a device cannot hold its partition.
+            TypeError: ``balance`` is not a list of int.
+            BalanceError: a ValueError; ``balance`` does not fit the layers or the partitions.
+            ValueError: partitions would share a module that cannot be copied, or a device cannot hold its partition.
             RuntimeError: a layer of the pipe calls it.
 
-        On any error the pipe is as it was.
+        On any error the pipe is unchanged.
 
         >>> pipe = GPipe(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), [2, 1], devices=["cpu", "cpu"])
         >>> pipe.rebalance([1, 2])
@@ -305,11 +306,11 @@ class GPipe(Stepping):
         return self._whole()[index]
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
-        """Put ``layer`` in the place of another one; it is moved to the device of its partition."""
+        """Replace a layer; the new one is moved to the device of its partition."""
         self._modules[list(self._modules)[index]] = layer
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of any module; a layer may be replaced, and what says how the layers are divided stays as it is."""
+        """As for any module. A layer may be replaced; attributes that describe the partitions cannot be set."""
         # As in _modules, a layer may have the name of an attribute.
         modules = self.__dict__.get("_modules", {})
         if isinstance(value, nn.Module) and name in modules:
@@ -325,7 +326,7 @@ class GPipe(Stepping):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """As of any module; and what a flattened model says of itself to frameworks, such as its ``config``."""
+        """As for any module; also the attributes of a flattened model that frameworks read, such as ``config``."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -337,11 +338,11 @@ class GPipe(Stepping):
             raise
 
     def _flattened(self) -> nn.Module | None:
-        """The first segment of a flattened model, which looks like the model."""
+        """The first segment of a flattened model, which has the attributes of the model."""
         return model_of(next(iter(vars(self).get("_modules", {}).values()), None))
 
     def _get_name(self) -> str:
-        # By the name of a model Hugging Face's Trainer knows whether it shifts labels.
+        # Hugging Face's Trainer knows by the name of a model whether it shifts labels.
         model = self._flattened()
         return type(self if model is None else model).__name__
 
@@ -371,7 +372,7 @@ class GPipe(Stepping):
         raise moving_denied("to_empty()")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPipe:
-        """What a module around the pipe calls when it is moved or changes its dtype. Only the latter is for a pipe."""
+        """Called when a module around the pipe is moved or changes its dtype. Only a change of dtype is allowed."""
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -389,14 +390,14 @@ class GPipe(Stepping):
 
     @property
     def hf_device_map(self) -> dict[str, str]:
-        """Where layers and parameters are. A model that has this is moved neither by accelerate nor by transformers."""
+        """The device of each layer and parameter. accelerate and transformers do not move a model that has this."""
         return device_map(self._partitions, self._devices)
 
     def _replicate_for_data_parallel(self) -> GPipe:
         raise replicating_denied()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the threads and streams, which belong to this process and are made anew."""
+        """All but the threads and streams, which belong to this process and are made anew."""
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -417,7 +418,7 @@ class GPipe(Stepping):
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str, *, undoes: bool = False) -> None:
         stops = self._checkpoint_stops(len(batches))
-        # One thread at a time learns what cells take, too.
+        # Also because only one thread at a time may learn which layers draw, and so on.
         with self._workers.section.entered(accumulates=True):
             plan = self._chooser.plan(schedule, batches, Size(len(batches), self._pipeline.placement, stops))
             self._pipeline.train(batches, stops, loss, plan.schedule, plan.recorder, undoes=undoes)
@@ -439,14 +440,14 @@ class GPipe(Stepping):
         return self._returned(losses, batches, options)
 
     def _prepare(self) -> None:
-        """What a pipe needs in the process it runs in."""
+        """Make what a pipe needs in this process."""
         self._hold()
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers.for_owner(self, self._devices)
         self._lay_out(self._checkpoint)
 
     def _hold(self) -> None:
-        """Let every change of the layers, here or in a partition, go through :meth:`_change`."""
+        """Pass every change of the layers, here or in a partition, to :meth:`_change`."""
         change = weakref.WeakMethod(self._change)
         partitions = self._partitions
         for module in (self, *partitions):
@@ -457,7 +458,7 @@ class GPipe(Stepping):
             partition._buffers = Held(partition._buffers, lambda: refuse)
 
     def _lay_out(self, checkpoint: Choices) -> None:
-        """Set what is checkpointed, and what the engine sees of the layers; what it has learned of them is forgotten.
+        """Set what is checkpointed, and make the stages of the engine anew, without what runs have shown.
 
         On any error nothing has changed.
         """
@@ -470,7 +471,7 @@ class GPipe(Stepping):
         object.__setattr__(self, "__class__", kind)
 
     def _divide(self, layers: nn.Sequential, balance: list[int]) -> None:
-        """Let the partitions have these layers. On any error nothing has changed."""
+        """Replace the layers of the partitions. On any error nothing has changed."""
         with untouched_on_failure(nn.ModuleList([self._partitions, layers])):
             partitions, balance, _ = divide(layers, balance, self._devices, None)
             refill(self._partitions, partitions)
@@ -478,7 +479,7 @@ class GPipe(Stepping):
         self.__dict__["_balance"] = balance
 
     def _change(self, name: str, layer: nn.Module | None) -> None:
-        """Put ``layer`` in the place of the one called ``name``, in the pipe and its partition."""
+        """Replace the layer called ``name`` by ``layer``, in the pipe and its partition."""
         layer = expect_replacement(name, layer)
         if layer is self._modules[name]:
             return
@@ -505,7 +506,7 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 
 
 _FIXED = ("balance", "devices", "partitions")
-# Hugging Face's Trainer divides the loss by these, and may lack keys in what it loads.
+# Hugging Face's Trainer scales the loss by these, and some name keys that may be missing in a checkpoint.
 _ASKED_OF_MODELS = ("config", "loss_type", "accepts_loss_kwargs", "main_input_name", "_keys_to_ignore_on_save")
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_still", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")

@@ -1,4 +1,4 @@
-"""Guess what somebody meant."""
+"""Suggest the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a message about ``name``, if one of ``names`` is like it.
+    """The end of a message about ``name`` if it resembles one of ``names``, else an empty string.
 
     >>> did_you_mean("Alwys", ["always", "never"])
     "; did you mean 'always'?"

@@ -1,4 +1,4 @@
-"""What batch norm has seen of a mini-batch, micro-batch by micro-batch."""
+"""Statistics of batch norm over a mini-batch, updated by micro-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Moments:
 
     Attributes:
         mean: of shape (C,), at least in single precision.
-        microbatches: those that these inputs belong to, where they are of one run.
+        microbatches: the micro-batches of these inputs, if they belong to one run.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Moments:
         return self._deviation / max(self._count - 1, 1)
 
     def add(self, input: Tensor) -> None:  # noqa: A002
-        """Take in ``input`` of shape (N, C, ...), by the formula of Chan, Golub and LeVeque (1979)."""
+        """Add the statistics of ``input``, of shape (N, C, ...), by the formula of Chan, Golub and LeVeque (1979)."""
         rows = input.transpose(0, 1).flatten(1).to(torch.promote_types(input.dtype, torch.float32))
         count, mean = rows.shape[1], rows.mean(1)
         deviation = (rows - mean[:, None]).square_().sum(1)
@@ -46,19 +46,19 @@ class Tracks(Protocol):
     """A layer that tracks the statistics of mini-batches."""
 
     def update(self, seen: Moments) -> None:
-        """Move the running statistics towards those that were ``seen``."""
+        """Update the running statistics by those that were ``seen``."""
 
 
 MiniBatchStatistics = dict[Tracks, list[Moments]]
-"""What the deferred batch norms of a stage see of one mini-batch, until its last forward is done.
+"""The statistics of the deferred batch norms of a stage for one mini-batch, until its last forward is done.
 
-They belong to the run and not to the layers: those of a run that failed half-way are gone with it. A layer that a
-forward calls k times has k moments, and makes k updates, as in the plain model.
+They belong to the run and not to the layers, so those of a failed run are dropped. A layer that a forward calls k times
+has k moments, and is updated k times, as in the plain model.
 """
 
 
 def see(statistics: MiniBatchStatistics, layer: Tracks, microbatch: int, input: Tensor) -> None:  # noqa: A002
-    """``layer`` normalises ``input`` of shape (N, C, ...)."""
+    """Add the statistics of ``input``, of shape (N, C, ...), which ``layer`` normalises."""
     calls = statistics.setdefault(layer, [])
     moments = next((each for each in calls if microbatch not in each.microbatches), None)
     if moments is None:
@@ -69,7 +69,7 @@ def see(statistics: MiniBatchStatistics, layer: Tracks, microbatch: int, input: 
 
 
 def commit(statistics: MiniBatchStatistics) -> None:
-    """All micro-batches have been seen: update the running statistics of every layer that was called."""
+    """After the last forward of a mini-batch: update the running statistics of every layer that was called."""
     with torch.no_grad():
         for layer, calls in statistics.items():
             for moments in calls:

@@ -1,4 +1,4 @@
-"""Reports saved as what the ending of a file's name says."""
+"""Save reports in the format that the ending of a file's name selects."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str | bytes]]) -> None:
-    """Write the form that belongs to the ending of ``path``.
+    """Write the format that belongs to the ending of ``path``.
 
     Args:
-        path: of the file, which is replaced if it is there.
-        forms: for each ending what makes the content; text is written as UTF-8.
+        path: the file; an existing one is replaced.
+        forms: for each ending a function that returns the content; text is written as UTF-8.
 
     Raises:
-        ValueError: another ending; nothing is written.
+        ValueError: ``path`` has another ending; nothing is written.
     """
     file = Path(fspath(path))
     if file.suffix not in forms:

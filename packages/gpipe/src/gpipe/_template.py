@@ -1,4 +1,4 @@
-"""Pages from templates, which have the names of their parts in double braces."""
+"""HTML pages from templates, which contain names of parts in double braces."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from importlib.resources import files
 
 
 def filled(package: str, parts: Mapping[str, str]) -> str:
-    """The ``_page.html`` of ``package``, with ``parts`` in the place of their names.
+    """The ``_page.html`` of ``package``, with the names in braces replaced by ``parts``.
 
-    What braces in the parts say is left as it is.
+    Braces inside the parts are not replaced.
 
     Args:
-        package: its name, as in ``__package__``.
+        package: the name of a package, as in ``__package__``.
         parts: HTML, for each name in the template.
 
     Returns:

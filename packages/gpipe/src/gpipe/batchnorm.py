@@ -1,3 +1,3 @@
-"""The path of torchgpipe to :class:`gpipe.DeferredBatchNorm`."""
+"""torchgpipe's module path of :class:`gpipe.DeferredBatchNorm`."""
 
 from ._batchnorm import DeferredBatchNorm as DeferredBatchNorm

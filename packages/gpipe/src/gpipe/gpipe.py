@@ -1,4 +1,4 @@
-"""The path of torchgpipe to :class:`gpipe.GPipe`, and to what it checks and cuts a model with."""
+"""torchgpipe's module path of :class:`gpipe.GPipe`, and of what it checks and cuts a model with."""
 
 from ._gpipe import GPipe as GPipe
 from .module._partition import BalanceError as BalanceError

@@ -1,4 +1,4 @@
-"""The path of torchgpipe to what the package :mod:`microbatch` offers under the same names."""
+"""torchgpipe's module path of functions that the package :mod:`microbatch` has under the same names."""
 
 from microbatch import Batch as Batch
 from microbatch import Function as Function

@@ -1,4 +1,4 @@
-"""One mini-batch on its way through partitions, for those who cut and put together micro-batches themselves."""
+"""One mini-batch in a pipeline, for programs that cut and join micro-batches themselves."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """One mini-batch, cut into micro-batches, on its way through the partitions.
+    """Computes the outputs of one mini-batch, which is given as micro-batches.
 
     Args:
-        batches: the micro-batches, on the first device. :meth:`run` puts the outputs in their place.
+        batches: the micro-batches, on the first device. :meth:`run` replaces them by the outputs.
         partitions: the stages, each on its own device.
-        devices: one for each partition; the CPU if not given.
-        copy_streams: ``copy_streams[j][0]`` is the stream on which everything comes to and goes from the device of
-            partition j; if not given, new ones, one for each direction.
-        skip_layout: which skips go from where to where; found out if not given.
-        checkpoint_stop: micro-batches below it are checkpointed: recomputed when their backward comes. A number, or
-            one for each partition.
+        devices: the device of each partition; the CPU if not given.
+        copy_streams: ``copy_streams[j][0]`` is the stream for all copies to and from the device of partition j; if not
+            given, new streams, one for each direction.
+        skip_layout: the skips between partitions; found by :func:`gpipe.skip.inspect_skip_layout` if not given.
+        checkpoint_stop: the number below which micro-batches are checkpointed (recomputed before their backward), or a
+            list with one for each partition.
 
     Raises:
-        ValueError: there are not as many devices, or copy streams, as partitions.
+        ValueError: the number of devices, or of copy streams, is not that of partitions.
 
     >>> batches = [Batch(torch.ones(1, 2)), Batch(torch.ones(3, 2))]
     >>> Pipeline(batches, [nn.Linear(2, 4), nn.Linear(4, 1)]).run()
@@ -69,11 +69,12 @@ class Pipeline:
         self._pipeline = _pipeline.Pipeline(stages, layout, streams, Workers.for_owner(self, places))
 
     def run(self) -> None:
-        """Put each micro-batch through all partitions.
+        """Compute all partitions on each micro-batch, and put the outputs into ``batches``.
 
         Raises:
             Exception: any error of a layer, with a note that names the place; of several, the earliest in the schedule.
-            Then ``batches`` are as before.
+            Then
+            ``batches`` are unchanged.
         """
         outputs = self._pipeline.forward(list(self.batches), self._checkpoint_stops, Versions())
         self.batches[:] = [Batch(unpacked(guarded(batch).value)) for batch in outputs]

@@ -1,7 +1,7 @@
-"""How many layers each partition gets, so that none costs much more than the others.
+"""Compute the number of layers of each partition, so that all partitions cost about the same.
 
-All functions give a list for `GPipe`'s ``balance``, the best there is for the costs that they find: no other has a
-cheaper most expensive partition. All take
+All functions return a list for `GPipe`'s ``balance``. It is optimal for the costs that they find: in no other balance
+is the most expensive partition cheaper. All take
 
 pin: layers at which a partition has to begin,
 forbid: layers at which none may begin, so that they stay together with the layer before,

@@ -1,4 +1,4 @@
-"""Balances of the costs of layers."""
+"""Balances by the costs of layers."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def balance_by_time(
 ) -> list[int]:
     """Balances the seconds of forward and backward, measured on copies of the layers for about `timeout` seconds.
 
-    `sample` should have the rows of one micro-batch. It runs on the accelerator if there is one, unless `device` says
-    otherwise; layers go there one at a time. On the CPU it gets the share of the intra-op threads that each partition
-    will have.
+    `sample` should have the rows of one micro-batch. Layers are measured on `device`, one at a time; on the CPU with
+    the share of the intra-op threads that each partition will have.
 
     Args:
-        partitions: how many, at most as many as layers.
-        module: the layers; they stay as they are.
+        partitions: the number of partitions, at most that of layers.
+        module: the layers, which do not change.
         sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
-        timeout: in seconds.
-        device: where it runs; by default the accelerator where there is one.
+        timeout: how long to measure, in seconds.
+        device: the device to measure on; by default the accelerator if there is one, else the CPU.
         pin: layers at which a partition has to begin: names, regular expressions for a whole name, or positions.
         forbid: layers at which none may begin.
 
     Returns:
-        A list of how many layers each partition gets, for `GPipe`'s ``balance``.
+        The number of layers of each partition, a list of int for `GPipe`'s ``balance``.
 
     Raises:
-        TypeError: `module` is no nn.Sequential, or `partitions` no int.
-        ValueError: fewer layers than partitions, a layer that is not there, or no balance with these cuts.
+        TypeError: `module` is not an nn.Sequential, or `partitions` not an int.
+        ValueError: there are fewer layers than partitions, `pin` or `forbid` names a layer that does not exist, or no
+            balance satisfies them.
     """
     cuts = checked_cuts(partitions, module, pin, forbid)
     expect_data(module, "balance_by_time")
@@ -73,12 +73,12 @@ def balance_by_size(
     pin: Layers = (),
     forbid: Layers = (),
 ) -> list[int]:
-    """Balances the bytes of training: what a micro-batch leaves behind, plus the parameters times `param_scale`.
+    """Balances the bytes of training: the saved activations of a micro-batch, plus the parameters times `param_scale`.
 
-    `input` is a whole mini-batch, of which a micro-batch has the `chunks`-th part. With ``device="meta"`` the bytes are
-    counted without running anything.
+    `input` is a whole mini-batch; a micro-batch has one of `chunks` parts of its rows. With ``device="meta"`` the bytes
+    are counted without running anything.
 
-    `param_scale` is how many times its own size a parameter takes, with gradient and state of the optimizer:
+    `param_scale` is the memory of a parameter with its gradient and optimizer state, as a multiple of its size:
 
     ===========================  ===========
     optimizer                    param_scale
@@ -99,22 +99,22 @@ def balance_by_size(
     ===========================  ===========
 
     Args:
-        partitions, module, pin, forbid: as of :func:`balance_by_time`.
+        partitions, module, pin, forbid: as for :func:`balance_by_time`.
         input: tensors of shape (rows, ...), or a tree of them.
-        chunks: how many micro-batches the input is cut into.
-        param_scale: how many times its own size a parameter takes; see above.
-        device: where it runs; by default the accelerator where there is one.
-        schedule: of :meth:`gpipe.GPipe.step`, by name. Stages then count as many micro-batches as they hold under it;
-            else each counts one.
-        checkpoint: under a `schedule`, ``"never"``, or ``"except_last"`` and ``"always"``, with which a stage keeps the
-            inputs of micro-batches, and all of a single one.
-        loss_fn, target: under a `schedule`, the last stage also counts what ``loss_fn(output, target)`` takes at most.
+        chunks: the number of micro-batches that `input` is cut into.
+        param_scale: the memory of a parameter with gradient and optimizer state, as a multiple of its size; see above.
+        device: the device to measure on; by default the accelerator if there is one, else the CPU.
+        schedule: the name of a schedule of :meth:`gpipe.GPipe.step`. Each stage is then counted with the number of
+            micro-batches that it holds at a time under it; by default with one.
+        checkpoint: used with a `schedule`: ``"never"``; or ``"except_last"`` or ``"always"``, under which a stage keeps
+            the inputs of its micro-batches, and all activations of one of them.
+        loss_fn, target: used with a `schedule`: the last stage is counted with the peak of ``loss_fn(output, target)``.
 
     Returns:
-        As :func:`balance_by_time`.
+        The number of layers of each partition.
 
     Raises:
-        TypeError, ValueError: as :func:`balance_by_time`; also another schedule or checkpoint.
+        TypeError, ValueError: as :func:`balance_by_time`; or `schedule` or `checkpoint` is unknown.
     """
     cuts = checked_cuts(partitions, module, pin, forbid)
     if schedule is None:
@@ -130,10 +130,10 @@ def balance_by_parameters(
     """Balances the bytes of the parameters; needs no sample, and runs nothing.
 
     Args:
-        partitions, module, pin, forbid: as of :func:`balance_by_time`.
+        partitions, module, pin, forbid: as for :func:`balance_by_time`.
 
     Returns:
-        As :func:`balance_by_time`.
+        The number of layers of each partition.
 
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
@@ -148,14 +148,14 @@ def balance_by_flops(
 ) -> list[int]:
     """Balances the floating-point operations of forward and backward; runs nothing.
 
-    Those of matrix products, convolutions, attention and recurrent layers are counted; other layers count as free.
+    Matrix products, convolutions, attention and recurrent layers are counted; other layers count as zero.
 
     Args:
-        partitions, module, pin, forbid: as of :func:`balance_by_time`.
-        sample: a micro-batch; tensors of shape (rows, ...), or a tree of them. Only shapes and types are looked at.
+        partitions, module, pin, forbid: as for :func:`balance_by_time`.
+        sample: a micro-batch; tensors of shape (rows, ...), or a tree of them. Only shapes and dtypes are used.
 
     Returns:
-        As :func:`balance_by_time`.
+        The number of layers of each partition.
 
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
@@ -168,10 +168,10 @@ def uniform(partitions: int, module: nn.Sequential, *, pin: Layers = (), forbid:
     """Balances the number of layers.
 
     Args:
-        partitions, module, pin, forbid: as of :func:`balance_by_time`.
+        partitions, module, pin, forbid: as for :func:`balance_by_time`.
 
     Returns:
-        As :func:`balance_by_time`.
+        The number of layers of each partition.
 
     Raises:
         TypeError, ValueError: as :func:`balance_by_time`.
@@ -184,17 +184,18 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
     """Balances costs that you know already, one for each layer; a layer is named by its position.
 
     Args:
-        cost: of each layer, in any unit.
-        partitions: how many, at most as many as layers.
+        cost: the cost of each layer, in any unit.
+        partitions: the number of partitions, at most that of layers.
         pin: positions at which a partition has to begin.
         forbid: positions at which none may begin.
 
     Returns:
-        As :func:`balance_by_time`.
+        The number of layers of each partition.
 
     Raises:
-        TypeError: a cost that is no number.
-        ValueError: a cost that is negative or not finite, fewer layers than partitions, or no balance with these cuts.
+        TypeError: a cost is not a number.
+        ValueError: a cost is negative or not finite, there are fewer layers than partitions, or no balance satisfies
+            `pin` and `forbid`.
 
     >>> balance_cost([1, 2, 3, 4, 5, 6], 2)
     [4, 2]
@@ -206,7 +207,7 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
 
 @contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
-    """Let CPU operations use ``count`` threads, and put the number back."""
+    """A context in which CPU operations use ``count`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

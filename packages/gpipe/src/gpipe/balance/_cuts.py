@@ -1,4 +1,4 @@
-"""Where partitions have to begin, or must not."""
+"""The layers at which partitions have to begin, and those at which none may."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Layers = Layer | Iterable[Layer]
 
 
 class Cuts(NamedTuple):
-    """Positions at which a partition has to begin, or must not."""
+    """Positions at which a partition has to begin, and those at which none may."""
 
     pin: list[int]
     forbid: list[int]
@@ -29,7 +29,7 @@ def balanced(cost: Sequence[float], partitions: int, cuts: Cuts) -> list[int]:
 
 
 def checked_cuts(partitions: int, module: nn.Sequential, pin: Layers, forbid: Layers) -> Cuts:
-    """The cuts, if there is any balance with them: nobody should wait for a measurement to learn of a mistake."""
+    """The cuts, checked before anything is measured: there must be a balance that satisfies them."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
     cuts = read_cuts(list(module._modules), pin, forbid)
@@ -38,12 +38,12 @@ def checked_cuts(partitions: int, module: nn.Sequential, pin: Layers, forbid: La
 
 
 def read_cuts(names: list[str], pin: Layers, forbid: Layers) -> Cuts:
-    """The positions of the layers that are meant, which have these ``names``."""
+    """The positions of layers given by name, regular expression or position; ``names`` are those of all layers."""
     return Cuts(_cuts(pin, names, "pin"), _cuts(forbid, names, "forbid"))
 
 
 def _cuts(layers: Layers, names: list[str], argument: str) -> list[int]:
-    """The positions that are meant; the first layer begins a partition anyhow."""
+    """The positions of ``layers``, without that of the first layer, at which a partition begins anyway."""
     wanted = [layers] if isinstance(layers, (str, re.Pattern, int)) else layers
     return sorted({position for layer in wanted for position in _positions(layer, names, argument)} - {0})
 

@@ -1,4 +1,4 @@
-"""The balance whose fullest stage takes the fewest bytes under a schedule."""
+"""The balance with the smallest peak memory of any stage under a schedule."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..schedule import in_flight, named
 from ..timeline._kept import shares
 from ._cuts import Cuts
 
-# What a stage keeps of the micro-batches that it holds; where it recomputes, all of one at a time.
+# What a stage keeps of its micro-batches. If it recomputes, all activations of one of them at a time.
 _KEEPS = Mode("keep", boundary=0)
 _RECOMPUTES = Mode("recompute", saved=0, transient=1)
 MODES = {"never": _KEEPS, "except_last": _RECOMPUTES, "always": _RECOMPUTES}
 
 
 def held_at_once(schedule: str, chunks: int, partitions: int) -> list[int]:
-    """The most micro-batches that each stage holds at a time."""
+    """The largest number of micro-batches that each stage holds at a time."""
     return [in_flight(program) for program in named(schedule, chunks, tuple(range(partitions)))]
 
 
 class LayerBytes(NamedTuple):
-    """What each layer takes: once, and for a micro-batch that is held.
+    """The bytes of each layer.
 
     Attributes:
-        memory: once.
-        activations: of a micro-batch, for the backward.
-        boundary: of the input of a micro-batch.
+        memory: bytes that do not depend on the number of micro-batches.
+        activations: saved bytes of a micro-batch, for the backward.
+        boundary: bytes of the input of a micro-batch.
     """
 
     memory: Sequence[float]
@@ -39,21 +39,23 @@ class LayerBytes(NamedTuple):
 
 
 def bytes_of(profile: Profile, param_scale: float) -> LayerBytes:
-    """The bytes of layers on a micro-batch, and of the loss in the last, with parameters times ``param_scale``."""
+    """The bytes of layers on a micro-batch, with those of the loss in the last layer, and parameters times
+    ``param_scale``.
+    """
     memory = [round(param_scale * layer.parameter_bytes) for layer in profile]
     memory[-1] += profile.loss.peak_bytes if profile.loss else 0
-    boundary = [0, *(layer.output_bytes for layer in profile.layers[:-1])]  # the caller has the input anyhow
+    boundary = [0, *(layer.output_bytes for layer in profile.layers[:-1])]  # the caller has the input in any case
     return LayerBytes(memory, shares(profile.layers), boundary)
 
 
 def least_peak(layers: LayerBytes, held: Sequence[int], mode: Mode, cuts: Cuts) -> list[int]:
-    """The balance with the least capacity of all stages for which there is a placement.
+    """The balance with the smallest peak: that of a placement with the least capacity that is feasible.
 
     Args:
-        layers: what they take.
-        held: how many micro-batches each stage holds.
-        mode: what it keeps of them.
-        cuts: where partitions begin, and where not.
+        layers: the bytes of each layer.
+        held: the number of micro-batches that each stage holds.
+        mode: what a stage keeps of its micro-batches.
+        cuts: positions at which partitions have to begin, and may not begin.
     """
     memory, activations, boundary = layers
     free = partial(place, [0] * len(memory), memory=memory, activations=activations, boundary=boundary,

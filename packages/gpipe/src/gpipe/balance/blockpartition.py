@@ -1,3 +1,3 @@
-"""The path of torchgpipe to :func:`blockpartition.solve`."""
+"""torchgpipe's module path of :func:`blockpartition.solve`."""
 
 from blockpartition import solve as solve

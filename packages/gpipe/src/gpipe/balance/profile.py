@@ -1,4 +1,4 @@
-"""The path of torchgpipe to what the package :mod:`profiler` offers under the same names."""
+"""torchgpipe's module path of functions that the package :mod:`profiler` has under the same names."""
 
 from profiler import detach as detach
 from profiler import layerwise_sandbox as layerwise_sandbox

@@ -1,7 +1,7 @@
-"""Modules that pipes can cut in the middle: residual blocks, and containers inside containers.
+"""Modules that can be cut in the middle: residual blocks, and containers inside containers.
 
-A pipe cuts between the layers of an ``nn.Sequential``. Models are mostly built of larger parts, such as a residual
-block, or a row of blocks that is an ``nn.Sequential`` itself. :func:`flatten_nested` takes such parts apart, so that a
+A pipe cuts between the layers of an ``nn.Sequential``. Many models consist of larger parts, such as residual blocks, or
+blocks in an ``nn.Sequential`` of their own. :func:`flatten_nested` replaces such parts by their layers, so that a
 partition may begin inside of them:
 
 >>> import torch
@@ -12,7 +12,7 @@ partition may begin inside of them:
 >>> list(flatten_nested(model).state_dict()) == list(model.state_dict())
 True
 
-For models whose ``forward`` is more than a row of such parts there is :func:`gpipe.flatten`.
+For models whose ``forward`` is more than a sequence of such parts there is :func:`gpipe.flatten`.
 """
 
 from ._nested import flatten_nested as flatten_nested

@@ -1,4 +1,4 @@
-"""Containers inside containers, as one row of layers."""
+"""Containers inside containers, as one sequence of layers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Inner(Part):
     """A layer that was inside of a container."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer itself."""
+        """The same as the layer's own ``forward``."""
         return self.net(*args, **kwargs)
 
 
 def flatten_nested(module: nn.Sequential) -> nn.Sequential:
     """``module`` with the layers of the containers in it as its own layers, between which a pipe may be cut.
 
-    Opened are ``nn.Sequential`` and :class:`Residual`, at any depth. What does more than compute its layers in a row
-    stays one layer: a subclass with a ``forward`` of its own, or a container that has hooks.
+    Replaced are ``nn.Sequential`` and :class:`Residual`, at any depth. A container that does more than compute its
+    layers in order stays one layer: a subclass with a ``forward`` of its own, or a container with hooks.
 
     Args:
         module: its layers are shared with the result, so that training one trains the other.
@@ -35,7 +35,7 @@ def flatten_nested(module: nn.Sequential) -> nn.Sequential:
         have in ``module`` in ``state_dict()``, also in that of a pipe.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or does more than compute its layers in a row.
+        TypeError: ``module`` is not an ``nn.Sequential``, or does more than compute its layers in order.
 
     >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(), nn.Linear(2, 1))
     >>> flat = flatten_nested(model)
@@ -48,7 +48,7 @@ def flatten_nested(module: nn.Sequential) -> nn.Sequential:
     flat = Flattened()
     for path, layer in _opened(module):
         title = path.replace(".", "_")
-        # Beside "b" in "a" there may be a layer "a_b", which keeps its name.
+        # If there is another layer called "a_b", that one keeps its name.
         while title in flat._modules or (title != path and title in module._modules):
             title += "_"
         flat._modules[title] = layer
@@ -60,7 +60,7 @@ Named = tuple[str, nn.Module]
 
 
 def _opened(container: nn.Module, around: str = "") -> Iterator[Named]:
-    """The layers of a container, each with the path to where it was."""
+    """The layers of a container, each with its path in the outermost container."""
     for name, child in container._modules.items():
         if child is not None:
             yield from _layers(child, around + name)

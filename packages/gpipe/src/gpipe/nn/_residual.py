@@ -1,4 +1,4 @@
-"""Layers with a way around them."""
+"""Residual blocks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _RESERVED = ("shortcut", "join")
 
 
 class Residual(nn.Module):
-    """Layers in a row, to whose result their input is added: ``layers(x) + shortcut(x)``.
+    """Layers, to whose output their input is added: ``layers(x) + shortcut(x)``.
 
-    In a pipe it is one layer. :func:`gpipe.nn.flatten_nested` makes several of it, which may be in different
-    partitions; the input then goes straight to the partition that needs it again.
+    In a pipe it is one layer. :func:`gpipe.nn.flatten_nested` replaces it by its layers, which may be in different
+    partitions; the input then goes directly to the partition that adds it.
 
     Args:
         layers: modules, or one ``OrderedDict`` of them, as for ``nn.Sequential``; each takes and returns one tensor.
-        shortcut: what becomes of the input before it is added, such as a convolution that changes its shape. By
-            default nothing.
-        join: makes the result of both. By default they are added; the skip of a U-Net concatenates. A module's
-            parameters are trained too.
+        shortcut: a module for the input before it is added, such as a convolution that changes its shape. By default
+            the input is added as it is.
+        join: a function or module of the layers' output and the shortcut's. By default it adds them; a U-Net
+            concatenates. Parameters of a module are trained too.
 
     Raises:
-        TypeError: ``shortcut`` is no module, or ``join`` cannot be called.
+        TypeError: ``shortcut`` is not a module, or ``join`` is not callable.
         ValueError: a layer is called ``"shortcut"`` or ``"join"``.
 
     >>> import torch
@@ -54,7 +54,7 @@ class Residual(nn.Module):
         self.join = join
 
     def forward(self, x: Tensor) -> Tensor:
-        """What ``join`` makes of the layers' output and the shortcut's.
+        """``join`` of the layers' output and the shortcut's.
 
         Args:
             x: a tensor.
@@ -75,7 +75,7 @@ class Residual(nn.Module):
 
 @skippable(stash=["input"])
 class Fork(nn.Module):
-    """Where a residual block begins."""
+    """The layer at the beginning of a residual block, which stashes the input."""
 
     def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
         yield stash("input", x)
@@ -84,7 +84,7 @@ class Fork(nn.Module):
 
 @skippable(pop=["input"])
 class JoinAgain(nn.Module):
-    """Where a residual block ends. Its modules are called as in the block."""
+    """The layer at the end of a residual block, which pops the input and joins. It calls the modules of the block."""
 
     def __init__(self, shortcut: nn.Module | None, join: Join) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class JoinAgain(nn.Module):
 
 
 def ends(block: Residual) -> tuple[nn.Module, nn.Module]:
-    """What stands before and after the layers of ``block`` when they are layers of a pipe."""
+    """The first and the last layer that ``block`` becomes in a sequence of layers."""
     namespace = Namespace()
     both: list[Any] = [Fork(), JoinAgain(block.shortcut, block.join)]
     for end in both:
@@ -111,11 +111,12 @@ def residual(*layers: Any, shortcut: nn.Module | None = None, join: Join = opera
 
     Args:
         layers: modules, or one ``OrderedDict`` of them.
-        shortcut: what becomes of the input before it is added.
-        join: makes the result of both.
+        shortcut: a module for the input before it is added.
+        join: a function or module of the layers' output and the shortcut's.
 
     Returns:
-        One layer that stashes the input, ``layers``, and one that pops it and joins; between any two a pipe may be cut.
+        A layer that stashes the input, ``layers``, and a layer that pops it and joins. A pipe may be cut between any
+        two.
 
     Raises:
         TypeError, ValueError: as :class:`Residual`.

@@ -1,4 +1,4 @@
-"""The path of torchgpipe to :class:`gpipe.skip.SkipLayout`."""
+"""torchgpipe's module path of :class:`gpipe.skip.SkipLayout`."""
 
 from ._layout import SkipLayout as SkipLayout
 from ._layout import inspect_skip_layout as inspect_skip_layout

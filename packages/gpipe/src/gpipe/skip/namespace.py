@@ -1,3 +1,3 @@
-"""The path of torchgpipe to :class:`gpipe.skip.Namespace`."""
+"""torchgpipe's module path of :class:`gpipe.skip.Namespace`."""
 
 from ._namespace import Namespace as Namespace

@@ -1,7 +1,7 @@
-"""The path of torchgpipe to layers that stash and pop.
+"""torchgpipe's module path of layers that stash and pop.
 
-The function :func:`gpipe.skip.skippable` hides this module where both could be meant; ``from gpipe.skip.skippable
-import ...`` finds it.
+As an attribute of :mod:`gpipe.skip`, ``skippable`` is the function :func:`gpipe.skip.skippable`, which hides this
+module; ``from gpipe.skip.skippable import ...`` finds the module.
 """
 
 from ._skippable import Skippable as Skippable
