@@ -1,4 +1,4 @@
-"""What a schedule would take, from what its stages take; nothing is run."""
+"""Predict the time of a step under a schedule from the times of its stages. Nothing is run."""
 
 from .timeline._costs import StageCost as StageCost
 from .timeline._costs import stage_costs as stage_costs

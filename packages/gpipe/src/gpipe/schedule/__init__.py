@@ -1,8 +1,8 @@
-"""What happens on which stage, and in which order, as plain data.
+"""Schedules: which actions each stage does, and in which order, as plain data.
 
 A **program** lists the actions of one stage in order; a **schedule** holds the program of every stage. Nothing here
-runs anything: schedules can be printed, read back, compared, and proved free of deadlocks in milliseconds.
-:mod:`gpipe.pipeline` walks them.
+runs anything: schedules can be printed, parsed, compared, and checked for deadlocks in milliseconds.
+:meth:`gpipe.GPipe.step` executes them.
 
 In text an action is a letter and its micro-batch::
 

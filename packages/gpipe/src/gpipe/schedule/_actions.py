@@ -1,4 +1,4 @@
-"""The words of a schedule: what a stage does to a micro-batch, and what that needs."""
+"""Actions: what a stage does with a micro-batch, and which other actions have to come before."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Kind(str, Enum):
     """What an action does. A member equals its name in lower case, as in ``Kind.FORWARD == "forward"``.
 
     Attributes:
-        letter: in the text of a schedule.
-        label: in tables and pictures.
+        letter: the letter of the action in the text of a schedule.
+        label: the name of the action in tables and pictures.
     """
 
     letter: str
@@ -28,7 +28,7 @@ class Kind(str, Enum):
         kind._value_, kind.letter, kind.label = value, letter, label
         return kind
 
-    # Enum would hash the name of the member, and a dict then not find "forward".
+    # Enum would use the hash of the member's name; a dict would then not find "forward".
     __hash__ = str.__hash__
     __str__ = str.__str__
 
@@ -37,7 +37,7 @@ class Kind(str, Enum):
 
 
 class Action(NamedTuple):
-    """One thing a stage does to one micro-batch."""
+    """One action of a stage on one micro-batch."""
 
     kind: Kind
     microbatch: int
@@ -64,13 +64,13 @@ Walk = tuple[tuple[Step, ...], ...]
 
 
 def requirement(step: Step) -> tuple[Step, ...]:
-    """The steps of another stage one of which makes what this one consumes, if there is such a stage.
+    """The steps of a neighbouring stage on which this one depends; it needs one of them.
 
     Args:
         step: an action of a stage.
 
     Returns:
-        None, one, or two, of which a schedule has one.
+        An empty tuple, or one or two steps; if two, a schedule contains one of them.
     """
     stage, (kind, i) = step
     if kind == Kind.FORWARD:

@@ -1,4 +1,4 @@
-"""The schedules of the literature, for any number of micro-batches and stages."""
+"""Schedules of the literature, for any number of micro-batches and stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._orders import Order, drained, one_by_one, split_one_by_one
 from ._schedule import Schedule
 
 Making = Callable[[int], Order]
-"""Makes the order of the stage of a number."""
+"""A function from the number of a stage to its order."""
 
 
 def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
@@ -19,8 +19,8 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
     There are ``microbatches + stages - 1`` ticks (GPipe, section 2.3).
 
     Args:
-        microbatches: m, how many there are.
-        stages: n, how many there are.
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
 
     Returns:
         The cells of each tick in turn.
@@ -36,15 +36,15 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
 def fill_drain(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Schedule:
     """All forwards, then all backwards in reverse; holds every micro-batch at once (GPipe, arXiv 1811.06965).
 
-    The graph of a checkpointed micro-batch is rebuilt just before its backward, in the time a stage would otherwise
-    wait for the gradient::
+    A checkpointed micro-batch is recomputed just before its backward, while the stage would otherwise wait for the
+    gradient::
 
         F0 F1 F2 .  .  .  R2 B2 R1 B1 R0 B0
         .  F0 F1 F2 R2 B2 R1 B1 R0 B0 .  .
 
     Args:
-        microbatches: m, how many there are.
-        stages: n, how many there are.
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
 
     Returns:
@@ -65,7 +65,7 @@ def drain_orders(microbatches: int, stages: int, checkpoint_stop: Stops) -> Maki
 
 
 def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Schedule:
-    """Backwards as soon as they can be: as fast as fill-drain, with stage j holding n − j micro-batches at most.
+    """Each backward as early as possible: as fast as fill-drain, but stage j holds at most n − j micro-batches.
 
     Source: PipeDream-Flush (Narayanan et al., arXiv 2006.09503)::
 
@@ -73,8 +73,8 @@ def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: St
         .  F0 F1 B0 F2 B1 F3 B2 .  B3 .
 
     Args:
-        microbatches: m, how many there are.
-        stages: n, how many there are.
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
 
     Returns:
@@ -94,10 +94,10 @@ def one_by_one_orders(microbatches: int, stages: int, checkpoint_stop: Stops) ->
 def zero_bubble(
     microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None
 ) -> Schedule:
-    """1F1B with the backward split: the gradient of the input goes on at once, those of the weights fill the bubble.
+    """1F1B with split backwards: gradients of inputs are sent first, those of weights are computed in the bubble.
 
-    Stage j puts off the weights of j micro-batches, so that every stage holds n of them at most. If a forward and both
-    parts of the backward take the same time and m ≥ n, the bubble is n − 1 such times, a third of 1F1B's.
+    Stage j delays the weights of j micro-batches, so every stage holds at most n of them. If a forward and both parts
+    of the backward each take the time t, and m ≥ n, the bubble is (n − 1)t, a third of 1F1B's.
 
     Source: ZB-H1 (Qi et al., arXiv 2401.10241)::
 
@@ -105,10 +105,10 @@ def zero_bubble(
         .  F0 I0 F1 I1 W0 F2 I2 W1 W2
 
     Args:
-        microbatches: m, how many there are.
-        stages: n, how many there are.
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
-        split: the stages whose backward is split, by default all; the others keep it whole, as under 1F1B.
+        split: the stages whose backward is split, by default all; others compute it in one part, as under 1F1B.
 
     Returns:
         A program for each stage.
@@ -133,12 +133,12 @@ def split_orders(
 
 
 def schedule_by_stage(order: Making, stages: int) -> Schedule:
-    """The schedule in which each stage does the actions of its order."""
+    """The schedule in which each stage has the actions that ``order`` returns for it."""
     return Schedule(map(Action._make, order(j)) for j in range(stages))
 
 
 def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
-    """Cut programs whose forwards all come first where the caller gets the outputs.
+    """Split programs whose forwards all come first into forwards and the rest.
 
     Args:
         schedule: a program for each stage.

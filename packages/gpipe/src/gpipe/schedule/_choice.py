@@ -1,4 +1,4 @@
-"""Which schedule suits a pipe, given what its cells take: deciding only, nothing is measured or run here."""
+"""Choose the schedule of a pipe by measured times. Nothing is measured or run here."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from ._named import named
 from ._replay import replay
 
 SPLIT_SECONDS = 2e-3
-"""A backward that takes less is not worth splitting.
+"""Seconds: a shorter backward is not worth splitting.
 
-To take a backward apart costs some 130 µs a cell of Python. Measured on CPUs, zero bubble was no faster than 1F1B where
-a cell takes less than this (``docs/benchmarks/pipeline.md``).
+Splitting a backward costs some 130 µs of Python for each cell. On CPUs, zero bubble was no faster than 1F1B where a
+cell takes less than this (``docs/benchmarks/pipeline.md``).
 """
 
 TIE = 0.02
-"""Schedules whose times differ by less than this share count as equally fast. Medians of cells are no better known."""
+"""Schedules whose times differ by less than this share count as equally fast. Times are not known more precisely."""
 
 Seconds = Mapping[tuple[int, Kind], float]
-"""What an action takes, by stage and kind; what was not measured is not there."""
+"""Seconds of an action, by stage and kind; without those that were not measured."""
 
 _BY_MEMORY = ("1f1b", "zero_bubble", "fill_drain")
-"""What :func:`choose` chooses from: a stage holds at most n − j, n, and m micro-batches."""
+"""The schedules between which :func:`choose` chooses: a stage holds at most n − j, n, and m micro-batches."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule of a step, and why it was that one.
+    """The schedule of a step, and the figures by which it was chosen.
 
     Attributes:
-        name: of the schedule; ``"own"`` for a :class:`Schedule` that the caller gave.
-        split: the stages whose backward runs in two parts.
-        seconds: what a step was expected to take under each schedule that was compared; empty if none were.
+        name: the name of the schedule; ``"own"`` for a :class:`Schedule` that the caller gave.
+        split: the stages whose backward is split.
+        seconds: the expected time of a step under each schedule that was compared; empty if none was.
     """
 
     name: str
@@ -51,8 +51,8 @@ def worth_splitting(seconds: Seconds, stages: Collection[int]) -> tuple[int, ...
     """Those of ``stages`` whose backward is known to take :data:`SPLIT_SECONDS` or more, or is not known.
 
     Args:
-        seconds: what the actions of stages take, as far as it is known.
-        stages: by number.
+        seconds: the measured times of actions.
+        stages: the numbers of stages.
 
     Returns:
         Their numbers, in order.
@@ -66,20 +66,21 @@ def worth_splitting(seconds: Seconds, stages: Collection[int]) -> tuple[int, ...
 def choose(
     microbatches: int, placement: Sequence[int], checkpoint_stop: Stops, seconds: Seconds, may_split: Collection[int]
 ) -> Choice:
-    """The fastest of 1F1B, zero bubble and fill-drain; of those that tie, the one that holds the least.
+    """The fastest of 1F1B, zero bubble and fill-drain; of equally fast ones, that which holds the fewest micro-batches.
 
-    Their times are those of :func:`replay`. Links count as free. A part of a backward that was not measured counts as
-    half of it, and a recomputation as a forward.
+    Times are computed by :func:`replay`, without time for transfers. A part of a backward that was not measured counts
+    as half of the backward, and a recomputation as a forward.
 
     Args:
-        microbatches: how many there are.
+        microbatches: the number of micro-batches.
         placement: the worker of each stage.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
-        seconds: what was measured. 1F1B is the choice unless the forward and backward of every stage are there.
-        may_split: the stages whose backward can be split with any use.
+        seconds: the measured times of actions. Unless they include the forward and backward of every stage, the choice
+            is 1F1B.
+        may_split: the stages whose backward may be split.
 
     Returns:
-        The name, the stages whose backward is split, and what was expected of each.
+        The name, the stages whose backward is split, and the expected time under each schedule.
 
     >>> seconds = {(j, kind): 0.01 for j in range(2) for kind in (Kind.FORWARD, Kind.BACKWARD)}
     >>> print(choose(4, (0, 1), 0, seconds, may_split=[0, 1]))

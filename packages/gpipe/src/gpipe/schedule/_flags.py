@@ -6,24 +6,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 
 StageMode = str | tuple[bool, ...]
-"""A mode of the whole stage, or for each of its layers whether it is computed again."""
+"""A mode for the whole stage, or a flag for each of its layers: whether it is recomputed."""
 
 StageCheckpoint = str | Sequence[bool]
-"""The same, as users give it."""
+"""The same, as callers write it."""
 
 Checkpoint = str | Sequence[StageCheckpoint]
-"""As of :class:`gpipe.GPipe`: a mode for all stages, or for each what it has."""
+"""The argument ``checkpoint`` of :class:`gpipe.GPipe`: a mode for all stages, or one entry for each."""
 
 
 def expect_flags(flags: Iterable[object], name: str) -> None:
-    """Raise TypeError for a flag of ``name`` that is neither True nor False."""
+    """Raise TypeError for an entry of ``flags`` that is neither True nor False; ``name`` is that of the argument."""
     for k, flag in enumerate(flags):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}[{k}] must be True or False: whether that layer is checkpointed; got {flag!r}")
 
 
 def mode_of(flags: Iterable[bool]) -> StageMode:
-    """These flags, or the mode that says the same.
+    """The mode that is equivalent to these flags, or the flags if there is none.
 
     >>> mode_of([True, True]), mode_of([True, False])
     ('always', (True, False))
@@ -33,7 +33,7 @@ def mode_of(flags: Iterable[bool]) -> StageMode:
 
 
 def scheduled(mode: StageCheckpoint) -> str:
-    """What schedules see: they recompute stages, not layers, so that those are computed again inside of backwards.
+    """The mode for schedules. They recompute whole stages; single layers are recomputed inside the stage's backward.
 
     >>> scheduled("except_last"), scheduled([True, True]), scheduled([True, False])
     ('except_last', 'always', 'never')
@@ -42,7 +42,7 @@ def scheduled(mode: StageCheckpoint) -> str:
 
 
 def as_lists(modes: Iterable[StageCheckpoint]) -> list[str | list[bool]]:
-    """As :class:`gpipe.GPipe` shows them: in lists that are the caller's own."""
+    """Modes in new lists, as the attribute ``checkpoint`` of :class:`gpipe.GPipe` returns them."""
     return [each if isinstance(each, str) else list(each) for each in modes]
 
 
@@ -59,14 +59,14 @@ def runs_of(flags: Sequence[bool]) -> Iterator[tuple[bool, int, int]]:
 
 
 def moved(modes: Sequence[StageCheckpoint], before: Sequence[int], after: Sequence[int]) -> list[StageMode]:
-    """What stages have once they are of other sizes: flags follow their layers, and modes stay with their stages.
+    """The modes of stages after a change of the balance: flags follow their layers, and modes stay with their stages.
 
-    So a stage with a mode has it for layers that come from another one with a mode. It has flags itself once a layer
-    comes with one that says something else than its mode.
+    A stage with a mode keeps it for layers that come from another stage with a mode. It gets flags if a layer comes
+    with a flag that differs from its mode.
 
     Args:
-        modes: of the stages.
-        before, after: their layers.
+        modes: the modes of the stages before.
+        before, after: the number of layers of each stage.
 
     >>> moved([[True, False], "never"], [2, 1], [1, 2]), moved([[False, True], "never"], [2, 1], [1, 2])
     (['always', 'never'], ['never', (True, False)])
@@ -76,7 +76,7 @@ def moved(modes: Sequence[StageCheckpoint], before: Sequence[int], after: Sequen
 
 
 def extended(modes: Sequence[StageCheckpoint], sizes: Sequence[int]) -> list[StageMode]:
-    """What each stage would have if it was given all layers, of which :func:`moved` gives it some.
+    """For each stage, the flags that all layers would have in it; :func:`moved` takes those of its own layers.
 
     >>> extended(["always", (True, False)], [1, 2])
     [(True, True, False), (True, True, False)]
@@ -86,7 +86,7 @@ def extended(modes: Sequence[StageCheckpoint], sizes: Sequence[int]) -> list[Sta
 
 
 Layer = tuple[bool | None, bool]
-"""The flag of a layer, if it has one, and whether it is computed again: by that, or by the mode of its stage."""
+"""The flag of a layer, if it has one, and whether it is recomputed: by its flag, or by the mode of its stage."""
 
 
 def _layers(modes: Sequence[StageCheckpoint], sizes: Sequence[int]) -> list[Layer]:
@@ -97,7 +97,7 @@ def _layers(modes: Sequence[StageCheckpoint], sizes: Sequence[int]) -> list[Laye
 
 
 def _mode_on(layers: Sequence[Layer], mode: StageCheckpoint) -> StageMode:
-    """What a stage has on these layers that had ``mode``."""
+    """The mode of a stage that had ``mode`` and now has these layers."""
     if not isinstance(mode, str):
         return mode_of(again for _, again in layers)
     if all(flag is None for flag, _ in layers):

@@ -1,4 +1,4 @@
-"""The steps of a worker of several stages, made while they are read: long schedules need not be kept."""
+"""The steps of a worker of several stages, as generators: long schedules need not be in memory."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ._modes import Stops, stop_of_each
 from ._schedule import Schedule
 
 Steps = Iterator[tuple[int, tuple[Kind, int]]]
-"""A :data:`Lane` that is made while it is read."""
+"""A :data:`Lane` as a generator."""
 
 
 def adapted(
     lanes: Iterable[Lane], microbatches: int, stages: int, checkpoint_stop: Stops, split: Collection[int] | None = None
 ) -> list[Lane]:
-    """The lanes of all workers, with the recomputations and the split backwards that are asked for.
+    """The lanes of all workers, with recomputations and split backwards.
 
     Args:
-        lanes: may be of more micro-batches than there are. Their steps are left out, which lets no other wait for ever:
-            micro-batches need nothing of each other.
-        microbatches: how many there are.
-        stages: how many there are.
+        lanes: the steps of each worker. Steps of micro-batches that do not exist are left out, which causes no
+            deadlock: micro-batches do not depend on each other.
+        microbatches: the number of micro-batches.
+        stages: the number of stages.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
         split: the stages whose backward may be split, by default all.
 

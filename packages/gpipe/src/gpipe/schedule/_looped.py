@@ -1,4 +1,4 @@
-"""Schedules of stages in loops over the workers, stage j on worker j mod k."""
+"""Schedules with several stages for each worker, stage j on worker j mod k."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._schedule import Schedule
 
 
 def looped_placement(stages: int, workers: int) -> list[int]:
-    """The worker of each stage where these take the workers in turn.
+    """The worker of each stage if stage j is on worker j mod k.
 
     Args:
-        stages: n, how many there are.
-        workers: k, how many there are.
+        stages: n, the number of stages.
+        workers: k, the number of workers.
 
     Returns:
         For each stage, the number of its worker.
@@ -30,25 +30,25 @@ def looped_placement(stages: int, workers: int) -> list[int]:
 
 
 def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0) -> Schedule:
-    """1F1B with several stages a worker, stage j on worker j mod k: a bubble as many times smaller.
+    """1F1B with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
 
-    A group of k micro-batches goes through the first stage of every worker, then through the second ones, and so on.
-    With v = n / k stages a worker the bubble is that of k stages divided by v, for m divisible by k. Each worker holds
-    at most 2(k − r − 1) + (v − 1)k + 1 micro-batches of one stage, r being its number.
+    Groups of k micro-batches go through the first stage of every worker, then through the second stages, and so on.
+    With v = n / k stages on each worker, the bubble is that of k stages divided by v, if m is divisible by k. Worker r
+    holds at most 2(k − r − 1) + (v − 1)k + 1 micro-batches of one stage.
 
     Source: Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2).
 
     Args:
-        microbatches: m, how many there are.
-        stages: n, how many there are.
-        workers: k, how many there are.
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
+        workers: k, the number of workers.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
 
     Returns:
         A program for each stage.
 
     Raises:
-        ValueError: the stages do not go evenly on the workers, or ``checkpoint_stop`` has another length.
+        ValueError: the number of stages is not divisible by that of workers, or ``checkpoint_stop`` has another length.
     """
     return schedule_by_worker(interleaved_lanes(microbatches, stages, workers, checkpoint_stop), stages)
 
@@ -60,13 +60,14 @@ def interleaved_lanes(microbatches: int, stages: int, workers: int, checkpoint_s
 
 
 def looped_bfs(microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0) -> Schedule:
-    """Fill-drain with several stages a worker, stage j on worker j mod k: a bubble as many times smaller.
+    """Fill-drain with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
 
-    Breadth first: a worker takes all micro-batches through one of its stages before it begins the next one, and back in
-    reverse. So a stage is busy in one piece each way: what is shared out between replicas, parameters or the sums of
-    gradients, is sent once. With v = n / k stages a worker and m ≥ k, a worker stands idle for (k − 1)(f + b), a stage
-    taking f for a forward and b for a backward: as under fill-drain with k stages, but of stages v times as small. A
-    worker holds v·m micro-batches of one stage, as much as under fill-drain.
+    Breadth first: a worker computes all micro-batches on one of its stages before it begins the next stage, and the
+    backwards in reverse. So the forwards of a stage are consecutive, and so are its backwards: replicas can gather its
+    parameters, and reduce its gradients, once each. With v = n / k stages on each worker and m ≥ k, a worker is idle
+    for (k − 1)(f + b), where f and b are the times of a forward and a backward of one stage: as under fill-drain with k
+    stages, but these stages are v times smaller. A worker holds v·m micro-batches of one stage, as much as under
+    fill-drain.
 
     Source: Breadth-First Pipeline Parallelism (Lamy-Poirier, arXiv 2211.05953)::
 
@@ -74,16 +75,16 @@ def looped_bfs(microbatches: int, stages: int, workers: int, checkpoint_stop: St
         .    F0@1 F1@1 F0@3 F1@3 B1@3 B0@3 B1@1 B0@1 .
 
     Args:
-        microbatches: m, how many there are.
-        stages: n, how many there are.
-        workers: k, how many there are.
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
+        workers: k, the number of workers.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
 
     Returns:
         A program for each stage.
 
     Raises:
-        ValueError: the stages do not go evenly on the workers, or ``checkpoint_stop`` has another length.
+        ValueError: the number of stages is not divisible by that of workers, or ``checkpoint_stop`` has another length.
     """
     return schedule_by_worker(looped_bfs_lanes(microbatches, stages, workers, checkpoint_stop), stages)
 
@@ -96,20 +97,20 @@ def looped_bfs_lanes(microbatches: int, stages: int, workers: int, checkpoint_st
 def interleaved_zero_bubble(
     microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None
 ) -> Schedule:
-    """Zero bubble with several stages a worker, stage j on worker j mod k: a bubble as many times smaller.
+    """Zero bubble with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
 
-    :func:`interleaved` with the backward split. Worker r puts off the weights of r micro-batches, and runs k − r − 1
-    fewer forwards ahead. For m divisible by k it stands idle for (k − 1)(f + i − w), with the forward f and both parts
-    of the backward, i and w, of one stage and w ≤ i ≤ f; where no backward is split, for (k − 1)(f + b), as interleaved
-    does. It holds at most n micro-batches of one stage, as much as k of the v = n / k stages that it has. With a stage
-    a worker it is :func:`gpipe.schedule.zero_bubble`.
+    :func:`interleaved` with split backwards. Worker r delays the weights of r micro-batches, and computes k − r − 1
+    fewer forwards in advance. If m is divisible by k, a worker is idle for (k − 1)(f + i − w), where f, i and w are the
+    times of a forward and both parts of the backward of one stage, with w ≤ i ≤ f; if no backward is split, for (k −
+    1)(f + b), as under interleaved. It holds at most n micro-batches of one stage, as much as k micro-batches of all of
+    its v = n / k stages. With one stage on each worker it is :func:`gpipe.schedule.zero_bubble`.
 
     Source: ZB-H1 (Qi et al., arXiv 2401.10241) on the loops of Megatron-LM (Narayanan et al., arXiv 2104.04473).
 
     Args:
-        microbatches: m, how many there are.
-        stages: n, how many there are.
-        workers: k, how many there are.
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
+        workers: k, the number of workers.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
         split: the stages whose backward is split, by default all.
 
@@ -117,7 +118,7 @@ def interleaved_zero_bubble(
         A program for each stage.
 
     Raises:
-        ValueError: the stages do not go evenly on the workers, or ``checkpoint_stop`` has another length.
+        ValueError: the number of stages is not divisible by that of workers, or ``checkpoint_stop`` has another length.
     """
     lanes = interleaved_zero_bubble_lanes(microbatches, stages, workers, checkpoint_stop, split)
     return schedule_by_worker(lanes, stages)
@@ -142,7 +143,7 @@ def _dealt(stages: int, workers: int) -> list[range]:
 
 
 def _in_turn(microbatches: int, workers: int, own: range, ahead: int) -> Steps:
-    """So many forwards ahead, then forward and backward in turn, by whole groups of a micro-batch a worker."""
+    """``ahead`` forwards, then forward and backward in turn; the stage changes after each group of k micro-batches."""
     forwards = _in_groups(microbatches, workers, own)
     for j, i in islice(forwards, max(0, ahead)):
         yield j, (Kind.FORWARD, i)
@@ -169,7 +170,7 @@ def _breadth_first(microbatches: int, own: range) -> Steps:
 
 
 def _split(lane: Lane, late: int) -> Steps:
-    """The same with backwards in two parts, those for the weights ``late`` micro-batches behind."""
+    """The same steps with split backwards; those for the weights come ``late`` micro-batches later."""
     weights: deque[tuple[int, tuple[Kind, int]]] = deque()
     for j, (kind, i) in lane:
         if kind is not Kind.BACKWARD:

@@ -1,4 +1,4 @@
-"""The makespan alone: the time that :func:`gpipe.schedule.replay` finds, several times as fast, in less memory."""
+"""The makespan alone: the time that :func:`gpipe.schedule.replay` finds, computed faster and in less memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ def makespan(
     Args:
         lanes: the steps of each worker. Every stage does the forward of every micro-batch. If a stage does backwards,
             so do all later stages.
-        microbatches: how many there are.
+        microbatches: the number of micro-batches.
         seconds: for each stage, the duration of an action by its kind.
-        hops: for each stage, how long a value takes to arrive from the stage before. A gradient takes as long to go
-            back.
+        hops: for each stage, the time of a transfer from the stage before, and of a gradient back to it.
 
     Returns:
         The time, in the unit of ``seconds``.
@@ -46,7 +45,7 @@ def makespan(
 
 
 class _Arrivals:
-    """When values and gradients arrive at the stages, as arrays: objects for steps would be far slower."""
+    """The times at which values and gradients arrive at stages, in arrays: objects for steps would be far slower."""
 
     def __init__(self, microbatches: int, seconds: Sequence[Mapping[Kind, float]], hops: Sequence[float]) -> None:
         stages = len(seconds)
@@ -74,7 +73,7 @@ class _Arrivals:
         return max(clocks, default=0.0)
 
     def _walk(self, lane: Lane, worker: int, clocks: list[float]) -> Iterator[None]:
-        """Do the steps of a worker. Yields where a step has to wait; to be resumed when its input has arrived."""
+        """Do the steps of a worker. Yields where a step has to wait; the caller resumes when the input has arrived."""
         for_values, for_gradients = self._awaited_values, self._awaited_gradients
         workers, runnable = self._workers, self._runnable
         clock, here = 0.0, -1

@@ -1,4 +1,4 @@
-"""Programs of several stages on fewer workers: in which order a worker takes their steps."""
+"""Merge the programs of several stages on one worker into one list of steps."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ._replay import replay
 
 
 def start_ticks(programs: Sequence[Program], placement: Sequence[int]) -> dict[Step, int]:
-    """When each step starts if every action takes one tick, and stage j runs on worker ``placement[j]``; in that order.
+    """The tick at which each step starts, if every action takes one tick and stage j is on worker ``placement[j]``.
 
-    Of several stages of a worker that could start at the same tick the last one goes first: that sends micro-batches on
-    their way out, and the fewest are held.
+    If several stages of a worker could start at the same tick, the last one starts: so micro-batches leave the pipeline
+    earlier, and fewer are held.
 
     Args:
-        programs: of each stage.
+        programs: the program of each stage.
         placement: the worker of each stage, counted from 0.
 
     Returns:
-        The tick of each step, counted from 0.
+        The tick of each step, counted from 0, in the order of ticks.
 
     Raises:
-        ValueError: the programs wait for each other forever; names where.
+        ValueError: the programs wait for each other forever; the message names the steps.
     """
     return _Ticks(programs, placement).run()
 
 
 class _Ticks:
-    """A simulated run. A step is queued when what it needs is known, and again when its worker turns out to be busy."""
+    """A simulated run. A step is queued when its input arrives, and again if its worker turns out to be busy."""
 
     def __init__(self, programs: Sequence[Program], placement: Sequence[int]) -> None:
         self._present = {Step(j, action) for j, program in enumerate(programs) for action in program}
@@ -82,14 +82,14 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
     With all stages on one worker this is an order in which nothing ever waits.
 
     Args:
-        programs: of each stage.
+        programs: the program of each stage.
         placement: the worker of each stage, counted from 0.
 
     Returns:
         For each worker, its steps in order.
 
     Raises:
-        ValueError: the programs wait for each other forever; names where.
+        ValueError: the programs wait for each other forever; the message names the steps.
 
     >>> from gpipe.schedule import fill_drain, halves
     >>> print(*merge(halves(fill_drain(2, 2))[0], (0, 0))[0])
@@ -102,13 +102,15 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
 
 
 def deal(walk: Walk, placement: Sequence[int]) -> Walk:
-    """The steps of ``walk`` for other workers, stage j on ``placement[j]``, in the order in which its own begin them.
+    """The steps of ``walk`` for other workers, stage j on ``placement[j]``, in the order in which they begin in
+    ``walk``.
 
     Raises ValueError as :func:`replay` does.
     """
     spans = replay(walk)
     workers: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
-    # No step waits for one that begins at the same time, so that any order among those will do; as in start_ticks.
+    # Steps that begin at the same time do not depend on each other, so any order among them is valid; this is that of
+    # start_ticks.
     for step in sorted(spans, key=lambda step: (spans[step].start, -step.stage)):
         workers[placement[step.stage]].append(step)
     return tuple(map(tuple, workers))

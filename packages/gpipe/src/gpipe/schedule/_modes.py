@@ -1,11 +1,11 @@
-"""Which micro-batches are checkpointed, on each stage: those below its stop."""
+"""Which micro-batches of each stage are checkpointed: those with a number below its stop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 Stops = int | Sequence[int]
-"""The first micro-batch that is not checkpointed: of all stages, or of each."""
+"""The first micro-batch that is not checkpointed: one number for all stages, or one for each."""
 
 _STOP: dict[str, Callable[[int], int]] = {
     "always": lambda microbatches: microbatches,
@@ -16,18 +16,18 @@ CHECKPOINT_MODES = tuple(_STOP)
 
 
 def checkpoint_stops(checkpoint: str | Sequence[str], microbatches: int, stages: int) -> tuple[int, ...]:
-    """The stop of each stage under a mode for all stages, or under one for each.
+    """The stop of each stage, under one mode for all stages, or one for each.
 
     Args:
         checkpoint: ``"always"``, ``"except_last"`` or ``"never"``, or a list of these, one for each stage.
-        microbatches: how many there are.
-        stages: how many there are.
+        microbatches: the number of micro-batches.
+        stages: the number of stages.
 
     Returns:
         For each stage the first micro-batch that it does not checkpoint.
 
     Raises:
-        ValueError: another mode, or a list of another length.
+        ValueError: ``checkpoint`` is not a mode, or a list of another length.
 
     >>> checkpoint_stops(["always", "except_last", "never"], 4, 3)
     (4, 3, 0)

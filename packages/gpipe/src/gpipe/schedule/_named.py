@@ -1,4 +1,4 @@
-"""Schedules by their names, as people ask for them."""
+"""Schedules by name."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ def named(
 
     Args:
         name: one of :data:`gpipe.schedule.SCHEDULES`.
-        microbatches: m, how many there are.
+        microbatches: m, the number of micro-batches.
         placement: the worker of each stage.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
-        split: under those of :data:`gpipe.schedule.SPLITTING`, the stages whose backward runs in two parts; by default
-            all.
+        split: for schedules in :data:`gpipe.schedule.SPLITTING`, the stages whose backward is split; by default all.
 
     Returns:
         The schedule.
 
     Raises:
-        ValueError: there is none of this name; or it wants stages on other workers, and the error says on which.
+        ValueError: there is no schedule of this name; or it needs another placement, which the message names.
 
     >>> print(named("zbv", 1, [0, 1, 1, 0]))
     F0@0 F0@3 I0@3 W0@3 I0@0 W0@0
@@ -59,7 +58,7 @@ def lanes(
     checkpoint_stop: Stops = 0,
     split: Collection[int] | None = None,
 ) -> Sequence[Lane]:
-    """The steps of each worker under :func:`named`, made while they are read where the placement is the usual one."""
+    """The steps of each worker under :func:`named`; generated while they are read, for the usual placement."""
     expect_name(name, SCHEDULES)
     name, stages = name.lower(), len(placement)
     _expect_fitting(name, placement)
@@ -72,7 +71,7 @@ def lanes(
 
 
 def usual_placement(name: str, stages: int) -> list[int]:
-    """The default worker of each stage: for schedules in a V as they need it, else one worker for each stage."""
+    """The default worker of each stage: that of a V for schedules that need it, else one worker for each stage."""
     return v_placement(stages) if name.lower() in _V_SHAPED else list(range(stages))
 
 
@@ -96,11 +95,11 @@ def expect_schedule(schedule: object, names: Iterable[str]) -> None:
 
 
 def _expect_fitting(name: str, placement: Sequence[int]) -> None:
-    """Raise ValueError unless stages are on workers as the schedule called ``name`` wants them."""
+    """Raise ValueError unless ``placement`` is one that the schedule called ``name`` can use."""
     workers = len(set(placement))
     if name in _LOOPED and list(placement) != looped_placement(len(placement), workers):
         wanted = "takes the workers in turn, as in devices=[0, 1, 0, 1], or ['cpu:0', 'cpu:1'] * 2 on the CPU"
-    # A single worker, as of a run inline, does what more would do, in their order.
+    # A single worker, as in an inline run, does the steps of all workers in their order.
     elif name in _V_SHAPED and workers > 1 and list(placement) != v_placement(len(placement)):
         wanted = (
             "goes down all workers and up again, as in devices=[0, 1, 1, 0], or ['cpu:0', 'cpu:1', 'cpu:1', 'cpu:0'] "
@@ -140,7 +139,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
         "dualpipev",
     )
 }
-"""By its name, what :func:`named` is without the name."""
+"""By name, a function that makes the schedule: :func:`named` without its first argument."""
 
 SPLITTING = ("zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev")
-"""The names of those that run backwards in two parts."""
+"""The names of the schedules that split backwards."""

@@ -1,6 +1,6 @@
-"""The actions of one stage in order, made while they are read: long schedules need not be kept.
+"""The actions of one stage in order, as generators: long schedules need not be in memory.
 
-Each is a pair of kind and micro-batch, as an action is.
+Each action is a pair of kind and micro-batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _F, _R, _B, _I, _W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_
 
 
 def drained(microbatches: int, stop: int) -> Order:
-    """All forwards, then all backwards in reverse; micro-batches below ``stop`` are recomputed before."""
+    """All forwards, then all backwards in reverse; micro-batches below ``stop`` are recomputed before that."""
     for i in range(microbatches):
         yield _F, i
     for i in reversed(range(microbatches)):
@@ -25,7 +25,7 @@ def drained(microbatches: int, stop: int) -> Order:
 
 
 def one_by_one(microbatches: int, in_flight: int, stop: int) -> Order:
-    """At most ``in_flight`` forwards ahead, then backward and forward in turn."""
+    """``in_flight`` forwards at most in advance, then backwards and forwards in turn."""
     ahead = min(in_flight, microbatches)
     for i in range(ahead):
         yield _F, i
@@ -38,7 +38,7 @@ def one_by_one(microbatches: int, in_flight: int, stop: int) -> Order:
 
 
 def split_one_by_one(microbatches: int, in_flight: int, late: int, stop: int) -> Order:
-    """The same with backwards in two parts, those for the weights ``late`` micro-batches behind."""
+    """The same actions with split backwards; those for the weights come ``late`` micro-batches later."""
     ahead = min(in_flight, microbatches)
     for i in range(ahead):
         yield _F, i

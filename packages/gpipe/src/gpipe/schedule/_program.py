@@ -1,4 +1,4 @@
-"""What one worker does, without making what the others do."""
+"""The steps of one worker, computed without those of the others."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ def program_of(
 ) -> tuple[Step, ...]:
     """The steps of one worker under the schedule called ``name``: those of ``named(...).on(placement)[worker]``.
 
-    Where each stage has a worker of its own, and under schedules in loops or in a V, only the worker's own steps are
-    made, however many stages there are: each of many processes can make its own program. Elsewhere the whole schedule
-    is made.
+    If each stage has a worker of its own, or the schedule has its usual loops or V, only the steps of this worker are
+    computed, for any number of stages: so each of many processes can make its own program. Otherwise the whole schedule
+    is computed.
 
     Args:
-        name: of the schedule, in capitals or not.
-        microbatches: m, how many there are.
-        stages: n, how many there are.
-        worker: whose steps.
-        placement: the worker of each stage; by default each stage has its own, or the schedule its V.
+        name: the name of the schedule, in capitals or not.
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
+        worker: the number of the worker.
+        placement: the worker of each stage; by default one for each, or the V that the schedule needs.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
-        split: under those of :data:`gpipe.schedule.SPLITTING`, the stages whose backward runs in two parts; by default
-            all.
+        split: for schedules in :data:`gpipe.schedule.SPLITTING`, the stages whose backward is split; by default all.
 
     Returns:
         The steps, in order.

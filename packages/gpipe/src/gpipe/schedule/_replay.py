@@ -1,4 +1,4 @@
-"""When each step of a walk runs, given how long steps take."""
+"""The times at which the steps of a walk run, computed from their durations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ._actions import Step, Walk, requirement
 
 
 class Span(NamedTuple):
-    """When a step ran.
+    """The time of a step.
 
     Attributes:
-        start, end: of its work, in the unit of the durations.
-        wait: how long its worker stood still before.
+        start, end: the begin and end of its work, in the unit of the durations.
+        wait: the time that its worker was idle before.
     """
 
     start: float
@@ -26,18 +26,19 @@ def replay(
     duration: Callable[[Step], float] = lambda step: 1,
     transfer: Callable[[Step, Step], float] = lambda source, target: 0,
 ) -> dict[Step, Span]:
-    """When each step of ``walk`` runs.
+    """The time at which each step of ``walk`` runs, if each starts as soon as it can.
 
     Args:
         walk: the steps of each worker, in order.
-        duration: how long a step takes.
-        transfer: how long the result of a step takes to arrive at the step that needs it.
+        duration: returns the time that a step takes; 1 by default.
+        transfer: returns the time between the end of a step and the arrival of its result at the step that needs it;
+            0 by default.
 
     Returns:
-        When each step begins and ends, and how long its worker waited before.
+        The span of each step.
 
     Raises:
-        ValueError: the workers wait for each other forever; names where.
+        ValueError: the workers wait for each other forever; the message names the steps.
     """
     present = {step for steps in walk for step in steps}
     spans: dict[Step, Span] = {}
@@ -47,7 +48,7 @@ def replay(
     blocked: list[Step | None] = [None] * len(walk)
 
     def go_on(worker: int) -> Iterator[int]:
-        """Run the steps of a worker until one has to wait; the workers that waited for one of these."""
+        """Run the steps of a worker until one has to wait. Yields the workers that waited for one of these."""
         while (step := blocked[worker] or next(upcoming[worker], None)) is not None:
             needed = next((each for each in requirement(step) if each in present), None)
             if needed is not None and needed not in spans:

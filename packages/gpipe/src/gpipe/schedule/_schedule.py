@@ -1,4 +1,4 @@
-"""A schedule: the program of every stage, and how it is written as text."""
+"""A schedule: the program of every stage, and its text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ._modes import Stops, stop_of_each
 class Schedule(tuple[Program, ...]):
     """The program of each stage: a tuple of tuples of :class:`Action`.
 
-    Where several stages share a worker, their order among each other matters too. ``walk`` gives it; without, workers
-    take what can start first (:func:`merge`). It is None where every stage has a worker of its own, because then it
-    says nothing that the programs do not. Schedules are equal if their programs and walks are.
+    If several stages share a worker, ``walk`` is the order of their steps; without it, a worker does the step that can
+    start first (:func:`merge`). It is None if every stage has a worker of its own, since it is then determined by the
+    programs. Schedules are equal if their programs and walks are equal.
 
-    Raises ValueError if ``walk`` has other steps than ``programs``, or a stage on two workers.
+    Raises ValueError if the steps of ``walk`` are not those of ``programs``, or a stage is on two workers.
 
-    ``str()`` writes a line for each worker, which :meth:`parse` reads back.
+    ``str()`` returns a line for each worker; :meth:`parse` is its inverse.
 
     >>> from gpipe.schedule import one_forward_one_backward
     >>> print(one_forward_one_backward(3, 2))
@@ -49,17 +49,17 @@ class Schedule(tuple[Program, ...]):
     def parse(cls, text: str) -> Schedule:
         """The schedule that ``text`` describes: a line for each worker, with actions such as ``F0`` or ``B3@2``.
 
-        An action without ``@stage`` belongs to the stage of its line's number. Dots, which draw idle time, and what
-        follows ``#`` are passed over.
+        An action without ``@stage`` belongs to the stage with the number of its line. Dots, which show idle time, and
+        text after ``#`` are ignored.
 
         Args:
-            text: as ``str()`` of a schedule, perhaps with dots and comments.
+            text: the text of a schedule, with or without dots and comments.
 
         Returns:
             The schedule.
 
         Raises:
-            ValueError: something cannot be read; names line and word.
+            ValueError: a word cannot be parsed; the message names line and word.
 
         >>> from gpipe.schedule import fill_drain
         >>> Schedule.parse("F0 F1 . . B1 B0  # all forwards first") == fill_drain(2, 1)
@@ -76,8 +76,8 @@ class Schedule(tuple[Program, ...]):
     def on(self, placement: Sequence[int]) -> Walk:
         """The steps of each worker, where stage j runs on worker ``placement[j]``.
 
-        Where ``walk`` was written for other workers, steps go in the order in which those would begin them: so any two
-        that share a worker here and there keep their order.
+        If ``walk`` was written for another placement, steps are ordered by the time at which they would begin there. So
+        two steps that share a worker under both placements keep their order.
 
         Args:
             placement: the worker of each stage, counted from 0.
@@ -86,16 +86,16 @@ class Schedule(tuple[Program, ...]):
             For each worker, its steps in order.
 
         Raises:
-            ValueError: the workers that it was written for would wait for each other forever.
+            ValueError: the workers of ``walk`` would wait for each other forever.
         """
         if self.walk is None:
             return merge(self, placement)
         return self.walk if _places(self.walk) == dict(enumerate(placement)) else deal(self.walk, placement)
 
     def recomputing(self, checkpoint_stop: Stops) -> Schedule:
-        """The same with a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
+        """The same schedule, with a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
 
-        A recomputation that is there already stays where it is.
+        Recomputations that the schedule already contains stay in their places.
 
         Args:
             checkpoint_stop: a number, or one for each stage.
@@ -143,7 +143,7 @@ def _recomputing(step: Step, present: set[Step], stop: int) -> Iterator[Step]:
 
 
 def _telling(walk: Walk, programs: Sequence[Program]) -> Walk | None:
-    """``walk``, unless it says no more than ``programs``."""
+    """``walk``, or None if the programs determine it."""
     walk = tuple(steps for steps in walk if steps)
     for j, program in enumerate(programs):
         lines = [[step.action for step in steps if step.stage == j] for steps in walk]

@@ -1,4 +1,4 @@
-"""From when until when a worker holds what, and how few buffers that takes."""
+"""What a worker holds from which step to which, and the smallest number of buffers for it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Lifetime(NamedTuple):
         held: ``"activation"`` is what the backward of the stage reads, held from the forward on, or from the
             recomputation if there is one; ``"input"`` is what the stage before sent, and ``"gradient"`` what the one
             after sent.
-        stage: which one holds it.
-        microbatch: of which one it is.
-        first: the first step of the worker during which it may be there, counted from 0 in the order of its steps. What
-            other workers send may arrive as early as this, and not earlier, however long steps take.
+        stage: the stage that holds it.
+        microbatch: the number of the micro-batch.
+        first: the first step of the worker during which it may exist, counted from 0 in the order of its steps. What
+            other workers send cannot arrive before this step, for any durations of steps.
         last: the step that reads it last.
     """
 
@@ -35,13 +35,13 @@ class Lifetime(NamedTuple):
 
 
 def lifetimes(schedule: Schedule, placement: Sequence[int]) -> tuple[tuple[Lifetime, ...], ...]:
-    """What each worker holds, and from which to which of its steps.
+    """What each worker holds, with the first and the last of its steps during which it is held.
 
-    That depends on the order of the steps alone, and holds for any durations. Finding it takes time in proportion to
-    the number of steps times that of workers.
+    This depends only on the order of the steps, not on their durations. The computation takes time proportional to the
+    number of steps times that of workers.
 
     Args:
-        schedule: any one, also of forwards alone.
+        schedule: any schedule, also one of forwards alone.
         placement: the worker of each stage.
 
     Returns:
@@ -64,16 +64,16 @@ def lifetimes(schedule: Schedule, placement: Sequence[int]) -> tuple[tuple[Lifet
 
 
 def slots(lifetimes: Iterable[Lifetime]) -> dict[Lifetime, int]:
-    """A buffer for each of ``lifetimes``, as few as can be: those that overlap have different ones.
+    """Assign a buffer to each of ``lifetimes``. Lifetimes that overlap have different buffers; their number is minimal.
 
-    There are as many as are held at once at most. Give those together that may share buffers, such as the activations
-    of stages of one size.
+    The number of buffers is the largest number of lifetimes that overlap. Pass only lifetimes that may share buffers,
+    such as the activations of stages of the same size.
 
     Args:
-        lifetimes: of one worker, all or some of them.
+        lifetimes: all lifetimes of one worker, or some of them.
 
     Returns:
-        For each the number of its buffer, counted from 0.
+        For each lifetime the number of its buffer, counted from 0.
 
     >>> from gpipe.schedule import one_forward_one_backward
     >>> first, last = lifetimes(one_forward_one_backward(8, 2), [0, 1])
@@ -106,10 +106,10 @@ def _lifetimes(steps: Sequence[Step], arrivals: dict[Step, int]) -> Iterator[Lif
 
 
 def _arrivals(walk: Walk, placement: Sequence[int]) -> dict[Step, int]:
-    """For each step that needs what another one made, the first step of its worker during which that may be there."""
+    """For each step that needs the result of another one, the first step of its worker during which that may exist."""
     arrivals: dict[Step, int] = {}
-    # How many steps of each worker have ended for sure before the next one of this worker begins; and what a step knows
-    # of that when it ends, which goes with what it sends.
+    # The number of steps of each worker that have certainly ended before the next step of this worker begins; and what
+    # is known of that at the end of a step, which is passed on with what it sends.
     ended = [[0] * len(walk) for _ in walk]
     sent: dict[Step, list[int]] = {}
     for step in replay(walk):
@@ -117,7 +117,7 @@ def _arrivals(walk: Walk, placement: Sequence[int]) -> dict[Step, int]:
         for needed in requirement(step):
             if needed in sent:
                 known = sent.pop(needed)
-                # On its own worker it is there during the step that makes it.
+                # On its own worker the result exists from the step on that computes it.
                 arrivals[step] = known[worker] - (placement[needed.stage] == worker)
                 ended[worker] = list(map(max, ended[worker], known))
         ended[worker][worker] += 1

@@ -1,4 +1,4 @@
-"""Schedules of two stages a worker, which micro-batches pass in the shape of a V: down all workers, and up again."""
+"""Schedules with two stages on each worker, in the shape of a V: through all workers forth, and back."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ._makespan import Lane
 from ._modes import Stops
 from ._schedule import Schedule
 
-# What a worker does next, without its micro-batch: of each kind these come in order. 0 is its stage on the way down, 1
-# that on the way up.
+# The next step of a worker, without its micro-batch: for each kind and stage, micro-batches come in order. 0 is the
+# worker's first stage, on the way forth, 1 its second, on the way back.
 Turn = tuple[Kind, int]
 _F0, _F1 = (Kind.FORWARD, 0), (Kind.FORWARD, 1)
 _B0, _B1 = (Kind.BACKWARD, 0), (Kind.BACKWARD, 1)
@@ -22,10 +22,10 @@ _W0, _W1 = (Kind.BACKWARD_WEIGHT, 0), (Kind.BACKWARD_WEIGHT, 1)
 
 
 def v_placement(stages: int) -> list[int]:
-    """The worker of each stage where these go down all workers, and up again: the first and the last stage share one.
+    """The worker of each stage in a V: stage j is on worker j, then back, so the first and the last stage share one.
 
     Args:
-        stages: n, how many there are.
+        stages: n, the number of stages.
 
     Returns:
         For each stage, the number of its worker.
@@ -41,13 +41,13 @@ def v_placement(stages: int) -> list[int]:
 
 
 def zbv(microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None) -> Schedule:
-    """ZB-V: no bubble at all, and no more held than under 1F1B.
+    """ZB-V: no bubble, and no more activations than under 1F1B.
 
-    Stage j runs on worker j on the way down, and on worker n − 1 − j on the way up, so that the backward begins where
-    the forward did. If a forward and both parts of the backward of a stage take the same time f, and m ≥ n − 1, no
-    worker of the k = n / 2 waits between its first step and its last one, and all is over after (6m + k − 1)f: worker r
-    begins by r·f later. Each holds at most n micro-batches of one stage, as much as the k of both that the first worker
-    holds under 1F1B.
+    Stage j is on worker j in the first half, and on worker n − 1 − j in the second, so the last stage, where backwards
+    begin, is on the first worker. If a forward and both parts of the backward of a stage each take the time f, and m ≥
+    n − 1, none of the k = n / 2 workers waits between its first step and its last. Worker r begins at r·f, and the step
+    ends at (6m + k − 1)f. Each worker holds at most n micro-batches of one stage, as much as the k micro-batches of two
+    stages that the first worker holds under 1F1B.
 
     Source: ZB-V (Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362)::
 
@@ -55,10 +55,10 @@ def zbv(microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Colle
         .    F0@1 F0@2 F1@1 F1@2 I0@2 W0@2 F2@1 I0@1 W0@1 F2@2 I1@2 W1@2 I1@1 I2@2 I2@1 W1@1 W2@2 W2@1
 
     Args:
-        microbatches: m, how many there are.
-        stages: n, how many there are, an even number.
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages, which is even.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
-        split: the stages whose backward is split, by default all; the others do all of it where its first part was.
+        split: the stages whose backward is split, by default all; the others compute it at the place of its first part.
 
     Returns:
         A program for each stage.
@@ -76,14 +76,15 @@ def zbv_lanes(
 
 
 def _zbv(m: int, k: int, r: int) -> Iterator[Turn]:
-    # Micro-batch 0 is back after as many forwards; from then on there is always one of both ways, or a backward.
+    # Micro-batch 0 is back after this many forwards; from then on there is always a forward of each half, or a
+    # backward.
     m = max(m, 2 * k - 1)
     yield from [_F0] * (2 * (k - r) - 1)
     yield from [_F1, _F0] * r
     yield from [_F1, _I1, _W1] * (k - r)
     yield from [_F0, _I0, _W0, _F1, _I1, _W1] * (m - (2 * k - r - 1))
     yield from [_I0, _W0, _F1, _I1, _W1] * (k - r - 1)
-    # Gradients leave at once now: the workers before wait for them.
+    # From here on gradients of inputs are computed first: the workers before wait for them.
     yield from [_I0, _I1] * r
     yield from [_I0, _W0] * (k - r)
     yield from [_W1] * r + [_W0] * r
@@ -92,24 +93,24 @@ def _zbv(m: int, k: int, r: int) -> Iterator[Turn]:
 def dualpipev(
     microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None
 ) -> Schedule:
-    """DualPipeV: forwards and backwards in pairs, of the one way and of the other.
+    """DualPipeV: in the middle of the run, forwards of one half are paired with backwards of the other.
 
-    The half of DualPipe that has every parameter once: stages are placed as for :func:`zbv`. In the middle of the run a
-    forward of one way is followed by the backward of the other, which share nothing, so that what is copied for the one
-    can go on while the other computes. Backwards are split at both ends only, where that lets a worker begin earlier.
+    This is the half of DualPipe that has each parameter once, with stages placed as for :func:`zbv`. The forward and
+    the backward of a pair are independent, so the transfers of one overlap with the computation of the other. Backwards
+    are split at the begin and the end of the run only, where that lets a worker begin earlier.
 
-    With f the time of a forward of a stage, b that of a whole backward and w its part for the weights, the published
-    bubble is (k − 1)(f&b + b − 3w) on k = n / 2 workers, for m ≥ n, where f&b is what a pair takes. Here the two of a
-    pair run one after the other, f&b = f + b, and the bubble is at most that where f ≤ b and 2w ≤ b; where f = w and
+    Let f be the time of a forward of a stage, b that of a whole backward, w that of its part for the weights, and f&b
+    that of a pair. The published bubble is (k − 1)(f&b + b − 3w) on k = n / 2 workers, for m ≥ n. Here the two actions
+    of a pair run one after the other, so f&b = f + b, and the bubble is at most that if f ≤ b and 2w ≤ b; if f = w and
     b = 2f it is (k − 1)f. Each worker holds at most n + 1 micro-batches of one stage.
 
-    Source: DualPipe (DeepSeek-V3, arXiv 2412.19437), and its cut in half, https://github.com/deepseek-ai/DualPipe.
+    Source: DualPipe (DeepSeek-V3, arXiv 2412.19437), and DualPipeV, https://github.com/deepseek-ai/DualPipe.
 
     Args:
-        microbatches: m, how many there are.
-        stages: n, how many there are, an even number.
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages, which is even.
         checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
-        split: the stages that split backwards, by default all; the others do all of it where its first part was.
+        split: the stages that split backwards, by default all; the others compute them at the place of the first part.
 
     Returns:
         A program for each stage.
@@ -133,7 +134,7 @@ def _dualpipev(m: int, k: int, r: int) -> Iterator[Turn]:
     yield from [_I1, _W1, _F1] * behind
     yield from [_F0, _B1, _F1, _B0] * (m - (2 * k - r - 1))
     yield from [_B1, _F1, _B0] * behind
-    # From the middle on nobody has a forward any more to fill the time until a gradient comes.
+    # From the middle on a worker has no more forwards to fill the time until a gradient arrives.
     yield from ([_B1, _B0] * (r + 1))[: r + 1]
     late = ([_I1, _I0] * (r + 1))[r + 1 :]
     yield from late
@@ -156,7 +157,7 @@ def _lanes(
 
 
 def _numbered(turns: Iterable[Turn], own: tuple[int, int]) -> Steps:
-    """The steps of a worker of these two stages. The oldest of those weights come first that were put off."""
+    """The steps of a worker with these two stages. Of the delayed weights the oldest come first."""
     forwards, backwards = (count(), count()), (count(), count())
     weights: tuple[deque[int], deque[int]] = (deque(), deque())
     for kind, way in turns:

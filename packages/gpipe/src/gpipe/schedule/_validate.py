@@ -1,4 +1,4 @@
-"""What makes a schedule one that trains."""
+"""The conditions under which a schedule trains all micro-batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
 
     Args:
         schedule: the program of each stage.
-        microbatches: how many there have to be.
+        microbatches: the number of micro-batches.
         placement: the worker of each stage.
 
     Raises:
-        ValueError: it does not; names the first action that is missing, or in the wrong place.
+        ValueError: it does not; the message names the first action that is missing or in the wrong place.
     """
     if len(schedule) != len(placement):
         raise ValueError(f"the schedule is for {len(schedule)} stages, the pipe has {len(placement)}")
@@ -70,7 +70,7 @@ def _expect_complete(j: int, i: int, seen: set[Action]) -> None:
 
 
 def in_flight(program: Program) -> int:
-    """The most micro-batches of which a stage with this program holds something at once.
+    """The largest number of micro-batches for which a stage with this program holds activations at the same time.
 
     Args:
         program: the actions of a stage.
@@ -80,7 +80,7 @@ def in_flight(program: Program) -> int:
     """
     held = most = 0
     for kind, _ in program:
-        # A backward for the inputs is followed by one for the weights, which reads the rest.
+        # After a backward for the inputs, the one for the weights still reads some of the activations.
         held += (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
         most = max(most, held)
     return most
