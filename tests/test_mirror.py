@@ -20,6 +20,7 @@ ELSEWHERE = {
     "_plan/_measure": "plan_memory",
     "_plan/_memory_pieces": "plan_memory",
     "_plan/_moments": "plan_memory",
+    "_plan/_neighbours": "plan_search",
     "_plan/_placed": "plan_search",
     "_plan/_search": "plan_search",
     "_plan/_search_pieces": "plan_search",

@@ -19,7 +19,8 @@ from gpipe._plan import _calibrate
 from gpipe._plan._calibrate import calibrated, learned
 from gpipe._plan._candidate import Candidate, replayed, simplicity
 from gpipe._plan._costs import Measured
-from gpipe._plan._finals import CLOSE, STEPS, Trial, finalists, key, neighbours, race
+from gpipe._plan._finals import CLOSE, STEPS, Trial, finalists, key, race
+from gpipe._plan._neighbours import neighbours
 from gpipe._plan._search import search
 from gpipe.schedule import Kind, named
 from gpipe.simulate import simulate

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from gpipe._plan import _search
 from gpipe._plan._arguments import read_chunks
 from gpipe._plan._candidate import replayed, stops_of
 from gpipe._plan._costs import Measured
 from gpipe._plan._infeasible import explain
 from gpipe._plan._memory import held_by
+from gpipe._plan._neighbours import neighbours
 from gpipe._plan._search import NEAR, candidates, search
 from gpipe.schedule import in_flight, named
 from gpipe.simulate import simulate
@@ -22,6 +25,7 @@ from .plans import SCHEDULES, everything, fits, measured_of, measurements, space
 
 pytestmark = pytest.mark.timeout(120)
 EQUAL = measured_of([(1e-3, 400, 10, 10)] * 24, 2)
+UNEVEN = measured_of([(seconds, 10, 10, 10) for seconds in (1e-3, 2e-3, 2e-3, 5e-3, 5e-3)], 2)
 
 few = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -57,6 +61,34 @@ def test_pieces_fit_and_make_no_plan_slower(measured: Measured, share: float):
     whole, found = search(space_of(measured, memory)), search(space := space_of(measured, memory, pieces=True))
     assert all(fits(space, each) for each in found)
     assert not whole or found[0].seconds <= whole[0].seconds
+
+
+@settings(few, max_examples=25)
+@given(measurements(), st.floats(0.2, 1.2), st.booleans())
+@example(UNEVEN, 1.2, False)
+def test_balances_nearby_make_no_plan_slower_and_none_is_faster_than_the_fastest(
+    measured: Measured, share: float, pieces: bool
+):
+    space = space_of(measured, max(1, round(share * search(space_of(measured))[0].fullest)), pieces=pieces)
+    with patch.object(_search, "improved", lambda _, each: each):
+        before = search(space)
+    found = search(space)
+    assert bool(found) == bool(before)
+    assert all(fits(space, each) for each in found)
+    if found:
+        assert found[0].seconds <= before[0].seconds
+        fastest = min(found, key=lambda each: each.seconds)
+        assert all(each.seconds >= fastest.seconds for each in neighbours(space, fastest))
+
+
+def test_with_two_micro_batches_the_first_stage_has_more_to_do():
+    """Which the closed form cannot tell: it is the same for either stage."""
+    space = replace(space_of(UNEVEN), chunks=(2,), schedules=("1f1b",))
+    with patch.object(_search, "improved", lambda _, each: each):
+        before = search(space)[0]
+    best = search(space)[0]
+    assert best.seconds < 0.97 * before.seconds
+    assert best.sizes[0] > before.sizes[0]
 
 
 def test_pieces_of_equal_layers_are_quicker_than_whole_stages():

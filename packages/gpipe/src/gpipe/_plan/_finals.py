@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 
-from ..schedule._flags import moved
 from ..timeline import Timeline
-from ._candidate import Candidate, Space, by_seconds, candidate_of, lacking, simplicity, with_replay
+from ._candidate import Candidate, Space, by_seconds, simplicity
+from ._neighbours import neighbours
 
 CLOSE = 0.02
 """Ways that differ by less than this share count as equally fast; medians of a few steps are no better known."""
@@ -48,8 +48,8 @@ class Trial:
 def finalists(space: Space, found: Sequence[Candidate], step: float) -> list[Candidate]:
     """The ways that are worth a trial, the one expected to be the fastest first.
 
-    The search finds one balance for each schedule and number of chunks, by a closed form. So those with a layer on the
-    other side of a cut are looked at too. Of schedules that are expected to tie, the simplest stands for all.
+    Beside what was found those with a layer on the other side of a cut are looked at, which predictions tell little
+    apart. Of schedules that are expected to tie, the simplest stands for all.
 
     Args:
         space: what was searched.
@@ -62,19 +62,6 @@ def finalists(space: Space, found: Sequence[Candidate], step: float) -> list[Can
     worth = [each for each in ways if each.seconds <= _WORTH * fastest and not any(_stands_for(x, each) for x in ways)]
     affordable = int(_SECONDS / (2 * STEPS * step))
     return by_seconds(worth)[: max(2, min(_MOST, affordable))]
-
-
-def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
-    """Candidates that differ by a layer on the other side of a cut, and fit, with the seconds of a replay."""
-    sizes = candidate.sizes
-    for j, more in [(j, more) for j in range(len(sizes) - 1) for more in (1, -1)]:
-        others = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])
-        if min(others) < 1:
-            continue
-        modes = tuple(moved(candidate.modes, sizes, others))
-        near = candidate_of(space, candidate.costs, candidate.schedule, others, modes)
-        if bool(near.split) == bool(candidate.split) and not lacking(space, near):
-            yield with_replay(near)
 
 
 def race(ways: Sequence[Candidate], try_out: Callable[[Candidate], Trial]) -> list[Trial]:

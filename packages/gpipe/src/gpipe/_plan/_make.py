@@ -67,11 +67,11 @@ def plan(
     Layers are profiled one by one at a few sizes of micro-batches, and the engine with stages that do nothing. For each
     number of chunks and each schedule, the best balance and modes are found together (:func:`blockpartition.place`)
     and, if memory is short, the layers of a stage to recompute so that it just fits. The fastest candidates are
-    simulated action by action. Among those within 5 % of the fastest, the one with the fewest chunks is preferred,
-    then 1F1B, then the fastest; never one that is slower than if only whole stages could be recomputed. A copy of the
-    model is trained with it for a few steps, and the measured times of its cells correct the costs. Then up to five
-    candidates that are expected to be about as fast are trained in turns, and the plan is the simplest of those within
-    2 % of the fastest.
+    simulated action by action, and balances with a layer on the other side of a cut as long as they are faster. Among
+    those within 5 % of the fastest, the one with the fewest chunks is preferred, then 1F1B, then the fastest; never one
+    that is slower than if only whole stages could be recomputed. A copy of the model is trained with it for a few
+    steps, and the measured times of its cells correct the costs. Then up to five candidates that are expected to be
+    about as fast are trained in turns, and the plan is the simplest of those within 2 % of the fastest.
 
     Args:
         model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is not changed.

@@ -92,4 +92,4 @@ def _reason(best: Candidate, other: Candidate) -> str:
         return f"{speed}, with {'more' if other.chunks > best.chunks else 'fewer'} chunks"
     if other.schedule != best.schedule:
         return f"{speed}, less simple than {best.schedule}"
-    return f"{speed}, holds more"
+    return f"{speed}, {'holds more' if other.fullest > best.fullest else 'another balance'}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ._candidate import Candidate, Space, by_seconds, candidate_of, lacking, simplicity, with_replay
 from ._costs import Costs
+from ._neighbours import descended, improved
 from ._placed import PARTS, Objective, best_placed
 from ._search_pieces import Pieces
 
@@ -29,15 +30,31 @@ _TRIES = 2  # where whole stages fit
 def search(space: Space) -> list[Candidate]:
     """The ways to train that fit, the best first: the simplest of those near the fastest, then all by their time.
 
-    The best is no slower than it would be if only whole stages could be computed again.
+    The best is no slower than it would be if only whole stages could be computed again, or if balances were chosen by
+    the closed form alone.
     """
     found = by_seconds(candidates(space))
     whole = _replayed_first([each for each in found if not each.in_pieces])
-    replayed = by_seconds([*whole, *_replayed_first([each for each in found if each.in_pieces])])
-    if not replayed:
+    pieces = _replayed_first([each for each in found if each.in_pieces])
+    if not found:
         return []
-    best = _simplest(replayed, _simplest(whole, math.inf).seconds if whole else math.inf)
-    return [best, *(each for each in replayed if each is not best)]
+    before = _simplest(by_seconds([*whole, *pieces]), _bound(whole)).seconds
+    whole = _with_improved(space, whole)
+    every = _with_improved(space, by_seconds([*whole, *pieces])) if pieces else whole
+    best = _simplest(every, min(before, _bound(whole)))
+    return [best, *(each for each in every if each is not best)]
+
+
+def _with_improved(space: Space, found: Sequence[Candidate]) -> list[Candidate]:
+    """These, and better balances of the simplest and of the fastest of them, if there are any."""
+    starts = {id(each): each for each in (found[0], _simplest(found, math.inf))} if found else {}
+    nearby = [improved(space, each) for each in starts.values()]
+    return by_seconds([*found, *(each for each in nearby if id(each) not in starts)])
+
+
+def _bound(found: Sequence[Candidate]) -> float:
+    """The seconds of the simplest of those near the fastest, if there are any."""
+    return _simplest(found, math.inf).seconds if found else math.inf
 
 
 def _replayed_first(found: Sequence[Candidate]) -> list[Candidate]:
@@ -54,10 +71,6 @@ def _simplest(found: Sequence[Candidate], most: float) -> Candidate:
     return min(
         (each for each in found if each.seconds <= limit), key=lambda each: (*simplicity(each)[:2], each.seconds)
     )
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
@@ -110,13 +123,8 @@ def _in_pieces(space: Space, free: Candidate, whole: Candidate | None) -> Candid
         *([whole.sizes] if whole else []),
         *_by_parts(space, free, ways, _TRIES if whole else _REPAIRS),
     ]
-    best = min(filter(None, map(at, dict.fromkeys(starts))), key=_seconds, default=None)
-    while best is not None:
-        nearer = min(filter(None, map(at, _eased(best))), key=_seconds, default=best)
-        if nearer.seconds >= best.seconds:
-            break
-        best = nearer
-    return best
+    found = by_seconds(filter(None, map(at, dict.fromkeys(starts))))
+    return descended(found[0], lambda best: filter(None, map(at, _eased(best)))) if found else None
 
 
 def _by_parts(space: Space, free: Candidate, ways: Pieces, tries: int) -> Iterator[tuple[int, ...]]:
