@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 Stops = int | Sequence[int]
 """The first micro-batch that is not checkpointed: one number for all stages, or one for each."""
 
-_STOP: dict[str, Callable[[int], int]] = {
-    "always": lambda microbatches: microbatches,
-    "except_last": lambda microbatches: max(0, microbatches - 1),
-    "never": lambda microbatches: 0,
-}
-CHECKPOINT_MODES = tuple(_STOP)
+CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 def checkpoint_stops(checkpoint: str | Sequence[str], microbatches: int, stages: int) -> tuple[int, ...]:
@@ -36,9 +31,10 @@ def checkpoint_stops(checkpoint: str | Sequence[str], microbatches: int, stages:
     if len(modes) != stages:
         raise ValueError(f"checkpoint: expected a mode for each of {stages} stages, got {len(modes)}: {modes}")
     for mode in modes:
-        if mode not in _STOP:
-            raise ValueError(f"checkpoint: expected one of {', '.join(map(repr, _STOP))}, got {mode!r}")
-    return tuple([_STOP[mode](microbatches) for mode in modes])
+        if mode not in CHECKPOINT_MODES:
+            raise ValueError(f"checkpoint: expected one of {', '.join(map(repr, CHECKPOINT_MODES))}, got {mode!r}")
+    stop = {"always": microbatches, "except_last": max(0, microbatches - 1), "never": 0}
+    return tuple(map(stop.__getitem__, modes))
 
 
 def stop_of_each(checkpoint_stop: Stops, stages: int) -> tuple[int, ...]:
