@@ -256,7 +256,7 @@ class GPipe(Stepping):
         self._expect_callable()
         batches, versions = self._cut(inputs)
         outputs = self._pipeline.forward(batches, self._checkpoint_stops(len(batches)), versions)
-        return gathered(outputs, [batch.rows for batch in batches], self.out_spec)
+        return gathered(outputs, batches, self.out_spec)
 
     def close(self) -> None:
         """End the threads of this pipe; without this call, they end when it is freed. Using the pipe again starts new

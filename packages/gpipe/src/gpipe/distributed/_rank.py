@@ -233,7 +233,7 @@ class Rank(Stepping):
             outputs = self._pipeline.outputs(batches)
         if not self._pipeline.ends:
             return None
-        found = gathered(outputs, [batch.rows for batch in batches], self.out_spec)
+        found = gathered(outputs, batches, self.out_spec)
         return found if ending is None else ending(Inputs.of(unwrap(given)[0]), found, self.training)
 
     def close(self) -> None:

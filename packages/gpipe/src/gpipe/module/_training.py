@@ -64,7 +64,7 @@ def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, options: L
 
 def _outputs(losses: Losses, batches: Sequence[Batch], out_spec: Any) -> Any:
     try:
-        return gathered([losses.outputs[i] for i in range(len(batches))], [batch.rows for batch in batches], out_spec)
+        return gathered([losses.outputs[i] for i in range(len(batches))], batches, out_spec)
     except (TypeError, ValueError) as error:
         if isinstance(losses, LossStage):
             add_note(error, "the step itself is complete: its gradients are in .grad")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ._leaves import Activation
 from ._sharing import SEEN, guarded, ties_of, unchangeable
 
 
-def gathered(outputs: Sequence[Activation], rows: Sequence[tuple[int, ...]], spec: Any = None) -> Any:
+def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any = None) -> Any:
     """The output, of the outputs of the last stage for each micro-batch.
 
     Tensors that share memory in a micro-batch are views of what its sources make together, where each row of a view
@@ -24,7 +25,7 @@ def gathered(outputs: Sequence[Activation], rows: Sequence[tuple[int, ...]], spe
 
     Args:
         outputs: one for each micro-batch.
-        rows: how many rows went into each micro-batch.
+        batches: the micro-batches that went in, of which only the rows count.
         spec: how leaves are put together, as :func:`microbatch.gather` takes it.
     """
     if len(outputs) == 1:
@@ -32,13 +33,16 @@ def gathered(outputs: Sequence[Activation], rows: Sequence[tuple[int, ...]], spe
     values = [output.value for output in outputs]
     shared = [output for output in outputs if output.ties or type(output.value) is Aliased]
     plain = map(unpacked, values) if shared else values
-    whole = gather(map(Batch, plain, rows), spec)
+    whole = gather(map(Batch, plain, map(_rows, batches)), spec)
     if len(outputs) == 1 or not shared:
         return whole
     if spec is None and all(isinstance(value, Aliased) for value in values) and _by_rows(values):
         return _together(values)
     flags = iter(_shared(outputs[0]))
     return map_tensors(lambda tensor: unchangeable(tensor) if next(flags) else tensor, whole)
+
+
+_rows = attrgetter("rows")
 
 
 def _together(values: Sequence[Aliased]) -> Any:
