@@ -1,4 +1,4 @@
-"""Cut a mini-batch into micro-batches and put it together again."""
+"""Cut a mini-batch into micro-batches, and concatenate the results."""
 
 from ._arguments import Arguments as Arguments
 from ._batch import Batch as Batch

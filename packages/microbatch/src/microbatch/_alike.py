@@ -1,4 +1,6 @@
-"""Whether what micro-batches hold in one place goes together: of one kind, with a row for each that went in."""
+"""Checks of the leaves that micro-batches have in one place: same kind, same shape, and one row for each of the
+input's.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +17,7 @@ def aligned(first: Any, other: Any, where: str, path: str) -> Iterator[Any]:
     """The leaves of `other` in the order of those of `first`: mappings may have their keys in another order.
 
     Raises:
-        ValueError: begins with `where`, and names the place where the two trees part.
+        ValueError: the trees differ; the message begins with `where`, and names the place.
     """
     ours, theirs = children(first), children(other)
     if ours is None and theirs is None:
@@ -37,7 +39,7 @@ def _same_labels(first: Any, ours: list[tuple[str, Any]], theirs: list[tuple[str
 
 
 def _same_node(first: Any, other: Any) -> bool:
-    """Whether the trees are the same at their top, where the order of keys does not matter."""
+    """Whether the roots of the two trees are equal, in any order of keys if that does not matter."""
     return type(first) is type(other) and (isinstance(first, Mapping) or _top(first) == _top(other))
 
 
@@ -57,7 +59,7 @@ def expect_tensors(parts: Sequence[Any], place: Place) -> None:
             raise TypeError(
                 f"{place} is a tensor in micro-batch 0 but of type {type(part).__name__} in micro-batch {i}"
             )
-        # torch.cat would promote the one and skip the other without a word.
+        # torch.cat would promote the first and skip the second without an error.
         if part.dtype is not first.dtype or part.dim() != first.dim():
             raise unlike(first, part, i, place)
 
@@ -74,7 +76,7 @@ def kind(tensor: Tensor) -> str:
 
 
 def same(parts: Sequence[Any], place: Place) -> Any:
-    """The first, if all others are equal to it; not-a-number is equal to itself."""
+    """The first part if all others are equal to it, where NaN equals NaN; else ValueError."""
     first = parts[0]
     for i, part in enumerate(parts):
         if not _equal(first, part):
@@ -104,10 +106,10 @@ def _equal_tensors(first: Tensor, other: Tensor) -> bool:
 
 
 def expect_rows(parts: Sequence[Tensor], batches: Sequence[Batch], place: Place) -> None:
-    """ValueError where dimension 0 of the parts cannot be made of the rows of their micro-batches.
+    """Raise ValueError if dimension 0 of the parts does not follow the rows of their micro-batches.
 
-    It may be k times the rows, with one k for all, so that tokens that were flattened into one dimension pass. A single
-    micro-batch is not concatenated, and where rows are not known nothing can be said.
+    It may be k times the rows, with the same k for all parts: tokens that were flattened into one dimension are valid.
+    A single micro-batch is not checked, nor parts whose rows are unknown.
     """
     if len(parts) == 1 or _are_rows(parts, batches):
         return
@@ -118,7 +120,7 @@ def expect_rows(parts: Sequence[Tensor], batches: Sequence[Batch], place: Place)
 
 
 def _are_rows(parts: Sequence[Tensor], batches: Sequence[Batch]) -> bool:
-    """Whether all is as it nearly always is: one row for one row."""
+    """Whether each part has one entry for each row, which is the usual case."""
     for part, batch in zip(parts, batches, strict=True):
         if not batch.rows or part.shape[0] != batch.rows[0]:
             return False
@@ -140,7 +142,7 @@ def weights(batches: Sequence[Batch], place: Place) -> list[float]:
 def _are_tokens(parts: Sequence[Tensor], sizes: Sequence[int], rows: Sequence[int]) -> bool:
     """Whether dimension 0 is k times the rows.
 
-    If at the same time another dimension is exactly the rows, as in (time, rows, features), that one is meant.
+    False if another dimension is exactly the rows, as in (time, rows, features): then that dimension is meant.
     """
     times = sum(sizes) // max(1, sum(rows))
     follows = all(size == times * row for size, row in zip(sizes, rows, strict=True))

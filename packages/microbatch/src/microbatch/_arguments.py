@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 
 class Arguments(NamedTuple):
-    """What a model is called with, where that is not one positional argument: `model(*args, **kwargs)`.
+    """The arguments of a call `model(*args, **kwargs)`, unless it has only one positional argument.
 
-    A named tuple like any other: it is cut branch by branch, and `Arguments((None,), {'mask': Replicate()})` is a spec
-    for it.
+    It is a named tuple, so each argument is cut, and `Arguments((None,), {'mask': Replicate()})` is a spec for it.
 
     >>> import torch
     >>> from microbatch import scatter

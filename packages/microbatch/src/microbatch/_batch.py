@@ -1,4 +1,4 @@
-"""One value with one way to get at its tensors."""
+"""A value together with its tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ Function = Callable[[Any], Any]
 class Batch:
     """A mini-batch or a micro-batch: a tensor (*atomic*), a tuple of tensors, or a tree of them.
 
-    The value stays what it is, a one-tuple a one-tuple and a dict a dict. Iteration, `len`, indexing and `.tensors` run
-    over the tensors in it, in tree order; what is no tensor is only in `.value`. Nothing is copied, nothing is checked.
+    `.value` is the value as it was passed. Iteration, `len`, indexing and `.tensors` are over the tensors in it, in
+    tree order; leaves that are not tensors are in `.value` only. Nothing is copied or checked.
 
     `.rows` is the number of rows that `scatter` put into this micro-batch: one number for each different number of rows
     among the tensors that it cut, so usually one. `call` passes it on, and `gather` checks outputs with it. It is empty
@@ -38,7 +38,7 @@ class Batch:
 
     @property
     def atomic(self) -> bool:
-        """Whether the value is one bare tensor."""
+        """Whether the value is a single tensor."""
         return isinstance(self.value, Tensor)
 
     @property
@@ -64,10 +64,10 @@ class Batch:
         """`function(value)` in a new batch: one argument, as nn.Sequential passes it.
 
         Args:
-            function: from a value to anything, such as a layer.
+            function: takes the value, such as a layer.
 
         Returns:
-            What it gave, with the rows of this batch.
+            What `function` returned, with the rows of this batch.
         """
         return Batch(function(self.value), self.rows)
 

@@ -1,4 +1,4 @@
-"""Tensors one after the other."""
+"""Concatenate tensors."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """`torch.cat`, also for tensors of a dtype that the autocast around it does not know.
+    """`torch.cat`, also for dtypes that it refuses under autocast.
 
     Under autocast to bfloat16, `torch.cat` refuses float16 and float8, and under float16 it refuses bfloat16.
 

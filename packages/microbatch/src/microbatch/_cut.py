@@ -1,4 +1,4 @@
-"""Cutting one tensor: how many rows each part gets, and parts of which an in-place change of one is none of another."""
+"""Cut one tensor: the number of rows of each part, and parts with version counters of their own."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -12,19 +12,19 @@ from ._versions import Versions, counter
 
 Sizes = tuple[int, ...]
 Chunks = int | Iterable[int]
-"""How many micro-batches to make at most, or the rows of each."""
+"""The largest number of micro-batches to make, or the rows of each."""
 Deal = Callable[[int], Sizes]
-"""From the rows of a tensor to those of each of its micro-batches."""
+"""A function from the rows of a tensor to those of each of its micro-batches."""
 Cut = Callable[[Tensor, Sizes, int], Sequence[Tensor]]
 
 
 def dealer(chunks: Any) -> Deal:
-    """What deals rows so that there are `chunks` micro-batches, or so that they have these sizes whatever the rows.
+    """A function that divides rows into `chunks` micro-batches, or into the sizes that `chunks` lists.
 
     Raises:
         TypeError, ValueError: `chunks` is neither an integer of at least 1 nor some sizes of at least 0.
     """
-    # Asked before it is tried: torch.compile of PyTorch 2.11 cannot trace a TypeError of operator.index.
+    # Tested rather than tried: torch.compile of PyTorch 2.11 cannot trace a TypeError of operator.index.
     if isinstance(chunks, list | tuple):
         return _sizes(_explicit(chunks))
     try:
@@ -38,7 +38,7 @@ def _sizes(sizes: Sizes) -> Deal:
 
 
 def remembering(deal: Deal) -> Deal:
-    """``deal``, asked once for each number of rows; not by functools.cache, which torch.compile cannot trace."""
+    """``deal``, called once for each number of rows. Not by functools.cache, which torch.compile cannot trace."""
     known: dict[int, Sizes] = {}
 
     def remembered(rows: int) -> Sizes:
@@ -50,7 +50,7 @@ def remembering(deal: Deal) -> Deal:
 
 
 def _evenly(chunks: int, rows: int) -> Sizes:
-    """As `torch.chunk`: blocks of the size rounded up, until none is left."""
+    """Sizes as those of `torch.chunk`: rows / chunks rounded up, until none are left."""
     if not rows:
         return (0,) * chunks
     size = -(-rows // chunks)
@@ -77,11 +77,12 @@ def _explicit(chunks: Any) -> Sizes:
 
 
 def copies(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
-    """Parts in memory of their own, through which gradients flow back."""
+    """Copies of the parts, through which gradients flow back."""
     if len(sizes) == 1:
         return (tensor,)
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        # What follows is neither traced nor transformed: it relies on versions, and on an operator without rules.
+        # The rest is neither traced nor transformed: it uses version counters, and an operation without a functorch
+        # rule.
         return [part.clone() for part in tensor.split_with_sizes(sizes, dim)]
     copy = tensor.clone()
     if copy.grad_fn is not None:
@@ -90,12 +91,12 @@ def copies(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
 
 
 def views(versions: Versions) -> Cut:
-    """A cut into parts that share the memory of their tensor, detached; `versions` watches them."""
+    """A cut into detached parts that share the memory of their tensor; `versions` tracks in-place changes."""
 
     def view(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
         source = tensor.detach()
         if len(sizes) == 1:
-            return (source,)  # no siblings: it counts with its source
+            return (source,)  # a single part: it shares the version counter of its source
         parts = _own_versions(source, sizes, dim)
         versions.add(source, parts)
         return parts
@@ -104,17 +105,17 @@ def views(versions: Versions) -> Cut:
 
 
 def _own_versions(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
-    """Views with a version counter each: what is unsafe is that autograd knows of no relation."""
+    """Views with a version counter each: autograd does not know that they share memory, so `versions` has to."""
     return tensor.unsafe_split_with_sizes(sizes, dim)
 
 
 class _Unchanged:
-    """Notices in backward that the source of a copy was changed in place."""
+    """Raises in the backward if the source of a copy was changed in place."""
 
     __slots__ = ("_counter", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Not a saved tensor: that would show the whole source to saved-tensor hooks, which may copy it elsewhere.
+        # Not a saved tensor, which would pass the whole source to saved-tensor hooks; these may copy it.
         self._counter, self._version = counter(tensor), tensor._version
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:

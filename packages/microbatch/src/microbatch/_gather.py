@@ -1,4 +1,4 @@
-"""Micro-batches to mini-batch."""
+"""Join micro-batches into a mini-batch."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +16,8 @@ from ._tree import Place, flatten, is_tensors, unflatten
 
 
 def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
-    """The value that `scatter` would have cut into `batches`: rows concatenated, gradients flowing back into each.
+    """Join the values of `batches`, as the inverse of `scatter`: rows are concatenated. Gradients flow back into each
+    batch.
 
     A tensor without a rule in the spec must have as many entries on dimension 0 as its micro-batch has rows, or k times
     as many, if `Batch.rows` is known. Otherwise it does not have a row for each sample, and needs a rule in the spec.
@@ -24,7 +25,7 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
 
     Args:
         batches: the micro-batches, in order. A single one is returned as it is, not copied.
-        spec: how leaves are put together, as a tree of rules that is a prefix of the value. `Split(dim)`: concatenated
+    spec: how leaves are joined, as a tree of rules that is a prefix of the value. `Split(dim)`: concatenated
             along `dim`, whatever the sizes. `Mean()`: averaged by rows. `Sum()`: added up. `Replicate()`: the leaves
             must be equal, and the first is returned; comparing tensors waits for their device, unless they are one
             object. None must be None everywhere.
@@ -33,9 +34,9 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
         A value of the structure of the batches' values.
 
     Raises:
-        TypeError: something that is no Batch; a leaf that is neither tensor nor None and is not replicated.
-        ValueError: no micro-batches; micro-batches that differ in structure, dtype, device, or shape beyond the rows; a
-            tensor that does not follow the rows, or has no dimensions, such as a loss. Each names the path, as in
+        TypeError: an entry is not a Batch; a leaf is neither a tensor nor None and is not replicated.
+        ValueError: there are no micro-batches; they differ in structure, dtype, device, or shape beyond the rows; a
+            tensor does not follow the rows, or has no dimensions, such as a loss. The message names the path, as in
             `output['logits']`.
 
     >>> import torch
@@ -107,7 +108,7 @@ def _concatenate(parts: Sequence[Tensor], dim: int, place: Place) -> Tensor:
         for i, part in enumerate(parts):
             if _but_rows(part, dim) != _but_rows(first, dim):
                 raise unlike(first, part, i, place) from None
-        if first.is_quantized or type(first) is not Tensor:  # neither need know every operator
+        if first.is_quantized or type(first) is not Tensor:  # these may not implement the operators that follow
             raise TypeError(f"{place} is {kind(first)}, which torch cannot concatenate: {error}") from error
         raise
 

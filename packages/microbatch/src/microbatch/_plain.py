@@ -1,4 +1,4 @@
-"""Dataclasses and mappings that nobody registered with torch: they are trees all the same."""
+"""Dataclasses and mappings that are not registered with torch: they are trees too."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -11,14 +11,14 @@ from ._rules import Mean, Replicate, Split, Sum
 
 
 class Shape(NamedTuple):
-    """What is left of such a value without its branches."""
+    """Such a value without its branches."""
 
     type: type
     names: tuple[Any, ...]
 
 
 class Opened:
-    """Such a value as torch's pytrees see it: flattened it is its branches, put together again what it was."""
+    """Such a value as a node of torch's pytrees: its branches are children, and unflattening makes the value again."""
 
     __slots__ = ("value",)
 
@@ -27,7 +27,7 @@ class Opened:
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether what torch calls a leaf is a dataclass or a mapping."""
+    """Whether a leaf of torch's pytrees is a dataclass or a mapping."""
     if isinstance(leaf, Tensor) or leaf is None:
         return False
     if is_dataclass(leaf):
@@ -36,14 +36,14 @@ def is_plain(leaf: Any) -> bool:
 
 
 def branches(value: Any) -> list[tuple[str, Any]]:
-    """The fields of a dataclass in their order, or the items of a mapping in theirs, with their labels in a path."""
+    """The fields of a dataclass, or the items of a mapping, in order, with their labels in a path."""
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", value[key]) for key in value]
     return [(f".{field.name}", getattr(value, field.name)) for field in fields(value)]
 
 
 def opened(value: Any) -> Any:
-    """`value` with every such leaf opened, so that torch flattens it to the end."""
+    """`value` with every such leaf wrapped, so that torch flattens it completely."""
     return pytree.tree_map(lambda leaf: Opened(leaf) if is_plain(leaf) else leaf, value)
 
 
@@ -65,7 +65,7 @@ def _unflatten(values: Any, shape: Shape) -> Any:
 
 
 def _dataclass(kind: Any, named: dict[str, Any]) -> Any:
-    """Not by its constructor: what that has done to the fields, such as a scaling, must not be done again."""
+    """Make a dataclass without its constructor, which may have changed the fields, by scaling for example."""
     value = object.__new__(kind)
     for name, each in named.items():
         object.__setattr__(value, name, each)

@@ -1,4 +1,4 @@
-"""One value for all micro-batches out of one of each."""
+"""Combine one value of each micro-batch into one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ._tree import Place
 
 
 def reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], place: Place) -> Any:
-    """The sum of `parts`, or their mean by rows; gradients flow back into each."""
+    """The sum of `parts`, or their mean weighted by rows. Gradients flow back into each part."""
     if isinstance(parts[0], Tensor):
         _expect_one_shape(parts, rule, place)
     if len(parts) == 1:

@@ -1,11 +1,11 @@
-"""What may become of a leaf: the words of a spec."""
+"""The rules of a spec: how a leaf is cut and joined."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 
 class Nothing:
-    """Stands for the value of a rule that goes without one, since None is a value too."""
+    """The value of a rule without a value, since None is a value too."""
 
 
 def _is_constant(value: Any) -> bool:
@@ -14,13 +14,14 @@ def _is_constant(value: Any) -> bool:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Split:
-    """A rule: the tensor is cut, and concatenated, along `dim`. Or a value with this rule.
+    """A rule: the tensor is cut and concatenated along `dim`. Or a value with this rule.
 
-    In a spec, `Split(1)` says it of the leaf or branch in its place. Around an argument, `Split(x, dim=1)` says it of
-    `x`, and the micro-batches have the bare part of `x` there. Without either every tensor is split along dimension 0.
+    In a spec, `Split(1)` is the rule of the leaf or branch in its place. Around an argument, `Split(x, dim=1)` is the
+    rule of `x`; the micro-batches have a part of `x` there, without the rule. By default tensors are cut along
+    dimension 0.
 
     Raises:
-        TypeError: neither a dimension nor anything that could be split.
+        TypeError: neither a dimension nor a value is given.
 
     >>> import torch
     >>> from microbatch import scatter
@@ -46,9 +47,9 @@ class Split:
 
 @dataclass(frozen=True, repr=False)
 class Replicate:
-    """A rule: the leaf goes whole into every micro-batch. Or a value with this rule, as in `Replicate(mask)`.
+    """A rule: every micro-batch gets the whole leaf. Or a value with this rule, as in `Replicate(mask)`.
 
-    All micro-batches share it, so it must not be changed in place. Gradients add up. In `gather` it must be the same
+    All micro-batches share the leaf, so it must not be changed in place. Gradients add up. In `gather` it must be equal
     in all micro-batches, and the first is taken.
     """
 
@@ -62,21 +63,21 @@ class Replicate:
 class Mean:
     """A rule for `gather`: the mean over all rows, of a leaf that is a mean over the rows of its micro-batch.
 
-    Each micro-batch counts as many times as it has rows. The leaf is a tensor of any one shape, or a number.
+    Each micro-batch is weighted by its rows. The leaf is a number, or a tensor with the same shape in each micro-batch.
     """
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A rule for `gather`: the sum of the leaf over all micro-batches; a tensor of any one shape, or a number."""
+    """A rule for `gather`: the sum of the leaf over all micro-batches. The leaf is as for `Mean`."""
 
 
 Rule = Split | Replicate | Mean | Sum | None
 
 ROWS = Split(0)
-"""The rule of a tensor that nobody said anything of. `gather` checks the rows of this one only, known by identity."""
+"""The default rule of a tensor. `gather` checks rows for this rule alone, by identity, and not for other `Split(0)`."""
 
 
 def wraps(leaf: Any) -> bool:
-    """Whether `leaf` is a value with its rule around it."""
+    """Whether `leaf` is a rule with a value in it."""
     return isinstance(leaf, Split | Replicate) and leaf.value is not Nothing

@@ -1,4 +1,4 @@
-"""Mini-batch to micro-batches."""
+"""Cut a mini-batch into micro-batches."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,29 +15,30 @@ from ._versions import Versions
 
 
 def scatter(value: Any, chunks: Chunks, spec: Any = None) -> list[Batch]:
-    """At most `chunks` micro-batches, which `gather` puts together again.
+    """Cut `value` into at most `chunks` micro-batches. `gather` is the inverse.
 
-    Rows are dealt as `torch.chunk` deals them: 7 rows in 4 chunks are 2, 2, 2, 1, and 2 rows are 2 micro-batches; no
-    rows are `chunks` micro-batches of none. Tensors of one value may differ in rows if they give the same number of
-    micro-batches. Gradients flow back to `value`.
+    Rows are divided as by `torch.chunk`: 7 rows in 4 chunks are 2, 2, 2, 1, and 2 rows are 2 micro-batches; 0 rows are
+    `chunks` empty micro-batches. Tensors of one value may differ in rows if they give the same number of micro-batches.
+    Gradients flow back to `value`.
 
-    The micro-batches live in a copy of their own, so an in-place layer on one changes neither the others nor `value`. A
-    single micro-batch is `value` itself, not copied. If `value` requires grad and is changed in place afterwards, its
-    backward fails. `scatter_views` is the same without the copy.
+    The micro-batches are parts of a copy, so an in-place layer on one changes neither the others nor `value`. A single
+    micro-batch is `value` itself, not copied. If `value` requires grad and is changed in place before the backward, the
+    backward raises. `scatter_views` does not copy.
 
     Args:
-        value: a tensor, or a tree of them and of None. `Split(x, dim=1)` and `Replicate(x)` around a part say how it is
-            split; the micro-batches have it without them.
-        chunks: how many micro-batches at most; or the rows of each, as in `[3, 4]`.
-        spec: how leaves are split: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`.
+        value: a tensor, or a tree of tensors and None. `Split(x, dim=1)` and `Replicate(x)` around a part are its
+            rules; the micro-batches do not contain them.
+        chunks: the largest number of micro-batches; or the rows of each, as in `[3, 4]`.
+        spec: how leaves are cut: `Split(dim)`, `Replicate()`, or a tree of them that is a prefix of `value`.
 
     Returns:
         The micro-batches, in the order of the rows.
 
     Raises:
-        TypeError: a leaf that is neither tensor nor None and is not replicated; a sparse, nested or packed one.
-        ValueError: chunks < 1, or sizes that are not those of the rows; nothing to split; a tensor without dimensions;
-            different numbers of micro-batches; a spec that does not fit. Each names the path, as in `input['mask'][1]`.
+        TypeError: a leaf is neither a tensor nor None and is not replicated; a tensor is sparse, nested or packed.
+        ValueError: chunks < 1, or sizes whose sum is not the number of rows; there is no tensor to cut, or one without
+            dimensions; tensors give different numbers of micro-batches; `spec` does not fit. The message names the
+            path, as in `input['mask'][1]`.
 
     >>> [batch.tensor.tolist() for batch in scatter(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]
@@ -48,7 +49,7 @@ def scatter(value: Any, chunks: Chunks, spec: Any = None) -> list[Batch]:
 
 
 def scatter_views(value: Any, chunks: Chunks, spec: Any = None) -> tuple[list[Batch], Versions]:
-    """`scatter` without a copy: detached views, and an object that makes changes in place known to autograd.
+    """Cut `value` into detached views of it, without a copy.
 
     The micro-batches share the memory of `value`, detached, and each has a version counter of its own. An in-place
     layer on one changes `value` too, as without micro-batches. `Versions.sync` tells autograd about such changes, and
@@ -91,7 +92,7 @@ def _dealt(
     leaves: Sequence[Any], rules: Sequence[Rule], value: Any, chunks: Chunks, cut: Cut
 ) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
     """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
-    deal = remembering(dealer(chunks))  # many leaves, few numbers of rows
+    deal = remembering(dealer(chunks))  # there are many leaves, with few different numbers of rows
     columns = {
         i: _column(leaf, rule, deal, cut, Place(value, i, "input"))
         for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True))
@@ -104,7 +105,7 @@ def _dealt(
 
 
 def _column(tensor: Tensor, rule: Split, deal: Deal, cut: Cut, place: Place) -> tuple[Sizes, Sequence[Tensor]]:
-    """One leaf of every micro-batch, and how many rows it has in each."""
+    """One leaf of every micro-batch, and its number of rows in each."""
     _expect_divisible(tensor, rule.dim, place)
     rows = tensor.size(rule.dim)
     sizes = deal(rows)
@@ -115,7 +116,7 @@ def _column(tensor: Tensor, rule: Split, deal: Deal, cut: Cut, place: Place) -> 
         )
     try:
         return sizes, cut(tensor, sizes, rule.dim)
-    except (TypeError, NotImplementedError) as error:  # a subclass of Tensor need not know every operator
+    except (TypeError, NotImplementedError) as error:  # a subclass of Tensor may not implement every operator
         raise TypeError(f"{place} is of type {type(tensor).__name__}, which torch cannot cut: {error}") from error
 
 

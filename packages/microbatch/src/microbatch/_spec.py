@@ -1,4 +1,4 @@
-"""How each leaf of a value is split."""
+"""The rule of each leaf of a value."""
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -13,24 +13,24 @@ from ._tree import Place, children, describe, flatten, leaves_of, unflatten
 
 
 class Leafwise(tuple[Rule, ...]):
-    """A spec that says one thing for each leaf, in tree order."""
+    """A spec with one rule for each leaf, in tree order."""
 
     __slots__ = ()
 
 
 def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
-    """One rule for each leaf of `tree`, in the order of `flatten`: None where a None passes by itself.
+    """The rule of each leaf of `tree`, in the order of `flatten`; None for a leaf that is None.
 
     Args:
-        tree: a value without rules around its parts; see `unwrap`.
-        spec: a prefix of `tree`: a rule anywhere in it holds for everything below, and None means the default.
-        root: what messages call the tree.
+        tree: a value without rules in it; see `unwrap`.
+        spec: a prefix of `tree`. A rule in it applies to the whole branch in its place; None is the default.
+        root: the name of the tree in messages.
 
     Returns:
         `Split`, `Replicate`, `Mean`, `Sum` or None, as many as `flatten` finds leaves.
 
     Raises:
-        TypeError: a leaf that has no rule and cannot be cut.
+        TypeError: a leaf has no rule and cannot be cut.
         ValueError: `spec` has another shape than `tree`.
 
     >>> import torch
@@ -41,7 +41,7 @@ def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
 
 
 class Ruled(NamedTuple):
-    """A value taken apart, with the rule of each leaf."""
+    """The leaves of a value, with the rule of each."""
 
     value: Any
     leaves: list[Any]
@@ -50,12 +50,12 @@ class Ruled(NamedTuple):
 
 
 def ruled(value: Any, spec: Any, root: str) -> Ruled:
-    """See `rules`; all that is known of a value is found in one walk over it, since it may have thousands of leaves."""
+    """See `rules`. Computes all that is needed of a value in one walk, since it may have thousands of leaves."""
     return _ruled(value, *flatten(value), spec, root)
 
 
 def cut_rules(value: Any, spec: Any) -> Ruled:
-    """An input without rules around its parts, and those by which it is cut."""
+    """An input without rules in it, and the rules by which it is cut."""
     leaves, tree = flatten(value)
     if any(map(wraps, leaves)):
         value, spec = _unwrapped(value, leaves, tree, spec)
@@ -84,17 +84,17 @@ def _ruled(value: Any, leaves: list[Any], tree: TreeSpec, spec: Any, root: str) 
 
 
 def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
-    """`value` without `Split` and `Replicate` around its parts, and a spec that says the same.
+    """Separate a value from the rules in it.
 
     Args:
-        value: a tree, with rules around some of its parts or none.
-        spec: rules besides, as for `scatter`.
+        value: a tree, with or without `Split` and `Replicate` around parts.
+        spec: further rules, as for `scatter`.
 
     Returns:
-        The value and the spec, for `scatter(value, chunks, spec)`.
+        The value without rules, and a spec with all rules, for `scatter(value, chunks, spec)`.
 
     Raises:
-        ValueError: the spec does not fit `value`, or says something else than what is around a part.
+        ValueError: `spec` does not fit `value`, or contradicts a rule in it.
 
     >>> unwrap({'x': 1, 'n': Replicate(2)})
     ({'x': 1, 'n': 2}, (None, Replicate()))
@@ -115,7 +115,7 @@ def _unwrapped(value: Any, leaves: list[Any], tree: TreeSpec, spec: Any) -> tupl
 
 
 def _told(leaf: Any, rule: Rule, place: Place) -> list[Rule]:
-    """The rules of what is below a leaf, which may be a value with its own."""
+    """The rules of the leaves in a leaf, which may be a value with a rule of its own."""
     if not wraps(leaf):
         return [rule]
     own = Split(leaf.dim) if isinstance(leaf, Split) else Replicate()
@@ -127,7 +127,7 @@ def _told(leaf: Any, rule: Rule, place: Place) -> list[Rule]:
 
 
 def _is_uncuttable(value: Any) -> bool:
-    """Whether there is no tensor in ``value``, so that ``Replicate()`` around it is all that can be said."""
+    """Whether ``value`` has no tensors, so that ``Replicate()`` is its only possible rule."""
     return not any(isinstance(leaf, Tensor) or wraps(leaf) for leaf in leaves_of(value))
 
 
@@ -173,12 +173,12 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
 
 
 def _is_same_dataclass(tree: Any, spec: Any) -> bool:
-    """Their branches may differ, since torch leaves fields that are None out of the tree."""
+    """Whether both are the same dataclass. Their branches may differ, since torch leaves out fields that are None."""
     return is_dataclass(spec) and type(tree) is type(spec)
 
 
 def _refuse_packed(tree: Any, path: str) -> None:
-    """Each row of a PackedSequence belongs to another sample than the next: to cut it is to shuffle."""
+    """Raise for a PackedSequence: consecutive rows belong to different samples, so cutting it would mix them."""
     if isinstance(tree, Tensor):
         return
     for i, leaf in enumerate(leaves_of(tree, is_leaf=_is_packed)):

@@ -1,6 +1,6 @@
-"""Pytrees, and the names of the places in them.
+"""Pytrees, and the paths of their leaves.
 
-Trees are torch's pytrees, and besides every dataclass and every mapping, registered or not.
+Trees are torch's pytrees, extended by every dataclass and every mapping, registered or not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,13 +13,13 @@ from ._plain import branches, is_plain, opened
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a value, and what `unflatten` needs to put them together again.
+    """The leaves of a value, and its structure for `unflatten`.
 
     Branches are those of tuples, lists, dicts, named tuples, of types registered with `torch.utils._pytree`, and of
     every other dataclass (its fields) and mapping. None is a leaf.
 
     Args:
-        value: anything; what is no branch is a leaf.
+        value: any object; what is not a branch is a leaf.
 
     Returns:
         The leaves in order, and the tree for `unflatten`.
@@ -35,41 +35,41 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
     """The value whose `flatten` is `(leaves, tree)`.
 
-    A mapping that is not registered is made by the constructor of its type, given a dict; a dataclass by setting its
-    fields, without its constructor. What they carry besides their items or fields does not come along.
+    A mapping that is not registered is made by calling its type with a dict; a dataclass by setting its fields, without
+    its constructor. Other attributes of both are lost.
 
     Args:
         leaves: as many as the tree has.
-        tree: what `flatten` gave.
+        tree: the structure that `flatten` returned.
 
     Returns:
         A value of the same types with these leaves.
 
     Raises:
-        TypeError: a mapping that cannot be made of a dict.
-        ValueError: more or fewer leaves than the tree has.
+        TypeError: a mapping cannot be made of a dict.
+        ValueError: the number of leaves is not that of the tree.
     """
     return pytree.tree_unflatten(leaves, tree)
 
 
 def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """The leaves alone; what `is_leaf` takes for one is not opened."""
+    """The leaves alone. Nodes for which `is_leaf` returns True are leaves."""
     leaves = pytree.tree_leaves(value, is_leaf=is_leaf)
     return pytree.tree_leaves(opened(value), is_leaf=is_leaf) if _holds_plain(leaves) else leaves
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same tree with `function` applied to each tensor; other leaves stay.
+    """The same tree with `function` applied to each tensor; other leaves do not change.
 
     Args:
-        function: called with each tensor; what it returns takes the tensor's place.
+        function: called with each tensor; its result replaces the tensor.
         value: a tensor, or a tree.
 
     Returns:
-        A tree of the same types; a bare tensor gives what `function` returns.
+        A tree of the same types; for a single tensor, the result of `function`.
 
     Raises:
-        TypeError: a mapping that cannot be made of a dict.
+        TypeError: a mapping cannot be made of a dict.
 
     >>> import torch
     >>> map_tensors(lambda t: t + 1, {'x': torch.zeros(2), 'n': 3})
@@ -89,7 +89,7 @@ def _holds_plain(leaves: list[Any]) -> bool:
 
 
 class Place(NamedTuple):
-    """Leaf number `leaf` of `tree`; its text is its path, found only when a message needs it.
+    """Leaf number `leaf` of `tree`. `str()` computes its path, which only messages need.
 
     >>> str(Place({'x': 1, 'y': (2, 3)}, 2, 'input'))
     "input['y'][1]"
@@ -104,11 +104,11 @@ class Place(NamedTuple):
 
 
 def leaf_paths(tree: Any, path: str) -> Iterator[str]:
-    """The path of each leaf of `tree`, in the order of `flatten`; `path` is what the tree itself is called.
+    """The path of each leaf of `tree`, in the order of `flatten`.
 
     Args:
-        tree: anything.
-        path: what the tree itself is called.
+        tree: any object.
+        path: the name of the tree, with which each path begins.
 
     Returns:
         An iterator over the paths.
@@ -139,24 +139,24 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
 def _labels(tree: Any, count: int) -> list[str]:
     try:
         named, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    except ValueError:  # a type may be registered without the names of its branches
+    except ValueError:  # a type may be registered without names of its branches
         names: list[Any] = list(tree) if isinstance(tree, Mapping) and len(tree) == count else list(range(count))
         return [f"[{name!r}]" for name in names]
     return [pytree.keystr(path) for path, _ in named]
 
 
 def describe(branches: list[tuple[str, Any]] | None) -> str:
-    """What a message says of the branches that `children` found."""
+    """The description of the branches that `children` found, for messages."""
     if branches is None:
         return "no branches"
     return f"branches {', '.join(label for label, _ in branches)}" if branches else "zero branches"
 
 
 def is_flat(value: Any) -> bool:
-    """Whether `value` is one tensor or a plain tuple of tensors, as most models take and give: it needs no pytree.
+    """Whether `value` is one tensor or a plain tuple of tensors, which is usual and handled without pytrees.
 
     Args:
-        value: anything.
+        value: any object.
 
     Returns:
         True for a tensor or a plain tuple of tensors.

@@ -1,4 +1,4 @@
-"""What was changed in place, on both sides of a cut."""
+"""In-place changes of a tensor and of the parts that share its memory."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -8,34 +8,34 @@ from torch.autograd.graph import increment_version
 
 
 class Versions:
-    """Carries in-place changes between the source of a `scatter_views` and its micro-batches.
+    """Makes in-place changes known to autograd between the source of a `scatter_views` and its micro-batches.
 
-    Autograd finds a changed tensor by its version counter. The chunks have counters of their own, so that a change of
-    one is none of its siblings; hence the chunks do not see a change of the source, nor it theirs, until `sync`.
-    Not thread-safe: call it while no other thread uses the tensors.
+    Autograd detects a changed tensor by its version counter. Micro-batches have counters of their own, so that a change
+    of one does not count for the others. So changes of the source are not counted in micro-batches, nor theirs in the
+    source, until `sync` is called. Not thread-safe: no other thread may use the tensors meanwhile.
     """
 
     def __init__(self) -> None:
         self._ties: list[_Tie] = []
 
     def add(self, source: Tensor, chunks: Sequence[Tensor]) -> None:
-        """Watch `chunks`, which are new and share the memory of `source`.
+        """Track `chunks`, which are new and share the memory of `source`.
 
-        All are kept as they are. So `source` is best a detached alias: it counts with its tensor, holds no graph, and
-        still counts when the tensor itself is dropped.
+        This object refers to all of them. So pass a detached alias of the source: it shares the version counter, but
+        refers to no graph, and remains when the source itself is freed.
 
         Args:
-            source: what was cut.
-            chunks: what it was cut into.
+            source: the tensor that was cut.
+            chunks: its parts.
         """
-        if not source.is_inference():  # inference tensors count nothing: autograd never saves them
+        if not source.is_inference():  # inference tensors have no version counter, and autograd never saves them
             self._ties.append(_Tie(source, chunks))
 
     def sync(self) -> None:
         """Count a change of a source as a change of its chunks, and a change of a chunk as one of its source.
 
-        Call it after the work that may change chunks, and before the backward that must not meet a changed source:
-        backward then fails exactly where autograd saved what was changed.
+        Call it after work that may change tensors in place, and before the backward: that then raises exactly where
+        autograd has saved a tensor that was changed.
         """
         for tie in self._ties:
             tie.sync()
@@ -59,15 +59,17 @@ class _Tie:
         if source_moved:
             increment_version(self._chunks)
         if chunks_moved:
-            self._chunks = [chunk.detach() for chunk in self._chunks]  # a change may have given them a graph
+            self._chunks = [
+                chunk.detach() for chunk in self._chunks
+            ]  # in-place operations may have connected them to a graph
             increment_version(self._source)
         if source_moved or chunks_moved:
             self._seen = self._source._version, tuple(map(_version, self._chunks))
 
 
 def counter(tensor: Tensor) -> Tensor:
-    """A tensor whose version is that of `tensor`, and which keeps neither its memory nor its graph."""
+    """A tensor with the version counter of `tensor`, which keeps neither its memory nor its graph alive."""
     alias = tensor.detach()
-    if type(alias) is Tensor:  # subclasses refuse to be emptied
+    if type(alias) is Tensor:  # subclasses may not support set_
         alias.data = alias.new_empty(0)
     return alias

@@ -1,4 +1,4 @@
-"""One vocabulary for the streams of accelerators and the CPU, and workers that see what their caller saw."""
+"""One interface for the streams of accelerators and the CPU, and worker threads with their caller's settings."""
 
 from ._accelerator import has_streams as has_streams
 from ._context import Context as Context

@@ -1,4 +1,4 @@
-"""Which devices queue their work on streams: those of the accelerator that torch has, whatever its type."""
+"""The devices that queue their work on streams: those of torch's accelerator, of any type."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ def has_streams(device: Device) -> bool:
     """Whether work on ``device`` is queued on streams, as on CUDA, XPU, MPS, and what registers as PrivateUse1.
 
     Args:
-        device: as torch has it, or anything with ``type`` and ``index``.
+        device: a ``torch.device``, or any object with ``type`` and ``index``.
 
     Returns:
         False for the CPU.
 
     Raises:
-        TypeError: `device` is no device.
+        TypeError: `device` is not a device.
 
     >>> has_streams(torch.device("cpu"))
     False
     """
     kind = device_type(device)
-    # "cuda" also where torch has none, so that using it says what is missing.
+    # True for "cuda" even on a CPU build, so that using the device raises torch's error.
     return kind != "cpu" and (kind == "cuda" or kind == accelerator())
 
 
 def device_type(device: Device) -> str:
-    """``device.type``; TypeError for what is no device."""
+    """``device.type``; TypeError if `device` is not a device."""
     try:
         return device.type
     except AttributeError:
@@ -37,6 +37,6 @@ def device_type(device: Device) -> str:
 
 
 def on_accelerator(device: Device) -> torch.device:
-    """``device`` as torch knows it; ValueError if it is not there."""
+    """``device`` as a torch.device; ValueError if the machine does not have it."""
     check(device)
     return torch.device(device.type) if device.index is None else torch.device(device.type, device.index)

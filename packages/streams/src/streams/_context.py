@@ -1,4 +1,4 @@
-"""What a thread sees of torch, taken from one thread and given to another."""
+"""The settings of a thread, captured in one thread and applied in another."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from ._thread_state import (
 
 
 class Context:
-    """The state that torch and Python keep per thread, and that a new thread therefore does not have.
+    """The settings that torch and Python keep for each thread, and that a new thread does not inherit.
 
     It holds the grad mode, the inference mode, the other switches of autograd (multithreaded backwards, forward-mode
     AD, view replay), autocast for every device type (whether, to which dtype, and whether casts are cached), the
     saved-tensor hooks that act, the default device and the other torch function modes, whether torch functions are
     disabled, and the context variables. :meth:`applied` makes another thread, or the same one later, see the same.
 
-    Not part of it: what is process-wide anyway (default dtype, deterministic flags), torch dispatch modes and
-    profilers, which do not bear two threads, the current device and streams, the number of intra-op threads, and the
-    processor cores that a thread may run on.
+    It does not contain settings of the process (default dtype, deterministic flags); torch dispatch modes and
+    profilers, which cannot be used by two threads; the current device and streams; the number of intra-op threads; and
+    the cores that a thread may run on.
 
     >>> with torch.no_grad():
     ...     context = Context.capture()
@@ -89,15 +89,15 @@ class Context:
         return _plain()
 
     def applied(self) -> AbstractContextManager[None]:
-        """A block in which this thread sees the context, whatever it saw before; afterwards it sees that again.
+        """A context manager inside of which this thread has these settings; afterwards it has its own again.
 
-        Context variables are the exception: those that the context does not have keep their values.
+        Context variables that were not set in the captured context keep their values.
         """
         return _Applied(self)
 
 
 class _Applied(AbstractContextManager[None]):
-    """The block; it keeps a way back for each thing that it had to change."""
+    """The context manager; it remembers how to restore each setting that it has changed."""
 
     __slots__ = ("_context", "_undo")
 
@@ -120,9 +120,9 @@ class _Applied(AbstractContextManager[None]):
     def _change(self) -> None:
         context = self._context
         steps: tuple[tuple[Any, Any], ...] = (
-            # No mode, neither of these nor of those, shall see the changes in between.
+            # Modes are switched off first: no mode of either context may see the other changes.
             (enter_modes, ()),
-            # Inference mode before the others: its end restores the grad mode, the switches and the autocast flags too.
+            # Inference mode first: leaving it restores the grad mode, the flags and autocast too.
             (enter_inference_mode, context.inference_mode),
             (enter_grad_mode, context.grad_mode),
             (enter_flags, context.flags),

@@ -1,4 +1,4 @@
-"""What counts as a device, and when two devices are the same one."""
+"""Which objects are devices, and which devices are equal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 CPU = torch.device("cpu")
-"""Made once, since a torch function mode would see each making."""
+"""Made once, since a torch function mode sees each call that makes one."""
 
 
 class Device(Hashable, Protocol):
@@ -22,9 +22,9 @@ class Device(Hashable, Protocol):
 
 
 def normalise(device: Device) -> Device:
-    """The one spelling of ``device``: ``cuda`` means the current GPU, and ``cpu:k`` is ``cpu``.
+    """A normal form of ``device``: ``cuda`` becomes the current GPU, and ``cpu:k`` becomes ``cpu``.
 
-    So it is with every accelerator. Other devices are spelt as they are.
+    The same applies to any accelerator. Other devices do not change.
     """
     if device.type == "cpu":
         return CPU
@@ -34,11 +34,11 @@ def normalise(device: Device) -> Device:
 
 
 def check(device: object, name: str = "device") -> None:
-    """Raise unless ``device`` looks like a device, and one that this machine has.
+    """Raise unless ``device`` is a device that this machine has.
 
     Raises:
         TypeError: it has no ``type`` and ``index``, or cannot be hashed.
-        ValueError: it names a device of an accelerator that is not there.
+        ValueError: it is a device of an accelerator that this machine does not have.
     """
     if not hasattr(device, "type") or not hasattr(device, "index"):
         raise TypeError(

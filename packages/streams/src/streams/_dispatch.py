@@ -1,4 +1,4 @@
-"""A dispatch mode that costs no more than what it does, and stays on one thread."""
+"""A dispatch mode that is cheap to import, and applies to one thread only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch's own, but without importing ``torch._dynamo`` for it, which takes seconds.
+    """A ``TorchDispatchMode`` that does not import ``torch._dynamo``, which takes seconds.
 
-    Torch hides what a mode does from ``torch.compile``, and loads all of that at the mode's first operation. Here it is
-    hidden once somebody else has loaded it: before, there is nobody to hide from.
+    Torch hides what a mode does from ``torch.compile``, and imports the compiler at the mode's first operation. This
+    class hides it only if the compiler has been imported by other code: otherwise there is nothing to hide it from.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def pushed(self) -> Iterator[None]:
-        """Inside, the mode sees the operations of this thread.
+        """A context in which the mode sees the operations of this thread.
 
-        Use this where several threads have modes. ``with mode`` also sets a flag of the whole process, which stays
-        wrong if threads leave their modes in another order than they entered them.
+        Use this if several threads have modes. ``with mode`` also sets a flag of the whole process, which remains wrong
+        if threads leave their modes in another order than they entered them.
         """
         _push_mode(self)
         try:
@@ -43,7 +43,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # A mode that looks into compiled code sends that code to eager for good, whoever owns it.
+        # Otherwise compiled code that runs inside the mode would run eagerly from then on, everywhere.
         return True
 
 

@@ -1,4 +1,4 @@
-"""Points in a stream that others can wait for."""
+"""Events: points in the queue of a stream that other streams can wait for."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 from ._stream import AbstractStream, is_accelerator
 
 AbstractEvent: TypeAlias = torch.Event | None
-"""A :class:`torch.Event` of an accelerator, or ``None``: of the CPU, whose work is done by the time it is recorded."""
+"""A :class:`torch.Event` of an accelerator; ``None`` for the CPU, whose work is done when it is recorded."""
 
 
 def record_event(stream: AbstractStream, *, timed: bool = False) -> AbstractEvent:
-    """The point after everything that is queued on ``stream`` now; ``None`` for the placeholder.
+    """Record an event behind all work that is queued on ``stream``.
 
     Args:
-        timed: whether ``elapsed_time`` between two of them is wanted, which costs a little.
+        stream: the stream.
+        timed: whether ``elapsed_time`` between two events is needed, which takes a little time.
 
     Returns:
-        The event, or None for the placeholder.
+        The event; None for :data:`CPUStream`.
 
     Raises:
-        TypeError: `stream` is no stream.
+        TypeError: `stream` is not a stream.
 
     >>> from streams import CPUStream
     >>> record_event(CPUStream) is None
@@ -38,18 +39,18 @@ def record_event(stream: AbstractStream, *, timed: bool = False) -> AbstractEven
 def wait_event(source: AbstractStream, event: AbstractEvent) -> None:
     """Make ``source`` wait for ``event``.
 
-    A stream of an accelerator waits where it runs, and this call returns at once. When ``source`` is the CPU, this call
-    itself waits. For ``None`` there is nothing to wait.
+    A stream of an accelerator waits on the device, and this call returns at once. If ``source`` is the CPU, this call
+    blocks. For ``None`` there is nothing to wait for.
 
     Args:
-        source: who waits.
-        event: of :func:`record_event`.
+        source: the stream that waits.
+        event: an event from :func:`record_event`.
 
     Raises:
-        TypeError: `source` is no stream.
+        TypeError: `source` is not a stream.
     """
     if event is None:
-        is_accelerator(source)  # raises if it is no stream
+        is_accelerator(source)  # raises if it is not a stream
     elif is_accelerator(source):
         source.wait_event(event)
     else:

@@ -45,7 +45,7 @@ def unwatch() -> None:
 
 
 def _after_fork() -> None:
-    """In the child only the thread that forked is left."""
+    """In the child of a fork only the thread that forked exists."""
     own = _workers.get(current_thread())
     _workers.clear()
     if own is not None:

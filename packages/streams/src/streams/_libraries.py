@@ -16,7 +16,7 @@ _LIBRARY = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.pl
 
 @cache
 def native(name: str) -> Callable[..., Any] | None:
-    """The C function ``name`` as torch itself would call it; None where it cannot be reached.
+    """The C function ``name`` that torch itself would call; None if it cannot be found.
 
     It is looked up through torch's own library, since a process may hold several OpenMP runtimes.
     """

@@ -1,7 +1,6 @@
-"""What becomes of memory on the CPU between one step and the next.
+"""Keep freed memory of the CPU for the next allocation.
 
-It stands beside the workers because they are who waits: threads that get memory from the system at the same time do so
-one after the other.
+This matters for workers: threads that get memory from the system at the same time wait for each other.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ import os
 
 # The numbers are of the GNU C library's malloc.h; its manual has a page on each (mallopt).
 _SETTINGS = {
-    -3: 2**25,  # M_MMAP_THRESHOLD, at its most: from how many bytes on a block is mapped, and unmapped, by itself
-    -1: 2**30,  # M_TRIM_THRESHOLD: how much may lie free at the end of a heap
-    -2: 2**26,  # M_TOP_PAD: by how much a heap grows, and what is left when it shrinks
+    -3: 2**25,  # M_MMAP_THRESHOLD, its maximum: larger blocks have a mapping each, which is freed at once
+    -1: 2**30,  # M_TRIM_THRESHOLD: free bytes at the end of a heap that are not returned
+    -2: 2**26,  # M_TOP_PAD: bytes by which a heap grows, and which stay when it shrinks
 }
 
 
 def keep_memory() -> bool:
-    """Let the C library keep freed memory for what is allocated next; whether it does.
+    """Make the C library keep freed memory for later allocations.
 
-    Otherwise it hands much of it back to the system after every step, and gets it again page by page, which all threads
-    of a process do one at a time. The price: the process stays as large as it ever was. This is for the whole process,
-    and best done at its start. Only the GNU C library is asked; elsewhere, nothing happens.
+    By default it returns much of it to the system after every step, and gets it again page by page, which the threads
+    of a process do one at a time. The cost: the process does not become smaller again. This applies to the whole
+    process; call it at its start. It works with the GNU C library only; elsewhere nothing happens.
 
     Returns:
         True if the C library took all settings.
@@ -37,5 +36,5 @@ def keep_memory() -> bool:
 def _is_gnu() -> bool:
     try:
         return bool(os.confstr("CS_GNU_LIBC_VERSION"))
-    except (AttributeError, ValueError, OSError):  # no such function, name, or value
+    except (AttributeError, ValueError, OSError):  # there is no such function, or it refuses the name or value
         return False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """``error.add_note(note)``. On Python 3.10, which has no notes, it is kept where newer tracebacks look for it.
+    """``error.add_note(note)``. On Python 3.10, which has no notes, it is appended to ``error.__notes__``.
 
     Args:
-        error: gets the note.
+        error: the exception.
         note: one or more lines.
     """
     if hasattr(error, "add_note"):

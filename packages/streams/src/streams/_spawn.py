@@ -1,4 +1,4 @@
-"""Workers for the length of a block: as many as there are devices, all of them gone when it is left."""
+"""Worker threads for the length of a ``with`` block, one for each device."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ class _Worker(NamedTuple):
 def spawn_workers(
     devices: Iterable[Device], shared: bool = True, *, context: Context | None = None
 ) -> AbstractContextManager[Queues]:
-    """A block with a worker for each device; it yields ``(in_queues, out_queues)``, one pair for each of ``devices``.
+    """A context manager that starts a worker for each device, and ends them.
 
-    The workers see what the thread that enters the block sees then (:class:`Context`). Leaving it lets them finish the
-    tasks that are queued, and returns when all of them have ended, however it is left. A KeyboardInterrupt that comes
-    while it waits is raised afterwards; a second one gives up waiting. The interpreter's exit waits for operations of
-    torch that run, and for nothing else.
+    It yields ``(in_queues, out_queues)``, with one queue of each kind for each of ``devices``. Workers have the
+    settings of the thread that enters the block (:class:`Context`). When the block is left, also by an exception,
+    workers finish the tasks that are queued, and all of them are joined. A KeyboardInterrupt during that wait is raised
+    after it; a second one stops the wait. The interpreter's exit waits only for operations of torch that are running.
 
-    A process that is forked inside has no workers: there each of them has ended, and says so after what it had
-    answered.
+    A process that is forked inside the block has no workers: there, each out-queue says that its worker has ended,
+    after the answers that it had given.
 
     Args:
-        devices: anything hashable with ``type`` and ``index``. Equal devices, where ``cuda`` is the current GPU and
-            ``cpu:k`` the CPU, get the same worker and the same queues.
-        shared: if false, each entry gets a worker of its own.
-        context: what the workers see, instead of what the caller does.
+        devices: objects that are hashable and have ``type`` and ``index``. Equal devices share a worker and its queues;
+            ``cuda`` is the current GPU, and ``cpu:k`` the CPU.
+        shared: if False, each entry has a worker of its own.
+        context: the settings of the workers, instead of the caller's.
 
     Returns:
-        A context manager, to be entered once at a time.
+        A context manager, which may be entered again after it was left.
 
     Raises:
-        TypeError, ValueError: something in ``devices`` is no device, or one that this machine does not have.
+        TypeError, ValueError: an entry of ``devices`` is not a device, or one that this machine does not have.
     """
     devices = list(devices)
     for j, device in enumerate(devices):
@@ -59,7 +59,7 @@ def spawn_workers(
 
 
 class _Workers(AbstractContextManager[Queues]):
-    """The block. A class and not a generator, which the garbage collector could close, and so wait, on any thread."""
+    """The context manager. Not a generator, which the garbage collector could close, and so wait, on any thread."""
 
     def __init__(self, devices: Sequence[Device], shared: bool, context: Context | None) -> None:
         self._devices = devices
@@ -95,12 +95,12 @@ class _Workers(AbstractContextManager[Queues]):
         try:
             self._end_all()
         except BaseException:
-            # Interrupted: all over again, and only then let it pass.
+            # Interrupted: end all workers again, and then let the interrupt be raised.
             self._end_all()
             raise
 
     def __del__(self) -> None:
-        # Forgotten, not left: let the workers go, but wait for nothing, since this may run on any thread.
+        # Freed without being left: end the workers, but do not wait, since this may run on any thread.
         for each in self._workers:
             each.in_queue.put(None)
 
@@ -108,7 +108,7 @@ class _Workers(AbstractContextManager[Queues]):
         in_queue: InQueue = SimpleQueue()
         out_queue: OutQueue = SimpleQueue()
         ended = Event()
-        # A daemon, since the interpreter waits for other threads before it exits.
+        # A daemon thread, since the interpreter waits for other threads before its exit.
         arguments = (context, in_queue, out_queue, device, ended)
         thread = Thread(target=_work, args=arguments, name=f"worker of {device}", daemon=True)
         each = _Worker(thread, in_queue, out_queue, ended)
@@ -121,14 +121,14 @@ class _Workers(AbstractContextManager[Queues]):
             each.in_queue.put(None)
         for each in self._workers:
             if each.thread.ident is not None and each.thread is not current_thread():
-                # Before Python 3.13 an interrupted join takes a thread that still runs for one that has ended.
+                # Before Python 3.13, join after an interrupted join returns although the thread still runs.
                 each.ended.wait()
                 each.thread.join()
         self._workers.clear()
         self._entered = False
 
     def after_fork(self) -> None:
-        """In a forked process: no worker is here, except one that has forked."""
+        """In a forked process: no worker exists, except one that has forked."""
         for each in self._workers:
             if each.thread is not current_thread():
                 each.out_queue.put((False, None))

@@ -1,4 +1,4 @@
-"""A stream: an accelerator's, or the placeholder that stands for one where there is nothing to order."""
+"""Streams of accelerators, and a placeholder for devices without streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._device import CPU, Device
 
 
 class CPUStreamType:
-    """The type of :data:`CPUStream`; there is one instance, which copies and unpickles as itself."""
+    """The type of :data:`CPUStream`. There is one instance; copies and unpickled copies are the same object."""
 
     __slots__ = ()
 
@@ -30,20 +30,20 @@ class CPUStreamType:
 CPUStreamType._only = object.__new__(CPUStreamType)
 
 CPUStream = CPUStreamType()
-"""The stream of every device that has none: work on it is in order by itself."""
+"""The stream of every device that has none: its work is always in order."""
 
 AbstractStream: TypeAlias = CPUStreamType | torch.Stream
 """A stream of an accelerator, such as a :class:`torch.cuda.Stream`, or :data:`CPUStream`."""
 
 
 def new_stream(device: Device) -> AbstractStream:
-    """A fresh stream of ``device``; :data:`CPUStream` unless its work is queued on streams.
+    """A new stream of ``device``; :data:`CPUStream` for a device without streams.
 
-    On CUDA it is a :class:`torch.cuda.Stream`, elsewhere a plain :class:`torch.Stream`. MPS has one stream, which is
-    given again.
+    On CUDA it is a :class:`torch.cuda.Stream`, elsewhere a :class:`torch.Stream`. MPS has one stream only, which is
+    returned each time.
 
     Args:
-        device: as torch takes it, or anything with a type and an index.
+        device: a ``torch.device``, or any object with ``type`` and ``index``.
 
     Returns:
         The stream.
@@ -56,10 +56,10 @@ def new_stream(device: Device) -> AbstractStream:
 
 
 def current_stream(device: Device) -> AbstractStream:
-    """The stream that this thread works on now, on ``device``.
+    """The current stream of this thread on ``device``; :data:`CPUStream` for a device without streams.
 
     Args:
-        device: as torch takes it, or anything with a type and an index.
+        device: a ``torch.device``, or any object with ``type`` and ``index``.
 
     Returns:
         The stream.
@@ -72,10 +72,10 @@ def current_stream(device: Device) -> AbstractStream:
 
 
 def default_stream(device: Device) -> AbstractStream:
-    """The stream that ``device`` uses unless another one is current.
+    """The default stream of ``device``; :data:`CPUStream` for a device without streams.
 
     Args:
-        device: as torch takes it, or anything with a type and an index.
+        device: a ``torch.device``, or any object with ``type`` and ``index``.
 
     Returns:
         The stream.
@@ -84,7 +84,7 @@ def default_stream(device: Device) -> AbstractStream:
         return CPUStream
     if device.type == "cuda":
         return torch.cuda.default_stream(on_accelerator(device))
-    # The current one only tells torch's number of its device and of its type; number 0 is the default everywhere.
+    # The current stream is needed only for torch's numbers of its device and device type; stream 0 is the default one.
     current = torch.accelerator.current_stream(on_accelerator(device))
     return torch.Stream(0, current.device_index, current.device_type)
 
@@ -93,13 +93,13 @@ def get_device(stream: AbstractStream) -> torch.device:
     """The device of ``stream``; the CPU for :data:`CPUStream`.
 
     Args:
-        stream: any.
+        stream: any stream.
 
     Returns:
         Its device.
 
     Raises:
-        TypeError: `stream` is no stream.
+        TypeError: `stream` is not a stream.
 
     >>> get_device(CPUStream)
     device(type='cpu')
@@ -110,16 +110,16 @@ def get_device(stream: AbstractStream) -> torch.device:
 
 
 def is_accelerator(stream: AbstractStream) -> TypeGuard[torch.Stream]:
-    """Whether ``stream`` is an accelerator's, and so anything must wait for it; TypeError if it is no stream at all.
+    """Whether ``stream`` belongs to an accelerator, so that other work has to wait for it.
 
     Args:
-        stream: any.
+        stream: any stream.
 
     Returns:
         False for :data:`CPUStream`.
 
     Raises:
-        TypeError: `stream` is no stream.
+        TypeError: `stream` is not a stream.
     """
     if stream is CPUStream:
         return False
@@ -132,16 +132,16 @@ def is_accelerator(stream: AbstractStream) -> TypeGuard[torch.Stream]:
 
 
 def as_accelerator(stream: AbstractStream) -> torch.Stream:
-    """``stream`` itself, known to be an accelerator's; TypeError for the placeholder.
+    """``stream`` itself, with the type of an accelerator's stream.
 
     Args:
-        stream: any.
+        stream: any stream.
 
     Returns:
         `stream`.
 
     Raises:
-        TypeError: `stream` is no accelerator's.
+        TypeError: `stream` is :data:`CPUStream`, or not a stream.
     """
     if is_accelerator(stream):
         return stream
@@ -149,31 +149,31 @@ def as_accelerator(stream: AbstractStream) -> torch.Stream:
 
 
 def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
-    """Whether ``stream`` is a CUDA stream; :func:`is_accelerator` asks for any accelerator's.
+    """Whether ``stream`` is a CUDA stream; see :func:`is_accelerator` for those of any accelerator.
 
     Args:
-        stream: any.
+        stream: any stream.
 
     Returns:
         False for :data:`CPUStream` and other accelerators' streams.
 
     Raises:
-        TypeError: `stream` is no stream.
+        TypeError: `stream` is not a stream.
     """
     return is_accelerator(stream) and stream.device.type == "cuda"
 
 
 def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
-    """``stream`` itself, known to be a CUDA stream; TypeError for any other.
+    """``stream`` itself, with the type of a CUDA stream.
 
     Args:
-        stream: any.
+        stream: any stream.
 
     Returns:
         `stream`.
 
     Raises:
-        TypeError: `stream` is no CUDA stream.
+        TypeError: `stream` is not a CUDA stream.
     """
     if is_cuda(stream):
         return stream

@@ -1,4 +1,4 @@
-"""A function called by a worker, whose result comes as a future."""
+"""Call a function on a worker, and return its result as a future."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _log = logging.getLogger("streams")
 
 
 def submit(in_queue: InQueue, function: Callable[[], Result], *, stream: AbstractStream = CPUStream) -> Future[Result]:
-    """Let the worker that takes its tasks from ``in_queue`` call ``function``; the future of what that returns.
+    """Have the worker of ``in_queue`` call ``function``.
 
-    It is answered instead of the out-queue, where nothing appears. It can be cancelled until the function begins;
-    callbacks that are added to it run on the worker, which goes on with the next task after them. Where no worker takes
-    tasks any more, because it has ended or stayed in the process that forked this one, the future is never done.
+    The result is in the future, and not in the out-queue. The future can be cancelled until the function begins.
+    Callbacks of the future run on the worker, before its next task. If the worker has ended, or is in the parent of a
+    forked process, the future is never done.
 
     Args:
-        in_queue: of a worker, such as :func:`spawn_workers` gives.
-        function: called without arguments. What it raises, any BaseException, is raised by ``result()``.
-        stream: current while it runs.
+        in_queue: the in-queue of a worker, from :func:`spawn_workers` for example.
+        function: called without arguments. Any BaseException that it raises is raised by ``result()``.
+        stream: the current stream while it runs.
 
     Returns:
         A future; ``result()`` waits for the worker.
@@ -42,7 +42,7 @@ def submit(in_queue: InQueue, function: Callable[[], Result], *, stream: Abstrac
 
 
 class _Submitted(Task[Result]):
-    """A task that answers a future."""
+    """A task whose result goes to a future."""
 
     __slots__ = ("future",)
 
@@ -56,7 +56,7 @@ class _Submitted(Task[Result]):
     def answer(self, answer: Answer, out_queue: OutQueue) -> None:
         try:
             self._answer(answer)
-        except BaseException:  # of a callback; futures themselves log what is an Exception
+        except BaseException:  # an error of a callback that is not an Exception; futures log the others
             _log.exception("a callback of a future failed; the worker goes on")
 
     def _answer(self, answer: Answer) -> None:

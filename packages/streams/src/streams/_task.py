@@ -1,4 +1,4 @@
-"""A piece of work for a worker."""
+"""A task of a worker."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ Result = TypeVar("Result")
 
 
 class Task(Generic[Result]):
-    """Work in two halves, both under ``stream``: ``compute`` on a worker, then ``finalize`` on the caller.
+    """Work in two parts, both with ``stream`` as the current stream: ``compute`` on a worker, ``finalize`` on the
+    caller.
 
     Args:
-        stream: current while either half runs.
-        compute: called by the worker without arguments; what it returns is the result.
-        finalize: called with that result on the thread that took it out of the worker's queue, for work that has to be
-            done there in order. ``None``: nothing.
+        stream: the current stream while either part runs.
+        compute: called by the worker without arguments; returns the result.
+        finalize: called with the result on the thread that takes the answer from the out-queue, for work that has to be
+            done there in order; optional.
     """
 
     __slots__ = ("__weakref__", "_compute", "_finalize", "stream")
@@ -32,7 +33,7 @@ class Task(Generic[Result]):
         compute: Callable[[], Result],
         finalize: Callable[[Result], object] | None = None,
     ) -> None:
-        is_accelerator(stream)  # raises, here and not on the worker, if it is no stream
+        is_accelerator(stream)  # raises here, and not on the worker, if it is not a stream
         if not callable(compute):
             raise TypeError(f"compute must be callable without arguments; got {compute!r}")
         if finalize is not None and not callable(finalize):
@@ -42,15 +43,15 @@ class Task(Generic[Result]):
         self._finalize = finalize
 
     def compute(self) -> Result:
-        """Do the first half; its result."""
+        """Run ``compute``, and return its result."""
         with use_stream(self.stream):
             return self._compute()
 
     def finalize(self, result: Result) -> None:
-        """Do the second half, given what :meth:`compute` returned.
+        """Run ``finalize`` with the result.
 
         Args:
-            result: of :meth:`compute`.
+            result: what :meth:`compute` returned.
         """
         if self._finalize is None:
             return
@@ -58,21 +59,21 @@ class Task(Generic[Result]):
             self._finalize(result)
 
     def begin(self) -> bool:
-        """Called by the worker when the turn of this task has come; whether it shall be done."""
+        """Called by the worker before the task. Returns whether the worker should do it."""
         return True
 
     def answer(self, answer: Answer, out_queue: OutQueue) -> None:
-        """Called by the worker, once, with what came of :meth:`compute`.
+        """Called by the worker, once, after :meth:`compute`.
 
         Args:
-            answer: the task and its result, or what was raised.
-            out_queue: that of the worker.
+            answer: the task and its result, or the exception that was raised.
+            out_queue: the out-queue of the worker.
         """
         out_queue.put(answer)
 
 
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
-"""What ``sys.exc_info()`` gives inside an ``except`` block."""
+"""What ``sys.exc_info()`` returns inside an ``except`` block."""
 
 Answer: TypeAlias = tuple[Literal[True], tuple[Task[Any], Any]] | tuple[Literal[False], ExcInfo | None]
 
@@ -80,4 +81,4 @@ InQueue: TypeAlias = SimpleQueue[Task[Any] | None]
 """Tasks for a worker; ``None`` ends it."""
 
 OutQueue: TypeAlias = SimpleQueue[Answer]
-"""A worker's answers: ``(True, (task, result))``, ``(False, exc_info)``, and ``(False, None)`` when it ends."""
+"""Answers of a worker: ``(True, (task, result))``, ``(False, exc_info)``, and ``(False, None)`` when it ends."""

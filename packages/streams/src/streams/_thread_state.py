@@ -1,6 +1,6 @@
-"""What torch and Python keep for each thread, piece by piece: for each a function that reads it, and one that sets it.
+"""The settings that torch and Python keep for each thread: for each a function that reads it, and one that sets it.
 
-One that sets returns the way back, or None if there was nothing to change.
+A function that sets returns a function that restores the setting, or None if nothing was changed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Autocast(NamedTuple):
 
 def enter_grad_mode(mode: bool) -> WayBack:
     """Switch grad mode on or off."""
-    # A way back even if there is nothing to change: what happens inside may change it for good.
+    # Return a way to restore it even if nothing is changed here: code inside may change it and not restore it.
     way_back = partial(_C._set_grad_enabled, torch.is_grad_enabled())
     _C._set_grad_enabled(mode)
     return way_back
@@ -71,11 +71,11 @@ def read_flags() -> Flags:
 
 
 def enter_flags(flags: Flags) -> WayBack:
-    """Give this thread ``flags``."""
+    """Set the ``flags`` of this thread."""
     found = read_flags()
     if found != flags:
         _write_flags(flags)
-    # As for grad mode.
+    # As for the grad mode.
     return partial(_write_flags, found)
 
 
@@ -91,20 +91,20 @@ def _write_flags(flags: Flags) -> None:
 
 
 def read_autocast() -> Autocast:
-    """Which device types cast, to what, and whether weights' casts are kept."""
-    # There is no way to ask for the depth, only to change it and see.
+    """The device types that cast, to which dtype, and whether casts of weights are cached."""
+    # The depth of nesting can only be read by changing it.
     nested = torch.autocast_increment_nesting() > 1
     torch.autocast_decrement_nesting()
-    # The quick question alone will not do: it forgets some device types (mps, maia).
+    # _is_any_autocast_enabled() alone is not enough: it ignores some device types (mps, maia).
     some = nested or _C._is_any_autocast_enabled()
     enabled = tuple(map(torch.is_autocast_enabled, DEVICE_TYPES)) if some else _NONE_ENABLED
-    # Dtypes count even where nothing is enabled: a later `torch.autocast(type)` without a dtype takes them.
+    # Dtypes matter even if nothing is enabled: a later `torch.autocast(type)` without a dtype uses them.
     dtypes = tuple(map(torch.get_autocast_dtype, DEVICE_TYPES))
     return Autocast(enabled, dtypes, torch.is_autocast_cache_enabled(), nested)
 
 
 def enter_autocast(state: Autocast) -> WayBack | None:
-    """Give this thread the autocast ``state``."""
+    """Set the autocast ``state`` of this thread."""
     found = read_autocast()
     if found == state:
         return None
@@ -113,7 +113,7 @@ def enter_autocast(state: Autocast) -> WayBack | None:
         torch.autocast_increment_nesting()
 
     def undo() -> None:
-        # As the end of any autocast block: a kept cast must not outlive the last block, for the weight may change.
+        # As at the end of any autocast block: cached casts must not outlive the last block, since weights may change.
         if state.nested and torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         _write_autocast(state, found)
@@ -136,13 +136,13 @@ def _differences(found: Sequence[object], wanted: Sequence[object]) -> list[int]
 
 
 def read_hooks() -> Hooks:
-    """The saved-tensor hooks that act on this thread."""
+    """The saved-tensor hooks of this thread that are in effect."""
     pair = _C._autograd._top_saved_tensors_default_hooks(True)
     return pair if pair is not None else _C._autograd._saved_tensors_hooks_get_disabled_error_message()
 
 
 def enter_hooks(hooks: Hooks) -> WayBack | None:
-    """Let ``hooks`` alone act on this thread."""
+    """Make ``hooks`` the only saved-tensor hooks of this thread."""
     if read_hooks() == hooks:
         return None
     found = _take_hooks()
@@ -157,7 +157,7 @@ def enter_hooks(hooks: Hooks) -> WayBack | None:
 
 
 def _take_hooks() -> list[Hooks]:
-    """Leave none; those that were there, the innermost last."""
+    """Remove all saved-tensor hooks, and return them, the innermost last."""
     taken: list[Hooks] = []
     while (hooks := read_hooks()) is not None:
         taken.append(hooks)
@@ -181,7 +181,7 @@ def read_modes() -> Modes:
 
 
 def enter_modes(modes: Modes) -> WayBack | None:
-    """Give this thread exactly ``modes``."""
+    """Make ``modes`` the torch function modes of this thread."""
     found = read_modes() if _C._len_torch_function_stack() else ()
     if found == modes:
         return None
@@ -190,7 +190,7 @@ def enter_modes(modes: Modes) -> WayBack | None:
 
 
 def _replace_modes(modes: Modes) -> None:
-    # Not `with mode`: a mode's own entry may have effects of its own, and that of a default device reorders the stack.
+    # Not by `with mode`: its __enter__ may have other effects, and that of a default device reorders the stack.
     for _ in range(_C._len_torch_function_stack()):
         _C._pop_torch_function_stack()
     for mode in modes:
@@ -198,9 +198,9 @@ def _replace_modes(modes: Modes) -> None:
 
 
 def enter_variables(variables: Variables) -> WayBack | None:
-    """Set the context ``variables`` on this thread; others stay.
+    """Set the context ``variables`` on this thread; others do not change.
 
-    One by one, because a ``contextvars.Context`` cannot be entered by two threads at a time.
+    They are set one by one, because a ``contextvars.Context`` cannot be entered by two threads at a time.
     """
     tokens = [(var, var.set(value)) for var, value in variables.items() if var.get(_UNSET) is not value]
     return partial(_reset_variables, tokens) if tokens else None

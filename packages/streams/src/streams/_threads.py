@@ -1,4 +1,4 @@
-"""The number of threads with which a worker's operations run, without an effect on other threads."""
+"""The number of intra-op threads of one thread."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _MOST = 2**31 - 1
 
 
 def limit_threads(number: int) -> None:
-    """Let CPU operations of this thread, from now on, use ``number`` threads, itself included.
+    """Set the number of threads that CPU operations of the calling thread use, itself included.
 
-    To be called by a worker about itself, at its start. Other threads, those that begin later and
-    ``torch.get_num_threads()`` elsewhere stay as they are, which ``torch.set_num_threads`` does not grant.
+    A worker calls this at its start. Unlike ``torch.set_num_threads``, it has no effect on other threads, on threads
+    that begin later, and on ``torch.get_num_threads()`` elsewhere.
 
     Args:
-        number: of threads, at least 1.
+        number: the number of threads, at least 1.
 
     Raises:
-        TypeError: `number` is no int.
+        TypeError: `number` is not an int.
         ValueError: `number` is below 1, or does not fit into an int of C.
     """
     if isinstance(number, bool) or not isinstance(number, int):
@@ -31,7 +31,7 @@ def limit_threads(number: int) -> None:
         raise ValueError(f"number of threads must be at least 1, the calling thread itself; got {number}")
     if number > _MOST:
         raise ValueError(f"number of threads must be at most {_MOST}, as it becomes an int of C; got {number}")
-    # Torch prepares a thread when that first computes, or asks; a number set before would be overwritten then.
+    # Torch initialises a thread at its first computation or query; that would overwrite a number that was set before.
     before = torch.get_num_threads()
     setters = _setters()
     if setters:
@@ -42,7 +42,7 @@ def limit_threads(number: int) -> None:
 
 
 def _limit_and_restore(number: int, before: int) -> None:
-    # This sets this thread's number and the process's; a thread that ends at once puts the latter back.
+    # This sets the number of this thread and of the process; a helper thread then restores that of the process.
     torch.set_num_threads(number)
     thread = Thread(target=torch.set_num_threads, args=(before,))
     thread.start()
@@ -50,9 +50,9 @@ def _limit_and_restore(number: int, before: int) -> None:
 
 
 def _setters() -> tuple[Callable[..., object], ...]:
-    """What sets the number for one thread only: of OpenMP, and of MKL where torch is built with it.
+    """Functions that set the number for the calling thread only: of OpenMP, and of MKL if torch is built with it.
 
-    Empty where OpenMP cannot be reached.
+    Empty if OpenMP's is not found.
     """
     openmp, mkl = native("omp_set_num_threads"), native("MKL_Set_Num_Threads_Local")
     return () if openmp is None else (openmp,) if mkl is None else (openmp, mkl)

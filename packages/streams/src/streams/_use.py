@@ -1,4 +1,4 @@
-"""Choose the device and the stream on which this thread works, for the length of a block."""
+"""Set the current device or stream of this thread for the length of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def use_device(device: Device) -> AbstractContextManager[object]:
-    """Make ``device`` current for this thread inside the block; nothing to do unless its work is queued on streams.
+    """Make ``device`` current for this thread inside a ``with`` block. Does nothing for a device without streams.
 
     Args:
-        device: as torch takes it, or anything with a type and an index.
+        device: a ``torch.device``, or any object with ``type`` and ``index``.
 
     Returns:
         A context manager for one use.
@@ -29,18 +29,19 @@ def use_device(device: Device) -> AbstractContextManager[object]:
 
 
 def use_stream(stream: AbstractStream) -> AbstractContextManager[object]:
-    """Make ``stream`` and its device current for this thread inside the block; nothing to do for the placeholder.
+    """Make ``stream`` and its device current for this thread inside a ``with`` block. Does nothing for
+    :data:`CPUStream`.
 
-    Several threads may use one stream at a time, which ``with stream`` of torch does not bear.
+    Unlike ``with stream`` of torch, several threads may use it with the same stream at the same time.
 
     Args:
-        stream: any.
+        stream: any stream.
 
     Returns:
         A context manager for one use.
 
     Raises:
-        TypeError: `stream` is no stream.
+        TypeError: `stream` is not a stream.
     """
     if is_accelerator(stream):
         return _OnStream(stream)
@@ -48,10 +49,10 @@ def use_stream(stream: AbstractStream) -> AbstractContextManager[object]:
 
 
 class _OnStream(AbstractContextManager[None]):
-    """The block.
+    """The context manager of :func:`use_stream`.
 
-    Torch's own keeps what was current before on the stream itself. A stream that another thread enters meanwhile then
-    forgets it, and leaving gives one thread the device and the stream of the other.
+    Torch stores what was current before on the stream object. If another thread enters the same stream meanwhile, that
+    is overwritten, and leaving sets the device and stream of the wrong thread.
     """
 
     __slots__ = ("_before", "_device", "_stream")
@@ -71,5 +72,5 @@ class _OnStream(AbstractContextManager[None]):
 
     def _choose(self, stream: torch.Stream, device: int) -> None:
         torch.accelerator.set_stream(stream)
-        # Not every backend's streams take their device along.
+        # Not every backend sets the device of a stream together with it.
         torch.accelerator.set_device_index(device)

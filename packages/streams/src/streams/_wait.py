@@ -9,15 +9,15 @@ from ._stream import AbstractStream, is_accelerator
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
     """Make ``source`` wait for everything queued on ``target`` so far.
 
-    Between two streams of accelerators the device waits and this call returns at once. When ``source`` is the CPU, this
-    call itself waits. Nothing has to wait for the CPU: its work is done when the call that does it returns.
+    Between two streams of accelerators the device waits, and this call returns at once. If ``source`` is the CPU, this
+    call blocks. If ``target`` is the CPU there is nothing to wait for: its work is done when a call returns.
 
     Args:
         source: the stream that waits.
-        target: what is waited for.
+        target: the stream that it waits for.
 
     Raises:
-        TypeError: one of them is no stream.
+        TypeError: `source` or `target` is not a stream.
     """
     if is_accelerator(target) and not is_accelerator(source):
         target.synchronize()

@@ -1,4 +1,4 @@
-"""A thread's life: it computes the tasks of one queue, in order, and answers each of them once."""
+"""The loop of a worker: it computes the tasks of one queue in order, and answers each once."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from ._use import use_device
 
 
 def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bool) -> None:
-    """Compute the tasks of ``in_queue`` until ``None``; to be the target of a thread.
+    """Compute the tasks of ``in_queue`` until ``None``. Use it as the target of a thread.
 
-    Each task is answered once, in order, whatever happens in it: ``(True, (task, result))``, or ``(False, exc_info)``
-    for any BaseException. The last thing in ``out_queue`` is ``(False, None)``. While it waits for the next task, the
-    worker holds nothing of the last one.
+    Each task is answered once, in order: by ``(True, (task, result))``, or by ``(False, exc_info)`` for any
+    BaseException. The last answer is ``(False, None)``. While it waits for the next task, the worker keeps no reference
+    to the last one.
 
     Args:
-        device: current while tasks run. If it cannot be taken, that is the answer to every task.
-        grad_mode: whether grad mode is on while they run.
+        in_queue: the tasks.
+        out_queue: the answers.
+        device: the current device while tasks run. If it cannot be made current, every task is answered by that error.
+        grad_mode: whether grad mode is on while tasks run.
     """
     serve(in_queue, out_queue, lambda scope: take(scope, device, grad_mode))
 
 
 def serve(in_queue: InQueue, out_queue: OutQueue, enter: Callable[[ExitStack], None]) -> None:
-    """Answer tasks as :func:`worker` does, under what ``enter`` puts into a scope; if that fails, by its failure."""
+    """Answer tasks as :func:`worker` does, inside the contexts that ``enter`` enters; if it raises, by its error."""
     try:
         with ExitStack() as scope:
             failure = _failure(scope, enter)
@@ -42,15 +44,15 @@ def serve(in_queue: InQueue, out_queue: OutQueue, enter: Callable[[ExitStack], N
 
 
 def take(scope: ExitStack, device: Device, grad_mode: bool) -> None:
-    """Make ``device`` current, and grad mode what it is to be."""
+    """Make ``device`` current, and set the grad mode."""
     scope.enter_context(use_device(device))
-    # Not without need: a torch function mode would see it.
+    # Only if it differs: a torch function mode would see the call.
     if torch.is_grad_enabled() != grad_mode:
         scope.enter_context(torch.set_grad_enabled(grad_mode))
 
 
 def _failure(scope: ExitStack, enter: Callable[[ExitStack], None]) -> Answer | None:
-    """The answer to every task, if what the worker works under cannot be entered."""
+    """The answer to every task if ``enter`` raises; else None."""
     try:
         enter(scope)
     except BaseException:
@@ -59,7 +61,8 @@ def _failure(scope: ExitStack, enter: Callable[[ExitStack], None]) -> Answer | N
 
 
 def _answer(task: Task[Any]) -> Answer:
-    # A frame of its own: the traceback of a failure keeps the frame that caught it, which must not be the worker's.
+    # In a function of its own: the traceback of an error refers to the frame that caught it, which would be the
+    # worker's.
     try:
         return True, (task, task.compute())
     except BaseException:
