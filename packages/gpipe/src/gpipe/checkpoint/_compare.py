@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..values._nested import shape_of
+
 _SOME = 64
 
 
@@ -45,7 +47,7 @@ def checks_all() -> bool:
 
 
 class _Kind(NamedTuple):
-    shape: torch.Size
+    shape: tuple[int | list[int], ...]
     dtype: torch.dtype
     requires_grad: bool
 
@@ -57,11 +59,12 @@ class _Kind(NamedTuple):
 class Sample:
     """What the outputs of a forward were like."""
 
-    __slots__ = ("_extent", "_kinds", "_values", "whole")
+    __slots__ = ("_extent", "_kinds", "_values", "nested", "whole")
 
     def __init__(self, outputs: Sequence[Tensor], extent: Extent) -> None:
         self._extent = extent
         self.whole = extent is Extent.ALL
+        self.nested = any(tensor.is_nested for tensor in outputs)
         self._kinds = [_kind(tensor) for tensor in outputs]
         self._values = [_picked(tensor, extent) for tensor in outputs]
 
@@ -86,7 +89,7 @@ def _different(what: str) -> RuntimeError:
 
 
 def _kind(tensor: Tensor) -> _Kind:
-    return _Kind(tensor.shape, tensor.dtype, tensor.requires_grad)
+    return _Kind(shape_of(tensor), tensor.dtype, tensor.requires_grad)
 
 
 def _picked(tensor: Tensor, extent: Extent) -> Tensor | None:

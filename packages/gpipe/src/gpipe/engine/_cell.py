@@ -18,6 +18,7 @@ from ..checkpoint._compare import Extent, Sample, checks_all
 from ..checkpoint._random import CellRNG, RunRNG
 from ..checkpoint._state import Snapshot, State, StateGuard, Training
 from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated, versions
+from ..values._nested import laid_out_like
 from ..values._sharing import KEPT, flag_aliases
 from . import _autograd_calls as _engine
 from ._accumulate import AccumulatedGradients
@@ -293,6 +294,12 @@ class CheckpointedCell(Cell):
                 self._computed = self._layers.compute(self.inputs)
             self._outputs = self._computed.tensors
             self._recompute_context.expect(self._sample, self._outputs)
+
+    def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        outputs, seeds = super()._flowing(gradients)
+        if self._remembered is not None and self._sample.nested:
+            seeds = tuple(map(laid_out_like, seeds, outputs))
+        return outputs, seeds
 
     def recomputed(self) -> Activation:
         """The detached outputs, after the recomputation."""

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from ._nested import shape_of
+
 
 class Cancelled(BaseException):
     """Another stage failed; there is nothing left to wait for. Never reaches the caller."""
@@ -18,7 +20,10 @@ def shapes(value: object) -> str:
     >>> shapes((torch.zeros(2, 3), None))
     '(float32[2, 3], None)'
     """
-    return repr(_pytree.tree_map(_Shape, value))
+    try:
+        return repr(_pytree.tree_map(_Shape, value))
+    except Exception:  # of a class of the user's own; it must not take the place of the error that this describes
+        return type(value).__name__
 
 
 class _Shape:
@@ -27,5 +32,5 @@ class _Shape:
 
     def __repr__(self) -> str:
         if isinstance(self._leaf, torch.Tensor):
-            return f"{str(self._leaf.dtype).removeprefix('torch.')}{list(self._leaf.shape)}"
+            return f"{str(self._leaf.dtype).removeprefix('torch.')}{[*shape_of(self._leaf)]}"
         return "None" if self._leaf is None else type(self._leaf).__name__  # its own repr might fail, or be long
