@@ -30,8 +30,8 @@ def region(tensor: Tensor) -> Region:
 
 def extent(tensor: Tensor) -> int:
     """How many elements lie between the first and the last in memory, both included."""
-    if not tensor.numel():
-        return 0
+    if tensor.is_contiguous():  # also if there are no elements
+        return tensor.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
