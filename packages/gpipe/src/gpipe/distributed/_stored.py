@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..module._init._files import alone_is_meant
 from ._errors import RemoteError, text_of
 from ._gathering import Gathering
 
@@ -30,7 +30,7 @@ def write(state: dict[str, Any], folder: Path, together: Gathering) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _own_error(together), _alone_is_meant(), together.collectives():
+    with _own_error(together), alone_is_meant(), together.collectives():
         save(
             state,
             storage_writer=FileSystemWriter(folder),
@@ -118,17 +118,9 @@ class Stored:
         from torch.distributed.checkpoint.state_dict_loader import load
 
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _alone_is_meant(), _own_error(None):
+        with alone_is_meant(), _own_error(None):
             load(targets, storage_reader=FileSystemReader(self._folder), planner=planner, no_dist=True)
         return targets
-
-
-@contextmanager
-def _alone_is_meant() -> Iterator[None]:
-    """A context without torch's warning that only one process reads or writes."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
 
 
 @contextmanager

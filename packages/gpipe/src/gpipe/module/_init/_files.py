@@ -6,7 +6,8 @@ import json
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,11 +153,17 @@ class Distributed:
 
         entries = self._metadata.state_dict_metadata
         state = {name: _room(entries[name]) for name in names}
-        with warnings.catch_warnings():
-            # One process is meant here.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        with alone_is_meant():
             load(state, storage_reader=FileSystemReader(self._folder), no_dist=True)
         return state
+
+
+@contextmanager
+def alone_is_meant() -> Iterator[None]:
+    """A context without torch's warning that only one process reads or writes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _room(entry: Any) -> Any:
