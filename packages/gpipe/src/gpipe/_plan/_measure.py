@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -132,11 +132,11 @@ def _profiled(
 ) -> Profile:
     shares = sum(other.type == "cpu" for other in devices)
     threads = max(1, torch.get_num_threads() // shares) if device.type == "cpu" else torch.get_num_threads()
-    on = torch.device("cpu") if device.type == "cpu" else device  # numbers of CPUs are those of workers
     with intra_op_threads(threads):
         return profile(
-            model, sample, device=on, rows=sizes, loss_fn=loss_fn, target=target, split_backward=True, timeout=SECONDS
-        )
+            model, sample, device=_place(device), rows=sizes, loss_fn=loss_fn, target=target, split_backward=True,
+            timeout=SECONDS,
+        )  # fmt: skip
 
 
 def _crowding(devices: Sequence[torch.device]) -> float:
@@ -199,15 +199,16 @@ def _copy_seconds(a: torch.device, b: torch.device, size: int) -> float:
     source = torch.zeros(size, dtype=torch.uint8, device=a)
     found = []
     for _ in range(_STEPS):
-        _wait(a, b)
+        synchronize((a, b))
         begin = time.perf_counter()
         source.to(b)
-        _wait(a, b)
+        synchronize((a, b))
         found.append(time.perf_counter() - begin)
     return min(found)
 
 
-def _wait(*devices: torch.device) -> None:
-    for device in devices:
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until these devices are through with what is queued on them."""
+    for device in set(devices):
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

@@ -18,8 +18,10 @@ from .._gpipe import GPipe
 from ..engine._settings import with_settings
 from ..schedule import Schedule
 from ..timeline import Timeline, record
+from ..timeline._chooser import RUNS
 from ..timeline._record import Recorder, RunRecorder
 from ._data import PlanData
+from ._measure import synchronize
 
 _STEPS = 3
 
@@ -102,12 +104,10 @@ def timed(
         pipe.zero_grad()
         begin = time.perf_counter()
         pipe.step(x, y, loss_fn=loss_fn, schedule=schedule)
-        for device in set(pipe.devices):
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+        synchronize(pipe.devices)
         return time.perf_counter() - begin
 
-    warm = 4 if schedule == "zero_bubble" else 1  # in three it measures what is worth splitting
+    warm = 1 + RUNS if schedule == "zero_bubble" else 1  # in which a pipe finds out what is worth splitting
     seconds = [step() for _ in range(warm + steps)][warm:]
     with record() as timeline:
         step()
