@@ -20,7 +20,7 @@ from gpipe._plan._candidate import Space
 from gpipe._plan._costs import Measured
 from gpipe._plan._data import PlanData
 from gpipe._plan._fake import BETWEEN, INSIDE, read_bandwidth, read_fake
-from gpipe._plan._fleet import Layout, all_chunks, dealt, layouts_of, search_all
+from gpipe._plan._fleet import Layout, all_chunks, layouts_of, of_replica, search_all
 from gpipe._plan._search import NEAR
 from gpipe.distributed import Rank, average_gradients
 from gpipe.simulate import Link
@@ -79,7 +79,7 @@ class TestLayouts:
             return
         fake = fleet(nodes, count, bandwidth=["2GB", "1GB"])
         measured = Measured((None,) * k, (), 1, 0, False, False, (), ())  # type: ignore[arg-type]
-        links = dealt(measured, fake, Layout(nodes * count // k, k, 1)).links
+        links = of_replica(measured, fake, Layout(nodes * count // k, k, 1)).links
         for j in range(1, k):
             ends = [(q * k + j - 1, q * k + j) for q in range(nodes * count // k)]
             crosses = any(a // count != b // count for a, b in ends)
@@ -97,7 +97,7 @@ class TestSearch:
     def test_no_layout_is_much_faster(self, measured: Measured, devices: tuple[int, int], bandwidth: float) -> None:
         fake = fleet(*devices, bandwidth=[2 * bandwidth, bandwidth])
         layouts = layouts_of(fake, measured.layers, measured.rows, [1, 2, 4], None)
-        spaces = [space_of(dealt(measured, fake, each), each) for each in layouts]
+        spaces = [space_of(of_replica(measured, fake, each), each) for each in layouts]
         space, found = search_all(spaces)
         least = min(each.seconds for some in spaces for each in everything(some))
         assert found[0].seconds <= least * 1.12 * (1 + NEAR)

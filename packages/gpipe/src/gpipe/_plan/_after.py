@@ -16,7 +16,7 @@ from ._arguments import SCHEDULES
 from ._candidate import Space
 
 LESS = 0.9
-"""By so much the next plan stays below what did not fit: predictions are right within a tenth."""
+"""The share of what did not fit that the next plan may use: predictions are right within a tenth."""
 
 
 class Shortage(NamedTuple):

@@ -29,7 +29,6 @@ from ._verify import timed
 UNSURE = Expected(0.88, 1.0, 1.25)
 """How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
 
-
 _APART = 0.05
 """How far the median of another pipe's steps may be from those that were tried; its memory lies elsewhere."""
 

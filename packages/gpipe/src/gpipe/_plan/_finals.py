@@ -12,14 +12,16 @@ from ._candidate import Candidate, Space, by_seconds, simplicity
 from ._neighbours import neighbours
 
 CLOSE = 0.02
-"""Ways that differ by less than this share count as equally fast; medians of a few steps are no better known."""
+"""Candidates whose medians differ by no more than this share count as equally fast: a few steps tell no more."""
 
 _WORTH = 1.2
-"""So much slower by prediction, a way is not worth a trial."""
+"""Candidates predicted to be slower than the fastest by this factor are not tried."""
 
 _MOST, _TURNS, STEPS = 5, 5, 3
+"""The most candidates that are tried, their turns, and the steps of each turn."""
+
 _SECONDS = 2.0
-"""No turn begins later than that; and no more ways are tried than have two turns until then, but two in any case."""
+"""No turn begins later than that. As many candidates are tried as can have two turns by then, but at least two."""
 
 
 @dataclass
@@ -46,10 +48,10 @@ class Trial:
 
 
 def finalists(space: Space, found: Sequence[Candidate], step: float) -> list[Candidate]:
-    """The ways that are worth a trial, the one expected to be the fastest first.
+    """The candidates that are worth a trial, the one expected to be the fastest first.
 
-    Beside what was found those with a layer on the other side of a cut are looked at, which predictions tell little
-    apart. Of schedules that are expected to tie, the simplest stands for all.
+    They are those that were found, and those with a layer on the other side of a cut, since predictions are not exact.
+    Of schedules that are expected to tie, the simplest stands for all.
 
     Args:
         space: what was searched.

@@ -17,7 +17,7 @@ from ._fake import Fake
 from ._search import NEAR, search
 
 FEW = 5
-"""So many ways are kept of the layout that is taken, so that others are seen beside them."""
+"""How many candidates are kept of the layout that is taken, so that a plan also shows the best of other layouts."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def all_chunks(layouts: Sequence[Layout]) -> list[int]:
     return sorted({each.replicas * m for each in layouts for m in each.chunks})
 
 
-def dealt(measured: Measured, fake: Fake, layout: Layout) -> Measured:
-    """What holds for a replica, given what holds for the whole mini-batch."""
+def of_replica(measured: Measured, fake: Fake, layout: Layout) -> Measured:
+    """What holds for one replica, with its share of the rows, given what holds for the whole mini-batch."""
     if fake.nodes is None:
         return measured
     return replace(
@@ -145,8 +145,8 @@ def search_all(spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
     return space, [best, *by_seconds(others)]
 
 
-def told(fake: Fake, best: Candidate) -> list[str]:
-    """What the figures of many devices are made of."""
+def notes_on(fake: Fake, best: Candidate) -> list[str]:
+    """How seconds between nodes and replicas were found, for the reader of the plan."""
     if fake.nodes is None:
         return []
     measured, stages = best.costs.measured, len(best.sizes)

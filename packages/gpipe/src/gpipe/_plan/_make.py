@@ -33,7 +33,7 @@ from ._candidate import Space
 from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
 from ._fake import Fake, read_fake
-from ._fleet import Layout, all_chunks, dealt, of_several_rows, read_size, search_all, told
+from ._fleet import Layout, all_chunks, notes_on, of_replica, of_several_rows, read_size, search_all
 from ._infeasible import Infeasible, Relaxation, explain
 from ._measure import count, measure, rows_of
 from ._outcome import plan_of
@@ -156,7 +156,7 @@ def _planned(request: Request) -> Plan:
     if not found:
         raise _with_notes(explain(space, request.names, _relaxations(space, request)), notes)
     fake, spread = request.fake, GUESSED if request.fake else UNSURE
-    how = [_guessed(fake), *told(fake, found[0])] if fake else [_how(measured, len(request.layers))]
+    how = [_guessed(fake), *notes_on(fake, found[0])] if fake else [_how(measured, len(request.layers))]
     notes = [*how, *notes]
     if request.calibrate:
         space, found, spread, note = calibrated(
@@ -171,7 +171,7 @@ def _spaces(request: Request, measured: Measured, layouts: Sequence[Layout]) -> 
     """What is searched for each layout; and what a step that ran out of memory changed in that."""
     spaces = [
         Space(
-            dealt(measured, request.fake, each) if request.fake else measured,
+            of_replica(measured, request.fake, each) if request.fake else measured,
             each.chunks,
             request.schedules,
             request.modes[each.stages],

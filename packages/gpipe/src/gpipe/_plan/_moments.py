@@ -1,4 +1,4 @@
-"""Which micro-batches a stage holds, and how, whenever it does something."""
+"""Which micro-batches a stage holds, and what of them, while it does an action."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..schedule._orders import Order, drained, one_by_one, split_one_by_one
 
 
 class Moment(NamedTuple):
-    """A stage does something to a micro-batch, beside others.
+    """A stage does an action on a micro-batch while it holds others.
 
     Attributes:
-        kind: what it does.
+        kind: of the action.
         checkpointed: whether a forward lets go of what it saved.
         begun: whether the gradients of an earlier micro-batch are there.
         first: whether the first micro-batch is among them all.
@@ -34,9 +34,9 @@ class Moment(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def moments(schedule: str, mode: str, microbatches: int, stages: int, stage: int, split: bool) -> tuple[Moment, ...]:
-    """The moments at which most is held, one of each way; under fill-drain also those with the fewest others left.
+    """The moments at which a stage may hold the most; under fill-drain also those with the fewest micro-batches left.
 
-    Schedules go round in circles, so that a few micro-batches show them all.
+    Schedules repeat themselves, so a few micro-batches show all moments.
 
     Args:
         schedule: its name.

@@ -1,4 +1,4 @@
-"""From what a search found to the plan that says it."""
+"""Make a plan of what a search found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._search import NEAR
 Plan = TypeVar("Plan", bound=PlanData)
 
 SHOWN = 8
-"""So many alternatives are kept."""
+"""How many alternatives a plan keeps."""
 
 
 def plan_of(

@@ -15,7 +15,7 @@ from ._costs import Costs, bounds
 from ._memory import held_by
 
 PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
-"""What of stages is computed again, while their balance is looked for."""
+"""The shares of layers that may count as recomputed while a balance is looked for, before layers are chosen."""
 
 Placed = tuple[tuple[int, ...], tuple[StageMode, ...]]
 Objective = Literal["bottleneck", "makespan"]

@@ -12,16 +12,16 @@ from ._placed import PARTS, Objective, best_placed
 from ._search_pieces import Pieces
 
 NEAR = 0.05
-"""Of ways to train that are within this share of the fastest, the simplest is taken."""
+"""Candidates that are slower than the fastest by no more than this share are as good; the simplest is taken."""
 
 FINALISTS = 12
-"""So many are replayed; the others are slower by the closed form."""
+"""How many candidates are replayed, the fastest by the closed form."""
 
 _HOPELESS = 1.3
-"""So much slower by the closed form, which knows no split backwards, a way to train does not win the replay."""
+"""Candidates slower by this factor by the closed form, which ignores that backwards may be split, are left out."""
 
 _LITTLE = 0.02
-"""For less, by the closed form, stages are not taken apart."""
+"""By the closed form, what recomputing only some layers of a stage must save for that to be looked at."""
 
 _REPAIRS = 8
 _TRIES = 2  # where whole stages fit
@@ -74,10 +74,10 @@ def _simplest(found: Sequence[Candidate], most: float) -> Candidate:
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
-    """For numbers of chunks and schedules the best balance and modes that fit, with seconds by a closed form.
+    """For each number of chunks and each schedule the best balance and modes that fit, with seconds by a closed form.
 
-    Those are the time of one micro-batch through all stages, and of the others through the slowest. The quickest if
-    there was any amount of memory comes first. What would be much slower even so than one that fits is left out.
+    They come in the order of their seconds with unlimited memory. Where even those are much more than the seconds of
+    one that fits, the rest is left out.
     """
     fastest = math.inf
     for free in by_seconds(_free(space)):
@@ -97,7 +97,7 @@ def _all_fitting(space: Space, free: Candidate, fastest: float) -> Iterator[Cand
     whole = _fitting(space, free.costs, free.schedule)
     if whole is not None:
         yield whole
-    # Nothing that fits is quicker than what would be done with any memory.
+    # Nothing that fits is faster than what would be done with unlimited memory.
     promising = whole is None or free.seconds < min(whole.seconds / (1 + _LITTLE), fastest * (1 + 2 * NEAR))
     if space.pieces and promising:
         best = _in_pieces(space, free, whole)
@@ -106,10 +106,10 @@ def _all_fitting(space: Space, free: Candidate, fastest: float) -> Iterator[Cand
 
 
 def _in_pieces(space: Space, free: Candidate, whole: Candidate | None) -> Candidate | None:
-    """The best that fits of stages that are computed again in part.
+    """The best that fits of stages that are recomputed in part.
 
-    Looked at are the balance that any memory would have, that of whole stages, and one for stages of which quarters are
-    computed again; then layers move from the slowest stage as long as that helps.
+    The balances looked at are the best with unlimited memory, that of whole stages, and one for stages of which
+    quarters are recomputed. From the best of these, layers move away from the slowest stage as long as that is faster.
     """
     ways = Pieces(free.costs, free.schedule, space.memory)
 
@@ -128,7 +128,7 @@ def _in_pieces(space: Space, free: Candidate, whole: Candidate | None) -> Candid
 
 
 def _by_parts(space: Space, free: Candidate, ways: Pieces, tries: int) -> Iterator[tuple[int, ...]]:
-    """A balance for stages of which quarters are computed again, if one is found that fits."""
+    """A balance for stages of which quarters are recomputed, if one is found that fits."""
     rooms = list(space.memory)
     for _ in range(tries):
         placed = best_placed(space, free.costs, free.schedule, rooms, "bottleneck", parts=PARTS)

@@ -1,9 +1,10 @@
 """Which layers of a stage to compute again, so that it fits and as little as possible is computed twice.
 
-A stage is cut into runs of layers, of which every other one is computed again. What a micro-batch leaves on the stage
-is a sum over runs, and so are the seconds. So ways to cut it are kept of which none is both quicker and leaves less, as
-in a knapsack. Where runs that are computed again may be long, less is left, and more is there at once when one is. So
-this is done for several lengths, and of each the quickest way that fits is found by halving.
+A stage is cut into runs of layers, of which every other one is recomputed. The bytes that a micro-batch keeps on the
+stage and the seconds that it takes are sums over runs. So of all cuts those are kept to which no other one is superior
+in both, as for a knapsack. Long runs keep fewer inputs, but need more memory at once while they are recomputed. So
+there is such a front for each of several greatest lengths of runs, and in each the fastest cut that fits is found by
+bisection.
 """
 
 from __future__ import annotations
@@ -19,20 +20,26 @@ from ..timeline._kept import kept_bytes
 from ._costs import Costs
 
 UNITS = 12
-"""Layers of longer stages are taken together, in so many groups."""
+"""A stage of more layers is cut between groups of layers, of which there are so many."""
 
 LENGTHS = (1, 3, UNITS)
-"""How many groups are computed again together, at most."""
+"""The greatest lengths of recomputed runs, in groups."""
 
 KEPT = 12
-"""So many ways are kept of those that end at a layer."""
+"""How many cuts of a front are kept at each group."""
 
 
 Figures = tuple[float, int, int, int, int]
 
 
 class Cut(NamedTuple):
-    """A way to cut a stage: seconds and bytes that a micro-batch takes more, and for each layer whether it is again."""
+    """A way to cut a stage into runs.
+
+    Attributes:
+        seconds: that a micro-batch takes longer than without recomputation.
+        held: bytes that it keeps.
+        flags: for each layer whether it is recomputed.
+    """
 
     seconds: float
     held: int
@@ -40,7 +47,7 @@ class Cut(NamedTuple):
 
 
 def cuts(layers: Sequence[LayerProfile], action: float) -> list[list[Cut]]:
-    """For each of :data:`LENGTHS` the ways worth looking at, the quickest first, and each leaves less than the last.
+    """The front of cuts for each of :data:`LENGTHS`: the fastest first, and each keeps less than the one before.
 
     Args:
         layers: of the stage.
@@ -60,7 +67,7 @@ def _groups(layers: int) -> list[int]:
 def _front(layers: Sequence[LayerProfile], ends: Sequence[int], length: int, action: float) -> list[Cut]:
     kept = [kept_bytes(layers[a:b]) for a, b in pairwise(ends)]
     forward = [0.0, *accumulate(layer.forward_seconds or 0.0 for layer in layers)]
-    # By the groups that are cut: ways that end with one that is kept, and with a run that is computed again.
+    # For each number of groups: the cuts of so many whose last group is kept, and those that end with a recomputed run.
     whole: list[list[Cut]] = [[Cut(0.0, 0, ())]]
     again: list[list[Cut]] = [[]]
     for b in range(1, len(ends)):
@@ -89,7 +96,7 @@ def _undominated(found: list[Cut], most: int = KEPT) -> list[Cut]:
 
 
 class Pieces:
-    """Finds the quickest modes of stages that fit.
+    """Finds the fastest modes with which stages fit.
 
     Args:
         costs: of micro-batches of one size.
@@ -106,7 +113,7 @@ class Pieces:
         self._modes: dict[tuple[int, int, int], tuple[StageMode, int]] = {}
 
     def of(self, sizes: Sequence[int]) -> tuple[tuple[StageMode, ...], dict[int, int]]:
-        """The quickest modes of stages of these sizes; and which do not fit, with the bytes that they are short."""
+        """The fastest modes of stages of these sizes; and which do not fit, with the bytes that they are short."""
         found = [self._mode(j, sizes) for j in range(len(sizes))]
         return tuple(mode for mode, _ in found), {j: short for j, (_, short) in enumerate(found) if short > 0}
 
@@ -118,7 +125,7 @@ class Pieces:
         return self._modes[key]
 
     def _quickest(self, j: int, sizes: Sequence[int], room: int) -> tuple[StageMode, int]:
-        """The quickest mode of stage j, if that fits, or the one that is short of the least; and by how many bytes."""
+        """The fastest mode with which stage j fits and 0; if none does, the one that is short of the fewest bytes."""
 
         def lack(mode: StageMode) -> int:
             return self._costs.bytes_of(j, sizes, mode, self._schedule, self._split).total - room
@@ -129,7 +136,7 @@ class Pieces:
         fitting: list[tuple[float, StageMode]] = []
         for front in self._cuts(j, sum(sizes[:j]), sizes[j]):
             low, high = 0, len(front)
-            while low < high:  # what holds less fits sooner
+            while low < high:  # a later cut keeps less
                 middle = (low + high) // 2
                 mode = mode_of(front[middle].flags)
                 short = lack(mode)
@@ -150,7 +157,7 @@ class Pieces:
 
 
 def _alike(layers: Sequence[LayerProfile]) -> Iterator[Figures]:
-    """What cuts depend on: equal layers have the same."""
+    """The figures that cuts depend on; stages of equal layers share their cuts."""
     for layer in layers:
         yield (
             layer.forward_seconds or 0.0,

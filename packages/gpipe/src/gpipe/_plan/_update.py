@@ -1,4 +1,4 @@
-"""A plan again, with what cells took in a recorded step."""
+"""Search the balance of a plan again, by what cells took in a recorded step."""
 
 from __future__ import annotations
 
