@@ -238,3 +238,76 @@ def _wait_for_the_other() -> str:
     except Exception as error:
         return type(error).__name__
     return "nothing"
+
+
+def _shard_layers(rank: Rank, mesh: Any) -> None:
+    """Each is gathered anew for every micro-batch, forwards and backwards."""
+    from torch.distributed.fsdp import fully_shard
+
+    for partition in rank.partitions:
+        for layer in partition:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh["replicas"])
+        fully_shard(partition, mesh=mesh["replicas"])
+
+
+GATHERED = [(who, phase) for phase in ("begin", "forward", "recompute", "backward") for who in range(SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("who", "phase"),
+    [
+        pytest.param(*case, marks=[] if case in ((3, "forward"), (0, "backward")) else pytest.mark.long)
+        for case in GATHERED
+    ],
+)
+def test_a_failure_reaches_replicas_that_gather_layers(who: int, phase: str) -> None:
+    """They cannot go on if others waited, which closes connections: not in the last backward of the first stage."""
+    with world(SIZE, timeout=600.0) as opened:
+        opened.run(_fail_while_others_gather, who, phase, phase == "backward" and who % 2 == 0)
+
+
+def _fail_while_others_gather(who: int, phase: str, can_go_on: bool) -> None:
+    mesh = _mesh()
+    rank = _rank(mesh, timeout=60.0)
+    _shard_layers(rank, mesh)
+    _expect_right(rank, mesh, sharded=True)
+    _expect_on_all(rank, mesh, {who}, phase, ArithmeticError)
+    if can_go_on:
+        _expect_right(rank, mesh, sharded=True)
+        return
+    with pytest.raises(LostRankError, match=rf"start the processes again.* had failed: rank {who} "):
+        _step(rank, mesh)
+
+
+def test_replicas_that_gather_layers_and_fail_alike_can_go_on(worlds: Any) -> None:
+    worlds(SIZE).run(_fail_alike)
+
+
+def _fail_alike() -> None:
+    mesh = _mesh()
+    rank = _rank(mesh)
+    _shard_layers(rank, mesh)
+    for _ in range(2):
+        _expect_on_all(rank, mesh, {*range(SIZE)}, "begin", ArithmeticError)
+        _expect_right(rank, mesh, sharded=True)
+
+
+def test_a_rank_that_is_killed_while_others_gather_is_named() -> None:
+    with world(SIZE, timeout=60.0) as opened:
+        answers = opened.answers(_lose_while_others_gather, 3, limit=100.0)
+    for k in range(3):
+        assert answers[k] == (True, "rank 3 has ended")
+
+
+def _lose_while_others_gather(who: int) -> str:
+    mesh = _mesh()
+    rank = _rank(mesh)
+    _shard_layers(rank, mesh)
+    _expect_right(rank, mesh, sharded=True)
+    if dist.get_rank() == who:
+        fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
+        fails.phase, fails.error = "forward", lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(LostRankError) as caught:
+        _step(rank, mesh)
+    return str(caught.value).partition(",")[0]

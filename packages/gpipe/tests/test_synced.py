@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpipe.distributed import Rank, RemoteError, average_gradients
+import gpipe
+from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
 
 from .schedules import V_SHAPED
+from .worlds import world
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
@@ -104,3 +108,60 @@ def _expect_chosen_refused(schedule: str) -> None:
     x, y = _batch()
     with pytest.raises((ValueError, RemoteError), match=r'each would choose its own schedule .* schedule="1f1b"'):
         rank.step(x, y, loss_fn=nn.functional.mse_loss, schedule=schedule)
+
+
+class Fails(nn.Module):
+    """The identity, which fails, or ends its process, in one phase of its second micro-batch, when it is told to."""
+
+    phase = ""
+    is_killed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if gpipe._current.current.microbatch == 1:
+            if self.phase == "forward":
+                self._fail(None)
+            if self.phase == "backward" and x.requires_grad:
+                x.register_hook(self._fail)
+        return x * 1.0
+
+    def _fail(self, _: Any) -> None:
+        if self.is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ArithmeticError("planted")
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["error", "killed"])
+@pytest.mark.parametrize(
+    ("who", "phase"),
+    [
+        pytest.param(who, phase, marks=[] if (who, phase) in ((2, "forward"), (1, "backward")) else pytest.mark.long)
+        for phase in ("forward", "backward")
+        for who in range(4)
+    ],
+)
+def test_a_failure_reaches_replicas_that_wait_in_a_layer(who: int, phase: str, is_killed: bool) -> None:
+    with world(4, timeout=600.0) as opened:
+        answers = opened.answers(_fail_while_others_wait, who, phase, is_killed, limit=60.0)
+    for k, (succeeded, text) in enumerate(answers):
+        assert succeeded != (is_killed and k == who), text
+        if succeeded:
+            assert text.startswith(f"rank {who} has ended" if is_killed else f"rank {who} failed: ArithmeticError")
+
+
+def _fail_while_others_wait(who: int, phase: str, is_killed: bool) -> str:
+    """Whom this rank takes for the reason; that it knows it is so in the next step too."""
+    mesh, me = _mesh(), dist.get_rank()
+    replicas = mesh["replicas"].get_group()
+    layers = [layer for _ in range(2) for layer in (nn.Linear(6, 6), Fails(), OnHost(6, process_group=replicas))]
+    rank = Rank(nn.Sequential(*layers), [3, 3], chunks=3, group=mesh["stages"].get_group(), replicas=replicas)
+    fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
+    x, y = torch.randn(12, 6), torch.randn(12, 6)
+    rank.step(x, y, loss_fn=nn.functional.mse_loss)
+    fails.phase, fails.is_killed = (phase if me == who else ""), is_killed
+    with pytest.raises((ArithmeticError, RemoteError, LostRankError)) as caught:
+        rank.step(x, y, loss_fn=nn.functional.mse_loss)
+    with pytest.raises((LostRankError, RemoteError)):
+        rank.step(x, y, loss_fn=nn.functional.mse_loss)
+    if me == who:
+        return f"rank {who} failed: {caught.type.__name__}"
+    return str(caught.value).removeprefix("another replica has failed: ")

@@ -37,3 +37,8 @@ def text_of(error: BaseException) -> str:
     """What other ranks are told of an error: its type, its text, and its notes."""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
     return f"{type(error).__name__}: {error}{notes}"
+
+
+def is_of_gloo(text: str) -> bool:
+    """Whether an error that reads so is gloo's: a connection was closed. Gloo has no class for these."""
+    return "gloo/transport" in text or "pair closure" in text

@@ -119,6 +119,17 @@ def end_connections(group: Any) -> None:
             group.recv([torch.empty(1, dtype=torch.uint8)], member, UNSENT).wait(timedelta(milliseconds=1))
 
 
+def end_collectives(group: dist.ProcessGroup) -> None:
+    """Close the connections of a group of the caller's: collectives in which others wait end with an error.
+
+    Only if it is gloo's. Of other backends each process would have to abort its own communicators.
+    """
+    with suppress(RuntimeError):  # the group has no backend for the CPU
+        backend = group._get_backend(torch.device("cpu"))
+        if backend.name() == "gloo":
+            end_connections(backend)
+
+
 def expect_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """``group``, by default that of all processes.
 

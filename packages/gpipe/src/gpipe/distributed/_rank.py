@@ -38,7 +38,7 @@ from ..values._gather import gathered
 from ._agreement import agreement, described
 from ._connected import connected, told_of
 from ._far_loss import FarLoss
-from ._groups import Groups, open_groups
+from ._groups import Groups, end_collectives, open_groups
 from ._opening import Opening
 from ._own import Share, own_share
 from ._pipeline import RankPipeline
@@ -47,7 +47,7 @@ from ._random import next_seed
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
 from ._sharded import Sharding
-from ._synced import expect_synced, synced_layers
+from ._synced import expect_synced, groups_of, synced_layers
 
 Kind = TypeVar("Kind", bound=Losses)
 
@@ -268,7 +268,12 @@ class Rank(Stepping):
 
     def _heard(self) -> AbstractContextManager[None]:
         """A context for a part of a step: if it fails, other replicas are told."""
-        return self._replicas.hearing(self._sharding.follow)
+        return self._replicas.hearing(self._sharding.follow, self._end_collectives)
+
+    def _end_collectives(self) -> None:
+        """Let no other replica wait in a collective of a layer of which it is not known how often it comes."""
+        for group in self._sharding.gathers() | groups_of(self._synced.values()):
+            end_collectives(group)
 
     def _losses(self, kind: type[Kind], call: Call, options: LossOptions, batches: Sequence[Batch]) -> Kind:
         """The losses of the mini-batch, on the rank of the last stage."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from threading import Timer
 
 import torch.distributed as dist
 
 from ._agreement import Agreement, agreement
-from ._errors import LostRankError, RemoteError, text_of
+from ._errors import LostRankError, RemoteError, is_of_gloo, text_of
 from ._groups import open_groups
 from ._rendezvous import Rendezvous, Report
 
 _GRACE = timedelta(seconds=30)
+
+_MOMENT = 2.0
+"""Seconds until a replica that has failed takes the others to be waiting in a collective of a layer."""
 
 
 class Replicas:
@@ -45,11 +49,12 @@ class Replicas:
             raise LostRankError(str(self._lost))
 
     @contextmanager
-    def hearing(self, follow: Callable[[], None]) -> Iterator[None]:
+    def hearing(self, follow: Callable[[], None], give_up: Callable[[], None]) -> Iterator[None]:
         """A context for a part of a step: if it fails before the replicas have met, the others are told.
 
         Args:
             follow: called before they are told; takes part in the collectives for which they wait.
+            give_up: called if they do not come to be told; closes the connections of the other collectives.
         """
         self._met = False
         try:
@@ -57,9 +62,33 @@ class Replicas:
         except BaseException as error:
             if not self._met and self._lost is None and self._meeting is not None:
                 follow()
-                with suppress(LostRankError):  # the next step raises it
-                    self._meet(self._failure(error))
+                self._tell(self._failure(error), give_up)
             raise
+
+    def _tell(self, report: Report, give_up: Callable[[], None]) -> None:
+        """Tell the others of a failure.
+
+        Raises:
+            RemoteError, LostRankError: it has only followed from another one, by which connections were closed.
+        """
+        late = Timer(_MOMENT, give_up)
+        late.start()
+        try:
+            reports = self._meet(report)
+        except LostRankError:  # the next step raises it
+            reports = []
+        finally:
+            late.cancel()
+            late.join()
+        if is_of_gloo(report.get("failed", "")):
+            self._raise_first(reports)
+
+    def _raise_first(self, reports: Sequence[Report]) -> None:
+        """Raise what has made the others fail, if a replica has told it."""
+        told = _first(reports)
+        if told is not None and not is_of_gloo(told):
+            raise RemoteError(f"another replica has failed: {told}") from None
+        self.begin()
 
     def close(self) -> None:
         """Close the connections. No step begins any more."""
@@ -72,10 +101,12 @@ class Replicas:
             RemoteError: another one has failed.
             LostRankError: a rank has ended, or does not answer.
         """
-        for report in self._meet({}):
+        reports = self._meet({})
+        if any("lost" in report for report in reports):
             self.begin()
-            if "failed" in report:
-                raise RemoteError(f"another replica has failed: {report['failed']}")
+        told = _first(reports)
+        if told is not None:
+            raise RemoteError(f"another replica has failed: {told}")
 
     def _meet(self, report: Report) -> list[Report]:
         self._met = True
@@ -89,6 +120,11 @@ class Replicas:
         for each in reports:
             if "lost" in each:
                 self._lost = LostRankError(each["lost"])
+        if self._lost is None and any(is_of_gloo(each.get("failed", "")) for each in reports):
+            self._lost = LostRankError(
+                "connections of layers that compute together with those of other replicas were closed when a replica "
+                f"failed; start the processes again, from the last checkpoint. What had failed: {_first(reports)}"
+            )
         return reports
 
     def _failure(self, error: BaseException) -> Report:
@@ -98,3 +134,8 @@ class Replicas:
         if isinstance(error, RemoteError):
             return {"failed": str(error)}
         return {"failed": f"rank {dist.get_rank()} failed: {text_of(error)}"}
+
+
+def _first(reports: Sequence[Report]) -> str | None:
+    """The text of a failure; of one that has not only followed from another, if there is any."""
+    return next(iter(sorted([each["failed"] for each in reports if "failed" in each], key=is_of_gloo)), None)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._fsdp import fsdp_modules
@@ -59,7 +60,7 @@ class Sharding:
         """In a step that has failed: take part in the collectives for which other replicas wait.
 
         Each stage that stays gathered until the end of a step is gathered once. How often other layers are gathered,
-        anew for every micro-batch, is not known: for these the other replicas wait until the timeout of their mesh.
+        anew for every micro-batch, is not known: see :meth:`gathers`.
         """
         states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
         for state in states:
@@ -73,6 +74,13 @@ class Sharding:
                 group.wait_for_unshard()
             for group in groups:
                 group.reshard()
+
+    def gathers(self) -> set[dist.ProcessGroup]:
+        """The process groups over which layers are gathered anew for every micro-batch."""
+        states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
+        groups = [group for state in states for group in _groups(state) if group.post_forward_mesh_info is not None]
+        meshes = [mesh for group in groups for mesh in (group.mesh_info, group.post_forward_mesh_info)]
+        return {mesh.shard_process_group for mesh in meshes}
 
     @contextmanager
     def reduced_once(self, loss: Losses) -> Iterator[None]:

@@ -6,7 +6,7 @@ the same stages, one of each replica, and these reach the layer in the same orde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -38,6 +38,12 @@ def expect_synced(layers: Mapping[str, nn.SyncBatchNorm], members: Sequence[int]
                 "each would choose its own schedule by what it measures; give one that does not depend on that, such "
                 'as schedule="1f1b"'
             )
+
+
+def groups_of(layers: Iterable[nn.SyncBatchNorm]) -> set[dist.ProcessGroup]:
+    """The process groups over which any of ``layers`` communicates in training."""
+    groups = [layer.process_group or dist.group.WORLD for layer in layers if layer.training and _others(layer)]
+    return {group for group in groups if group is not None}
 
 
 def _others(layer: nn.SyncBatchNorm) -> set[int]:
