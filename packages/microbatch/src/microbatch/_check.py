@@ -25,7 +25,7 @@ def check(value: Any, spec: Any = None) -> None:
     >>> check((torch.ones(2), 42))
     Traceback (most recent call last):
     TypeError: input[1] is of type int, which cannot be split; expected a tensor, None or a tree of them; \
-    Replicate() around it, or in the spec, hands it whole to every micro-batch
+Replicate() around it, or in the spec, hands it whole to every micro-batch
     """
     if spec is None and is_flat(value):
         return
