@@ -108,6 +108,8 @@ def plan(
         TypeError, ValueError: an argument is not what it may be, by its name.
         Exception: any error of a layer, with a note that names the layer.
 
+    >>> import torch
+    >>> from torch import nn
     >>> model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     >>> found = plan(model, torch.zeros(8, 8), ["cpu", "cpu"], chunks=4, calibrate=False)
     >>> sum(found.balance), found.chunks, found.checkpoint

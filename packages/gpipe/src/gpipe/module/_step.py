@@ -133,7 +133,9 @@ class Stepping(Divided):
                 ``DistributedDataParallel``, outside of ``no_sync()``; ``on_oom`` inside of a layer.
             Exception: any error of a layer, with a note that names the place.
 
+        >>> import torch
         >>> from gpipe import GPipe
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> pipe = GPipe(model, balance=[2, 1], devices=["cpu", "cpu"], chunks=4)
         >>> pipe.step(torch.zeros(8, 4), torch.zeros(8, 2), loss_fn=nn.functional.mse_loss).requires_grad
@@ -193,7 +195,9 @@ class Stepping(Divided):
             TypeError, ValueError: as :meth:`step`, but of the schedule.
             RuntimeError: the pipe itself has forward or backward hooks.
 
+        >>> import torch
         >>> from gpipe import GPipe
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> pipe = GPipe(model, balance=[2, 1], devices=["cpu", "cpu"], chunks=4).eval()
         >>> x, y = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
