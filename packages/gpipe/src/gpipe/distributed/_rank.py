@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +28,7 @@ from ..module._partition import checked_balance
 from ..module._pieces import checked_choices, expect_fitting, flags_of
 from ..module._sequential import as_sequential
 from ..module._step import Stepping
-from ..module._training import LossOptions, losses_of, returned
+from ..module._training import Kind, LossOptions, losses_of, returned
 from ..module._transforms import refuse_transforms
 from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
 from ..schedule._named import expect_schedule
@@ -48,8 +48,6 @@ from ._rendezvous import Rendezvous
 from ._replicas import Replicas
 from ._sharded import Sharding
 from ._synced import expect_synced, groups_of, synced_layers
-
-Kind = TypeVar("Kind", bound=Losses)
 
 
 class Rank(Stepping):

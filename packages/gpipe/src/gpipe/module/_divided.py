@@ -1,4 +1,4 @@
-"""Layers that a pipe has under the names of the model, and in partitions."""
+"""The layers of a pipe: registered under the names that they have in the model, and listed by partition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..engine._pipeline import Pipeline
 from ..schedule import checkpoint_stops
 from ._pieces import Choices, expect_callable_in_pieces, modes_of
 
-Kind = TypeVar("Kind", bound="Divided")
+Pipe = TypeVar("Pipe", bound="Divided")
 
 
 class Divided(nn.Module):
@@ -28,7 +28,7 @@ class Divided(nn.Module):
         # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
         self.__dict__["_partitions"] = partitions
 
-    def train(self: Kind, mode: bool = True) -> Kind:
+    def train(self: Pipe, mode: bool = True) -> Pipe:
         super().train(mode)
         pieces = (stage.module for stage in self._pipeline.stages)
         for container in (self._partitions, *self._partitions, *pieces):
@@ -37,11 +37,11 @@ class Divided(nn.Module):
 
     @property
     def _numbers(self) -> list[int]:
-        """Those of the partitions that are here, among all of the model."""
+        """The numbers, in the whole model, of the partitions in this process."""
         return list(dict.fromkeys(stage.partition for stage in self._pipeline.stages))
 
     def _expect_callable(self) -> None:
-        """RuntimeError if a partition should be called itself, but is in pieces."""
+        """Raise RuntimeError if hooks of a partition would be left out, because its layers are called in pieces."""
         if len(self._pipeline.stages) > len(self._partitions):
             expect_callable_in_pieces(dict(zip(self._numbers, self._partitions, strict=True)), self._checkpoint)
 
