@@ -361,7 +361,7 @@ class TestValues:
         torch.manual_seed(0)
         model = nn.Sequential(Scaled(3, 3, dtype=DOUBLE), nn.Linear(3, 3, dtype=DOUBLE))
         pipe = piped(model, [1, 1], chunks=2)
-        arguments = gpipe._gpipe.Arguments((rows(),), {"scale": rows()})
+        arguments = gpipe.Arguments((rows(),), {"scale": rows()})
         pipe.step(arguments, rows(), loss_fn=F.mse_loss)
         F.mse_loss(model[1](model[0](rows(), scale=rows())), rows()).backward()
         assert_same(pipe, model)
