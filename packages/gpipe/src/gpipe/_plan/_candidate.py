@@ -10,7 +10,7 @@ from ..schedule._flags import StageMode, scheduled
 from ..schedule._makespan import makespan
 from ..schedule._named import lanes
 from ._arguments import SCHEDULES
-from ._costs import Costs, Measured
+from ._costs import Costs, Measured, busy
 from ._memory import DeviceBytes
 
 
@@ -93,10 +93,7 @@ def candidate_of(
     """
     stages = costs.stage_costs(sizes, modes)
     split = costs.split(sizes, stages) if schedule == "zero_bubble" else ()
-    times = [
-        stage.forward + stage.backward + (stage.seconds(Kind.RECOMPUTE) if mode != "never" else 0.0)
-        for stage, mode in zip(stages, map(scheduled, modes), strict=True)
-    ]
+    times = list(map(busy, stages, modes))
     seconds = sum(times) + (costs.chunks - 1) * max(times) + 2 * sum(costs.hops(sizes))
     seconds += costs.reduction(sizes) + costs.measured.step
     needs = costs.device_bytes(sizes, modes, schedule, split)

@@ -32,6 +32,11 @@ def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
+def busy(stage: StageCost, mode: StageMode) -> float:
+    """The seconds that a stage takes for a micro-batch, of which layers with flags are recomputed in the backward."""
+    return stage.forward + stage.backward + (stage.seconds(Kind.RECOMPUTE) if scheduled(mode) != "never" else 0.0)
+
+
 @dataclass(frozen=True)
 class Measured:
     """What is known of a model and the devices.

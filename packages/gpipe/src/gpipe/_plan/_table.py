@@ -7,9 +7,8 @@ from itertools import accumulate, groupby
 
 from profiler.text import align, format_bytes, format_seconds, format_share
 
-from ..schedule._flags import StageMode, runs_of, scheduled
-from ..timeline import StageCost
-from ._costs import bounds
+from ..schedule._flags import StageMode, runs_of
+from ._costs import bounds, busy
 from ._data import Alternative, PlanData
 from ._memory import DeviceBytes
 
@@ -85,11 +84,6 @@ def shown(mode: StageMode) -> str:
     runs = [(first + 1, end) for flag, first, end in runs_of(mode) if flag]
     numbers = ", ".join(str(end) if first == end else f"{first}-{end}" for first, end in runs)
     return f"layer{'s' * (sum(mode) > 1)} {numbers} of {len(mode)}"
-
-
-def busy(stage: StageCost, mode: StageMode) -> float:
-    """The seconds that a stage takes for a micro-batch. What has flags is computed again in the backward."""
-    return stage.forward + stage.backward + (stage.forward if scheduled(mode) != "never" else 0.0)
 
 
 def _stages(plan: PlanData) -> str:
