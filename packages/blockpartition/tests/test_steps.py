@@ -45,6 +45,28 @@ def test_the_most_even_partition_is_looked_for_near_the_string():
     assert steps(partition, [*drawn(n, 1000), 100_000], 100, even="exact") < 100 * n
 
 
+HEAVY = {
+    "first": lambda n: [0],
+    "middle": lambda n: [n // 2],
+    "last": lambda n: [n - 1],
+    "two": lambda n: [n // 3, n // 2],
+    "some": lambda n: range(0, n, n // 7),
+}
+
+
+@cases("heavy", list(HEAVY))
+@cases("one", [1, 1.0])
+@cases("share", [8, 2, 1.01])
+def test_layers_of_zero_are_not_looked_at_for_each_block(heavy, one, share):
+    def work(n):
+        costs = [0 * one] * n
+        for at in HEAVY[heavy](n):
+            costs[at] = one
+        return steps(partition, costs, int(n / share))
+
+    assert work(2400) < 8 * 2 * work(300)
+
+
 GROWTHS = {
     "convex": lambda n: [i * i for i in range(n)] + [10**15],
     "convex, falling": lambda n: [10**15] + [i * i for i in range(n, 0, -1)],

@@ -121,7 +121,7 @@ def _near_by_bisection(prefix: list[Any], bottleneck: Any, lowest: list[Any], go
 
 def _near_by_looks(prefix: list[Any], bottleneck: Any, lowest: list[Any], goals: list[Any]) -> list[int]:
     n, blocks = len(prefix) - 1, len(goals) - 1
-    ends, end, start = [0], 0, prefix[0]
+    ends, end, start, edge = [0], 0, prefix[0], 0
     lasts = islice(prefix, n - blocks + 1, n)
     for low, goal, last in zip(islice(lowest, 1, blocks), islice(goals, 1, blocks), lasts, strict=True):
         limit = aim = start + bottleneck
@@ -136,6 +136,8 @@ def _near_by_looks(prefix: list[Any], bottleneck: Any, lowest: list[Any], goals:
         start = prefix[end]
         if start < aim:
             first = end
+            if end < edge:
+                end = edge  # without another look at layers of zero
             while start < aim:
                 before = start
                 end += 1
@@ -143,6 +145,7 @@ def _near_by_looks(prefix: list[Any], bottleneck: Any, lowest: list[Any], goals:
             if before >= low and (start > limit or goal - before <= start - goal):
                 end, start = end - 1, before
                 if prefix[end - 1] == start:
+                    edge = end
                     end = bisect_left(prefix, start, first, end)
         ends.append(end)
     ends.append(n)
