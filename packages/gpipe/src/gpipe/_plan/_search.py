@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from ._candidate import Candidate, Space, by_seconds, candidate_of, lacking, simplicity, with_replay
 from ._costs import Costs
@@ -127,20 +128,15 @@ def _in_pieces(space: Space, free: Candidate, whole: Candidate | None) -> Candid
     return descended(found[0], lambda best: filter(None, map(at, _eased(best)))) if found else None
 
 
-def _by_parts(space: Space, free: Candidate, ways: Pieces, tries: int) -> Iterator[tuple[int, ...]]:
+def _by_parts(space: Space, free: Candidate, ways: Pieces, tries: int) -> list[tuple[int, ...]]:
     """A balance for stages of which quarters are recomputed, if one is found that fits."""
-    rooms = list(space.memory)
-    for _ in range(tries):
-        placed = best_placed(space, free.costs, free.schedule, rooms, "bottleneck", parts=PARTS)
-        if placed is None:
-            return
-        short = ways.of(placed[0])[1]
-        if not short:
-            yield placed[0]
-            return
-        rooms = [room and room - short.get(j, 0) for j, room in enumerate(rooms)]
-        if min(room for room in rooms if room is not None) < 0:
-            return
+
+    def placed(rooms: Rooms) -> tuple[int, ...] | None:
+        found = best_placed(space, free.costs, free.schedule, rooms, "bottleneck", parts=PARTS)
+        return None if found is None else found[0]
+
+    found = _repaired(space.memory, placed, lambda sizes: ways.of(sizes)[1], tries)
+    return [] if found is None else [found[0]]
 
 
 def _eased(candidate: Candidate) -> Iterator[tuple[int, ...]]:
@@ -166,33 +162,50 @@ def _free(space: Space) -> Iterator[Candidate]:
 
 
 def _fitting(space: Space, costs: Costs, schedule: str) -> Candidate | None:
-    """The best that fits.
+    """The best that fits."""
+
+    def placed(rooms: Rooms, objective: Objective) -> Candidate | None:
+        found = best_placed(space, costs, schedule, rooms, objective)
+        return None if found is None else candidate_of(space, costs, schedule, *found)
+
+    # The slowest stage alone is found several times as fast as the makespan.
+    found = _repaired(space.memory, lambda rooms: placed(rooms, "bottleneck"), lambda each: lacking(space, each))
+    if found is None:
+        return None
+    better = placed(found[1], "makespan")
+    return found[0] if better is None or lacking(space, better) else better
+
+
+Rooms = Sequence[int | None]
+Found = TypeVar("Found")
+
+
+def _repaired(
+    memory: Rooms,
+    place: Callable[[Rooms], Found | None],
+    short: Callable[[Found], dict[int, int]],
+    tries: int = _REPAIRS,
+) -> tuple[Found, Rooms] | None:
+    """What ``place`` finds that fits, and the memory with which it did; None if it finds nothing, or nothing that fits.
 
     Sums over layers are exact in :func:`blockpartition.place`, but the peak of a stage is a maximum over its layers.
     So stages begin with all of their memory, and where the peak does not fit that much is taken from them.
+
+    Args:
+        memory: what each device may hold.
+        place: finds something for less or as much.
+        short: the bytes that devices are short of for what was found.
+        tries: how often.
     """
-    rooms = list(space.memory)
-    for _ in range(_REPAIRS):
-        # The slowest stage alone is found several times as fast as the makespan.
-        found = _in(space, costs, schedule, rooms, "bottleneck")
+    rooms = memory
+    for _ in range(tries):
+        found = place(rooms)
         if found is None:
             return None
-        excess = lacking(space, found)
-        if not excess:
-            better = _in(space, costs, schedule, rooms, "makespan")
-            fits = better is not None and not lacking(space, better)
-            return better if fits else found
-        for j, short in excess.items():
-            room = rooms[j]
-            assert room is not None
-            rooms[j] = room - short
-        if min(room for room in rooms if room is not None) < 0:
+        lacks = short(found)
+        if not lacks:
+            return found, rooms
+        rooms = [None if room is None else room - lacks.get(j, 0) for j, room in enumerate(rooms)]
+        if any(room is not None and room < 0 for room in rooms):
             return None
     return None
-
-
-def _in(
-    space: Space, costs: Costs, schedule: str, rooms: Sequence[int | None], objective: Objective
-) -> Candidate | None:
-    placed = best_placed(space, costs, schedule, rooms, objective)
-    return None if placed is None else candidate_of(space, costs, schedule, *placed)

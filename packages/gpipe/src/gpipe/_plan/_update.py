@@ -75,9 +75,9 @@ def _others(found: list[Candidate], stay: Candidate) -> list[Candidate]:
 def _expect_step_of(plan: PlanData, timeline: Timeline) -> None:
     if not isinstance(timeline, Timeline):
         raise TypeError(f"timeline: expected a gpipe.Timeline, as record() yields it, got {type(timeline).__name__}")
-    ways = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.BACKWARD, Kind.BACKWARD_INPUT: Kind.BACKWARD}
-    found = Counter((e.stage, e.microbatch, ways[e.kind]) for e in timeline.events if e.kind in ways)
-    cells = [(j, i, kind) for j in range(len(plan.sizes)) for i in range(plan.chunks) for kind in set(ways.values())]
+    kinds = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.BACKWARD, Kind.BACKWARD_INPUT: Kind.BACKWARD}
+    found = Counter((e.stage, e.microbatch, kinds[e.kind]) for e in timeline.events if e.kind in kinds)
+    cells = [(j, i, kind) for j in range(len(plan.sizes)) for i in range(plan.chunks) for kind in set(kinds.values())]
     if timeline.unit != SECONDS or found != Counter(cells):
         raise ValueError(
             f"timeline: expected one step in seconds, of {plan.chunks} micro-batches on {len(plan.sizes)} stages, "
