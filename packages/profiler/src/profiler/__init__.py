@@ -1,4 +1,4 @@
-"""Seconds and bytes of every layer of a sequential model."""
+"""Seconds, bytes and FLOPs of every layer of a sequential model."""
 
 from ._allocations import AllocationTracker as AllocationTracker
 from ._data import LayerProfile as LayerProfile

@@ -1,4 +1,4 @@
-"""Which layers are the same to whoever looks at shapes only."""
+"""Which layers are equal for a count that depends on shapes only."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.d
 
 
 def situation(layer: nn.Module, value: Batch, loose: Sequence[Loose]) -> Hashable | None:
-    """All that a count without data depends on; None if more than that may matter, as with skips.
+    """A key of all that a count without data depends on; None if other things may matter too, such as skips.
 
-    Two layers are alike if they are of the same classes with equal attributes, and so without hooks of their own, and
-    if their tensors have the same forms and are shared in the same way. Objects of classes unknown here are equal if
-    they are the same object.
+    Two layers have the same key if their classes and attributes are equal (so they have no hooks of their own), and if
+    their tensors have the same shapes, strides and dtypes and are shared in the same way. Objects of other classes are
+    equal if they are the same object.
 
     Args:
-        layer: as it is in the model, and stays alive.
-        value: its input.
-        loose: what of that nobody holds who comes before.
+        layer: the layer of the model, which must stay alive.
+        value: the input of the layer.
+        loose: the storages of the input that no earlier layer needs.
     """
     if any(hasattr(child, "route_skips") for child in layer.modules()):
         return None
@@ -42,7 +42,7 @@ def situation(layer: nn.Module, value: Batch, loose: Sequence[Loose]) -> Hashabl
 
 
 class _Forms:
-    """Describes values, the second time as which of those before they are."""
+    """Describes tensors and objects; one that was described before by its number."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._numbers = {id(module): k for k, module in enumerate(modules)}

@@ -19,8 +19,8 @@ from ._storages import storages
 class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, counts the bytes of storages that operations create, and the FLOPs they do.
 
-    It holds storages weakly: each is counted as long as Python or the autograd graph keeps it alive. Storages that
-    existed before (parameters, inputs, and all views and in-place results of them) are not counted.
+    It has weak references to storages: each is counted as long as Python or the autograd graph keeps it alive. Storages
+    that existed before (parameters, inputs, their views and in-place results) are not counted.
     """
 
     supports_higher_order_operators = True
@@ -30,7 +30,8 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.flops = 0
         self._now = 0
-        # Written by whatever thread lets the last reference go, in the middle of anything; read by the one that counts.
+        # Appended to by any thread that drops the last reference to a storage, at any time; read by the counting
+        # thread.
         self._deaths: deque[tuple[int, int]] = deque()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, torch.dtype]] = {}
 
@@ -49,7 +50,7 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         return sum(storage.nbytes() for _, storage in living if storage is not None)
 
     def holds_empty_workspace(self) -> bool:
-        """Whether a living storage is a workspace of unknown size, as fake oneDNN kernels make them: 0 bytes."""
+        """Whether a storage is a workspace of unknown size: fake oneDNN kernels make these with 0 bytes."""
         return any(
             dtype is torch.uint8 and storage.nbytes() == 0
             for ref, _, dtype in self._alive.values()
@@ -59,14 +60,14 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        # Data written out in Python becomes a tensor unseen, and comes into sight as the input of this operation.
+        # A tensor that is made from Python data is not seen when it is made, but first as the input of this operation.
         old = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         self._note(result, {storage._cdata for storage in storages(old)})
         self.flops += flops(func, args, kwargs, result)
         return result
 
     def _note(self, result: Any, old: set[int]) -> None:
-        self._bury()  # first, since the address of a dead storage is handed out again
+        self._bury()  # first, since the address of a freed storage may be used again
         for leaf in torch.utils._pytree.tree_leaves(result):
             for storage in storages(leaf):
                 if storage._cdata not in old and storage._cdata not in self._alive:
@@ -82,14 +83,14 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         self._deaths.append((key, size))
 
     def _forget(self, storage: torch.UntypedStorage) -> int:
-        """Count a storage as dead; its bytes, if it was alive."""
+        """Count a storage as freed. Returns its bytes, if it was alive."""
         self._bury()
         _, size, _ = self._alive.pop(storage._cdata, (None, 0, None))
         self._now -= size
         return size
 
     def _bury(self) -> None:
-        """Forget the storages that have died since the last time."""
+        """Handle the storages that were freed since the last call."""
         while self._deaths:
             self._gone(*self._deaths.popleft())
 

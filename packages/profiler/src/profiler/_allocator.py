@@ -1,4 +1,4 @@
-"""What the allocator of a device says, beside what is counted."""
+"""The statistics of a device's allocator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Reading(NamedTuple):
     now: int | None
     """Bytes allocated since the meter was made, less those freed."""
     peak: int | None
-    """The most of them at any one time."""
+    """The peak of these bytes."""
 
 
 class Meter(Protocol):
@@ -21,14 +21,14 @@ class Meter(Protocol):
 
 
 class NoMeter:
-    """For devices whose allocator keeps no statistics."""
+    """For devices whose allocator has no statistics."""
 
     def read(self) -> Reading:
         return Reading(None, None)
 
 
 class AcceleratorMeter:
-    """Sets the peak statistics of the device back: there is no other way to see the peak of a short while."""
+    """Resets the peak statistics of the device: a peak of a short time cannot be read in another way."""
 
     def __init__(self, device: torch.device) -> None:
         torch.accelerator.synchronize(device)
@@ -47,5 +47,5 @@ def meter_for(device: torch.device) -> Meter:
         return NoMeter()
     try:
         return AcceleratorMeter(device)
-    except RuntimeError:  # an accelerator's allocator need not keep statistics
+    except RuntimeError:  # an accelerator's allocator may have no statistics
         return NoMeter()

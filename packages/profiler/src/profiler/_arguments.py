@@ -1,4 +1,4 @@
-"""Argument checks shared by every entry point: the error says what was expected, what arrived, what to do."""
+"""Checks of arguments, for all entry points. Errors say what was expected, what arrived, and what to do."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def check_not_empty(module: nn.Sequential) -> None:
-    """Refuses a chain without layers."""
+    """Raises if the model has no layers."""
     if len(module) == 0:
         raise ValueError("module: expected at least one layer, got an empty nn.Sequential")
 
 
 def check_not_lazy(module: nn.Module) -> None:
-    """Refuses a module with a parameter or buffer that has no size yet."""
+    """Raises if a parameter or buffer is lazy."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
@@ -33,7 +33,7 @@ def check_not_lazy(module: nn.Module) -> None:
 
 
 def check_no_gradient(module: nn.Module) -> None:
-    """Refuses a module with gradients, which may be in the middle of a training step."""
+    """Raises if a parameter has a gradient: the model may be in the middle of a training step."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(
@@ -43,7 +43,7 @@ def check_no_gradient(module: nn.Module) -> None:
 
 
 def check_sample(sample: Any) -> None:
-    """Refuses a sample that is no tree of tensors with rows, by the path of its first wrong leaf."""
+    """Raises if `sample` is not a tree of tensors with rows; the message names the path of the first wrong leaf."""
     microbatch.check(sample)
     microbatch.scatter(sample, 1)
 
@@ -63,7 +63,7 @@ def check_chunks(chunks: int) -> None:
 
 
 def check_rows(rows: Sequence[int]) -> list[int]:
-    """``rows`` in order; refuses what is no list of different numbers of rows."""
+    """``rows`` in ascending order; raises if it is not a list of different numbers of rows."""
     if isinstance(rows, SupportsIndex):
         raise TypeError(f"rows: expected a list of numbers, got {rows!r}; write rows=[{rows!r}]")
     numbers = sorted(operator.index(number) for number in rows)
@@ -80,7 +80,7 @@ def check_scale(param_scale: float) -> None:
 
 
 def running_device(device: Device | None) -> torch.device:
-    """The device to run on: the one asked for if this machine has it, else the accelerator, else the CPU."""
+    """The device to run on: `device` if this machine has it; by default the accelerator, else the CPU."""
     here = torch.accelerator.current_accelerator(check_available=True)
     wanted = here or torch.device("cpu") if device is None else torch.device(device)
     if wanted.type == "cpu":
@@ -103,7 +103,7 @@ def _numbered(wanted: torch.device) -> torch.device:
 
 
 def sizing_device(module: nn.Module, device: Device | None) -> torch.device:
-    """As `running_device`, but ``meta`` is welcome, and is the default of a module that lives there."""
+    """Like `running_device`, but ``meta`` is allowed, and the default for a module on ``meta``."""
     if device is None and any(parameter.is_meta for parameter in module.parameters()):
         return torch.device("meta")
     if device is not None and torch.device(device).type == "meta":

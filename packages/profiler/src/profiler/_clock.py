@@ -13,11 +13,11 @@ _STATISTICS = "/proc/thread-self/schedstat"
 
 @contextmanager
 def undisturbed_clock(path: str = _STATISTICS) -> Iterator[Callable[[], float]]:
-    """Reads the seconds of this thread, less those in which it was ready to run and was not let.
+    """Reads the seconds of this thread, without those in which it was ready to run but had no core.
 
-    Waiting of its own accord counts as time. On a busy machine a layer longer than a time slice is always interrupted
-    and a short one hardly ever, so that not even a median would treat them alike. Where the system keeps no such
-    statistics, which Linux does, it is the ordinary clock.
+    Time in which the thread waits by itself is counted. On a busy machine a layer longer than a time slice is always
+    interrupted, and a short one rarely, so even medians would be biased. Where the system has no such statistics (Linux
+    has), it is an ordinary clock.
     """
     try:
         statistics = os.open(path, os.O_RDONLY)
@@ -36,10 +36,10 @@ def _read(statistics: int) -> float:
         now, after = time.perf_counter(), _queued(statistics)
         if after == before:
             return now - before
-        before = after  # interrupted between the readings, which then do not belong together
+        before = after  # interrupted between the two readings, which then do not belong together
 
 
 def _queued(statistics: int) -> float:
-    """Seconds that the thread has spent in a queue for a core; the file says: running, queued, turns."""
+    """Seconds that the thread has waited in a queue for a core. The file has: running, queued, time slices."""
     _, nanoseconds, _ = os.pread(statistics, 100, 0).split()
     return int(nanoseconds) / 1e9

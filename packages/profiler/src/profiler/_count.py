@@ -27,8 +27,8 @@ class Count(NamedTuple):
     """Bytes and FLOPs of a layer; see :class:`LayerProfile`.
 
     Attributes:
-        workspace: whether some living storage is of unknown size, so that the layer has to be counted for real.
-        loose: the storages of the output that nothing else holds.
+        workspace: whether a storage has an unknown size, so that the layer has to be counted with real tensors.
+        loose: the storages of the output to which nothing else refers.
     """
 
     saved: int
@@ -48,10 +48,9 @@ class Count(NamedTuple):
 
 
 def count_forward(visit: Visit, mode: AbstractContextManager[object] = nullcontext()) -> tuple[Batch, Count]:  # noqa: B008
-    """Runs the forward under `mode`, and counts what it leaves alive.
+    """Runs the forward under `mode`, and counts the storages that it creates and that stay alive.
 
-    Those are the storages born in it: the output, and what the graph saved. Compiled layers are counted as they were
-    written.
+    These are those of the output, and of what the graph has saved. Compiled layers are counted uncompiled.
     """
     tracker = AllocationTracker()
     with uncompiled(), mode, tracker:
@@ -76,15 +75,15 @@ def count(
     mode: AbstractContextManager[object] = nullcontext(),  # noqa: B008
     meter: Callable[[], Meter] = NoMeter,
 ) -> tuple[Batch, Count]:
-    """The same with the backward, for the peaks and the FLOPs.
+    """Like :func:`count_forward`, with the backward, for the peaks and FLOPs.
 
     Args:
-        visit: the layer. It works on a copy of its input, and the output is a copy too, so that what is alive of the
-            originals is what the layer needs.
-        loose: the storages of the input that nothing before needs.
-        split: also count what is left between the two parts of a split backward.
-        mode: what everything runs under.
-        meter: begins to read the allocator.
+        visit: the layer. It computes with a copy of its input, and the output is copied too; what is alive of the
+            originals afterwards is what the layer needs.
+        loose: the storages of the input that no earlier layer needs.
+        split: whether to count also what is kept between the two parts of a split backward.
+        mode: a context for everything that runs.
+        meter: makes a reader of the allocator's statistics.
     """
     visit = replace(visit, input=enter_batch(visit.input, copies=True))
     inputs = Watched(visit.input)

@@ -1,4 +1,4 @@
-"""What a profile found, as plain data; :class:`profiler.Profile` adds what can be done with it."""
+"""The data of a profile; :class:`profiler.Profile` adds methods."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from typing import SupportsIndex, overload
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs on one micro-batch.
+    """The cost of one layer on one micro-batch. Times are in seconds, sizes in bytes.
 
-    name, kind: its name in the Sequential, and its class.
-    forward_seconds, backward_seconds: medians over the rounds; None if nothing was run.
-    trainable_bytes, frozen_bytes: of its parameters, by whether they require a gradient. What several layers share
-        counts for the first.
-    buffer_bytes: of its buffers.
-    saved_bytes: of the storages that its forward creates and leaves alive, its output among them.
-    output_bytes: of its output, which is what has to cross if a partition ends here.
-    peak_bytes: the most that storages created in its forward and backward take at any one time, gradients included,
-        also that of its output.
-    flops: of forward and backward, of matrix products, convolutions, attention and recurrent layers.
-    allocated_bytes, allocated_peak_bytes: saved and peak as an accelerator's allocator sees them, rounded up to its
-        blocks; None on a CPU and where the allocator keeps no statistics.
-    backward_input_seconds: of the backward for the inputs alone; None unless it was asked for, and where it cannot be
-        done alone: one operation gives all gradients, as that of an LSTM, or those of a parameter add up. Figures of
-        both parts may add up to more than the backward in one go.
-    passing_bytes: of its output, what its own backward does not need. It stays where a layer behind saves it.
-    freed_bytes: of what passes, what is gone once this layer has run, because it does not need that either.
-    backward_peak_bytes: the peak of its backward without what passes; None where nothing was counted.
-    adding_peak_bytes: the same without the gradients of parameters that have been added to those of an earlier
-        micro-batch.
-    parting_bytes: of the gradients inside it that the rest of the backward starts from, if the part for the inputs is
-        done alone; None as ``backward_input_seconds``.
-    parting_peak_bytes: the peak of the part for the inputs, beside what the forward saved.
-    largest_parameter_bytes: of the largest of its trainable parameters.
-    given_peak_bytes, adding_given_peak_bytes: ``backward_peak_bytes`` and ``adding_peak_bytes`` without the gradient of
-        the output, where that is in memory of another stage.
+    name, kind: the name of the layer in the model, and its class.
+    forward_seconds, backward_seconds: medians over the rounds; None on ``meta``.
+    trainable_bytes, frozen_bytes: bytes of the parameters that require a gradient, and of those that do not. A tensor
+        that several layers share is counted for the first.
+    buffer_bytes: bytes of the buffers. saved_bytes: bytes that the forward allocates and that stay alive, including the
+    output. output_bytes: bytes of the output, which are sent if a partition ends here. peak_bytes: the peak of the
+    bytes allocated in the forward and backward, including gradients, also that of the output. flops: floating-point
+    operations of forward and backward: of matrix products, convolutions, attention and recurrent
+        layers.
+    allocated_bytes, allocated_peak_bytes: saved bytes and peak by the statistics of an accelerator's allocator, which
+        rounds up to its blocks; None on a CPU, and where there are no statistics.
+    backward_input_seconds: seconds of the first part of a split backward, which computes the gradients of the inputs.
+    None
+        unless ``split_backward`` was given, and if the backward cannot be split: one operation computes all gradients,
+        as in an LSTM, or a parameter is used twice. Both parts together may take longer than the whole backward.
+    passing_bytes: bytes of the output that its own backward does not need; they stay if a later layer saves them.
+    freed_bytes: bytes of its input that are freed once this layer has run, because neither it nor an earlier layer
+    needs
+        them.
+    backward_peak_bytes: the peak of the backward, without passing bytes; None if it was not counted.
+    adding_peak_bytes: the same if gradients of parameters are added to those of an earlier micro-batch, and freed.
+    parting_bytes: bytes of the gradients that are kept between the two parts of a split backward; None as for
+        ``backward_input_seconds``.
+    parting_peak_bytes: the peak of the first part of a split backward, beside what the forward saved.
+    largest_parameter_bytes: bytes of its largest trainable parameter. given_peak_bytes, adding_given_peak_bytes:
+    ``backward_peak_bytes`` and ``adding_peak_bytes`` without the gradient of the
+        output, if that is in the memory of another stage.
     """
 
     name: str
@@ -65,7 +66,7 @@ class LayerProfile:
 
     @property
     def backward_weight_seconds(self) -> float | None:
-        """The rest of the backward, for which no stage waits; None if the part for the inputs was not measured."""
+        """Seconds of the second part of a split backward; None if the first part was not measured."""
         if self.backward_seconds is None or self.backward_input_seconds is None:
             return None
         return max(0.0, self.backward_seconds - self.backward_input_seconds)
@@ -79,7 +80,7 @@ class LayerProfile:
 
     @property
     def parameter_bytes(self) -> int:
-        """Trainable and frozen."""
+        """Bytes of trainable and frozen parameters."""
         return self.trainable_bytes + self.frozen_bytes
 
 
@@ -88,7 +89,7 @@ class SkipProfile:
     """A tensor of one micro-batch that skips layers.
 
     source, target: the numbers of the layers that stash it and pop it.
-    bytes: of it.
+    bytes: its size.
     """
 
     source: int
@@ -101,7 +102,7 @@ COSTS = ("seconds", "parameter_bytes", "backward_weight_seconds", *(field.name f
 
 @dataclass(frozen=True)
 class ProfileData:
-    """The layers of a Sequential in order, and under which conditions they were profiled."""
+    """The layers of a model in order, and how they were profiled."""
 
     layers: tuple[LayerProfile, ...]
     device: str
@@ -141,20 +142,20 @@ class ProfileData:
 
     @property
     def seconds(self) -> list[float]:
-        """Forward plus backward of each layer."""
+        """Seconds of forward and backward of each layer."""
         return self.costs("seconds")
 
     def costs(self, by: str) -> list[float]:
-        """One figure of every layer, to balance or to draw: ``"seconds"``, ``"saved_bytes"``, ``"flops"``, …
+        """One figure of every layer, such as ``"seconds"``, ``"saved_bytes"`` or ``"flops"``.
 
         Args:
             by: the name of a figure.
 
         Returns:
-            One number a layer, in seconds, bytes or operations.
+            A number for each layer, in seconds, bytes or operations.
 
         Raises:
-            ValueError: another name, or a figure that was not measured.
+            ValueError: there is no such figure, or it was not measured.
         """
         if by not in COSTS:
             raise ValueError(f"by: expected one of {', '.join(COSTS)}, got {by!r}")

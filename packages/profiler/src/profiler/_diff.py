@@ -1,4 +1,4 @@
-"""Two profiles side by side."""
+"""The differences between two profiles."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .text import align, format_bytes, format_flops, format_seconds
 
 @dataclass(frozen=True)
 class LayerChange:
-    """A layer before and after; None on the side where no layer has this name."""
+    """A layer before and after; None on a side that has no layer of this name."""
 
     name: str
     before: LayerProfile | None
     after: LayerProfile | None
 
     def ratio(self, by: str) -> float | None:
-        """After ÷ before of the figure `by`; None where a side lacks it or it was 0.
+        """The figure `by` after, divided by that before; None if a side lacks it, or it was 0.
 
         Args:
-            by: the name of a figure, as of :meth:`Profile.costs`.
+            by: the name of a figure, as for :meth:`Profile.costs`.
 
         Returns:
             The ratio, or None.

@@ -1,4 +1,4 @@
-"""Compiled code creates storages that no dispatch mode sees."""
+"""Run compiled layers uncompiled: compiled code creates storages that dispatch modes do not see."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import torch
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Whatever has been compiled runs as it was written, and stays compiled for others."""
-    # Without the compiler's front end, which takes long to import, nothing can have been compiled.
+    """A context in which compiled modules run uncompiled; they stay compiled for others."""
+    # Unless the compiler's front end was imported, which takes long, nothing can have been compiled.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -1,4 +1,4 @@
-"""Hands a tensor to a layer as if another layer had made it."""
+"""Pass a tensor to a layer as the output of another layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from microbatch import Batch, map_tensors
 
 
 class _Enter(torch.autograd.Function):
-    # A leaf that requires grad refuses in-place operations, and so does a view of one.
+    # A leaf that requires grad cannot be changed in place, nor can a view of one.
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, copies: bool) -> torch.Tensor:
         return leaf.clone() if copies else leaf.detach()
@@ -22,7 +22,7 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: torch.Tensor, *, copies: bool = False) -> torch.Tensor:
-    """`x`, or a copy of it, on a graph of its own; an in-place first operation may overwrite it."""
+    """`x`, or a copy of it, as the output of a node; a first operation may overwrite it."""
     leaf = x.detach()
     if not x.requires_grad:
         return leaf.clone() if copies else leaf
@@ -31,7 +31,7 @@ def enter(x: torch.Tensor, *, copies: bool = False) -> torch.Tensor:
 
 
 def is_entrance(node: torch.autograd.graph.Node) -> bool:
-    """Whether a gradient leaves a layer here, into a tensor that it was handed."""
+    """Whether `node` is where a tensor enters the layer, so that its gradient leaves it."""
     return isinstance(node, _Enter._backward_cls)
 
 
@@ -40,7 +40,7 @@ def enter_batch(batch: Batch, *, copies: bool = False) -> Batch:
 
 
 def copy_to(batch: Batch, device: torch.device) -> Batch:
-    """A copy that a layer may overwrite, on `device`; which tensors require a gradient is kept."""
+    """A copy on `device` that a layer may overwrite. `requires_grad` of its tensors is kept."""
     return copied(batch.call(lambda value: map_tensors(lambda x: _moved(x, device), value)))
 
 
@@ -49,7 +49,7 @@ def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def copied(batch: Batch) -> Batch:
-    """The same values in memory of their own, cut off from what they were made of."""
+    """A copy of the values, without their graph."""
     return batch.call(lambda value: map_tensors(_clone, value))
 
 

@@ -1,4 +1,4 @@
-"""Layers and batches that have shapes but no data, to be counted without memory and without a device."""
+"""Layers and batches that have shapes but no data, for counting without memory and without a device."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode under which operations compute shapes only."""
-    # The import takes a while, and few need it.
+    """A mode in which operations compute shapes only."""
+    # Imported late: it takes a while, and few calls need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_layers(module: Iterable[nn.Module], mode: FakeTensorMode) -> Iterator[nn.Module]:
-    """Copies of the layers in training mode that occupy no memory, wherever the layers are."""
+    """Copies of the layers in training mode that take no memory, whatever device the layers are on."""
     for layer in module:
         fakes = {id(x): fake(x, mode) for child in layer.modules() for x in _tensors(child)}
         yield copy.deepcopy(layer, fakes).train()
@@ -40,7 +40,7 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake of `x` on the CPU: fake CUDA tensors with gradients abort a build of torch without CUDA."""
+    """A fake of `x` on the CPU: fake CUDA tensors with gradients abort a CPU build of torch."""
     with mode:
         y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
         if isinstance(x, nn.Parameter):
@@ -60,7 +60,7 @@ def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Says what to do about a layer that wants to see values."""
+    """A context that adds to errors what to do about a layer that reads values."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     try:
@@ -71,13 +71,13 @@ def explained() -> Iterator[None]:
 
 
 def materialised(layer: nn.Module) -> nn.Module:
-    """A real copy of `layer` with memory on the CPU and nothing meaningful in it."""
+    """A copy of `layer` with memory on the CPU, and zeros in it."""
     return copy.deepcopy(layer, computed_copies(layer)).to_empty(device="cpu").train()
 
 
 def zeros_like(batch: Batch) -> Batch:
     def zeros(x: torch.Tensor) -> torch.Tensor:
-        # With the same strides: a kernel that wants another layout keeps a copy.
+        # With the same strides: a kernel that needs another layout would keep a copy.
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_().requires_grad_(x.requires_grad)
 
     return batch.call(lambda value: map_tensors(zeros, value))

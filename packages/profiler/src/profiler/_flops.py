@@ -1,4 +1,4 @@
-"""The floating-point operations of one operation: PyTorch's formulas, and those that it lacks."""
+"""The floating-point operations of one operation: PyTorch's formulas, and some that it lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Formula = Callable[..., int]
 
 
 def flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """What ``func`` does on these arguments; 0 if nobody has a formula for it."""
+    """The floating-point operations of ``func`` with these arguments; 0 if there is no formula for it."""
     packet = getattr(func, "_overloadpacket", func)
     if (own := _own().get(packet)) is not None:
         return own(*args)
@@ -50,7 +50,7 @@ def _own() -> dict[Any, Formula]:
 
 
 def _recurrent(values: torch.Tensor, weights: torch.Tensor | Sequence[torch.Tensor], *rest: Any) -> int:
-    """Each matrix times the values of each row at each time, as of all gates of a layer in one direction.
+    """The products of each matrix with the values of each row at each time step.
 
     Args:
         values: of shape (times, rows, features), or without the padding (times of all rows, features).
@@ -62,5 +62,5 @@ def _recurrent(values: torch.Tensor, weights: torch.Tensor | Sequence[torch.Tens
 
 
 def _recurrent_backward(*args: Any) -> int:
-    """For the gradients of the values and of the matrices, which come in one go."""
+    """The products for the gradients of values and of matrices, which one operation computes."""
     return 2 * _recurrent(*args)

@@ -1,6 +1,6 @@
-"""Counts a backward with new gradients of parameters, and with gradients that are added to earlier ones.
+"""Counts the peak of a backward whose parameter gradients are new, and of one that adds them to earlier gradients.
 
-Each with the gradients that it begins with, and without them, where they are in the memory of somebody else.
+Each is counted with the gradients that the backward begins with, and without them, if they are in other memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ._storages import storages
 
 
 class GradientTracker(AllocationTracker):  # type: ignore[no-untyped-call]
-    """Forgets the gradients of parameters as soon as they are accumulated.
+    """Drops the gradients of parameters as soon as they are accumulated.
 
-    So ``peak`` is that of a backward that adds to gradients which are there.
+    So ``peak`` is that of a backward that adds to existing gradients.
 
     Attributes:
-        whole_peak: the same with gradients that stay.
+        whole_peak: the peak if the gradients stay.
         given_peak, whole_given_peak: both without the gradients that the backward begins with.
     """
 
@@ -32,13 +32,13 @@ class GradientTracker(AllocationTracker):  # type: ignore[no-untyped-call]
         self._seeds: dict[int, int] = {}
 
     def restart(self) -> int:
-        """The peak so far; from now on it is that of what comes."""
+        """The peak so far. Counts a new peak from now on."""
         peak, self.peak = self.peak, self.alive()
         self.whole_peak = self.given_peak = self.whole_given_peak = self.peak
         return peak
 
     def begin(self, seeds: Iterable[Any]) -> None:
-        """The backward begins with these gradients, and nothing else has been made."""
+        """Begin a backward with the gradients ``seeds``, before anything else is allocated."""
         made = {storage._cdata for storage in storages(list(seeds))}
         self._seeds = {key: size for key, (_, size, _) in self._alive.items() if key in made}
         self.given_peak = self.whole_given_peak = self._now - sum(self._seeds.values())

@@ -1,4 +1,6 @@
-"""What a profile must not disturb and must not inherit: random numbers, grad and inference mode, cast weights."""
+"""Protect the caller from a profile and the profile from the caller: random numbers, grad and inference mode,
+autocast's cache.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import streams
 
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """Random generators are put back afterwards; gradients are on, whatever mode the caller is in.
+    """A context that restores random generators at its end, and in which gradients are enabled.
 
-    Autocast is inherited, as a layer costs what it costs under it.
+    The caller's autocast applies, since layers cost what they cost under it.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if streams.has_streams(device) else []))

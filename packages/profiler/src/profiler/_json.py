@@ -1,4 +1,4 @@
-"""Profiles as JSON, and back by a reader that accepts nothing else."""
+"""Profiles as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dump(profile: ProfileData) -> str:
 
 
 def load(cls: type[Profile], text: str) -> Profile:
-    """Raises ValueError with the path of the first thing that `dump` would not have written."""
+    """The profile of `text`. Raises ValueError with the path of the first thing that `dump` would not have written."""
     document = _expect_object(_parse(text), "profile")
     _expect_schema(document.pop("schema", None))
     return _profile(cls, document, "profile")

@@ -1,4 +1,4 @@
-"""The layers to profile, out of whatever holds them."""
+"""The layers of a module to profile."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ._arguments import check_not_empty, check_not_lazy
 
 
 def layers_of(module: nn.Module, layers: Sequence[str] | None = None) -> nn.Sequential:
-    """The layers of ``module`` in the order in which they run, under the names that they have in it.
+    """The layers of ``module`` in the order in which they run, with their names.
 
     Args:
-        module: an ``nn.Sequential``, or a module that computes and iterates over its own children, as
-            ``GPipe`` does; any module if ``layers`` are given.
+        module: an ``nn.Sequential``, or a module with a ``forward`` that iterates over its own children, as ``GPipe``
+            does; any module if ``layers`` are given.
         layers: names of submodules, such as ``"encoder.0"``.
 
     Raises:
-        TypeError: ``module`` does not show which layers it has.
-        ValueError: there are none, ``module`` has no submodule of a name, or a parameter is lazy.
+        TypeError: it is not known which layers ``module`` has.
+        ValueError: there are no layers, ``module`` has no submodule of a given name, or a parameter is lazy.
     """
     chain = nn.Sequential()
-    # Past add_module, which refuses names with dots.
+    # Not by add_module, which refuses names with dots.
     chain._modules.update(_named(module, layers))
     check_not_empty(chain)
     check_not_lazy(chain)

@@ -1,4 +1,4 @@
-"""Which storages of a value live only because it goes on to the next layer."""
+"""The storages of a value that are alive only because the value is passed to the next layer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ._storages import storages
 
 
 class Loose(NamedTuple):
-    """A storage that nothing but the value holds that goes from a layer to the next.
+    """A storage to which only the value refers that is passed from one layer to the next.
 
     Attributes:
         size: in bytes.
-        leaves: the numbers of the tensors of the value that lie in it.
+        leaves: the numbers of the tensors of the value that use it.
     """
 
     size: int
@@ -24,10 +24,10 @@ class Loose(NamedTuple):
 
 
 class Watched:
-    """The storages of some tensors, held weakly.
+    """Weak references to the storages of some tensors.
 
     Args:
-        tensors: of a value, in order.
+        tensors: the tensors of a value, in order.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -41,16 +41,16 @@ class Watched:
                 self._sizes[storage._cdata] = storage.nbytes()
 
     def alive(self) -> set[int]:
-        """The numbers of the tensors some of whose memory is still there."""
+        """The numbers of the tensors whose memory, or a part of it, is still allocated."""
         return {number for key, ref in self._storages.items() if ref() is not None for number in self._leaves[key]}
 
     def gone(self, inputs: Watched, loose: Sequence[Loose]) -> list[Loose]:
-        """What is not there any more, now that the value has been let go.
+        """The storages that were freed when the value was dropped.
 
         Args:
-            inputs: of the layer that made the value. A storage of theirs is as large as it was when it was ``loose``,
-                and if it was not, somebody before holds it.
-            loose: of the inputs.
+            inputs: the inputs of the layer that made the value. Storages of these count only if they are ``loose``;
+                others are kept by earlier layers.
+            loose: the loose storages of the inputs.
         """
         found = []
         for key, ref in self._storages.items():

@@ -1,4 +1,4 @@
-"""The loss as one more layer behind the last."""
+"""The loss as one more layer after the last."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from microbatch import flatten, map_tensors, unflatten
 from ._storages import tensor_bytes
 
 LossFunction = Callable[[Any, Any], Any]
-"""From an output and a target to a scalar loss, or to the sum of losses and their count."""
+"""A function of an output and a target that returns a scalar loss, or the sum of losses and their count."""
 
 
 class LossLayer(nn.Module):
-    """Calls ``loss_fn`` with its input and a target of its own; of ``(sum, count)`` it returns the sum."""
+    """Calls ``loss_fn`` with its input and a target that it holds; of ``(sum, count)`` it returns the sum."""
 
     def __init__(self, loss_fn: LossFunction, target: Any) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class LossLayer(nn.Module):
         self._target = map_tensors(self._keep, target)
 
     def _keep(self, tensor: torch.Tensor) -> _Named:
-        """Register ``tensor`` as a buffer, so that it follows the layer to its device; its name."""
+        """Register ``tensor`` as a buffer, so that it is moved with the layer. Returns a placeholder."""
         name = _Named(f"target{len(self._names)}")
         self.register_buffer(name, tensor.detach())
         self._names.append(name)
@@ -34,7 +34,7 @@ class LossLayer(nn.Module):
 
     @property
     def target_bytes(self) -> int:
-        """Of the target, which is no state of the loss."""
+        """Bytes of the target, which are not counted as buffers of the loss."""
         return tensor_bytes([getattr(self, name) for name in self._names])
 
     def forward(self, output: Any) -> Any:
@@ -45,13 +45,13 @@ class LossLayer(nn.Module):
 
 
 class _Named(str):
-    """The name of a buffer in the place of a tensor."""
+    """Takes the place of a tensor that is a buffer; has the name of the buffer."""
 
     __slots__ = ()
 
 
 def with_loss(chain: nn.Sequential, loss_fn: LossFunction, target: Any) -> nn.Sequential:
-    """``chain`` with the loss behind it."""
+    """``chain`` with the loss as its last layer."""
     longer = nn.Sequential()
     name = "loss" if "loss" not in chain._modules else f"loss of {len(chain)} layers"
     longer._modules.update({**chain._modules, name: LossLayer(loss_fn, target)})

@@ -1,4 +1,4 @@
-"""Which layer the bytes of a shared parameter are counted for."""
+"""The layer for which the bytes of a shared parameter are counted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 class Owned(NamedTuple):
-    """The parameters and buffers of a layer, except those that an earlier layer has too."""
+    """The parameters and buffers of a layer, without those that an earlier layer has too."""
 
     parameters: list[nn.Parameter]
     buffers: list[torch.Tensor]
 
 
 def owned(layers: Iterable[nn.Module]) -> list[Owned]:
-    """What each layer owns, if a tensor that several layers share belongs to the first: sums count it once."""
+    """What each layer owns: a tensor that several layers share belongs to the first, so sums count it once."""
     seen: set[int] = set()
     return [Owned(_fresh(layer.parameters(), seen), _fresh(layer.buffers(), seen)) for layer in layers]
 

@@ -1,4 +1,4 @@
-"""Where the way of a gradient to the inputs of a layer parts from its way to the parameters."""
+"""The nodes at which the paths of a gradient to the inputs of a layer and to its parameters part."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._turn import SEED
 
 
 class Parting(NamedTuple):
-    """What the part of a backward for the inputs takes, beside what the forward saved.
+    """Bytes of the first part of a split backward, beside what the forward saved.
 
     Attributes:
-        left: gradients that are there when it is done, and that the part for the weights starts from.
-        peak: the most that it takes.
+        left: bytes of the gradients that are kept for the second part.
+        peak: the peak of the first part.
     """
 
     left: int
@@ -27,9 +27,9 @@ class Parting(NamedTuple):
 
 
 def partings(root: torch.Tensor) -> Parting | None:
-    """Does the part for the inputs of a backward from ``root``; None if that part cannot be done alone."""
+    """Computes the first part of a split backward from ``root``; None if the backward cannot be split."""
     assert root.grad_fn is not None
-    start = GradientEdge(root.grad_fn, 0)  # not the tensor, of which no fake one can be made
+    start = GradientEdge(root.grad_fn, 0)  # an edge instead of the tensor, since there is no edge of a fake tensor
     entrances, inner, splits = _edges(start.node)
     if not entrances:
         return Parting(0, 0)
@@ -40,7 +40,7 @@ def partings(root: torch.Tensor) -> Parting | None:
     try:
         with tracker:
             found = torch.autograd.grad(start, ends, SEED, retain_graph=True, allow_unused=True)
-    except RuntimeError:  # a reentrant checkpoint, for one, refuses to run for some inputs only
+    except RuntimeError:  # such as a reentrant checkpoint, which cannot run for some inputs only
         return None
     finally:
         for handle in handles:
@@ -50,12 +50,14 @@ def partings(root: torch.Tensor) -> Parting | None:
 
 
 def _apart(gradient: torch.Tensor) -> torch.Tensor:
-    """Not as a view of a larger gradient, as parts of what was joined have."""
+    """A copy if `gradient` is a view of a larger one, such as a part of a concatenation."""
     return gradient.clone() if gradient.layout is torch.strided and gradient._is_view() else gradient
 
 
 def _edges(root: Node) -> tuple[list[torch.Tensor], list[GradientEdge], bool]:
-    """The inputs, the edges into nodes that lead to inputs and to something else, and whether these may part there."""
+    """The inputs; the edges into nodes that lead to inputs and to other leaves; whether the backward can be split
+    there.
+    """
     leads = _leads(root)
     entrances = [node for node in leads if is_entrance(node)]
     inner = [node for node in leads if leads[node] and not is_entrance(node)]
@@ -66,18 +68,20 @@ def _edges(root: Node) -> tuple[list[torch.Tensor], list[GradientEdge], bool]:
 
 
 def _is_whole(node: Node) -> bool:
-    """Whether the node computes all its gradients whenever it runs, so that it would do its work twice."""
+    """Whether the node always computes all its gradients, so that it would do its work twice."""
     return hasattr(node, "_forward_cls") or "Rnn" in node.name()
 
 
 def _ends_differ(parting: Iterable[Node], leads: dict[Node, bool]) -> bool:
-    """Whether each parameter is reached from one of these nodes only: else its gradients add up in another order."""
+    """Whether each parameter is reached from one of these nodes only; else its gradients would be added in another
+    order.
+    """
     ends = [end for node in parting for end in _ends(child for child, _ in _children(node) if not leads[child])]
     return len(set(ends)) == len(ends)
 
 
 def _ends(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes without children below these."""
+    """The nodes without children below ``nodes``."""
     stack = list(nodes)
     seen = set(stack)
     while stack:

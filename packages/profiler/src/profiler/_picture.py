@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _TOP, _LEFT, _RIGHT, _HEIGHT = 72.0, 78.0, 18.0, 240.0
 _CUT = "#c53030"
-# Attributes hold the light colours, which every viewer draws; rules of CSS win over attributes where they apply.
+# Attributes have the light colours, which every viewer shows; rules of CSS override attributes where they are
+# supported.
 _STYLE = "".join(
     f'.gpipe-profile[fill="{light}"], .gpipe-profile [fill="{light}"] {{ fill: {dark} }}\n'
     f'.gpipe-profile [stroke="{light}"] {{ stroke: {dark} }}\n'
@@ -24,7 +25,7 @@ _STYLE = "".join(
 
 
 class _Chart(NamedTuple):
-    """Where things are: `pitch` pixels from bar to bar, `top` the cost at the upper edge."""
+    """The geometry of a chart: `pitch` pixels from bar to bar, `top` the cost at the upper edge."""
 
     layers: int
     pitch: float
@@ -41,7 +42,7 @@ class _Chart(NamedTuple):
         return self.x(self.layers) + _RIGHT
 
 
-# Costs below can only be zeros that went astray; dividing by them would overflow.
+# Smaller costs can only be rounding errors; dividing by them would overflow.
 _NOTHING = 1e-15
 
 
@@ -71,7 +72,7 @@ def _checked(balance: Sequence[int] | None, layers: int) -> list[int]:
 
 
 def _step(most: float, base: int) -> float:
-    """A round distance between three to five grid lines."""
+    """A round distance for three to five grid lines."""
     if most < _NOTHING:
         return 1.0
     unit = float(base ** math.floor(math.log(most, base)))
@@ -112,7 +113,7 @@ def _axis(chart: _Chart, ticks: list[float], by: str) -> list[str]:
 
 
 def _bands(chart: _Chart, costs: list[float], balance: list[int], by: str) -> list[str]:
-    """Alternate shades for the partitions, their loads above (the bottleneck in bold), lines where they are cut."""
+    """Alternate shades for the partitions, their loads above (the bottleneck in bold), and lines at the cuts."""
     ends = [0, *accumulate(balance)]
     loads = [sum(costs[start:end]) for start, end in pairwise(ends)]
     crowded = min(balance, default=0) * chart.pitch < 60
@@ -146,7 +147,7 @@ def _parts(layer: LayerProfile, by: str) -> list[tuple[str, float]]:
 
 
 def _labels(profile: ProfileData) -> list[str]:
-    """Names, with the class where there is room for both."""
+    """The names of layers, with the class if there is room for both."""
     return [layer.name if len(layer.name) > 12 else f"{layer.name} {layer.kind}"[:28] for layer in profile]
 
 

@@ -1,4 +1,4 @@
-"""Times and counts in one record."""
+"""Measure and count, and return both in one profile."""
 
 from __future__ import annotations
 
@@ -46,35 +46,36 @@ def profile(
 ) -> Profile:
     """Seconds, bytes and FLOPs of every layer of `module` on a micro-batch: the first of `chunks` cut from `sample`.
 
-    Each layer runs alone, as a copy in training mode, on the detached output of the layer before. After a round to
-    warm up come as many rounds as fit in `timeout` seconds, but three at least, and one more in which bytes and FLOPs
-    are counted; the seconds are medians. `module`, `sample` and the random generators stay as they are.
+    Each layer runs alone, as a copy in training mode, on the detached output of the layer before. There is one round to
+    warm up, as many rounds as fit in `timeout` seconds, but at least three, and one more in which bytes and FLOPs are
+    counted. Seconds are medians. `module`, `sample` and PyTorch's random generators do not change.
 
     Args:
         module: an ``nn.Sequential``, or a module that iterates over its children, such as a ``GPipe``.
         sample: a mini-batch; tensors of shape (rows, ...), or a tree of them.
-        layers: names of submodules of `module`, which then may be anything: those that run one after the other.
-        device: the CPU or an accelerator, which is the default where there is one. On ``"meta"`` nothing is run and no
-            memory is taken: the profile has no seconds, and bytes and FLOPs as on a CPU. It is the default for a module
-            that lives there. On an accelerator the peak statistics of the allocator are set back.
-        chunks: how many micro-batches `sample` is cut into.
-        rows: instead of `chunks`: numbers of rows to measure at, the first of `sample`, each for `timeout` seconds. The
-            result is that of the most rows, and :meth:`Profile.at` gives it for any.
-        loss_fn, target: also profile ``loss_fn(output, target)``, which goes to :attr:`Profile.loss`; `target` is cut
-            as `sample` is. Of ``(sum, count)`` the sum is meant.
-        split_backward: also measure the part of each backward that the layer before waits for.
-        timeout: in seconds.
-        progress: show a progress bar, on a terminal.
+        layers: names of submodules that run one after the other; `module` may then be any module.
+        device: the CPU or an accelerator; by default the accelerator if there is one. On ``"meta"`` nothing is computed
+            and no memory is allocated: the profile has no seconds, and the bytes and FLOPs of a CPU. It is the default
+            for a module on ``meta``. On an accelerator the peak statistics of the allocator are reset.
+        chunks: the number of micro-batches that `sample` is cut into.
+        rows: instead of `chunks`: numbers of rows, for each of which the first rows of `sample` are measured for
+            `timeout` seconds. The result is that of the largest number; :meth:`Profile.at` returns it for any.
+        loss_fn, target: also profile ``loss_fn(output, target)``; its cost is :attr:`Profile.loss`. `target` is cut
+            like `sample`. A ``loss_fn`` may return a scalar, or ``(sum, count)``.
+        split_backward: also measure the first part of each backward alone, for the gradients of the inputs.
+        timeout: how long to measure, in seconds.
+        progress: show a progress bar, if the output is a terminal.
 
-    Only PyTorch's generators are looked after; layers that draw from Python's or numpy's move those on.
+    Layers that draw from the generators of Python or NumPy change these.
 
     Returns:
-        The figures of each layer, under its name.
+        The figures of each layer, by its name.
 
     Raises:
-        TypeError: `module` is no nn.Sequential, or `sample` no tree of tensors.
-        ValueError: an empty or lazy module, one with gradients, a device that is not there, no time, no micro-batch.
-        What a layer raises comes out as it is, with a note that names the layer and the shapes of its input.
+        TypeError: `module` is not an nn.Sequential, or `sample` not a tree of tensors.
+        ValueError: `module` is empty, lazy, or has gradients; this machine does not have `device`; `timeout`, `chunks`
+            or `rows` is invalid.
+        Exception: any error of a layer, with a note that names the layer and the shapes of its input.
     """
     chain = layers_of(module, layers)
     check_no_gradient(chain)

@@ -1,4 +1,4 @@
-"""A progress bar where somebody looks on."""
+"""A progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(wanted: bool, timeout: float) -> Iterator[Callable[[float], None]]:
-    """Gives a function to call with the seconds spent so far; silent unless wanted and on a terminal."""
+    """Yields a function to call with the seconds spent so far; it shows nothing unless `wanted` and on a terminal."""
     if not (wanted and sys.stderr.isatty()):
         yield lambda spent: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    # No refreshing thread of its own: it would take time from the layers.
+    # Without a refreshing thread, which would take time from the layers.
     with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task("profiling", total=timeout)
 

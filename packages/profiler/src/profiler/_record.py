@@ -1,4 +1,4 @@
-"""What a profile found, and what can be done with it."""
+""":class:`Profile`: the result of a measurement, and its methods."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ._table import profile_table
 
 @dataclass(frozen=True)
 class Profile(ProfileData):
-    """The layers of a Sequential in order, and under which conditions they were profiled.
+    """The layers of a model in order, and how they were profiled.
 
-    `str()` is a table.  Indexing takes a position or a name.
+    `str()` is a table. An index is a position or a name.
 
-    device: where it ran, or ``meta`` where nothing ran.
+    device: the device that was measured on, or ``meta``.
     torch: the version of PyTorch.
-    threads: of one operation on the CPU.
-    chunks: into how many micro-batches the sample was cut.
-    rows: of the one that was used.
-    rounds: how many times each layer was timed.
-    loss: what the loss costs, as if it were a layer behind the last; None if none was given.
+    threads: the number of intra-op threads on the CPU.
+    chunks: the number of micro-batches that the sample was cut into.
+    rows: the rows of the micro-batch that was measured.
+    rounds: the number of times that each layer was timed.
+    loss: the cost of the loss, as of a layer; None if no loss was given.
     others: the same layers with fewer rows, in ascending order.
     skips: the tensors that skip layers.
     """
@@ -32,15 +32,16 @@ class Profile(ProfileData):
     others: tuple[Profile, ...] = ()
 
     def at(self, rows: int) -> Profile:
-        """What a micro-batch of `rows` rows costs: each figure on the line through the two nearest that were measured.
+        """The profile of a micro-batch of `rows` rows, by linear interpolation between the two nearest that were
+        measured.
 
-        Costs have a part that does not depend on rows, so that figures in proportion to them are off by as much.
+        This is more accurate than costs in proportion to rows, since a part of the cost does not depend on rows.
 
         Args:
-            rows: of a micro-batch, at least 1.
+            rows: the rows of a micro-batch, at least 1.
 
         Returns:
-            A profile without others.
+            A profile whose `others` is empty.
 
         Raises:
             ValueError: only one number of rows was measured, or `rows` is below 1.
@@ -56,7 +57,7 @@ class Profile(ProfileData):
         return shown(self)
 
     def to_json(self) -> str:
-        """Text that `from_json` reads back as an equal profile.
+        """Text that `from_json` turns into an equal profile.
 
         Returns:
             JSON.
@@ -65,7 +66,7 @@ class Profile(ProfileData):
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """The profile that `to_json` wrote.
+        """The profile whose `to_json` returned `text`.
 
         Args:
             text: JSON.
@@ -74,15 +75,15 @@ class Profile(ProfileData):
             An equal profile.
 
         Raises:
-            ValueError: `text` is anything else; names the place.
+            ValueError: `text` is not the JSON of a profile; the message names the place.
         """
         return load(Profile, text)
 
     def diff(self, other: Profile) -> ProfileDiff:
-        """What changed from this profile to `other`, layer by layer.
+        """The changes from this profile to `other`, by layer.
 
         Args:
-            other: a profile of the same layers, or of some of them.
+            other: a profile of the same layers, or some of them.
 
         Returns:
             The changes; `str()` of them is a table.
@@ -90,17 +91,17 @@ class Profile(ProfileData):
         return diff(self, other)
 
     def picture(self, balance: Sequence[int] | None = None, *, by: str = "seconds") -> str:
-        """An SVG with a bar for each layer; given a balance, also the cuts, and above each partition its load.
+        """An SVG with a bar for each layer; with a balance, also the cuts, and the load above each partition.
 
         Args:
-            balance: how many layers each partition has.
-            by: the name of the figure that bars show.
+            balance: the number of layers of each partition.
+            by: the name of the figure that bars show, as for :meth:`costs`.
 
         Returns:
-            The text of the picture.
+            The text of the SVG.
 
         Raises:
-            ValueError: a balance of more or fewer layers, or a figure that was not measured.
+            ValueError: `balance` has another number of layers, or the figure was not measured.
         """
         from ._picture import picture  # late: it needs XML, which torch alone does not import
 

@@ -1,4 +1,4 @@
-"""From measured numbers of rows to others."""
+"""Costs at other numbers of rows than those measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._data import LayerProfile, ProfileData
 
 Profile = TypeVar("Profile", bound=ProfileData)
 
-# What depends on the layer alone.
+# Figures that depend on the layer alone.
 _FIXED = frozenset({"name", "kind", "trainable_bytes", "frozen_bytes", "buffer_bytes", "largest_parameter_bytes"})
 _VARIABLE = tuple(field.name for field in fields(LayerProfile) if field.name not in _FIXED)
 
@@ -28,7 +28,7 @@ def at(measured: Sequence[Profile], rows: int) -> Profile:
             f"rows: this profile knows {only} rows only, and got {rows}; "
             f"measure at two: profile(..., rows=[{min(rows, only)}, {max(rows, only)}])"
         )
-    # The last two that are not both above; in the beginning the first two.
+    # The last two that are not both above `rows`; at the begin the first two.
     k = next((k for k in range(1, len(measured) - 1) if measured[k].rows > rows), len(measured) - 1)
     low, high = measured[k - 1], measured[k]
     share = (rows - low.rows) / (high.rows - low.rows)
@@ -53,5 +53,5 @@ def _between(low: LayerProfile, high: LayerProfile, share: float) -> LayerProfil
 def _mixed(low: Any, high: Any, share: float) -> Any:
     if low is None or high is None:
         return None
-    value = max(0, low + (high - low) * share)  # a line through measured points may lead below nothing
+    value = max(0, low + (high - low) * share)  # the line may be negative outside of the measured range
     return round(value) if isinstance(high, int) else value

@@ -1,4 +1,4 @@
-"""Copies of layers to experiment on, so that the caller's module stays as it is."""
+"""Copies of layers to measure, so that the caller's module does not change."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SMALL = 256 * 2**20
 def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | int) -> Iterator[nn.Module]:
     """Deep copies of the layers on `device`, in training mode.
 
-    A layer is copied when it is asked for, so only one copy need exist at a time.  Forward hooks are part of what a
-    layer does and come along; hooks on parameters and gradients stay behind.
+    A layer is copied when the iterator reaches it, so only one copy needs to exist at a time. Forward hooks are copied,
+    since they are part of what a layer does; hooks on parameters and gradients are not.
 
     Args:
-        module: the layers, such as an ``nn.Sequential``; they stay as they are.
-        device: where the copies go.
+        module: the layers, such as an ``nn.Sequential``, which do not change.
+        device: the device of the copies.
 
     Returns:
         An iterator over the copies, in order.
@@ -35,15 +35,14 @@ def layerwise_sandbox(module: Iterable[nn.Module], device: torch.device | str | 
 def computed_copies(layer: nn.Module) -> dict[int, torch.Tensor]:
     """A memo for ``copy.deepcopy`` with detached copies of the tensors that it refuses: those computed from others.
 
-    Such as the weight that ``torch.nn.utils.weight_norm`` leaves in a plain attribute, and computes again in every
-    forward.
+    An example is the weight that ``torch.nn.utils.weight_norm`` computes in every forward, and keeps in an attribute.
     """
     attributes = (value for child in layer.modules() for value in vars(child).values())
     return {id(x): x.detach().clone() for x in attributes if isinstance(x, torch.Tensor) and x.grad_fn is not None}
 
 
 def repeatable_sandbox(module: nn.Sequential, device: torch.device) -> Callable[[], Iterator[nn.Module]]:
-    """Gives `layerwise_sandbox` again and again; of a small module the copies are made only once.
+    """A function that returns `layerwise_sandbox` each time; copies of a small module are made only once.
 
     Copying a small layer takes longer than running it, so this leaves time for many more rounds.
     """
@@ -61,10 +60,10 @@ def repeatable_sandbox(module: nn.Sequential, device: torch.device) -> Callable[
 
 
 def detach(batch: Batch) -> None:
-    """Cuts `batch` off its graph, in place; a tensor that required a gradient becomes a leaf that does.
+    """Detaches `batch` from its graph, in place. A tensor that requires grad becomes a leaf that does.
 
     Args:
-        batch: its tensors are replaced.
+        batch: the batch, whose tensors are replaced.
     """
     for i, x in enumerate(batch):
         batch[i] = x.detach().requires_grad_(x.requires_grad)

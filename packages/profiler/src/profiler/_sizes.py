@@ -1,4 +1,4 @@
-"""Counts how many bytes each layer takes."""
+"""Counts the bytes of each layer."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def profile_sizes(
 ) -> list[int]:
     """Bytes of each layer in training: saved bytes of a micro-batch plus parameter bytes × `param_scale`.
 
-    Saved is what the layer's forward creates and leaves alive, for the backward or as its output; parameters and
-    the input are not counted, and what several layers share counts for the first. It is measured on one row of `input`
-    and multiplied by the rows of a micro-batch, or, if a layer refuses a single row, measured on the first micro-batch.
+    Saved bytes are those that the forward allocates and that stay alive, for the backward or as the output. Parameters
+    and the input do not count; a tensor that several layers share counts for the first. They are measured on one row of
+    `input` and multiplied by the rows of a micro-batch; if a layer raises for a single row, on the first micro-batch.
 
-    On the device ``"meta"`` nothing is computed and no memory is taken: a model of any size is sized in seconds,
-    as on a CPU.
+    On the device ``"meta"`` nothing is computed and no memory is allocated: models of any size take seconds, and the
+    bytes are those of a CPU.
 
     Args:
         module: as for :func:`profile`.
         input: a mini-batch; tensors of shape (rows, ...), or a tree of them.
-        chunks: how many micro-batches it is cut into.
-        param_scale: how many times its own size a parameter takes, with gradient and state of the optimizer.
-        device: the CPU, an accelerator or ``"meta"``; None for the accelerator where there is one.
+        chunks: the number of micro-batches that `input` is cut into.
+        param_scale: the memory of a parameter with its gradient and optimizer state, as a multiple of its size.
+        device: the CPU, an accelerator or ``"meta"``; None for the accelerator if there is one, else the CPU.
 
     Returns:
-        Bytes, one number a layer.
+        The bytes of each layer, a list of int.
 
     Raises:
         TypeError, ValueError: as :func:`profile`.
@@ -73,7 +73,7 @@ def profile_sizes(
 
 
 def _saved_bytes(module: nn.Sequential, value: Any, chunks: int, device: torch.device) -> list[float]:
-    """Saved bytes of a micro-batch: of a single row, times its rows, where every layer takes a single row."""
+    """Saved bytes of a micro-batch: those of a single row, times its rows, if every layer can compute a single row."""
 
     def saved(batch: Batch, scale: float) -> list[float]:
         return [found.saved * scale for found in count_forwards(module, batch, device)]
@@ -85,17 +85,17 @@ def _saved_bytes(module: nn.Sequential, value: Any, chunks: int, device: torch.d
     try:
         return saved(scatter(value, rows)[0], rows / chunks)
     except Exception:
-        # Batch norm finds no variance in a single row, for one; whatever is wrong with the layer itself comes again.
+        # Batch norm, for example, cannot normalise a single row. Any other error of the layer is raised again here.
         return saved(microbatch, 1)
 
 
 def count_forwards(module: nn.Sequential, batch: Batch, device: torch.device) -> list[Count]:
-    """Counts the forward of every layer on `batch`: for real, or by fake tensors if `device` is ``meta``."""
+    """Counts the forward of every layer on `batch`: with real tensors, or with fake ones if `device` is ``meta``."""
     return _count(module, batch, device, lambda visit, _, mode: count_forward(visit, mode)).layers
 
 
 def count_layers(module: nn.Sequential, batch: Batch, device: torch.device, *, split: bool) -> Counts:
-    """The same with the backward, and with what goes from layer to layer."""
+    """Like `count_forwards`, with the backward, and with what passes from layer to layer."""
 
     def counted(visit: Visit, loose: Sequence[Loose], mode: AbstractContextManager[object]) -> tuple[Batch, Count]:
         return count(visit, loose, split=split, mode=mode, meter=lambda: meter_for(device))
@@ -111,7 +111,7 @@ class Counts(NamedTuple):
 
 
 CountOne = Callable[[Visit, Sequence[Loose], AbstractContextManager[object]], tuple[Batch, Count]]
-"""Counts a layer, given what of its input nobody before holds, and what everything runs under."""
+"""Counts a layer, given the storages of its input that no earlier layer needs, and a context to run in."""
 
 
 def _count(module: nn.Sequential, batch: Batch, device: torch.device, one: CountOne) -> Counts:
@@ -136,10 +136,10 @@ def _add(found: Counts, counted: Count, visit: Visit) -> None:
 
 
 def _count_fakes(module: nn.Sequential, batch: Batch, one: CountOne, found: Counts) -> None:
-    """Layers that are alike are counted once: deep models repeat a few blocks."""
+    """Counts equal layers once: deep models repeat a few blocks."""
     mode = fake_mode()
     known: dict[Hashable, tuple[Batch, Count]] = {}
-    alive: list[Batch] = []  # what a situation names by its identity
+    alive: list[Batch] = []  # keys contain identities of these
 
     def step(visit: Visit) -> Batch:
         loose, original = found.layers[-1].loose if found.layers else (), module[visit.index]

@@ -1,7 +1,7 @@
-"""How tensors that skip layers reach a layer that runs alone.
+"""Pass tensors that skip layers to a layer that runs alone.
 
-A layer takes part by having a method ``route_skips(store)`` that returns a context manager. Inside it the layer puts
-what it stashes into ``store[key]`` and takes what it pops by ``store.pop(key)``, instead of wherever it usually does.
+A layer supports this by a method ``route_skips(store)`` that returns a context manager. Inside it, the layer stashes by
+``store[key] = tensor`` and pops by ``store.pop(key)``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Route = Callable[["SkipStore"], AbstractContextManager[object]]
 
 
 class SkipStore(dict[Hashable, "torch.Tensor | None"]):
-    """What earlier layers stashed and no later layer has popped yet.
+    """Tensors that earlier layers have stashed and no layer has popped yet.
 
     Attributes:
         arrived: the tensors that another layer has popped.
@@ -39,13 +39,13 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
         super().__setitem__(key, value)
 
     def pop(self, key: Hashable) -> torch.Tensor | None:  # type: ignore[override]
-        """Hands `key` over as an input, cut off from the layer that stashed it, unless that is the same layer.
+        """The tensor of `key`, as an input of the current layer: detached, unless this layer has stashed it itself.
 
         Args:
-            key: of the skip.
+            key: the key of the skip.
 
         Returns:
-            What was stashed, detached unless this layer stashed it; None if None was.
+            The tensor; None if None was stashed.
         """
         value = super().pop(key)
         if value is None or key in self._stashed:
@@ -54,12 +54,12 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
         return enter(value)
 
     def stashed(self) -> list[torch.Tensor]:
-        """What the current layer has stashed and not popped itself: outputs of it, beside the ordinary ones."""
+        """Tensors that the current layer has stashed and not popped itself: further outputs of it."""
         values = [self[key] for key in self._stashed if key in self]
         return [value for value in values if value is not None]
 
     def detach(self) -> None:
-        """Makes the stashed tensors independent of the layer that made them, and starts the next layer."""
+        """Detaches the stashed tensors from the layer that made them. Call it before the next layer."""
         for key in self._stashed:
             value = self.get(key)
             if value is not None:
@@ -70,7 +70,7 @@ class SkipStore(dict[Hashable, "torch.Tensor | None"]):
 
 @contextmanager
 def routed(layer: nn.Module, store: SkipStore) -> Iterator[None]:
-    """Every module inside `layer` that can route its skips uses `store`."""
+    """A context in which every module in `layer` that supports it uses `store`."""
     with ExitStack() as stack:
         for child in layer.modules():
             route: Route | None = getattr(child, "route_skips", None)

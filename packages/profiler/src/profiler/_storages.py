@@ -13,7 +13,7 @@ from microbatch import flatten
 
 
 def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    """The storages of all tensors in `tree`; one may come several times."""
+    """The storages of all tensors in `tree`; one may occur several times."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield from _storages_of(leaf)
@@ -41,5 +41,5 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
 
 
 def tensor_bytes(tree: Any) -> int:
-    """What moving the tensors of `tree` to another device would move."""
+    """Bytes of the tensors of `tree`, as a copy to another device would have."""
     return sum(leaf.numel() * leaf.itemsize for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor))

@@ -25,7 +25,7 @@ NOTE = "* the largest of its column"
 
 
 def profile_table(profile: ProfileData) -> str:
-    """A line for each layer and the loss, one for the sum, the largest figure of each column marked."""
+    """A line for each layer and the loss, and one for the total; the largest figure of each column is marked."""
     return f"{heading(profile)}\n{align(profile_rows(profile), left=2)}\n{NOTE}"
 
 
@@ -38,13 +38,13 @@ def profile_rows(profile: ProfileData) -> list[list[str]]:
 
 
 def _columns(profile: ProfileData) -> dict[str, str]:
-    """The figures to show: the part of the backward for the inputs only where it was measured."""
+    """The figures to show; the first part of a split backward only if it was measured."""
     split = any(layer.backward_input_seconds is not None for layer in profile)
     return {head: column for head, column in _COLUMNS.items() if split or column != "backward_input_seconds"}
 
 
 def heading(profile: ProfileData) -> str:
-    """What was profiled, and how."""
+    """A line that says what was profiled, and how."""
     timed = f"median of {profile.rounds} rounds" if profile.rounds else "counted, not run"
     rows = f"micro-batch of {profile.rows} rows (chunks={profile.chunks})"
     return f"{len(profile)} layers on {profile.device}, {rows}, {timed}"
@@ -68,7 +68,7 @@ def _total(layers: Sequence[LayerProfile], columns: dict[str, str]) -> list[str]
     cells = ["total", ""]
     for column in columns.values():
         values = [getattr(layer, column) for layer in layers]
-        # Layers reach their peaks one after the other, and outputs are saved bytes already.
+        # Peaks of layers occur at different times, and outputs are included in saved bytes.
         summable = None not in values and column not in ("peak_bytes", "output_bytes")
         cells.append(format_cost(sum(values), column) if summable else "")
     return cells

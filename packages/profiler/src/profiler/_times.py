@@ -1,4 +1,4 @@
-"""Measures how long each layer takes."""
+"""Measures the time of each layer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Seconds(NamedTuple):
-    """One layer in one round.
+    """The times of one layer in one round.
 
     Attributes:
-        backward_input: of the part of the backward that the layer before waits for; None if it was not measured.
+        backward_input: the time of the first part of a split backward; None if it was not measured.
     """
 
     forward: float
@@ -48,14 +48,14 @@ Round = list[Seconds]
 def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device | None) -> list[int]:
     """Microseconds of forward plus backward for each layer, summed over the rounds that fit in `timeout` seconds.
 
-    A round runs every layer once, on a copy. There is an untimed one to warm up, and then at least one. Only the
-    ratios between layers are meaningful, since the number of rounds is not returned (`profile_seconds` gives medians).
+    A round runs a copy of every layer once. There is one round to warm up, and then at least one. Only the ratios
+    between layers are meaningful, since the number of rounds is not returned (`profile_seconds` returns medians).
 
     Args:
         module, sample, timeout, device: as for :func:`profile_seconds`.
 
     Returns:
-        Microseconds, one number a layer.
+        The microseconds of each layer, a list of int.
 
     Raises:
         TypeError, ValueError: as :func:`profile`.
@@ -71,17 +71,17 @@ def profile_seconds(
 ) -> list[float]:
     """Seconds of forward plus backward for each layer, medians over rounds; nothing else is measured.
 
-    A round runs every layer once, on a copy; `sample` is a micro-batch. After a round to warm up come as many as fit:
-    the last ends before 1.5 × `timeout` seconds. If none fits, the figures are those of the warm-up.
+    A round runs a copy of every layer once. After one round to warm up there are as many as fit: the last ends before
+    1.5 × `timeout` seconds. If none fits, the figures are those of the first round.
 
     Args:
         module: as for :func:`profile`.
         sample: a micro-batch; tensors of shape (rows, ...), or a tree of them.
-        timeout: in seconds.
-        device: the CPU or an accelerator, which is the default where there is one.
+        timeout: how long to measure, in seconds.
+        device: the CPU or an accelerator; by default the accelerator if there is one.
 
     Returns:
-        Seconds, one number a layer.
+        The seconds of each layer, a list of float.
 
     Raises:
         TypeError, ValueError: as :func:`profile`.
@@ -104,7 +104,7 @@ def _checked(
 
 def medians(rounds: Sequence[Round]) -> list[Seconds]:
     """The median of each figure of each layer."""
-    from statistics import median  # takes as long to import as all the rest of this package
+    from statistics import median  # imported late: it takes as long as the rest of this package
 
     def middle(values: list[float | None]) -> float | None:
         return median(known) if len(known := [value for value in values if value is not None]) == len(values) else None
@@ -129,10 +129,10 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     after_round: Callable[[float], None] = lambda spent: None,
 ) -> list[Round]:
-    """Rounds over all layers until `timeout`, at least `least`, after one that only warms up.
+    """Rounds over all layers until `timeout`, at least `least`, after one to warm up.
 
-    All layers take turns, so that a slow spell of the machine falls on each of them alike. With no `least`, the end of
-    the last is within 1.5 × `timeout`; if that leaves no time for any, the one that warms up is returned.
+    Layers take turns, so that a disturbance of the machine affects all of them alike. If `least` is 0, the last round
+    ends within 1.5 × `timeout`; if there is no time for any, the first round is returned.
     """
     copies = repeatable_sandbox(module, device)
     rounds: list[Round] = []
@@ -166,10 +166,10 @@ def _one_round(module: nn.Sequential, copies: Iterator[nn.Module], batch: Batch,
 
 
 class _Timer:
-    """Runs a layer forwards and backwards by a watch.
+    """Measures forward and backward of a layer with a watch.
 
     Args:
-        split: also measure the backward for the inputs alone, where a layer lets autograd do that.
+        split: whether to measure the first part of a split backward too, if the backward can be split.
     """
 
     def __init__(self, watch: Watch, split: bool) -> None:
@@ -178,13 +178,13 @@ class _Timer:
 
     def run(self, visit: Visit) -> tuple[Batch, Seconds]:
         watch = self._watch
-        # Edges, because what a layer overwrites is no input of its graph any more.
+        # Edges, because a tensor that the layer overwrites is no longer an input of its graph.
         inputs = [get_gradient_edge(x) for x in visit.input if x.requires_grad] if self._split else []
         start = watch.mark()
         output, roots = visit.forward()
         middle = watch.mark()
         gradients = gradients_for(roots)
-        # A layer that differentiates nothing has no backward, not one that takes as long as reading the clock.
+        # A layer without a graph has no backward, not one that takes as long as reading the clock.
         if not roots:
             return output, Seconds(watch.seconds(start, middle), 0.0, 0.0 if self._split else None)
         part = self._backward_input(inputs, roots, gradients) if self._split else None
@@ -201,6 +201,6 @@ class _Timer:
         start = self._watch.mark()
         try:
             torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
-        except RuntimeError:  # a reentrant checkpoint, for one, refuses to run for some inputs only
+        except RuntimeError:  # such as a reentrant checkpoint, which cannot run for some inputs only
             return None
         return self._watch.seconds(start, self._watch.mark())

@@ -1,4 +1,4 @@
-"""Where a backward of one layer begins: as if the layer behind had just made the gradients."""
+"""The begin of the backward of one layer: gradients that a later layer would have computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *roots: torch.Tensor) -> torch.Tensor:
-        # A sparse gradient cannot be made from a shape: such a root has its own values for one.
+        # A sparse gradient cannot be made from a shape: for such a root its own values are used.
         ctx.ready = [_ready(root) for root in roots]
         ctx.like = [_shape(root) if _is_plain(root) else None for root in roots]
         return torch.zeros((), device="cpu")
@@ -23,13 +23,13 @@ class _Turn(torch.autograd.Function):
 
 
 SEED = torch.ones(())
-"""What a backward from such a tensor begins with."""
+"""The gradient with which a backward from such a tensor begins."""
 
 
 def turned(roots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor whose backward makes gradients of ones for ``roots``, and lets each go as soon as it was used.
+    """A tensor whose backward makes gradients of ones for ``roots``, and frees each as soon as it was used.
 
-    It holds the graph of ``roots``, but not them.
+    It refers to the graph of ``roots``, but not to ``roots``.
     """
     turn: torch.Tensor = _Turn.apply(*roots)  # type: ignore[no-untyped-call]
     return turn

@@ -1,4 +1,4 @@
-"""Takes a batch through the layers one at a time, each cut off from the others."""
+"""Runs the layers one at a time, each on the detached output of the one before."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class Visit:
     skips: SkipStore
 
     def forward(self) -> tuple[Batch, list[torch.Tensor]]:
-        """The output, and the tensors among outputs and skips that a backward starts from."""
+        """The output, and the tensors among outputs and skips at which a backward begins."""
         with routed(self.layer, self.skips):
             output = self.input.call(self.layer)
         return output, [y for y in (*output, *self.skips.stashed()) if y.requires_grad]
 
 
 def gradients_for(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What a backward from ``roots`` starts with: ones, or for a sparse root, which has no ones, its own values."""
+    """The gradients with which a backward from ``roots`` begins: ones, or the values of a sparse root."""
     return [torch.ones_like(y) if y.layout is torch.strided else y.detach().clone() for y in roots]
 
 
 Step = Callable[[Visit], Batch]
-"""What to do at a layer: runs its forward, perhaps its backward, and returns the output."""
+"""What is done at a layer: it runs the forward, perhaps the backward, and returns the output."""
 
 
 def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step: Step) -> None:
-    """Does `step` at every layer of `module`, with its copy out of `layers`; `batch` goes into the first.
+    """Does `step` for every layer of `module`, with its copy from `layers`. `batch` is the input of the first.
 
-    Each layer gets the detached output of the one before. A failure keeps its type and says which layer it was and
-    what went in.
+    Each layer gets the detached output of the one before. An error keeps its type, and gets a note that names the layer
+    and its input.
     """
     skips = SkipStore()
     for index, (name, original) in enumerate(module._modules.items()):
@@ -55,13 +55,13 @@ def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step:
             batch = step(Visit(index, layer, enter_batch(batch), skips))
             detach(batch)
             skips.detach()
-        # Else this copy and the next would be there at the same time.
+        # Otherwise this copy and the next one would be in memory at the same time.
         del layer
 
 
 @contextmanager
 def _blaming(name: str, layer: nn.Module | None, batch: Batch) -> Iterator[None]:
-    """Lets errors through with a note: the layer's name, its type, the shapes of its input."""
+    """A context that adds a note to errors: the name and type of the layer, and the shapes of its input."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Clocks: marks on a time line, and the seconds between two of them."""
+"""Clocks: marks, and the seconds between two of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._clock import undisturbed_clock
 
 
 class Watch(Protocol):
-    """Marks what has been asked of a device so far; the seconds between two marks are those the device spent."""
+    """Sets marks behind all work given to a device so far. The seconds between two marks are the device's."""
 
     def mark(self) -> Any: ...
 
@@ -22,7 +22,7 @@ class Watch(Protocol):
 
 
 class HostWatch:
-    """For devices that have finished when the call returns."""
+    """For devices that have done their work when a call returns."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.mark = clock
@@ -32,7 +32,7 @@ class HostWatch:
 
 
 class StreamWatch:
-    """Events on the current stream of an accelerator: the host may run ahead without shortening anything."""
+    """Events on the current stream of an accelerator: correct although the host runs ahead."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Reports in HTML: parts of a notebook, and pages of their own that need nothing from anywhere else."""
+"""Reports in HTML: for notebooks, and as pages that need no other file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES = {"ink": INK, "faint": FAINT, "line": RULE, "paper": PAPER, "bar": GROUN
 _LIGHT = "; ".join(f"--{name}: {colour}" for name, colour in _NAMES.items())
 _DARKER = "; ".join(f"--{name}: {DARK[colour]}" for name, colour in _NAMES.items())
 
-# Notebooks stripe tables in their own theme, which may be dark where the browser prefers light, or the reverse.
+# Notebooks give tables stripes in their own theme, which may be dark where the browser is light, or the reverse.
 _STYLE = f"""
 .gpipe-report {{ color-scheme: light dark; {_LIGHT};
   font: 14px/1.5 ui-sans-serif, system-ui, sans-serif; padding: .5rem 1rem;
@@ -39,16 +39,16 @@ def fragment(body: str) -> str:
         body: HTML.
 
     Returns:
-        An element that brings its style with it, light or dark as the reader's browser is.
+        An element with its style, light or dark as the reader's browser.
     """
     return f'<div class="gpipe-report"><style>{_STYLE}</style>{body}</div>'
 
 
 def page(title: str, body: str) -> str:
-    """A report as a page of its own, which needs nothing from anywhere else.
+    """A report as a page that needs no other file.
 
     Args:
-        title: any text; it is escaped.
+        title: the title, which is escaped.
         body: HTML.
 
     Returns:
@@ -63,23 +63,23 @@ def page(title: str, body: str) -> str:
 
 
 def scrolling(wide: str) -> str:
-    """What may be wider than the page, such as a picture or a table.
+    """An element around content that may be wider than the page, such as a picture or a table.
 
     Args:
         wide: HTML.
 
     Returns:
-        An element of its own, which scrolls sideways.
+        An element that scrolls sideways.
     """
     return f'<div class="scroll">{wide}</div>'
 
 
 def table(rows: Sequence[Sequence[str]], left: int) -> str:
-    """What :func:`profiler.text.align` is for text.
+    """A table, as :func:`profiler.text.align` makes it of text.
 
     Args:
-        rows: the head and the lines; any text, which is escaped.
-        left: how many columns are flush left.
+        rows: the head and the lines; their text is escaped.
+        left: the number of columns that are aligned left; others are aligned right.
 
     Returns:
         The element.

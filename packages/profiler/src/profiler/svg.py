@@ -1,4 +1,4 @@
-"""The elements of SVG that pictures are made of."""
+"""The elements of SVG pictures."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ INK, FAINT, PAPER, GROUND, RULE = "#1f2937", "#667085", "#ffffff", "#eef0f3", "#
 FORWARD, BACKWARD = "#7fb0f2", "#6fc793"
 
 DARK = {INK: "#e5e7eb", FAINT: "#9aa4b2", PAPER: "#14181f", GROUND: "#232a35", RULE: "#344054"}
-"""What stands for each colour where the reader prefers dark."""
+"""For each colour the one that replaces it if the reader prefers dark."""
 
 _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def escaped(text: str) -> str:
-    """Fit for an element or an attribute; characters that XML forbids even escaped are replaced.
+    """Text escaped for an element or an attribute. Characters that XML does not allow are replaced.
 
     Args:
-        text: any.
+        text: any text.
 
     Returns:
-        The text without markup.
+        The escaped text.
 
     >>> escaped('a < "b"')
     'a &lt; &quot;b&quot;'
@@ -35,10 +35,10 @@ def rect(x: float, y: float, width: float, height: float, fill: str, title: str 
     """A filled rectangle.
 
     Args:
-        x, y: its upper left corner, in pixels.
-        width, height: in pixels.
+        x, y: the upper left corner, in pixels.
+        width, height: the size, in pixels.
         fill: a colour.
-        title: what a browser shows when the pointer rests on it.
+        title: the tooltip in a browser.
 
     Returns:
         The element.
@@ -51,8 +51,8 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "n
     """A straight line.
 
     Args:
-        x1, y1: where it begins, in pixels.
-        x2, y2: where it ends.
+        x1, y1: the begin, in pixels.
+        x2, y2: the end, in pixels.
         stroke: a colour.
         dash: lengths of dashes and gaps.
 
@@ -78,13 +78,13 @@ def text(
     """Words on one line.
 
     Args:
-        x, y: of the end of its base line that `anchor` names, in pixels.
-        words: any text; it is escaped.
+        x, y: the point of the base line that `anchor` names, in pixels.
+        words: the text, which is escaped.
         anchor: ``start``, ``middle`` or ``end``.
-        size: of the letters, in pixels.
-        color: of the letters.
+        size: the font size, in pixels.
+        color: the colour of the letters.
         bold: whether letters are bold.
-        turn: in degrees, clockwise.
+        turn: a rotation in degrees, clockwise.
 
     Returns:
         The element.

@@ -27,21 +27,21 @@ _EXPECTED = (
 
 
 class UnusableError(ValueError):
-    """What a command was given leads nowhere: no such name, a function that fails, a shape that is none."""
+    """An argument of a command cannot be used: there is no such name, a function fails, or a shape is invalid."""
 
 
 def load(path: str, what: str = "target") -> Any:
-    """What ``package.module:name`` names; modules in the working directory are found too.
+    """The object that ``package.module:name`` names. Modules in the working directory are found too.
 
     Args:
-        path: the module, a colon, and a name in it, perhaps with dots.
-        what: what it is for, to name it in errors.
+        path: the module, a colon, and a name in it, which may have dots.
+        what: the name of the argument, for errors.
 
     Returns:
-        Whatever has this name.
+        The object.
 
     Raises:
-        UnusableError: there is no such module or name, or the module fails as it is imported.
+        UnusableError: there is no such module or name, or importing the module fails.
     """
     module, colon, name = path.partition(":")
     if not (module and colon and name):
@@ -50,7 +50,7 @@ def load(path: str, what: str = "target") -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a script may end the program as it is imported
+    except (Exception, SystemExit) as error:  # a script may call exit() when it is imported
         raise UnusableError(f"{what}: cannot import {module!r}: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
@@ -60,16 +60,16 @@ def load(path: str, what: str = "target") -> Any:
 
 
 def model_of(path: str) -> nn.Module:
-    """The model that ``package.module:build`` is or makes.
+    """The model that ``package.module:build`` names or returns.
 
     Args:
-        path: of a module of torch, or of a function without arguments that makes one.
+        path: the path of an ``nn.Module``, or of a function without arguments that returns one.
 
     Returns:
         The model.
 
     Raises:
-        UnusableError: as :func:`load`; or the function fails, or makes no module.
+        UnusableError: as for :func:`load`; or the function fails, or does not return an ``nn.Module``.
     """
     found = load(path)
     if not isinstance(found, nn.Module):
@@ -80,17 +80,18 @@ def model_of(path: str) -> nn.Module:
 
 
 def sample_of(texts: Sequence[str], what: str = "sample") -> Any:
-    """The sample that ``texts`` describe: random tensors; a dict of them if they have names, a tuple if there are more.
+    """The sample that ``texts`` describe: a random tensor, a dict of tensors if they have names, a tuple if there are
+    several.
 
     Args:
-        texts: one for each argument.
-        what: what it is for, to name it in errors.
+        texts: one text for each argument of the model.
+        what: the name of the argument, for errors.
 
     Returns:
         A tensor, a dict of tensors by name, or a tuple of them.
 
     Raises:
-        UnusableError: a text is none of those, or only some have names.
+        UnusableError: a text cannot be parsed, or only some have names.
 
     >>> sample_of(["4,3"]).shape
     torch.Size([4, 3])

@@ -10,14 +10,14 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 _TIMES = ("ns", "µs", "ms", "s")
 _LONGEST = 1e9
-"""Where no unit is large enough: from here on numbers have an exponent."""
+"""The largest number without an exponent, in the largest unit."""
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with the unit that suits them.
+    """Bytes with a suitable unit.
 
     Args:
-        count: of bytes.
+        count: the number of bytes.
 
     Returns:
         Three digits and a unit that is a power of 1024.
@@ -29,10 +29,10 @@ def format_bytes(count: float) -> str:
 
 
 def format_flops(count: float) -> str:
-    """Operations with the prefix that suits them.
+    """Operations with a suitable prefix.
 
     Args:
-        count: of operations.
+        count: the number of operations.
 
     Returns:
         Three digits and the prefix of a power of 1000.
@@ -44,10 +44,10 @@ def format_flops(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time with the unit that suits it.
+    """A time with a suitable unit.
 
     Args:
-        seconds: a time.
+        seconds: the time in seconds.
 
     Returns:
         Three digits and a unit from ns to s.
@@ -57,7 +57,7 @@ def format_seconds(seconds: float) -> str:
     """
     if not seconds:
         return "0 s"
-    # Not from nanoseconds on, of which a float holds fewer than of seconds.
+    # Not from nanoseconds: a float holds larger numbers of seconds.
     return _scaled(seconds, 1000, _TIMES, power=3) if seconds >= 1 else _scaled(seconds * 1e9, 1000, _TIMES)
 
 
@@ -77,10 +77,10 @@ def format_share(share: float) -> str:
 
 
 def format_cost(value: float, by: str) -> str:
-    """In the unit of the figure named ``by``.
+    """A value of the figure ``by``, with a unit.
 
     Args:
-        value: in bytes, seconds or operations.
+        value: the value in bytes, seconds or operations.
         by: the name of a figure, which ends in ``bytes`` or ``seconds``; any other counts operations.
 
     Returns:
@@ -95,10 +95,10 @@ def format_cost(value: float, by: str) -> str:
 
 
 def time_unit(span: float) -> tuple[float, str]:
-    """The unit in which ``span`` seconds make a number of at least one: its length in seconds, and its name.
+    """The unit in which ``span`` seconds are a number of at least one.
 
     Args:
-        span: in seconds.
+        span: the time in seconds.
 
     Returns:
         The unit's length in seconds, and its name.
@@ -110,17 +110,17 @@ def time_unit(span: float) -> tuple[float, str]:
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> str:
-    """Columns two spaces apart, the first ``left`` of them flush left, the others flush right; a rule below the head.
+    """A table of text: columns two spaces apart, and a line below the head.
 
     Args:
-        rows: the head and the lines, of equally many cells.
-        left: how many columns are flush left.
+        rows: the head and the lines, with equally many cells.
+        left: the number of columns that are aligned left; others are aligned right.
 
     Returns:
         The lines, joined.
 
     Raises:
-        ValueError: rows of different lengths.
+        ValueError: rows have different lengths.
 
     >>> print(align([["name", "size"], ["a", "12 B"]], left=1))
     name  size
@@ -135,12 +135,12 @@ def align(rows: Sequence[Sequence[str]], left: int) -> str:
 
 
 def _printable(cell: str) -> str:
-    """``cell`` without lone surrogates, which no file and no terminal takes."""
+    """``cell`` without lone surrogates, which cannot be encoded."""
     return cell.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...], power: int = 0) -> str:
-    """``value``, a number of the unit ``power``, in the unit that leaves it less than ``base``, if there is one."""
+    """``value``, in units of ``power``, in the first unit in which it is less than ``base``; else in the largest."""
     # 999.7 would be written with four digits, as 1000.
     while abs(value) >= base - 0.5 and power < len(units) - 1:
         value /= base
