@@ -1,4 +1,4 @@
-"""Cut a sequence of costs into contiguous blocks whose largest sum is the least possible, with a proof."""
+"""Cut a sequence of costs into contiguous blocks whose largest sum is minimal, with a proof."""
 
 from ._certificate import verify as verify
 from ._infeasible import Infeasible as Infeasible

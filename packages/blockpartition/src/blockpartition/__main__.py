@@ -23,7 +23,7 @@ from ._solve import partition
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read costs, print their partition."""
+    """Read costs and print their partition."""
     parser = _parser()
     options = parser.parse_args(arguments)
     with _numbers_of_any_length():
@@ -36,19 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run() -> None:
-    """The program: quiet where the reader of its output, such as `head`, has gone."""
+    """Run the command, and end quietly if the reader of its output, such as `head`, has ended."""
     try:
         main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more on its way out, which would fail again, with a message.
+        # Python flushes stdout again at its exit, which would print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
 @contextmanager
 def _numbers_of_any_length() -> Iterator[None]:
-    """Without the limit on the digits of ints, which protects servers from untrusted input."""
+    """A context without the limit on digits of ints, which protects servers from untrusted input."""
     if not hasattr(sys, "set_int_max_str_digits"):  # before Python 3.10.7 there is no limit
         yield
         return
@@ -91,7 +91,7 @@ def _as_json(found: Partition, costs: Sequence[Number]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """JSON has no fractions."""
+    """JSON has no fractions: print them as floats or text."""
     if isinstance(value, Fraction):
         return str(value)
     raise TypeError(f"no JSON for {value!r}")

@@ -1,4 +1,4 @@
-"""The arguments of `place`, each checked by itself."""
+"""Checks of single arguments of `place`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ InFlight: TypeAlias = Literal["1f1b", "fill_drain"] | Sequence[int]
 
 
 def integer(value: Any, name: str, least: int) -> int:
-    """An int that is at least so large."""
+    """`value` as an int that is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int, got {shown(value)} of type {type(value).__name__}")
     count = operator.index(value)
@@ -24,14 +24,14 @@ def integer(value: Any, name: str, least: int) -> int:
 
 
 def switch(value: Any, name: str) -> bool:
-    """True or False, and nothing that only counts as one of them."""
+    """`value` if it is True or False; other values that Python takes for one of them are refused."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {shown(value)} of type {type(value).__name__}")
     return value
 
 
 def block_count(value: Any, name: str, layers: int) -> int:
-    """A number of blocks that so many layers can fill."""
+    """A number of blocks that `layers` layers can fill."""
     count = integer(value, name, 1)
     if layers == 0:
         raise ValueError("there are no layers, and each stage needs at least one")
@@ -50,7 +50,7 @@ def choice(value: Any, name: str, options: Iterable[str]) -> str:
 
 
 def stage_list(stages: Any, layers: int) -> list[Stage]:
-    """Stages as given, or so many equal ones."""
+    """The stages as given, or that many equal ones."""
     if not isinstance(stages, Iterable):
         return [Stage()] * block_count(stages, "stages", layers)
     found = list(stages)
@@ -62,7 +62,7 @@ def stage_list(stages: Any, layers: int) -> list[Stage]:
 
 
 def speeds(stages: list[Stage]) -> Grid:
-    """The speeds on a grid of their own."""
+    """The speeds as integers with a common denominator."""
     grid = read([stage.speed for stage in stages], "speed of stage")
     for j, speed in enumerate(grid.units):
         if speed == 0:
@@ -71,7 +71,7 @@ def speeds(stages: list[Stage]) -> Grid:
 
 
 def vector(values: Iterable[Any] | None, name: str, layers: int) -> Grid:
-    """A number for each layer; zeros if there are none given."""
+    """A number for each layer; zeros if none are given."""
     grid = read([0] * layers if values is None else values, name)
     if len(grid.units) != layers:
         raise ValueError(f"{name} has {counted(len(grid.units), 'entry')} for {counted(layers, 'layer')}")
@@ -85,7 +85,7 @@ def transfers(values: Iterable[Any] | None, layers: int) -> Grid:
 
 
 def boundaries(values: Iterable[Any] | None, layers: int) -> Grid:
-    """What enters each layer; that of the first layer, which crosses no cut, may be left out."""
+    """The size of each layer's input; that of the first layer, which is no cut, may be left out."""
     given = None if values is None else list(values)
     return vector([0, *given] if given is not None and len(given) == layers - 1 else given, "boundary", layers)
 
@@ -101,7 +101,7 @@ def cut_set(cuts: Iterable[Any], name: str, layers: int) -> frozenset[int]:
 
 
 def in_flight_factors(in_flight: InFlight | None, stages: int, microbatches: int | None) -> list[int]:
-    """How many micro-batches' activations each stage holds at once."""
+    """The number of micro-batches whose activations each stage holds at the same time."""
     if in_flight is None:
         return [1] * stages
     if isinstance(in_flight, str):

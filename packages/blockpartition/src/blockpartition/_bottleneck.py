@@ -1,4 +1,4 @@
-"""The placement whose slowest stage is as fast as possible: bisection over what stages can reach."""
+"""The placement whose slowest stage is as fast as possible: bisection over the reachable ends."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Chosen:
 
 
 def least_slowest(problem: Problem) -> tuple[Fraction, list[Chosen]] | None:
-    """The least time of the slowest block, with blocks that need no more; None if nothing fits.
+    """The least time of the slowest block, and blocks within it; None if nothing fits.
 
-    Exact for the same reason as the plain search: both ends of the bisection are times that occur.
+    It is exact, as the search without stages: both ends of the bisection are times of blocks.
     """
     reach = Reach(problem, problem.unbounded)
     if not reach.complete:
@@ -46,7 +46,9 @@ def slowest(problem: Problem, blocks: list[Chosen]) -> Fraction:
 
 
 def _trace(reach: Reach) -> list[Chosen]:
-    """Blocks that lead to the end, found from the end backwards, each cut near where the speeds would have it."""
+    """Blocks that end at the last layer, found from the end backwards; each cut is close to where the speeds would put
+    it.
+    """
     problem, state, end = reach.problem, len(reach.ends) - 1, reach.problem.n
     blocks = []
     while state:

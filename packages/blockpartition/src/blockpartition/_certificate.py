@@ -1,4 +1,4 @@
-"""The proof that nothing does better, and its checker, which shares no code with the solver."""
+"""The proof that no partition is better, and its checker, which shares no code with the solver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._partition import Partition, Placement, check_sizes
 from ._placement_certificate import check_placement
 from ._stages import Stage
 
-_SHORT = 8  # layers of a block; a bisection takes about as long as a look at so many
+_SHORT = 8  # layers of a block; a bisection takes about as long as looking at that many
 
 
 def witness(prefix: list[Any], blocks: int, bottleneck: Any) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def witness(prefix: list[Any], blocks: int, bottleneck: Any) -> tuple[int, ...]:
 
 
 def _by_looks(prefix: list[Any], bottleneck: Any) -> list[int]:
-    """As many ends as there are, up to one from which not one layer stays below."""
+    """The ends up to one from which not a single layer stays below the bottleneck."""
     ends = []
     before = prefix[0]
     limit = before + bottleneck
@@ -71,24 +71,24 @@ def verify(
     gap: Number = 0,
     **constraints: Any,
 ) -> None:
-    """Return if the partition is valid for these costs and provably optimal; raise ValueError with the reason if not.
+    """Check that a partition is valid for these costs and provably optimal; raise ValueError with the reason if not.
 
-    Optimality is read off the partition's witness, in O(k) once the prefix sums are there: the solver is not asked.
-    What `place` returned is checked with the arguments that `place` was given. Every field is checked: against the
-    costs, or, as the witness and a gap, as the proof that it is.
+    Optimality follows from the partition's witness, in O(k) after the prefix sums; the solver is not used. For a result
+    of `place`, pass the arguments of `place` too. Every field is checked: against the costs, or, for the witness and
+    the gap, as a proof.
 
     Args:
-        partition: what `partition` or `place` returned.
-        costs: the costs it was made of.
-        stages: for a placement, the stages it was made for.
-        partitions: how many blocks were asked for; if left out, as many as there are.
-        objective: what the placement was made for.
-        gap: how far above the least a makespan may be.
+        partition: a result of `partition` or `place`.
+        costs: the costs of the layers.
+        stages: for a placement, the stages.
+        partitions: the number of blocks that it should have; not checked if left out.
+        objective: the objective of the placement.
+        gap: the largest relative distance of a makespan from the optimum.
         constraints: the other arguments of `place`.
 
     Raises:
-        TypeError: something is not of the type it should have, a field of the partition included.
-        ValueError: the partition is invalid, not proven optimal, or says something untrue about itself.
+        TypeError: an argument, or a field of the partition, has a wrong type.
+        ValueError: the partition is invalid, not proven optimal, or a field is wrong.
     """
     if not isinstance(partition, Partition):
         raise TypeError(f"partition must be a Partition, got {shown(partition)} of type {type(partition).__name__}")
@@ -107,7 +107,7 @@ def verify(
 
 
 def _known(constraints: dict[str, Any]) -> dict[str, Any]:
-    """The constraints, if `place` knows them all."""
+    """The constraints; TypeError if `place` does not have one of them."""
     unknown = constraints.keys() - inspect.signature(read_model).parameters.keys()
     if unknown:
         raise TypeError(f"verify() got an unexpected keyword argument {min(unknown)!r}")
@@ -143,7 +143,7 @@ def _check_loads(partition: Partition, grid: Grid, prefix: list[int]) -> None:
 
 def _check_witness(partition: Partition, prefix: list[int]) -> None:
     n, witness = len(prefix) - 1, integers(partition.witness, "witness")
-    # The stored bottleneck may be a rounded float: the proof is about the exact one.
+    # The stored bottleneck may be a rounded float; the proof is about the exact one.
     bottleneck = max(prefix[end] - prefix[start] for start, end in pairwise(_ends(partition)))
     if len(witness) != len(partition.sizes):
         raise ValueError(f"the witness has {len(witness)} ends for {len(partition.sizes)} blocks")

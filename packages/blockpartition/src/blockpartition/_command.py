@@ -1,4 +1,4 @@
-"""The options of the command that ask for a placement, and the numbers in them."""
+"""The options of the command for placements, and the parsing of numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_placement(options: argparse.Namespace) -> bool:
 
 
 def stages(options: argparse.Namespace) -> list[Stage]:
-    """As many stages as partitions."""
+    """The stages, one for each partition."""
     count = options.partitions
     modes = [_mode(text) for text in options.mode or []]
     speeds = _each(options.speed or ["1"], count, "--speed")

@@ -1,4 +1,4 @@
-"""Numbers with their noun, as people write them."""
+"""Numbers with a noun, as in "2 blocks"."""
 
 
 def counted(number: int, noun: str) -> str:

@@ -14,7 +14,7 @@ ASCII = "#="
 
 
 def draw(partition: Partition, costs: Sequence[Number], width: int = 80, shades: str = BLOCKS) -> str:
-    """The bars, the longest of them the bottleneck, and a line that says how good that is; `width` is for all of it.
+    """A bar for each block, and a line about the bottleneck; no line is longer than `width`.
 
     The bars of a placement are times, and their labels say the stage's mode too.
     """

@@ -1,4 +1,4 @@
-"""Among the partitions with the least bottleneck, one that is nearly even, found in no time."""
+"""Among the partitions with the least bottleneck, one that is nearly even, found quickly."""
 
 from __future__ import annotations
 

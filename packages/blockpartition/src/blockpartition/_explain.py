@@ -1,4 +1,4 @@
-"""Why nothing satisfies the constraints: the layer that fits nowhere, and how much more memory would do."""
+"""Why nothing satisfies the constraints: a layer that fits nowhere, and how much more memory would be enough."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._problem import Problem, Slot
 
 
 def explain(model: Model) -> Infeasible:
-    """The error to raise where only the capacities can be at fault."""
+    """The error to raise if only the capacities can be the reason."""
     scale = _least_scale(model.problem)
     layer = _homeless(model.problem)
     capacity = _one_for_all(model, scale)
@@ -28,7 +28,7 @@ def explain(model: Model) -> Infeasible:
 
 
 def _least_scale(problem: Problem) -> Fraction | None:
-    """The least factor on all capacities: the same search, with memory in the place of work and capacity as speed."""
+    """The least factor on all capacities: the same search, with memory as work and capacity as speed."""
     into = [[replace(step, slot=_as_work(step.slot)) for step in steps] for steps in problem.into]
     found = least_slowest(replace(problem, into=into, transfer=None))
     return None if found is None else found[0]
@@ -40,7 +40,7 @@ def _as_work(slot: Slot) -> Slot:
 
 
 def _homeless(problem: Problem) -> int | None:
-    """The first layer that fits on no stage, wherever in the pipeline that is."""
+    """The first layer that fits on no stage, at any place in the pipeline."""
     misfits = [set(slot.misfits) for slot in problem.slots]
     return min(set.intersection(*misfits), default=None)
 
@@ -53,12 +53,12 @@ def _describe_layer(model: Model, layer: int) -> str:
 
 
 def _one_for_all(model: Model, scale: Fraction | None) -> Number | None:
-    """The least capacity, where all stages have the same one."""
+    """The least capacity, if all stages have the same one."""
     rooms = set(model.needs.rooms)
     if scale is None or len(rooms) > 1:
         return None
     room = rooms.pop()
-    assert room is not None, model.needs  # without any capacity everything fits
+    assert room is not None, model.needs  # without capacities everything fits
     return ceiling(scale * room, model.needs.scale, model.needs.kind)
 
 

@@ -1,4 +1,4 @@
-"""Numbers as integers: one grid on which every cost, and every sum of costs, is exact."""
+"""Numbers as integers with a common denominator, so that every cost and every sum of costs is exact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Grid:
     kind: type
 
     def value(self, units: int, divisor: int = 1) -> Number:
-        """`units / divisor` in the kind of number that was put in: see `number`."""
+        """`units / divisor` as a number of the kind that was passed in: see `number`."""
         return number(units, self.scale * divisor, self.kind)
 
     def values(self, units: list[int]) -> tuple[Number, ...]:
@@ -34,7 +34,7 @@ class Grid:
 def number(numerator: int, denominator: int, kind: type) -> Number:
     """The quotient as a `kind`, exact for int and Fraction, correctly rounded for float.
 
-    A quotient that is no integer, or lies beyond the range of floats, is a Fraction instead.
+    For `int`, a quotient that is not an integer is a Fraction; for `float`, one beyond the range of floats.
     """
     if kind is float:
         try:
@@ -47,7 +47,7 @@ def number(numerator: int, denominator: int, kind: type) -> Number:
 
 
 def listed(values: Iterable[Any], name: str) -> list[Any]:
-    """The values as a list, the same one if they are; TypeError under this name if they are not several."""
+    """The values as a list (the same object if they are one); TypeError with this name if they are not iterable."""
     if isinstance(values, list):
         return values
     try:
@@ -58,7 +58,7 @@ def listed(values: Iterable[Any], name: str) -> list[Any]:
 
 
 def read(values: Iterable[Any], name: str = "costs") -> Grid:
-    """Finite numbers ≥ 0 on their common grid; TypeError or ValueError names the first that is not one."""
+    """Finite numbers ≥ 0 with their common denominator; TypeError or ValueError names the first invalid one."""
     numbers = listed(values, name)
     if are_all(int, numbers):
         return _read_ints(numbers, name)
@@ -68,7 +68,7 @@ def read(values: Iterable[Any], name: str = "costs") -> Grid:
 
 
 def are_all(kind: type, numbers: Sequence[Any]) -> bool:
-    """Whether all are of this very type."""
+    """Whether all numbers are of exactly this type."""
     return isinstance(next(iter(numbers), 0), kind) and countOf(map(type, numbers), kind) == len(numbers)
 
 
@@ -85,10 +85,10 @@ def _read_floats(numbers: list[float], name: str) -> Grid:
     smallest = min(filter(None, numbers), default=1.0)
     if smallest < 0:
         _refuse_negative(numbers, name)
-    # A double is a multiple of the last bit of any smaller one, so the smallest sets the grid.
+    # A double is a multiple of the last bit of any smaller one, so the smallest determines the denominator.
     bits = max(0, 53 - math.frexp(smallest)[1])
     if bits + max(0, math.frexp(sum(numbers))[1]) > 1000:
-        return _read_any(numbers, name)  # the products below would leave the range of floats
+        return _read_any(numbers, name)  # the products below would exceed the range of floats
     return Grid(list(map(int, map((2.0**bits).__mul__, numbers))), 2**bits, float)
 
 
@@ -107,7 +107,7 @@ def kind_of(numbers: Iterable[Any]) -> type:
 
 
 def ratio(x: Any, name: str) -> tuple[int, int]:
-    """One finite number ≥ 0 as numerator and denominator; TypeError or ValueError under this name."""
+    """One finite number ≥ 0 as numerator and denominator; TypeError or ValueError with this name."""
     return _ratio(x, name)
 
 
@@ -144,7 +144,7 @@ def shown(x: Any, form: Callable[[Any], str] = repr) -> str:
 
 
 def join(*grids: Grid) -> tuple[list[list[int]], int]:
-    """The units of all on one grid, and its scale."""
+    """The units of all grids with a common denominator, and that denominator."""
     scale = math.lcm(*(grid.scale for grid in grids))
     return [[unit * (scale // grid.scale) for unit in grid.units] for grid in grids], scale
 
@@ -155,7 +155,7 @@ def joint_kind(*kinds: type) -> type:
 
 
 def ceiling(value: Fraction, scale: int, kind: type) -> Number:
-    """`value / scale` as a `kind`, never less than it is; exact where that would be infinite."""
+    """`value / scale` as a `kind`, rounded up; exact where that would be infinite."""
     exact = value / scale
     nearest = number(exact.numerator, exact.denominator, kind)
     above = nearest if nearest >= exact else math.nextafter(nearest, math.inf)

@@ -1,4 +1,4 @@
-"""The error of a problem without any solution."""
+"""The error of a problem without a solution."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ._grid import Number
 class Infeasible(ValueError):  # noqa: N818 — a finding about the problem rather than a mistake in the call
     """No placement satisfies the constraints.
 
-    layer: the first layer that fits on no stage; None if each fits somewhere.
-    scale: the smallest factor on all capacities that would do; None if none would.
-    capacity: the smallest capacity that would do where every stage has the same one; None otherwise.
+    layer: the number of the first layer that fits on no stage; None if each fits on some stage.
+    scale: the smallest factor on all capacities that would be enough; None if no factor would.
+    capacity: the smallest capacity that would be enough, if all stages have the same one; None otherwise.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The placement with the least sum of times, which is how long one micro-batch takes, under a bound on the slowest."""
+"""The placement with the least sum of times (the time of one micro-batch), under a bound on the slowest stage."""
 
 from __future__ import annotations
 

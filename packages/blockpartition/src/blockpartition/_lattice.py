@@ -1,4 +1,4 @@
-"""In which order stages may be used: the sets of used stages, and which stage leads from one to the next."""
+"""The orders in which stages may be used: sets of used stages, and the stage that leads from one set to the next."""
 
 from __future__ import annotations
 

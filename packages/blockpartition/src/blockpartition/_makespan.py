@@ -1,8 +1,8 @@
 """The placement that finishes m micro-batches first: latency + (m - 1) · slowest.
 
-The two terms pull apart: to make the slowest stage faster may cost a slow stage or a dear cut on the way. The search
-walks over bounds on the slowest. Below a bound the least latency is known, and together with a floor under the slowest
-it is a floor under the makespan.
+The two terms are in conflict: a faster slowest stage may need a slow stage or an expensive cut elsewhere. The search
+goes over bounds on the slowest stage. Below each bound the least latency is computed; together with a lower bound on
+the slowest stage it is a lower bound on the makespan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ._problem import Bound, Problem
 
 @dataclass(frozen=True)
 class Makespan:
-    """The best placement found, a floor under all placements, and the bounds on the slowest that prove it."""
+    """The best placement found, a lower bound for all placements, and the bounds on the slowest stage that prove it."""
 
     blocks: list[Chosen]
     value: Fraction
@@ -28,7 +28,9 @@ class Makespan:
 
 @dataclass(frozen=True, order=True)
 class _Range:
-    """Placements whose slowest block takes at least `floor` and less than `ceiling`: they need `makespan` at least."""
+    """Placements whose slowest block takes at least `floor` and less than `ceiling`; their makespan is at least
+    `makespan`.
+    """
 
     makespan: Fraction
     floor: Fraction = field(compare=False)

@@ -1,4 +1,4 @@
-"""The modes of the stages in exact numbers."""
+"""The modes of stages in exact numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer: where to cut, what each block weighs, and why nothing does better."""
+"""The results: the cuts, the load of each block, and the proof that no other cuts are better."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Partition:
-    """Contiguous, non-empty blocks in order, with their loads and the proof that the bottleneck is the least possible.
+    """Contiguous, non-empty blocks in order, with their loads and a proof that the bottleneck is minimal.
 
-    sizes: number of layers in each block.
-    loads: sum of each block's costs, in the costs' own unit.
+    sizes: the number of layers of each block.
+    loads: the sum of the costs of each block, in the unit of the costs.
     bottleneck: the largest load.
     lower_bound: max(Σ/k, heaviest layer); no partition has a smaller bottleneck.
-    imbalance: bottleneck·k/Σ; 1.0 is perfect, also where Σ is zero.
-    witness: ends g₁ … g_k; see `verify`.
-    gap: how far the objective may lie above the optimum, relative to the optimum; 0 is proven optimal.
+    imbalance: the bottleneck divided by the mean load, bottleneck·k/Σ; 1.0 if Σ is zero.
+    witness: the ends g₁ … g_k that prove it; see `verify`.
+    gap: the largest possible relative distance of the objective from the optimum; 0 if it is proven optimal.
     """
 
     sizes: tuple[int, ...]
@@ -42,13 +42,13 @@ class Partition:
         """The blocks of any sequence as long as the costs.
 
         Args:
-            sequence: items, one for each layer.
+            sequence: one item for each layer.
 
         Returns:
             A list of items for each block, in order.
 
         Raises:
-            ValueError: more or fewer items than layers.
+            ValueError: the number of items is not that of layers.
         """
         if len(sequence) != sum(self.sizes):
             raise ValueError(f"the partition is of {sum(self.sizes)} layers, the sequence has {len(sequence)}")
@@ -57,17 +57,17 @@ class Partition:
 
 @dataclass(frozen=True)
 class Placement(Partition):
-    """A partition whose blocks are on stages, so that a block has a time besides its load.
+    """A partition whose blocks are on stages, so each block also has a time.
 
-    Here `bottleneck`, `lower_bound` and `imbalance` are about times: the slowest block, max(Σ/Σ speeds, heaviest layer
-    on the fastest stage), and the slowest block against Σ/Σ speeds.
+    Here `bottleneck`, `lower_bound` and `imbalance` are times: of the slowest block; max(Σ/Σ speeds, heaviest layer on
+    the fastest stage); and the slowest block divided by Σ/Σ speeds.
 
-    order: which stage each block is on.
-    times: load / speed and what the cut after the block adds.
-    modes: in which of its stage's modes each block is; None on a stage without modes.
-    makespan: when the last micro-batch leaves; None if their number was not given.
-    witness: for the bottleneck, the ends that faster blocks could reach at most, as intervals for each set of stages;
-        for the makespan, the bounds between which no placement finishes earlier. See `verify`.
+    order: the number of the stage of each block.
+    times: the time of each block: load / speed, with the cost of the cut after it.
+    modes: the name of the mode of each block; None on a stage without modes.
+    makespan: the time at which the last micro-batch is done; None if `microbatches` was not given.
+    witness: for the bottleneck, the ends that faster blocks can reach at most, as intervals for each set of stages; for
+        the makespan, the bounds between which no placement finishes earlier. See `verify`.
     """
 
     order: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""The front door to placement: constraints in, a proven placement out."""
+""":func:`place`: costs, stages and constraints in, a placement with its proof out."""
 
 from __future__ import annotations
 
@@ -38,37 +38,38 @@ def place(
     objective: Literal["bottleneck", "makespan"] = "bottleneck",
     gap: Number = 0,
 ) -> Placement:
-    """One non-empty block for each stage, so that the slowest stage is as fast as possible, or the last micro-batch is.
+    """Place one non-empty block on each stage, so that the slowest stage is as fast as possible.
 
-    Exact like `solve`.
+    With `objective="makespan"` the last micro-batch is done as early as possible. The result is exact, as for `solve`.
 
     Args:
-        costs: of the layers, in any unit of work: ints, floats or Fractions, finite and not negative.
+        costs: the cost of each layer, in any unit of work: ints, floats or Fractions, finite and not negative.
         stages: a number, or `Stage`s with a speed, a capacity and modes.
-        memory, activations: what each layer needs once, and once for each micro-batch that its stage holds. A stage's
-            sum must not exceed its capacity. Without any of the three, capacities limit the costs.
-        boundary: what enters each layer for a micro-batch, such as the bytes of its input. A stage also keeps what
-            enters its first layer, once for each micro-batch that it holds.
-        in_flight: how many micro-batches each stage holds: a list, "1f1b" (k - j on stage j, but no more than there
-            are) or "fill_drain" (all). One, if not given.
-        transfer: cost of a cut after each layer, in time. The stage before the cut pays it: its time is load/speed +
-            transfer, or the longer of the two with `overlap=True`.
-        forbid, pin: cuts that must not, must be. A cut is named by the layer right after it.
-        order: "free" also chooses which stage comes where. Fast while there are few kinds of stages.
-        objective: "makespan" minimises Σ (load/speed + transfer) + (microbatches - 1)·slowest, the time until the last
-            micro-batch leaves.
-        gap: for the makespan, how far above the least one is good enough, relative to it; the result says what is
-            proven.
-        microbatches: how many pass through the stages; needed for the makespan and for "fill_drain".
+        memory, activations: the memory that each layer needs once, and for each micro-batch that its stage holds. The
+            sum of a stage must not exceed its capacity. If neither these nor `boundary` are given, capacities limit the
+            costs.
+        boundary: the size of each layer's input for a micro-batch. A stage also keeps the input of its first layer, for
+            each micro-batch that it holds.
+        in_flight: the number of micro-batches that each stage holds: a list, "1f1b" (k - j on stage j, but at most
+            `microbatches`) or "fill_drain" (all); 1 by default.
+        transfer: the time of a cut after each layer. It is added to the stage before the cut, whose time is load/speed
+            + transfer, or the longer of the two with `overlap=True`.
+        forbid, pin: cuts that are not allowed, and cuts that are required. A cut is named by the layer right after it.
+        order: "free" also chooses the order of the stages; fast if there are few kinds of stages.
+        objective: "bottleneck" minimises the time of the slowest stage; "makespan" minimises Σ (load/speed + transfer)
+            + (microbatches - 1)·slowest, the time until the last micro-batch is done.
+        gap: for the makespan, the relative distance from the optimum that is good enough; `Placement.gap` is the
+            distance that was proven.
+        microbatches: the number of micro-batches; needed for the makespan and for "fill_drain".
 
     Returns:
-        The blocks with their loads (in the unit of the costs), times (costs / speed) and modes, and with the proof that
+        The blocks with their loads (in the unit of the costs), times (costs / speed) and modes, and a proof that
         `verify` checks.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        ValueError: a number that is negative or not finite, or a list of another length than the layers or the stages.
-        Infeasible: nothing satisfies the constraints; it says what would do.
+        TypeError: an argument has a wrong type.
+        ValueError: a number is negative or not finite, or a list has another length than the layers or the stages.
+        Infeasible: nothing satisfies the constraints; its fields say what would be enough.
 
     >>> place([4, 4, 4, 4, 4, 4], [Stage(speed=1), Stage(speed=2)]).sizes
     (2, 4)
@@ -112,7 +113,8 @@ def _by_makespan(model: Model, gap: Fraction) -> Placement:
         raise explain(model)
     thresholds = tuple(threshold / model.scale for threshold in found.thresholds)
     proven = found.value / found.floor - 1 if found.floor else Fraction(0)
-    # Rounded up to promise no more than is proven, but never past what was asked for, which is proven too.
+    # Rounded up, so that it promises no more than is proven; but at most the gap that was asked for, which is proven
+    # too.
     return _describe(model, found.blocks, thresholds, min(ceiling(proven, 1, float), gap))
 
 

@@ -1,4 +1,4 @@
-"""The checker of placements. It reads the problem anew, asks no solver, and tries every end there is."""
+"""The checker of placements. It reads the problem again, uses no solver, and tries every possible end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bottleneck for all: plain blocks, whose order and number is all there is to them."""
+"""Partitions into blocks without stages and constraints."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from ._uncollected import uncollected
 
 T = TypeVar("T")
 
-_MANY = 500  # costs that are worth adding them up as floats, and looking at some of them again
-_LONG = 16  # layers of a block: these are filled as quickly with sums that are ints
+_MANY = 500  # costs for which adding as floats, and adding some again exactly, is faster
+_LONG = 16  # layers of a block: longer ones are filled as quickly with sums that are ints
 
 _TIE_BREAKS = {"quantile": near_even, "exact": most_even}
 
 
 def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
-    """Contiguous, non-empty blocks in order whose largest sum is the least possible.
+    """Contiguous, non-empty blocks in order whose largest sum is minimal.
 
-    Exact for ints, floats and Fractions, and deterministic. O(n) to read, then about k log n a step of a bisection.
+    The result is exact for ints, floats and Fractions, and deterministic. It takes O(n) to read the costs, and then
+    about k log n for each step of a bisection.
 
     Args:
         sequence: the costs: ints, floats or Fractions, finite and not negative.
-        partitions: how many blocks, from 1 to as many as there are costs.
+        partitions: the number of blocks, from 1 to the number of costs.
 
     Returns:
         The blocks, as lists of the items themselves.
 
     Raises:
-        TypeError: an item that is no number, or `partitions` that is no int.
-        ValueError: an item that is negative or not finite, no items, or more blocks than items.
+        TypeError: an item is not a number, or `partitions` is not an int.
+        ValueError: an item is negative or not finite, there are no items, or fewer than `partitions`.
 
     >>> solve([1, 2, 3, 4, 5, 6], 2)
     [[1, 2, 3, 4], [5, 6]]
@@ -58,7 +59,7 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
 
 
 def _quick(costs: list[Any], blocks: int) -> Sums | None:
-    """Sums as floats, where these are quicker than ints and would do."""
+    """Sums as floats, if these are faster than ints and precise enough."""
     if len(costs) < _MANY or (isinstance(costs[0], int) and _LONG * blocks < len(costs)):
         return None
     return quick_sums(costs)
@@ -73,23 +74,24 @@ def _ends(items: list[Any], sums: Sums, blocks: int) -> list[int]:
 
 
 def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile", "exact"] = "quantile") -> Partition:
-    """The blocks of `solve` with their loads, bounds and proof.
+    """The blocks of `solve`, with their loads, bounds and proof.
 
-    Of all partitions with the least bottleneck, `even="quantile"` takes one with nearly even loads in no time,
-    `even="exact"` one with the least sum of squared loads: in little time where few ends come into question, else in
-    some twenty looks at each layer.
+    Of all partitions with the least bottleneck, `even="quantile"` quickly finds one with nearly even loads.
+    `even="exact"` finds the one with the least sum of squared loads; that takes longer if there are many optimal
+    partitions.
 
     Args:
-        costs: of the layers, in any unit: ints, floats or Fractions, finite and not negative.
-        partitions: how many blocks, from 1 to as many as there are costs.
-        even: how to choose among the optima.
+        costs: the cost of each layer, in any unit: ints, floats or Fractions, finite and not negative.
+        partitions: the number of blocks, from 1 to the number of costs.
+        even: how to choose among the optimal partitions.
 
     Returns:
-        The blocks' sizes and loads (in the unit of the costs) with the proof that `verify` checks.
+        The sizes and loads of the blocks (in the unit of the costs), and a proof that `verify` checks.
 
     Raises:
-        TypeError: a cost that is no number, or `partitions` that is no int.
-        ValueError: a cost that is negative or not finite, no costs, more blocks than costs, or another `even`.
+        TypeError: a cost is not a number, or `partitions` is not an int.
+        ValueError: a cost is negative or not finite, there are no costs, or fewer than `partitions`, or `even` is
+            unknown.
 
     >>> partition([1, 2, 3, 4, 5, 6], 3).sizes
     (3, 2, 1)
@@ -104,7 +106,7 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
 
 
 def _quickly(costs: list[Any], sums: Sums, blocks: int) -> Partition | None:
-    """None where sums that were rounded do not tell which blocks are optimal."""
+    """None if rounded sums cannot tell which blocks are optimal."""
     bottleneck, ends, largest = _chosen(costs, sums, blocks)
     proof = witness(sums.prefix, blocks, bottleneck * sums.unit)
     if largest is None or not is_witness(costs, sums, proof, bottleneck, largest):

@@ -1,4 +1,4 @@
-"""The devices that blocks are placed on, and the ways in which they may work."""
+"""The stages on which blocks are placed, and the modes in which they may run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from ._grid import Number, shown
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to run a block, such as with or without recomputation, at a price in time and in memory.
+    """A way to run a block, for example with recomputation, with its factors on time and memory.
 
     A stage that holds f micro-batches in this mode takes `time` · costs / speed, and needs
 
-        Σ memory + (f · `saved` + `transient`) · Σ activations + f · `boundary` · what enters its first layer
+        Σ memory + (f · `saved` + `transient`) · Σ activations + f · `boundary` · size of its first layer's input
 
     with the sums over its layers.
 
-    name: what `Placement.modes` calls it.
+    name: the name of the mode in `Placement.modes`.
     time: a factor on the costs, or the costs of all layers in this mode.
-    saved: what a micro-batch leaves on the stage: a factor on the activations, or an amount for each layer.
-    boundary: how many times a micro-batch's tensor at the stage's first cut is kept; see `boundary` of `place`.
-    transient: what is needed once besides, such as one micro-batch recomputed: a factor, or an amount for each layer.
+    saved: what a stage keeps of each micro-batch: a factor on the activations, or an amount for each layer.
+    boundary: a factor on the size of the stage's input; see `boundary` of `place`.
+    transient: what is needed once in addition, such as by the recomputation of one micro-batch: a factor on the
+        activations, or an amount for each layer.
 
     >>> Mode("recompute", time=4/3, saved=0, transient=1).name
     'recompute'
@@ -39,16 +40,17 @@ class Mode:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"name must be a str, got {shown(self.name)} of type {type(self.name).__name__}")
-        for field in ("time", "saved", "transient"):  # tuples can be hashed and do not change
+        for field in ("time", "saved", "transient"):  # tuples are hashable and do not change
             object.__setattr__(self, field, _frozen(getattr(self, field)))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A device: a block of cost c takes c / speed, and may need `capacity` memory at most (None: any amount).
+    """A device: a block of cost c takes the time c / speed, and may need at most `capacity` memory (None: any amount).
 
-    modes: the ways in which it may run its block, of which `place` chooses one; the earlier where both are as good.
-        Without any, it keeps all activations: `Mode(time=1, saved=1, boundary=1, transient=0)`.
+    modes: the modes in which it may run its block. `place` chooses one of them; of equally good ones, the first.
+    Without
+        modes it keeps all activations: `Mode(time=1, saved=1, boundary=1, transient=0)`.
     """
 
     speed: Number = 1

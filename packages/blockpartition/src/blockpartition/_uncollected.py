@@ -1,4 +1,4 @@
-"""Many lists at once, without the garbage collector looking at all of them again and again."""
+"""Make many lists without the garbage collector traversing all of them again and again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Nothing is collected inside, in the whole process: collections take most of the time of a million lists.
+    """A context in which nothing is collected, in the whole process: for a million lists, collections take most of the
+    time.
 
-    Every so many new lists Python looks for cycles among all objects there are, and finds none: what is made inside is
-    made of what the caller holds.
+    After a number of new lists Python looks for cycles among all objects. There are none: the new lists contain only
+    objects of the caller.
     """
     if not gc.isenabled():
         yield
