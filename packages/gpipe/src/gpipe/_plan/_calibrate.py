@@ -134,7 +134,13 @@ def _tried(
 
 
 def learned(measured: Measured, candidate: Candidate, timelines: Sequence[Timeline]) -> Measured:
-    """The costs that led to the ``candidate``, with the cells of each stage in proportion to what its cells took."""
+    """The costs, corrected so that the cells of each stage are expected to take what they took.
+
+    Args:
+        measured: the costs that led to the candidate.
+        candidate: what was trained.
+        timelines: of its steps.
+    """
     stages = candidate.costs.stage_costs(candidate.sizes, candidate.modes)
     # Backwards of stages in pieces compute some layers again, which is as much slower as their forwards are.
     whole = candidate.costs.stage_costs(candidate.sizes, [*map(scheduled, candidate.modes)])

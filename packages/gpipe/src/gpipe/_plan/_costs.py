@@ -140,7 +140,12 @@ class Costs:
         ]
 
     def work(self, stage: int, again: Sequence[bool]) -> list[float]:
-        """Seconds that each layer takes for a micro-batch on the device of a stage, perhaps with another forward."""
+        """Seconds that each layer takes for a micro-batch on the device of a stage.
+
+        Args:
+            stage: its number.
+            again: of each layer, whether its forward is done twice.
+        """
         seconds = [
             (1 + flag) * (layer.forward_seconds or 0.0) + (layer.backward_seconds or 0.0)
             for layer, flag in zip(self.profiles[stage], again, strict=True)
@@ -153,7 +158,12 @@ class Costs:
         return (loss.seconds or 0.0) if loss else 0.0
 
     def stage_costs(self, sizes: Sequence[int], modes: Sequence[StageMode]) -> list[StageCost]:
-        """The cost of each stage, for a replay. Layers that have flags are computed again in the backward."""
+        """The cost of each stage, for a replay. Layers that have flags are recomputed in the backward.
+
+        Args:
+            sizes: the layers of each stage.
+            modes: how each is checkpointed.
+        """
         stages = zip(bounds(sizes), modes, strict=True)
         return [self._stage_cost(j, first, end, mode) for j, ((first, end), mode) in enumerate(stages)]
 
@@ -180,7 +190,13 @@ class Costs:
         )
 
     def again(self, j: int, first: int, flags: Sequence[bool]) -> float:
-        """Seconds that layers from ``first`` on take on stage j that are computed again, of a micro-batch."""
+        """Seconds of a micro-batch for recomputation on stage j.
+
+        Args:
+            j: the number of the stage.
+            first: its first layer.
+            flags: of its layers, whether they are recomputed.
+        """
         layers = self.profiles[j][first : first + len(flags)]
         return sum(layer.forward_seconds or 0.0 for layer, flag in zip(layers, flags, strict=True) if flag)
 
@@ -207,7 +223,12 @@ class Costs:
         )
 
     def split(self, sizes: Sequence[int], stages: Sequence[StageCost]) -> tuple[int, ...]:
-        """The stages whose backward is worth splitting under zero bubble, where autograd can."""
+        """The stages whose backward is worth splitting under zero bubble, where autograd can.
+
+        Args:
+            sizes: the layers of each stage.
+            stages: what each costs.
+        """
         return tuple(
             j
             for j, (stage, (first, end)) in enumerate(zip(stages, bounds(sizes), strict=True))
@@ -238,13 +259,21 @@ class Costs:
     def device_bytes(
         self, sizes: Sequence[int], modes: Sequence[StageMode], schedule: str, split: Sequence[int] = ()
     ) -> tuple[DeviceBytes, ...]:
-        """What each device holds at its fullest moment."""
+        """What each device holds at its fullest moment; the arguments are those of :meth:`bytes_of`, for all stages."""
         return tuple(self.bytes_of(j, sizes, mode, schedule, split) for j, mode in enumerate(modes))
 
     def bytes_of(
         self, j: int, sizes: Sequence[int], mode: StageMode, schedule: str, split: Sequence[int] = ()
     ) -> DeviceBytes:
-        """What the device of one stage holds at its fullest moment, however the others are checkpointed."""
+        """What the device of one stage holds at its fullest moment, however the others are checkpointed.
+
+        Args:
+            j: the number of the stage.
+            sizes: the layers of each stage.
+            mode: how stage j is checkpointed.
+            schedule: its name.
+            split: the stages whose backward is split.
+        """
         first, end = bounds(sizes)[j]
         layers = self.profiles[j][first:end]
         around = replace(self._around(j, first, end, split), drains=schedule == "fill_drain")

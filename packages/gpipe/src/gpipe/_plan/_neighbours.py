@@ -11,15 +11,24 @@ MOST = 4096
 """Of stages² · chunks: beyond that the replays would take long, and the closed form is hardly wrong."""
 
 
+def shifted(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All sizes with one layer on the other side of one cut.
+
+    >>> list(shifted((2, 1, 2)))
+    [(1, 2, 2), (2, 2, 1)]
+    """
+    for j in range(len(sizes) - 1):
+        for more in (1, -1):
+            found = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])
+            if min(found) > 0:
+                yield found
+
+
 def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates that differ by a layer on the other side of a cut, and fit, with the seconds of a replay."""
-    sizes = candidate.sizes
-    for j, more in [(j, more) for j in range(len(sizes) - 1) for more in (1, -1)]:
-        others = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])
-        if min(others) < 1:
-            continue
-        modes = tuple(moved(candidate.modes, sizes, others))
-        near = candidate_of(space, candidate.costs, candidate.schedule, others, modes)
+    for sizes in shifted(candidate.sizes):
+        modes = tuple(moved(candidate.modes, candidate.sizes, sizes))
+        near = candidate_of(space, candidate.costs, candidate.schedule, sizes, modes)
         if bool(near.split) == bool(candidate.split) and not lacking(space, near):
             yield with_replay(near)
 

@@ -35,7 +35,12 @@ def best_placed(
     """The balance and modes that are best by the closed form, or its slowest stage; None if nothing fits.
 
     Args:
-        parts: more modes, in which that part of each layer is computed again.
+        space: what is searched.
+        costs: of micro-batches of one size.
+        schedule: its name, which says how many micro-batches a stage holds; None only where memory is unlimited.
+        rooms: what each device may hold; None is any amount, and nothing is recomputed.
+        objective: the closed form of a step, or its slowest stage.
+        parts: more modes, in which that part of each layer is recomputed.
     """
     stages = len(space.modes)
     limits = [None] * stages if rooms is None else list(rooms)

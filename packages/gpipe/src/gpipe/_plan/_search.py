@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ._candidate import Candidate, Space, by_seconds, candidate_of, lacking, simplicity, with_replay
 from ._costs import Costs
-from ._neighbours import descended, improved
+from ._neighbours import descended, improved, shifted
 from ._placed import PARTS, Objective, best_placed
 from ._search_pieces import Pieces
 
@@ -144,11 +144,7 @@ def _eased(candidate: Candidate) -> Iterator[tuple[int, ...]]:
     sizes = candidate.sizes
     times = [cost.forward + cost.backward for cost in candidate.costs.stage_costs(sizes, candidate.modes)]
     slowest = times.index(max(times))
-    for other in (slowest - 1, slowest + 1):
-        if 0 <= other < len(sizes) and sizes[slowest] > 1:
-            moved = list(sizes)
-            moved[slowest], moved[other] = moved[slowest] - 1, moved[other] + 1
-            yield tuple(moved)
+    return (others for others in shifted(sizes) if others[slowest] < sizes[slowest])
 
 
 def _free(space: Space) -> Iterator[Candidate]:

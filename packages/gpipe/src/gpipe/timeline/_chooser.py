@@ -138,7 +138,12 @@ class Chooser:
         self.last: Choice | None = None
 
     def plan(self, schedule: Schedule | str, batches: Sequence[Batch], size: Size) -> Plan:
-        """How a step of ``batches`` asked for under ``schedule`` is to run.
+        """How a step is to run that is asked for under ``schedule``.
+
+        Args:
+            schedule: a schedule, or the name of one.
+            batches: the micro-batches of the step.
+            size: what a schedule is built for.
 
         Raises:
             TypeError: it is neither a name nor a schedule.

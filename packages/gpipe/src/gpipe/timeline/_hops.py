@@ -63,7 +63,7 @@ def hop_seconds(transfer: Transfer, crossing: Sequence[int | None]) -> list[floa
 
 
 def crossings(transfer: Transfer, crossing: Sequence[int | None]) -> list[Crossing]:
-    """The same, with the named links that things wait for."""
+    """The same, with the named links that things wait for; the arguments are those of :func:`hop_seconds`."""
     seconds = hop_seconds(transfer, crossing)
     links = [None, *_each(transfer, max(0, len(crossing) - 1))]
     return [

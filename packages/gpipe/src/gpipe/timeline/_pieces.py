@@ -15,6 +15,10 @@ def in_pieces(
 ) -> tuple[Sequence[StageCost], str | list[str] | None]:
     """The costs with forwards of layers that have a flag as parts of backwards, and the modes of the stages.
 
+    Args:
+        costs: of each stage.
+        checkpoint: as of :class:`gpipe.GPipe`; None is left to the schedule.
+
     Raises:
         TypeError: a flag is neither True nor False.
         ValueError: the numbers of stages or layers differ, or a stage has no flags.
