@@ -25,7 +25,7 @@ _LITTLE = 0.02
 """By the closed form, what recomputing only some layers of a stage must save for that to be looked at."""
 
 _REPAIRS = 8
-_TRIES = 2  # where whole stages fit
+_TRIES = 2  # of stages in part, where whole ones fit
 
 
 def search(space: Space) -> list[Candidate]:
@@ -35,14 +35,14 @@ def search(space: Space) -> list[Candidate]:
     the closed form alone.
     """
     found = by_seconds(candidates(space))
-    whole = _replayed_first([each for each in found if not each.in_pieces])
-    pieces = _replayed_first([each for each in found if each.in_pieces])
     if not found:
         return []
-    before = _simplest(by_seconds([*whole, *pieces]), _bound(whole)).seconds
+    whole = _replayed_first([each for each in found if not each.in_pieces])
+    pieces = _replayed_first([each for each in found if each.in_pieces])
+    by_closed_form = _simplest(by_seconds([*whole, *pieces]), _bound(whole))
     whole = _with_improved(space, whole)
     every = _with_improved(space, by_seconds([*whole, *pieces])) if pieces else whole
-    best = _simplest(every, min(before, _bound(whole)))
+    best = _simplest(every, min(by_closed_form.seconds, _bound(whole)))
     return [best, *(each for each in every if each is not best)]
 
 
