@@ -103,3 +103,15 @@ def test_what_the_model_does_not_take_is_refused_by_name() -> None:
     for call in (lambda: pipe.step(**padded(), los_fn=3), lambda: pipe.step({**padded(), "loss_fn": 3})):
         with pytest.raises(TypeError, match=r"'los_fn'|'loss_fn'"):
             call()
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_a_tuple_instead_of_names_is_returned_as_by_the_model_and_refused_as_a_loss(family: str) -> None:
+    plain, _, pipe = pair(family)
+    batch = padded()
+    found, expected = pipe(**batch, return_dict=False), plain(**batch, return_dict=False)
+    assert type(found) is tuple
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for method in (pipe.step, pipe.evaluate):
+        with pytest.raises(TypeError, match="got a tuple; set return_dict=True"):
+            method(**batch, return_dict=False)

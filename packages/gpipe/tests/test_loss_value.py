@@ -135,7 +135,7 @@ def test_a_model_may_compute_its_loss(kind: str, count: int, chunks: int, inline
         (lambda x: x, r"got a tensor of shape \(2, 3\); give loss_fn=\.\.\., or what the model computes its loss from"),
         (lambda x: {"logits": x}, "got a dict with 'logits'; give loss_fn"),
         (lambda x: {"loss": x}, "got a dict with 'loss'"),
-        (lambda x: (x.sum(), x), "got a tuple; give loss_fn"),
+        (lambda x: (x.sum(), x), "got a tuple; set return_dict=True, give loss_fn"),
         (lambda x: None, "got a NoneType"),
     ],
 )

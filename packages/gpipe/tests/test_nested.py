@@ -67,6 +67,7 @@ class Unfriendly(NamedTuple):
     [
         (lambda x: ragged(x.detach(), torch.strided), r"float64\[\[1, 3\], \[2, 3\], \[3, 3\]\]"),
         (ragged, r"float64\[3, 6, 3\]"),
+        (lambda x: (x, x), r"\(float64\[3, 3\], float64\[3, 3\]\)"),
         (lambda x: Unfriendly(x), "Unfriendly"),
     ],
 )

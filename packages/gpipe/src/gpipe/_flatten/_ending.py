@@ -114,12 +114,16 @@ class Ending:
             name: [restored(*each) for each in zip(self._calls[name], calls, strict=False)]
             for name, calls in found.items()
         }
+        as_tuple = kwargs.get("return_dict") is False
+        if as_tuple:  # which does not tell the names of its fields
+            kwargs = {**kwargs, "return_dict": True}
         with _one_at_a_time, self._reel.playing(values, device):
             output = self._net.train(training)(*args, **kwargs)
         fields = {name: value for name, value in output.items() if name in self.fields}
         if "loss" in fields:
             fields["loss"] = fields["loss"].to(inputs.tensors()[0].device)
-        return type(output)(**fields)
+        whole = type(output)(**fields)
+        return whole.to_tuple() if as_tuple else whole
 
 
 class _Playback(Reel):

@@ -57,7 +57,8 @@ def own_loss(output: Any) -> Any:
         return found
     raise TypeError(
         "without a loss_fn the output must be the loss: a scalar tensor, or with one as output.loss; got "
-        f"{_described(output)}; give loss_fn=..., or what the model computes its loss from, such as labels"
+        f"{_described(output)}; {'set return_dict=True, ' if isinstance(output, tuple) else ''}give loss_fn=..., or "
+        "what the model computes its loss from, such as labels"
     )
 
 
