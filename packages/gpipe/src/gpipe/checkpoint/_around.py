@@ -1,4 +1,4 @@
-"""The hooks of layers, and the modules in them, as a forward leaves them and its recomputation has to find them."""
+"""The hooks of layers and the modules in them, which a recomputation has to find as its forward did."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 
 class Around:
-    """The hooks of ``root`` and of all modules in it, and which modules these are, now.
+    """The current hooks of ``root`` and of all modules in it, and the identities of these modules.
 
-    A recomputation with other ones may give the same output, and other gradients.
+    A recomputation with others may give the same output, but other gradients.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -23,7 +23,7 @@ class Around:
         self._hooks = [(own, dict(own)) for module in every for own in _hooks(module)]
 
     def expect_same_modules(self) -> None:
-        """RuntimeError if one that is in another has been replaced, by the name of the other."""
+        """Raise RuntimeError if a module in another one has been replaced; the message names the outer one."""
         changed = [module for module, then in self._children if module._modules != then]
         if changed:
             names = ", ".join(repr(name) for name, module in self._root.named_modules() if module in changed)
@@ -34,7 +34,7 @@ class Around:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the hooks are those of then; which have changed is looked for the first time."""
+        """A context in which the hooks are those of the forward. What has changed is looked up in the first use."""
         now = [dict(own) for own, _ in self._changed]
         _fill(self._changed)
         try:
@@ -54,7 +54,7 @@ def _fill(hooks: list[tuple[dict[int, Any], dict[int, Any]]]) -> None:
 
 
 def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """The hooks of ``module`` by their numbers, and which of them are called with keywords, or always."""
+    """The dicts of hooks of ``module``, and those that say which hooks are called with keywords, or always."""
     return (
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,

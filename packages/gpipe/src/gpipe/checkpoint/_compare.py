@@ -1,13 +1,13 @@
-"""Whether a recomputation computed what its forward sent on.
+"""Compare the outputs of a recomputation with those of its forward.
 
-Layers may have state that cannot be restored: in a closure, a list, a library. Then the recomputation computes
-another function, and its gradients are wrong. Its outputs differ.
+Layers may have state that cannot be restored: in a closure, a list, a library. Then the recomputation computes another
+function, its gradients are wrong, and its outputs differ.
 
 Always compared are the number, shapes, dtypes and ``requires_grad`` of the outputs. Their values are compared
 
-- whole, on the first checkpointed micro-batch of each training mode, which is kept that long,
-- in up to 64 elements of each tensor, on all others if they are on the CPU; elsewhere that would make the device wait,
-- whole and always, if the environment variable ``GPIPE_CHECK`` is 1.
+- as a whole on the first checkpointed micro-batch of each training mode,
+- in up to 64 elements of each tensor on all others, if they are on the CPU (elsewhere the host would wait),
+- always as a whole if the environment variable ``GPIPE_CHECK`` is 1.
 
 Kernels may round differently each time: floating-point values may differ by the square root of the precision of their
 type, relative to the largest of them; by that of bfloat16 under autocast.
@@ -57,7 +57,7 @@ class _Kind(NamedTuple):
 
 
 class Sample:
-    """What the outputs of a forward were like."""
+    """A sample of the outputs of a forward."""
 
     __slots__ = ("_extent", "_kinds", "_values", "nested", "whole")
 

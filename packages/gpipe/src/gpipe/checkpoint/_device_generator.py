@@ -1,4 +1,4 @@
-"""The generator of a device that is no CPU: its state is kept for a recomputation, which draws the same again."""
+"""The generator of an accelerator: its state is kept, so that a recomputation draws the same numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streams import has_streams
 
 
 class DeviceGenerator:
-    """The state that the generator of ``device`` has now, where torch can tell it and put it back."""
+    """The current state of the generator of ``device``, if torch can read and set it."""
 
     __slots__ = ("_device", "_module", "_state")
 
@@ -23,13 +23,13 @@ class DeviceGenerator:
         self._state = None if self._module is None else self._module.get_rng_state(device)
 
     def rewind(self) -> None:
-        """From now on the device draws from that state on."""
+        """Set the generator to that state."""
         if self._state is not None:
             self._module.set_rng_state(self._state, self._device)
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Inside, the device draws from that state on; afterwards as if nothing had been drawn."""
+        """A context in which the generator starts from that state; afterwards its state is as before."""
         if self._state is None:
             yield
             return
@@ -41,7 +41,7 @@ class DeviceGenerator:
             self._module.set_rng_state(now, self._device)
 
     def expect_repeats(self, device: torch.device) -> None:
-        """Before a draw on ``device`` that a recomputation has to repeat: RuntimeError if it would not."""
+        """Before a draw on ``device`` that a recomputation has to repeat: raise RuntimeError if it cannot."""
         if device.type == "meta" or (self._state is not None and _is_same(device, self._device)):
             return
         raise RuntimeError(

@@ -1,9 +1,9 @@
-"""Operations that draw random numbers, handed to Python on the threads that want it, at no cost to all others.
+"""Intercept the operations that draw random numbers, on some threads, at no cost for other operations and threads.
 
-A ``TorchDispatchMode`` takes every operation of a layer through Python, which made a step of a small GPT-2 take 1.25
+A ``TorchDispatchMode`` would pass every operation of a layer through Python; a step of a small GPT-2 then took 1.25
 times as long. Here only the operations that draw have a kernel in Python, at a dispatch key of torch that nothing else
-uses: all others fall through it, and a thread for which the key is not set does not see it at all. The key comes before
-autograd and modes; what a kernel does goes on to them.
+uses. Other operations skip the key, and threads for which it is not set do not use it at all. The key comes before
+autograd and modes; operations inside a kernel pass through these.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.library import Library, fallthrough_kernel
 from .._forks import fork_lock
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-"""Does an operation. It may call operations, which are not handed over again."""
+"""A function that does an operation. Operations that it calls are not intercepted."""
 
 
 class Interception:
-    """Hands the operations that draw to ``handler``, on threads where it is :meth:`switched` on."""
+    """Passes the operations that draw to ``handler``, on threads where it is :meth:`switched` on."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -35,7 +35,7 @@ class Interception:
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Inside, operations of this thread that draw are handed over, or are not."""
+        """A context in which operations of this thread that draw are intercepted, or are not."""
         before = on if self._key is None else torch._C._dispatch_tls_is_dispatch_key_included(self._key)
         if before == on:
             yield
@@ -47,10 +47,10 @@ class Interception:
             torch._C._dispatch_tls_set_dispatch_key_included(self._key, before)
 
     def ready(self) -> bool:
-        """Begin, if that has not been done: it changes the tables of torch's dispatcher.
+        """Register the kernels, if that has not been done. This changes the tables of torch's dispatcher.
 
         Returns:
-            False if that is not possible, because this torch has no such key, or somebody else uses it.
+            False if that is impossible: this torch has no such key, or other code uses it.
         """
         if self._key is None:
             with self._lock:
@@ -67,7 +67,7 @@ class Interception:
         self._key = torch._C._dispatch_key_parse(_KEY)
 
     def add(self, operation: OpOverload) -> None:
-        """Hand over one more operation that draws."""
+        """Intercept one more operation that draws."""
         if operation not in self._operations:
             with self._lock:
                 if operation not in self._operations:
@@ -77,7 +77,7 @@ class Interception:
 
     def _register(self, operation: OpOverload) -> None:
         if torch._C._dispatch_has_kernel_for_dispatch_key(operation._name, "CompositeImplicitAutograd"):
-            return  # its steps are operations too, and it is among them that one draws
+            return  # it is composed of other operations, and one of these draws
         namespace = operation.namespace
         if namespace not in self._libraries:
             self._libraries[namespace] = Library(namespace, "IMPL", _KEY)  # type: ignore[no-untyped-call]
@@ -88,11 +88,11 @@ class Interception:
         try:
             return operation(*args, **kwargs) if _is_tracing() else self._handler(operation, args, kwargs)
         finally:
-            torch._C._dispatch_tls_set_dispatch_key_included(self._key, True)  # else it would not have come here
+            torch._C._dispatch_tls_set_dispatch_key_included(self._key, True)  # as it was before this call
 
 
 _KEY: Final = "DeferredInit"
-"""Is there for extensions of torch: torchdistx, which has ended, made layers without memory by it."""
+"""A key for extensions of torch. torchdistx, which is no longer developed, made layers without memory by it."""
 
 
 def _free() -> bool:
@@ -104,7 +104,7 @@ def _free() -> bool:
 
 
 def _drawing(*namespaces: str) -> Iterator[OpOverload]:
-    """Operations of torch that draw. It has thousands, so that those that do not are passed over without an object."""
+    """The operations of torch that draw. There are thousands; those that do not draw are skipped by name."""
     for name in torch._C._dispatch_get_all_op_names():
         packet, _, overload = name.partition(".")
         namespace, _, own = packet.partition("::")
@@ -117,7 +117,7 @@ _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 def _is_tracing() -> bool:
-    """Whether this is no computation, but the compilation of one."""
+    """Whether torch is compiling instead of computing."""
     return torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING))
 
 
@@ -129,4 +129,4 @@ def draws(operation: OpOverload) -> bool:
 
 _DRAWS: Final = torch.Tag.nondeterministic_seeded
 _DRAWS_NOTHING = frozenset([torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default])
-"""Operations that are marked as drawing, and do not: this one is not taken where attention drops anything."""
+"""Operations that are tagged as drawing and do not: this one is not used if attention has dropout."""

@@ -1,8 +1,7 @@
-"""Whether the calling layer runs in a forward that will be repeated, or in its repetition.
+"""Whether the calling layer runs in a checkpointed forward, or in its recomputation.
 
-The first forward of a checkpointed cell runs like any other and then lets its graph go. It does not run under
-``no_grad``: torch chooses other kernels there, and the recomputation would build the graph of a computation that
-never happened.
+The first forward of a checkpointed cell runs like any other, and then frees its graph. It does not run under
+``no_grad``: there torch chooses other kernels, and the recomputation would build the graph of another computation.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from .._current import current
 
 
 def is_checkpointing() -> bool:
-    """Whether the calling layer runs in a forward whose graph will be rebuilt later.
+    """Whether the calling layer runs in a forward that will be recomputed.
 
     Returns:
-        False outside of pipes, and where no backward will come.
+        False outside of pipes, and if there will be no backward.
     """
     return current.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether the calling layer runs in a recomputation. Layers that count or log may want to skip it.
+    """Whether the calling layer runs in a recomputation. Layers that count or log can skip that then.
 
     Returns:
         False outside of pipes.

@@ -1,15 +1,14 @@
-"""Random numbers that depend on the seed alone, although stages draw side by side and forwards are repeated.
+"""Random numbers that depend on the seed only, although stages draw at the same time and forwards are repeated.
 
-The CPU has one generator for the whole process. Stages drawing from it would get numbers that depend on which came
-first, and a recomputation could not get the same again without taking it away from everybody else. So every layer draws
-from a generator of its own on each micro-batch. All are seeded by one number, which a run takes from the process's
-generator when the first of its layers draws, and by the places of the layer in the model and of the micro-batch in the
-mini-batch. So it does not matter which partition a layer is in. A generator that a layer brings along is put back for
-the recomputation.
+The CPU has one generator for the whole process. If stages drew from it, their numbers would depend on timing, and a
+recomputation could not get the same numbers without changing those of others. So every layer draws from a generator of
+its own for each micro-batch. Its seed is made of one number, which a run takes from the process's generator when the
+first of its layers draws, and of the positions of the layer in the model and of the micro-batch in the mini-batch; it
+does not depend on the partition. The state of a layer's own generators is restored for a recomputation.
 
-An accelerator has a generator of its own, and one worker: there it is enough to put its state back.
+An accelerator has a generator of its own, used by one worker: there it is enough to restore its state.
 
-Layers that do not draw pay nothing: who draws is found out in the first run in each training mode.
+Layers that do not draw cost nothing: the first run in each training mode shows which layers draw.
 """
 
 from __future__ import annotations
@@ -68,15 +67,16 @@ _CPU: Final = torch.device("cpu")
 
 
 class CellRNG:
-    """The random numbers of the layers of one cell, from the beginning in every forward of it.
+    """The random numbers of the layers of one cell. They are the same in every forward of the cell.
 
     Args:
-        run: whose seed they have.
-        microbatch: its index.
-        first: how many layers of the model come before those of the cell.
-        device: of the stage.
-        drawing: the layers whose draws are followed, counted from ``first``. With :data:`OUTSIDE`, all draws are.
-        module: the partition, which says by :meth:`layer` where a layer begins.
+        run: the run, which has the seed.
+        microbatch: the number of the micro-batch.
+        first: the number of layers of the model before those of the cell.
+        device: the device of the stage.
+        drawing: the layers whose draws are watched, counted from ``first``. With :data:`OUTSIDE`, all draws are
+            watched.
+        module: the partition, which calls :meth:`layer` around each of its layers.
 
     Attributes:
         drew: the layers that drew what only those who watch can repeat, on the CPU or from generators of their own, or
@@ -88,7 +88,7 @@ class CellRNG:
             were not looked at yet, have it.
         intercepts: whether only operations that draw are looked at, and no others, which costs nothing. Those of torch
             are known, and others from a run in which all were looked at.
-        follows: whether draws are followed now.
+        follows: whether draws are watched now.
     """
 
     __slots__ = (
@@ -137,12 +137,12 @@ class CellRNG:
 
     @property
     def watches(self) -> bool:
-        """Whether everything that is drawn is seen."""
+        """Whether every draw is seen."""
         return OUTSIDE in self._drawing and not self.intercepts
 
     @property
     def generator(self) -> torch.Generator:
-        """The generator for the CPU of the layer that runs."""
+        """The generator of the current layer, on the CPU."""
         if self._at not in self._generators:
             self._generators[self._at] = torch.Generator().manual_seed((self._run.seed + self._number) % 2**32)
         return self._generators[self._at]
@@ -154,7 +154,7 @@ class CellRNG:
         return self._microbatch << 16 | 2 * k + (self._at != OUTSIDE)
 
     def draw(self) -> torch.Generator:
-        """What an operation that draws on the CPU shall draw from."""
+        """The generator for an operation that draws on the CPU."""
         self.drew.add(self._at)
         return self.generator
 
@@ -165,7 +165,7 @@ class CellRNG:
         self.drew_on_device.add(self._at)
 
     def saw(self, generator: torch.Generator) -> None:
-        """Remember a layer's own generator as it is before the cell first draws from it."""
+        """Remember the state of a layer's own generator before the cell first draws from it."""
         self.drew.add(self._at)
         with setting(rng_paused=True):
             known = any(are_one(generator, own) for own, _ in self._others)
@@ -200,7 +200,7 @@ class CellRNG:
 
     @contextmanager
     def drawn_from(self, *, served: bool, known: bool = False) -> Iterator[None]:
-        """Around the layers, whose draws on the CPU come from here.
+        """A context for the layers, in which draws on the CPU come from here.
 
         Args:
             served: see there.
@@ -218,12 +218,12 @@ class CellRNG:
                 self._generators.clear()
 
     def layer(self, k: int) -> AbstractContextManager[None]:
-        """Around a layer of the cell."""
+        """A context around a layer of the cell."""
         return self._at_layer(k) if k in self._drawing else _NOTHING
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Inside, this thread draws again what it drew in the forward, on every device."""
+        """A context in which this thread draws the numbers of the forward again, on every device."""
         self._generators.clear()
         others, self._others = self._others, []
         now = [(generator, generator.get_state()) for generator, _ in others]
@@ -235,12 +235,13 @@ class CellRNG:
             _set_states(now)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around the backward."""
+        """A context for the backward."""
         return self._in_backward() if self.asked else _NOTHING
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
-        # Nothing tells which layer a backward is of. What it sets before it draws is right on any of their generators.
+        # It is not known to which layer a part of a backward belongs. If it sets a seed before it draws, any generator
+        # is right.
         with self.drawn_from(served=True), self._at_layer(min(self.asked)):
             yield
 
@@ -255,7 +256,7 @@ class CellRNG:
 
     @contextmanager
     def _followed(self) -> Iterator[None]:
-        """Inside, every draw of this thread is seen."""
+        """A context in which every draw of this thread is seen."""
         self.follows = True
         self._seed = _process_seed()
         before, current.followed = current.followed, self
@@ -272,7 +273,7 @@ class CellRNG:
 
 
 class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
-    """Hands the generator of the layer that runs to every operation that draws."""
+    """Passes the generator of the current layer to every operation that draws."""
 
     def __init__(self, cell: CellRNG) -> None:
         super().__init__()
@@ -297,7 +298,7 @@ _interception = Interception(_draw_followed)
 
 
 def _draw(cell: CellRNG, operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation that draws, with the random numbers of the layer of ``cell`` that runs."""
+    """Do an operation that draws, with the random numbers of the current layer of ``cell``."""
     if current.rng_paused or _drops_nothing(operation, args):
         return operation(*args, **kwargs)
     own = kwargs.get("generator")
@@ -333,7 +334,7 @@ def _is_process(generator: torch.Generator) -> bool:
 
 
 def _drops_nothing(operation: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether this is a dropout in evaluation, or of nothing at all."""
+    """Whether this is a dropout in evaluation, or with probability 0."""
     return operation is torch.ops.aten.native_dropout.default and (args[2] is False or not args[0].numel())
 
 
@@ -344,7 +345,7 @@ def _native_dropout(
     *,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """``torch.native_dropout`` in training mode, in the steps that it takes on a CPU."""
+    """``torch.native_dropout`` in training mode, by the operations that it consists of on a CPU."""
     keep = 1.0 - p
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(keep, generator=generator)
     return input.mul(mask.to(input.dtype).mul_(1.0 / keep if keep else 0.0)), mask

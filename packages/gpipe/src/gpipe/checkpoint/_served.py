@@ -1,9 +1,8 @@
-"""What layers read from torch's generator, and write to it, is that of their cell.
+"""Layers that read or set torch's generator get the generator of their cell instead.
 
 ``torch.get_rng_state``, ``set_rng_state``, ``manual_seed`` and ``fork_rng``, which ``torch.utils.checkpoint`` uses too,
-end in methods of the one generator of the process. Nothing of torch is replaced for this: a profile function, which
-belongs to one thread, sees such a call begin and end. For just this long the process's generator has the state of the
-cell's::
+call methods of the one generator of the process. No function of torch is replaced: a profile function of the thread
+sees the begin and the end of such a call. During the call the process's generator has the state of the cell's::
 
     layer            torch.get_rng_state() -------------> returns
     profile function       c_call                c_return
@@ -29,12 +28,14 @@ PROCESS: Final = torch.default_generator
 
 _READING = frozenset(["get_state", "initial_seed", "clone_state", "graphsafe_get_state"])
 borrowing = fork_lock()
-"""Held while the process's generator has a state that is not its own; hold it to read the generator's own."""
+"""Held while the process's generator has the state of another one. Hold it to read the generator's own state."""
 
 
 @contextmanager
 def lent(generator: torch.Generator, *, changes: bool = True) -> Iterator[None]:
-    """Inside, the process's generator has the state of ``generator``, which afterwards has its, if it ``changes``."""
+    """A context in which the process's generator has the state of ``generator``, which takes the new state if it
+    ``changes``.
+    """
     with borrowing:
         before = PROCESS.get_state()
         PROCESS.set_state(generator.get_state())
@@ -52,10 +53,10 @@ def can_serve() -> bool:
 
 
 class Served:
-    """While it is entered, methods of the process's generator that this thread calls work on another one.
+    """A context in which methods of the process's generator that this thread calls act on another one.
 
     Args:
-        ask: returns that one; called at each such call with whether it changes the generator.
+        ask: returns the other generator; called for each such call, with whether the call changes the generator.
     """
 
     def __init__(self, ask: Callable[[bool], torch.Generator]) -> None:
@@ -90,12 +91,12 @@ _OURS = frozenset([__name__, f"{__package__}._random"])
 
 
 def _ours(frame: FrameType) -> bool:
-    """Whether it is this package that calls."""
+    """Whether the caller is this package."""
     return frame.f_globals.get("__name__") in _OURS
 
 
 def is_process(generator: torch.Generator) -> bool:
-    """Whether ``generator`` is the process's. See :func:`are_one`."""
+    """Whether ``generator`` is that of the process. See :func:`are_one`."""
     if generator.device.type != "cpu":
         return False
     with borrowing:
@@ -103,7 +104,7 @@ def is_process(generator: torch.Generator) -> bool:
 
 
 def are_one(a: torch.Generator, b: torch.Generator) -> bool:
-    """Whether both have the same state and always will. What comes through the dispatcher is a new object each time."""
+    """Whether both objects are the same generator: operations get a new Python object for it each time."""
     state = a.get_state()
     if a.device != b.device or not torch.equal(b.get_state(), state):
         return False

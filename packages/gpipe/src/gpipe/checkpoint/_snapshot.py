@@ -1,4 +1,4 @@
-"""What is in the parameters, buffers and attributes of modules at one moment, to be compared with another moment."""
+"""The values of parameters, buffers and attributes of modules at one moment, for comparison with a later one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class _Absent:
-    """Nothing is there."""
+    """There is no value."""
 
 
 ABSENT: Final = _Absent()
@@ -26,13 +26,13 @@ class Slot(NamedTuple):
 
     @property
     def values(self) -> dict[str, Any]:
-        """The dict that holds it."""
+        """The dict that contains the value."""
         own = vars(self.owner)
         return own if self.kind == "attribute" else own[self.kind]
 
     @property
     def value(self) -> Any:
-        """What is there now; ``ABSENT`` if nothing is."""
+        """The current value; ``ABSENT`` if there is none."""
         return self.values.get(self.name, ABSENT)
 
     @value.setter
@@ -44,12 +44,12 @@ class Slot(NamedTuple):
 
 
 class Sight:
-    """What is in some slots at one moment.
+    """The values in some slots at one moment.
 
     Args:
-        slots: the same list in all sights between which no name came or went.
-        values: one for each of them, in order.
-        versions: likewise; how often a tensor has been changed in place.
+        slots: the same list object as long as no name was added or removed.
+        values: the value of each slot, in order.
+        versions: the version counter of each tensor; 0 for other values.
     """
 
     __slots__ = ("slots", "values", "versions")
@@ -60,14 +60,14 @@ class Sight:
         self.versions = versions
 
     def moved(self, later: Sight) -> list[Slot]:
-        """The slots that hold something else in ``later``, or a tensor that was changed in place."""
+        """The slots that have another value in ``later``, or a tensor that was changed in place."""
         if self.slots is later.slots and self.versions == later.versions and all(map(is_, self.values, later.values)):
             return []
         old, new = self._seen(), later._seen()
         return [slot for slot in {**old, **new} if old.get(slot) != new.get(slot)]
 
     def value(self, slot: Slot) -> Any:
-        """What was in ``slot``; ``ABSENT`` if nothing was."""
+        """The value in ``slot``; ``ABSENT`` if there was none."""
         return self.values[self.slots.index(slot)] if slot in self.slots else ABSENT
 
     def _seen(self) -> dict[Slot, tuple[int, int]]:
@@ -78,15 +78,15 @@ class Sight:
 
 
 class View:
-    """Looks at all parameters and buffers of some modules, and at those attributes that layers may change.
+    """Reads all parameters and buffers of some modules, and the attributes that layers may change.
 
     Args:
-        modules: in order.
-        ignored: those of which only parameters are looked at.
-        sharded: those of which parameters are not looked at.
+        modules: the modules, in order.
+        ignored: those of which only parameters are read.
+        sharded: those of which parameters are not read.
 
     Attributes:
-        parameters: how many of the slots hold parameters; these come first.
+        parameters: the number of slots with parameters; they come first.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class View:
         self._index()
 
     def look(self) -> Sight:
-        """What is there now."""
+        """The current values."""
         if not (any(self._empty) or self._sizes != list(map(len, self._filled))):
             # The index may be out of date even so: another name replaced one (KeyError), or None a tensor or the other
             # way round (AttributeError, KeyError). Then it is made again; an error that is left is raised below.
@@ -156,14 +156,14 @@ CONSTANTS = frozenset([type(None), bool, int, float, complex, str, bytes, torch.
 
 
 def may_keep(module: nn.Module) -> bool:
-    """Whether ``module`` may keep something in attributes. Those of torch do not, unless a hook does it for them."""
+    """Whether ``module`` may change attributes in its forward. Modules of torch do not, unless they have hooks."""
     return not type(module).__module__.startswith("torch.nn.modules.") or bool(
         module._forward_hooks or module._forward_pre_hooks
     )
 
 
 def _is_state(value: object) -> bool:
-    """Whether ``value`` can be put back."""
+    """Whether ``value`` can be restored."""
     if isinstance(value, Tensor):
         return not value.is_inference()
     return type(value) in CONSTANTS or (type(value) is tuple and all(map(_is_state, value)))

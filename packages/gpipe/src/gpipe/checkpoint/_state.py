@@ -1,14 +1,14 @@
-"""What the layers of a stage remember between forwards, so that a recomputation finds it as its forward did.
+"""The state of the layers of a stage, restored for a recomputation to what it was before the forward.
 
-That is buffers, and what modules keep in attributes: numbers, flags, tensors. A recomputation works on copies of them
-as they were before its forward, and afterwards they are as they were before the recomputation. So it sees what the
-forward saw, and nothing changes twice. Parameters are not copied: they must stay as they are. A forward that changes
-its own parameters cannot be repeated, and keeps its graph instead.
+The state is in buffers and in attributes of modules: numbers, flags, tensors. A recomputation uses copies of them from
+before its forward; afterwards they have the values from before the recomputation. So it computes what the forward did,
+and no change is made twice. Parameters are not copied: they must not change. A forward that changes its own parameters
+cannot be repeated, and keeps its graph instead.
 
-Small tensors are copied before every forward, as statistics may change by kernels, NumPy or ``.data`` that leave no
-trace. Large ones, such as masks, are copied before the first forward of each training mode, and from then on if it has
-changed them. Any other change shows in the identity or the version of a tensor: these are looked at around every
-forward and recomputation.
+Small tensors are copied before every forward, since kernels, NumPy or ``.data`` may change statistics without counting
+it. Large ones, such as masks, are copied before the first forward of each training mode, and in later forwards if that
+one has changed them. Other changes are detected by the identity or the version of a tensor, which are compared around
+every forward and recomputation.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _log = logging.getLogger("gpipe")
 
 
 class Snapshot:
-    """What a checkpointed cell has to find again.
+    """The state that the recomputation of a cell needs.
 
     Attributes:
-        sight: all that was looked at, before the forward.
-        copies: of tensors that are not parameters.
-        bare: the versions of those that were not copied, since nobody is expected to change them in place.
-        due: what the forward changed, to be put back even if nothing shows that it changed since.
+        sight: all values before the forward.
+        copies: copies of tensors that are not parameters.
+        bare: the versions of tensors that were not copied, since no in-place change is expected.
+        due: the slots that the forward changed; they are restored even if no change is detected.
         initialises: whether the forward gives lazy layers their parameters.
     """
 
@@ -57,7 +57,7 @@ class Snapshot:
         self.initialises = False
 
     def keep(self, at: int, *, copied: bool) -> None:
-        """Make it possible to put back the tensor at that place of the sight."""
+        """Make it possible to restore the tensor at this index of the sight."""
         slot, value = self.sight.slots[at], self.sight.values[at]
         if copied and not value.requires_grad and not is_lazy(value):
             self.copies[slot] = value.clone()
@@ -67,18 +67,18 @@ class Snapshot:
             self.sight.values[at] = self.copies[slot] = _without_graph(value)
 
     def recoverable(self, slot: Slot) -> bool:
-        """Whether what was in ``slot`` before the forward can be put back although something else is there now."""
+        """Whether the value that was in ``slot`` before the forward can be restored."""
         if slot.kind == "_parameters":
             return is_renormed(slot)
         return slot not in self.bare or self.once_more(slot)._version == self.bare[slot]
 
     def once_more(self, slot: Slot) -> Any:
-        """What a recomputation finds in ``slot``, and may change."""
+        """The value for ``slot`` in a recomputation, which may change it."""
         return self.copies[slot] if slot in self.copies else self.sight.value(slot)
 
 
 class StateGuard:
-    """What the parameters and large buffers of a stage rest on: their memory, and whether they require grad."""
+    """The memory of parameters and large buffers of a stage, and whether they require grad, to detect changes."""
 
     def __init__(self, remembered: Snapshot) -> None:
         sight = remembered.sight
@@ -91,7 +91,7 @@ class StateGuard:
         self._seen = [_ground(tensor) for _, tensor in self._tensors]
 
     def moved(self) -> list[Slot]:
-        """The slots of tensors that were given other memory by ``.data``, frozen or thawed."""
+        """The slots of tensors that were given other memory by ``.data``, or frozen, or unfrozen."""
         return [slot for (slot, tensor), seen in zip(self._tensors, self._seen, strict=True) if _ground(tensor) != seen]
 
 
@@ -99,7 +99,7 @@ class StateFacts(NamedTuple):
     """How forwards change the state of the layers of a stage, as far as runs have shown.
 
     Attributes:
-        moving: by training mode, what is to be copied before every forward.
+        moving: by training mode, the slots that are copied before every forward.
         unrepeatable: the training modes in which forwards change parameters, so that their graphs are kept.
     """
 
@@ -127,10 +127,10 @@ class State:
         self.facts = facts
 
     def begin(self) -> None:
-        """Before the first forward: see what is there."""
+        """Before the first forward: read all values."""
         self._modules = list(self._module.modules())
         ignored = [m for m in self._modules if getattr(m, "recomputes_without_buffers", False)]
-        # Hooks put the whole parameters in place for a forward, and again for its recomputation.
+        # FSDP's hooks replace the parameters for a forward, and again for its recomputation.
         sharded = [m for each in fsdp_modules(self._module) for m in each.modules()]
         self._view = View(self._modules, ignored, sharded)
 
@@ -140,11 +140,11 @@ class State:
         return tuple([module.training for module in self._modules])
 
     def forget(self) -> None:
-        """Learn again what the forwards change."""
+        """Drop what is known about changes, and learn it again."""
         self.facts = self.facts._replace(moving={})
 
     def remember(self, training: Training) -> Snapshot:
-        """Before a forward."""
+        """The snapshot before a forward."""
         sight = self._view.look()
         remembered = Snapshot(training, sight)
         moving = self.facts.moving.get(training)
@@ -157,7 +157,7 @@ class State:
         return remembered
 
     def settle(self, remembered: Snapshot) -> bool:
-        """After the forward: learn what it has changed. Whether a recomputation will be able to repeat it."""
+        """After the forward: learn what it has changed. Returns whether a recomputation can repeat it."""
         training, sight = remembered.training, remembered.sight
         moved = sight.moved(self._view.look())
         self._find_hidden(remembered, moved)
@@ -176,13 +176,13 @@ class State:
 
     @contextmanager
     def restored(self, remembered: Snapshot, *, still: bool) -> Iterator[None]:
-        """Around a recomputation: all is as before its forward, and afterwards as it is now.
+        """A context for a recomputation, with the state from before its forward; afterwards the state is as now.
 
         Args:
-            still: whether to look if the recomputation changes what its forward did not.
+            still: whether to check that the recomputation changes nothing that its forward did not change.
 
         Raises:
-            RuntimeError: it does, or something has changed that cannot be put back.
+            RuntimeError: it does, or a value has changed that cannot be restored.
         """
         now = self._view.look()
         moved = remembered.sight.moved(now)
@@ -203,15 +203,15 @@ class State:
             self._expect_still(now.moved(self._view.look()))
 
     def expect_same(self, grounds: StateGuard) -> None:
-        """Raise RuntimeError naming what was given other memory, frozen or thawed."""
+        """Raise RuntimeError that names what was given other memory, frozen or unfrozen."""
         moved = grounds.moved()
         if moved:
             raise RuntimeError(self._gone(moved, ()))
 
     def _find_hidden(self, remembered: Snapshot, moved: Sequence[Slot]) -> None:
-        """Find what the forward has changed without a trace; forget copies of large tensors that it did not change."""
+        """Find uncounted changes of the forward; drop copies of large tensors that it did not change."""
         training, copies = remembered.training, remembered.copies
-        # Batch norm is taken at its word: a mini-batch may happen to leave its statistics as they were.
+        # Buffers of batch norm always count as changed: a mini-batch may happen to leave its statistics equal.
         due = {slot for slot, copy in copies.items() if _is_norm(slot) or (slot not in moved and _changed(slot, copy))}
         remembered.due = due.union(slot for slot in moved if slot.kind != "_parameters")
         if training not in self.facts.moving:
@@ -252,7 +252,7 @@ class State:
 
 
 def _without_graph(value: Tensor) -> Tensor:
-    """``value``, which holds on to nothing, and must not get a gradient."""
+    """``value`` detached, so that it keeps no graph alive and gets no gradient."""
     leaf = value.detach().requires_grad_()
     leaf.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
     return leaf
@@ -271,7 +271,7 @@ def _ground(tensor: Tensor) -> tuple[int, bool]:
 
 
 def is_renormed(slot: Slot) -> bool:
-    """Whether a forward changes this parameter in a way that makes no difference when it is done twice."""
+    """Whether a forward changes this parameter in a way that has no further effect when it is repeated."""
     owner = slot.owner
     return slot.name == "weight" and isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None
 

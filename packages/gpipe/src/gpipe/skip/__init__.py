@@ -1,6 +1,6 @@
-"""Tensors that skip layers: a layer stashes one, and a later layer pops it, on whatever stage that is.
+"""Tensors that skip layers: a layer stashes one, and a later layer pops it, on the same or another stage.
 
-The tensor travels straight from the stage of the one to the stage of the other, past those between them. The same
+The tensor is sent directly from the stage of the first to that of the second, not through the stages between. The same
 layers work in a plain ``nn.Sequential``.
 
 >>> import torch
@@ -23,7 +23,7 @@ from ._layout import SkipLayout as SkipLayout
 from ._layout import inspect_skip_layout as inspect_skip_layout
 from ._namespace import Namespace as Namespace
 
-# From the module of the same name, which has to be imported before the function takes its place here.
+# The module of the same name must be imported before the function replaces it here.
 from .skippable import Skippable as Skippable
 from .skippable import pop as pop
 from .skippable import skippable as skippable

@@ -1,4 +1,4 @@
-"""From which partition to which each skip goes."""
+"""The partitions between which skips go."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Route(NamedTuple):
 
 
 class SkipLayout:
-    """The skips between partitions; those inside one are its own business."""
+    """The skips between partitions. Skips inside a partition are not included."""
 
     def __init__(self, routes: Iterable[Route] = ()) -> None:
         self.routes = [route for route in routes if route.source != route.target]
@@ -39,7 +39,7 @@ class SkipLayout:
         return any(route.key == (ns, name) for route in self.routes)
 
     def copy_policy(self, target: int) -> Iterator[tuple[int, Namespace | None, str]]:
-        """The skips that partition ``target`` pops: where they come from, namespace and name.
+        """The skips that partition ``target`` pops, and where they come from.
 
         Args:
             target: the index of a partition.
@@ -54,10 +54,10 @@ def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
     """The skips between ``partitions``, in the order in which they are stashed.
 
     Args:
-        partitions: in order.
+        partitions: the partitions, in order.
 
     Returns:
-        Which skips go from where to where.
+        The layout of the skips.
     """
     sources: dict[Key, int] = {}
     targets: dict[Key, int] = {}

@@ -1,4 +1,4 @@
-"""Tell apart skips that have the same name."""
+"""Namespaces for skips that have the same name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 class Namespace:
     """A scope for the names of skips: the same name in two namespaces means two skips.
 
-    It equals its copies and what it unpickles to, and nothing else.
+    A namespace equals its copies and unpickled copies, and no other object.
     """
 
     __slots__ = ("_id",)

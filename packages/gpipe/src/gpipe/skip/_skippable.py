@@ -15,7 +15,7 @@ Layer = TypeVar("Layer", bound=type[nn.Module])
 
 
 class stash:  # noqa: N801 — reads as a command after `yield`
-    """``yield stash(name, tensor)`` hands ``tensor``, which may be None, to the layer that pops ``name``."""
+    """``yield stash(name, tensor)`` passes ``tensor``, which may be None, to the layer that pops ``name``."""
 
     __slots__ = ("name", "tensor")
 
@@ -27,7 +27,7 @@ class stash:  # noqa: N801 — reads as a command after `yield`
 
 
 class pop:  # noqa: N801
-    """``tensor = yield pop(name)`` takes what an earlier layer stashed as ``name``."""
+    """``tensor = yield pop(name)`` returns the tensor that an earlier layer stashed as ``name``."""
 
     __slots__ = ("name",)
 
@@ -36,17 +36,17 @@ class pop:  # noqa: N801
 
 
 class Skippable(nn.Module):
-    """What :func:`skippable` makes of a layer's class: a subclass of both."""
+    """The base of classes that :func:`skippable` makes; they are also subclasses of the decorated class."""
 
     stashable_names: ClassVar[frozenset[str]] = frozenset()
     poppable_names: ClassVar[frozenset[str]] = frozenset()
     _commands: ClassVar[Callable[..., Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own ``forward`` and carry out what it yields.
+        """Run the layer's own ``forward``, and do the stash and pop operations that it yields.
 
         Args:
-            args, kwargs: as of the layer.
+            args, kwargs: the arguments of the layer.
 
         Returns:
             What the layer returns.
@@ -77,7 +77,7 @@ class Skippable(nn.Module):
             The layer itself.
 
         Raises:
-            TypeError: ``ns`` is no :class:`Namespace`, or ``only`` is a str instead of a list of names.
+            TypeError: ``ns`` is not a :class:`Namespace`, or ``only`` is a str instead of a list of names.
             ValueError: the layer does not declare a name in ``only``.
         """
         if not isinstance(ns, Namespace):
@@ -90,13 +90,13 @@ class Skippable(nn.Module):
         return self
 
     def key(self, name: str) -> Key:
-        """The skip that ``name`` means in this layer.
+        """The key of the skip ``name`` in this layer.
 
         Args:
             name: as the layer declares it.
 
         Returns:
-            The namespace that the layer has for it, and the name.
+            The namespace of the skip, and its name.
         """
         return self._by_name().get(name), name
 
@@ -109,10 +109,10 @@ class Skippable(nn.Module):
         return [self.key(name) for name in sorted(self.poppable_names)]
 
     def route_skips(self, store: Store) -> AbstractContextManager[None]:
-        """Inside, this layer stashes to ``store`` and pops from it, as profilers need that run it alone.
+        """A context in which this layer stashes to ``store`` and pops from it. Profilers that run it alone need this.
 
         Args:
-            store: a dict, or whatever else holds skips.
+            store: a dict, or another store of skips.
 
         Returns:
             A context manager.
@@ -149,17 +149,17 @@ class Skippable(nn.Module):
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
-    """Let a layer's ``forward`` stash and pop by ``yield``; for its class, as a decorator.
+    """A class decorator for layers whose ``forward`` stashes and pops by ``yield``.
 
     Args:
-        stash: the names it stashes, each exactly once in a forward.
-        pop: the names it pops, likewise.
+        stash: the names that it stashes, each exactly once in a forward.
+        pop: the names that it pops, each exactly once in a forward.
 
     Returns:
-        What makes a class whose objects are :class:`Skippable`.
+        A decorator that makes a subclass of the layer's class and of :class:`Skippable`.
 
     Raises:
-        TypeError: a str is given where a list of names is meant.
+        TypeError: an argument is a str instead of a list of names.
     """
     stashes, pops = _names("stash", stash), _names("pop", pop)
 

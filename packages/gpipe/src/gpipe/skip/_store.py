@@ -1,4 +1,4 @@
-"""Where a layer's skips go to and come from."""
+"""The stores of skips."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Key = tuple[Namespace | None, str]
 
 
 def current_store() -> Store:
-    """The store of this thread: that of the innermost :func:`routed` block, or one that serves plain modules."""
+    """The store of this thread: that of the innermost :func:`routed` context, or one for plain modules."""
     return current.skips
 
 
 def routed(store: Store) -> AbstractContextManager[None]:
-    """Inside, layers on this thread stash to ``store`` and pop from it."""
+    """A context in which layers on this thread stash to ``store`` and pop from it."""
     return setting(skips=store)

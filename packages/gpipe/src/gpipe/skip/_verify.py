@@ -1,4 +1,4 @@
-"""Check that every stash has its pop."""
+"""Check that every skip is stashed once and popped once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._store import Key
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Raise TypeError, with a list of all that is wrong, unless every skip is stashed once, and later popped once.
+    """Raise TypeError, with a list of all faults, unless every skip is stashed once, and popped once by a later layer.
 
     Args:
         module: all layers, in order.

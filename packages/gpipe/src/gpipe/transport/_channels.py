@@ -1,4 +1,4 @@
-"""All channels of a run: from stage to stage, into the pipeline, out of it, and for skips."""
+"""The channels of a run: between stages, into and out of the pipeline, and for skips."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Connect(Protocol):
     """Makes the channels of a run."""
 
     def end(self, name: str) -> Channel:
-        """One whose other end is the owner of the run."""
+        """A channel whose other end is the caller."""
 
     def between(self, a: int, b: int, number: int, name: str) -> Channel:
-        """One from stage ``a`` to stage ``b``; it has that number among all channels between stages."""
+        """A channel from stage ``a`` to stage ``b``. ``number`` is its number among all channels between stages."""
 
 
 class Nearby:
     """Connects stages of this process.
 
     Args:
-        places: of the stages, by their numbers.
-        link: the class of the links.
+        places: the places of the stages, by number.
+        link: the class of links.
         stall_timeout, is_cancelled: as for :class:`Link`.
     """
 
@@ -47,23 +47,23 @@ class Nearby:
 
     def between(self, a: int, b: int, number: int, name: str) -> Channel:
         source, target = self._places[a], self._places[b]
-        on_cpu = source[0].type == target[0].type == "cpu"  # where nothing is copied
+        on_cpu = source[0].type == target[0].type == "cpu"  # nothing is copied then
         return self._channel(name) if on_cpu else self._channel(name, *carriers(source, target))
 
 
 class Channels:
-    """Connects stages.
+    """Makes the channels of all stages.
 
     Args:
-        stages: those that are here.
-        count: how many there are, with those in other processes.
-        layout: which skips go from where to where.
-        connect: makes the channels.
+        stages: the stages in this process.
+        count: the number of stages in all processes.
+        layout: the stages between which skips go.
+        connect: makes each channel.
 
     Attributes:
-        entrance, exit: the channels whose other end is the owner of the run.
-        arrivals: where values come into each stage that is here, by its number.
-        departures: where they leave it.
+        entrance, exit: the channels between the caller and the first stage, and the last stage and the caller.
+        arrivals: the channel into each stage in this process, by its number.
+        departures: the channel out of each.
     """
 
     def __init__(self, stages: Collection[int], count: int, layout: SkipLayout, connect: Connect) -> None:
@@ -81,7 +81,7 @@ class Channels:
             self._add_skips(layout, count, connect)
 
     def _add_skips(self, layout: SkipLayout, count: int, connect: Connect) -> None:
-        """Let skips come and go beside the main channel, where stages have any."""
+        """Combine the main channel of each stage that has skips with those of the skips."""
         popped: dict[int, list[Channel]] = {}
         stashed: dict[int, list[Channel]] = {}
         for number, (key, source, target) in enumerate(layout.routes, start=count):
@@ -96,6 +96,6 @@ class Channels:
             self.departures[j] = Ports([self._main[j + 1], *stashed[j]])
 
     def cancel(self) -> None:
-        """Cancel what anybody waits for, and will wait for."""
+        """Cancel all present and future waits."""
         for channel in chain(self._main.values(), self._skips):
             channel.cancel()

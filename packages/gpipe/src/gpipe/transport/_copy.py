@@ -42,7 +42,7 @@ Parcel = tuple[Payload, AbstractEvent]
 
 
 class Place(NamedTuple):
-    """Where a stage computes, and the stream of that device on which tensors come, or go."""
+    """The device of a stage, and the stream on which tensors are copied to it, or from it."""
 
     device: torch.device
     compute: AbstractStream
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 class CopyStreams(NamedTuple):
-    """The streams of a stage for what comes and goes."""
+    """The streams on which tensors are copied to and from a stage."""
 
     values_in: AbstractStream
     values_out: AbstractStream
@@ -59,16 +59,16 @@ class CopyStreams(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device) -> CopyStreams:
-        """Fresh ones of ``device``."""
+        """New streams of ``device``."""
         return cls(*[new_stream(device) for _ in cls._fields])
 
 
 StagePlace = tuple[torch.device, AbstractStream, CopyStreams]
-"""The device of a stage, the stream on which it computes, and those on which tensors come and go."""
+"""The device of a stage, the stream on which it computes, and those for copies."""
 
 
 def carriers(a: StagePlace, b: StagePlace) -> tuple[Copy | None, Copy | None]:
-    """What takes values from stage ``a`` to stage ``b``, and gradients back."""
+    """The copies of values from stage ``a`` to stage ``b``, and of gradients back."""
     (here, computes, own), (there, computes_there, theirs) = a, b
     forth = carrier(Place(here, computes, own.values_out), Place(there, computes_there, theirs.values_in))
     back = carrier(Place(there, computes_there, theirs.gradients_out), Place(here, computes, own.gradients_in))
@@ -76,7 +76,7 @@ def carriers(a: StagePlace, b: StagePlace) -> tuple[Copy | None, Copy | None]:
 
 
 def carrier(source: Place, target: Place) -> Copy | None:
-    """What takes tensors from ``source`` to ``target``; None if they are there already."""
+    """The copy of tensors from ``source`` to ``target``; None if they share their memory."""
     return None if source.device == target.device else Copy(source, target)
 
 
@@ -89,11 +89,11 @@ class Copy:
         self._pins = can_pin(target.device.type if source.device.type == "cpu" else source.device.type)
 
     def send(self, payload: Payload) -> Parcel:
-        """Queue the copy; called where the source computes."""
+        """Queue the copy; called on the worker of the source."""
         source, target = self._source, self._target
         if is_accelerator(source.copy):
             wait_stream(source.copy, source.compute)
-        # torch orders a copy between two accelerators with the current stream of both, so both have to be copy streams.
+        # torch orders a copy between two accelerators with the current streams of both, so both must be copy streams.
         with use_stream(target.copy), use_stream(source.copy):
             copies = _each(payload, self._copy)
         _each(payload, lambda tensor: recorded(tensor, source.copy))
@@ -101,7 +101,7 @@ class Copy:
         return (parted(copies) if isinstance(copies, Activation) else copies), record_event(last)
 
     def receive(self, parcel: Parcel) -> Payload:
-        """Let the target's computation wait for the copy; called there."""
+        """Make the target's computation wait for the copy; called on the worker of the target."""
         payload, event = parcel
         return arrived(payload, event, self._target.compute)
 
@@ -113,13 +113,13 @@ class Copy:
         if self._pins and type(tensor) is Tensor and tensor.layout is torch.strided:
             if self._target.device.type == "cpu":
                 return _pinned_like(tensor).copy_(tensor, non_blocking=True)
-            if self._source.device.type == "cpu":  # also what is pinned: its owner may change it before it is read
+            if self._source.device.type == "cpu":  # pinned memory too: its owner may change it before it is read
                 tensor = _pinned_like(tensor).copy_(tensor)
         return tensor.to(self._target.device, non_blocking=True)
 
 
 def arrived(payload: Payload, event: AbstractEvent, compute: AbstractStream) -> Payload:
-    """Let ``compute`` wait for ``event``, which comes after all that writes the tensors of ``payload``."""
+    """Make ``compute`` wait for ``event``, which is recorded after all writes to the tensors of ``payload``."""
     wait_event(compute, event)
     if is_accelerator(compute):
         return _each(payload, lambda tensor: recorded(tensor, compute))
@@ -147,6 +147,6 @@ def _each(payload: Payload, function: Callable[[Tensor], Tensor]) -> Payload:
 
 
 def recorded(tensor: Tensor, stream: AbstractStream) -> Tensor:
-    """``tensor``, whose memory is not used for anything else before ``stream`` is through with it."""
+    """``tensor``, whose memory is not used again before ``stream`` has read it."""
     record_stream(tensor, stream)
     return tensor

@@ -1,4 +1,4 @@
-"""How an activation crosses from one stage to another, and its gradients back."""
+"""Send activations from one stage to another, and gradients back."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Carrier(Protocol):
 
 
 class Link(Generic[Payload]):
-    """A mailbox from one worker to another, one payload a micro-batch. Only its reader ever waits.
+    """A queue from one worker to another, with one payload for each micro-batch. Only its reader waits.
 
     Args:
-        name: for reports, such as ``values from partition 0 to 1``.
-        carrier: how payloads change devices; None where source and target share their memory.
-        stall_timeout: seconds after which waiting is reported; None never reports.
-        is_cancelled: asked by a reader when something has failed: whether what it waits for will not come.
+        name: a name for messages, such as ``values from partition 0 to 1``.
+        carrier: copies payloads from device to device; None if source and target share their memory.
+        stall_timeout: seconds after which a wait is logged; None for never.
+        is_cancelled: called by a reader after a failure: whether the payload that it waits for will not arrive.
     """
 
     __slots__ = ("_arrived", "_carrier", "_is_cancelled", "_queue", "_stall_timeout", "name")
@@ -55,18 +55,18 @@ class Link(Generic[Payload]):
         self._arrived: dict[int, Any] = {}
 
     def put(self, microbatch: int, payload: Payload) -> None:
-        """Send the payload of a micro-batch on its way; returns at once."""
+        """Start to send the payload of a micro-batch; returns at once."""
         self._queue.put((microbatch, payload if self._carrier is None else self._carrier.send(payload)))
 
     def get(self, microbatch: int) -> Payload:
-        """Wait for the payload of a micro-batch. Raises :class:`Cancelled` if it will never come."""
+        """Wait for the payload of a micro-batch. Raises :class:`Cancelled` if it will not arrive."""
         arrived = self._arrived
         while microbatch not in arrived:
             i, parcel = self._queue.get() if self._stall_timeout is None else self._get_with_timeout(microbatch)
             if i != _POISON:
                 arrived[i] = parcel
             elif self._is_cancelled():
-                self.cancel()  # for whoever asks next
+                self.cancel()  # for later readers
                 raise Cancelled
         payload = arrived.pop(microbatch)
         return payload if self._carrier is None else self._carrier.receive(payload)  # type: ignore[no-any-return]
@@ -77,7 +77,7 @@ class Link(Generic[Payload]):
         return self._carrier is not None
 
     def cancel(self) -> None:
-        """Let nobody wait here for what will not come."""
+        """Wake the reader, if what it waits for will not arrive."""
         self._queue.put((_POISON, None))
 
     def _get_with_timeout(self, microbatch: int) -> tuple[int, Any]:
@@ -91,13 +91,13 @@ class Link(Generic[Payload]):
 
 
 class Channel:
-    """Everything between two neighbours in the walk of a micro-batch: its values go one way, their gradients back.
+    """The two links between neighbouring stages: for values, and for their gradients in the other direction.
 
     Attributes:
-        get_values: wait for the activation of a micro-batch, which the stage before has sent.
-        put_values: send one to the stage after.
-        get_gradients: wait for the gradients of what was sent, one for each tensor.
-        put_gradients: send back those of what was got.
+        get_values: wait for the activation of a micro-batch, from the stage before.
+        put_values: send an activation to the stage after.
+        get_gradients: wait for the gradients of an activation that was sent, one for each tensor.
+        put_gradients: send back the gradients of an activation that was received.
     """
 
     __slots__ = ("get_gradients", "get_values", "gradients", "put_gradients", "put_values", "values")
@@ -121,13 +121,13 @@ class Channel:
         self.put_gradients = self.gradients.put
 
     def cancel(self) -> None:
-        """Cancel what anybody waits for at either end."""
+        """Cancel the waits at both ends."""
         self.values.cancel()
         self.gradients.cancel()
 
 
 def stall_seconds() -> float | None:
-    """``GPIPE_STALL_SECONDS``: how long a worker waits before it says so; None if the variable is not set."""
+    """``GPIPE_STALL_SECONDS``: the time after which a waiting worker logs this; None if the variable is not set."""
     text = os.environ.get("GPIPE_STALL_SECONDS")
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""A side of a stage at which skips begin or end: the channel to its neighbour, and those of the skips, as one."""
+"""The main channel of a stage and those of its skips, combined into one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Gradients = list[Tensor | None]
 
 
 class Ports:
-    """Several channels that look like one :class:`Channel`: the main one first, then one for each skip.
+    """Several channels with the interface of one :class:`Channel`: the main one first, then one for each skip.
 
-    What goes through them all is the activation of a tuple of the main value and the skips.
+    The combined activation is a tuple of the main value and the skips.
     """
 
     __slots__ = ("_aliased", "_channels", "_sizes")

@@ -1,1 +1,1 @@
-"""What travels between stages: leaves, aliases, shared memory, constants."""
+"""Values that are sent between stages: leaves, aliases, shared memory, constants."""

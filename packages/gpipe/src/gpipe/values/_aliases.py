@@ -1,10 +1,10 @@
-"""Tensors of one value that share memory travel as one: as what they are views of.
+"""Tensors of one value that share memory are sent as one tensor: that of which they are views.
 
 ::
 
     (x, x[:, :1], mask)  -- packed -->  Aliased(x, mask)  -- clone, copy, cut -->  unpacked --> (y, y[:, :1], mask)
 
-So whatever happens to a value on its way, a change of one tensor is a change of the other, and autograd knows.
+So after any copy, a change of one tensor is a change of the others, and autograd knows it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 
 
 class Aliased:
-    """A value some of whose tensors share memory. As a pytree its leaves are the sources, which share none."""
+    """A value some of whose tensors share memory. As a pytree its leaves are the sources, which share no memory."""
 
     __slots__ = ("plan", "sources")
 
@@ -73,13 +73,15 @@ class Aliased:
         self.plan = plan
 
     def value(self) -> Any:
-        """The value, made of the sources that are here now."""
+        """The value, made of the present sources."""
         tensors = [view.of(self.sources[view.source]) for view in self.plan.views]
         leaves = [constant if k is None else tensors[k] for k, constant in self.plan.leaves]
         return unflatten(leaves, self.plan.tree)
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the tensors in :meth:`value`, given those of the sources: the first in each takes all."""
+        """The gradients of the tensors in :meth:`value`, given those of the sources: the first tensor of each source
+        gets it.
+        """
         left = dict(enumerate(gradients))
         views = [self.plan.views[k] for k, _ in self.plan.leaves if k is not None]
         return [left.pop(view.source, None) if view.shape is None else None for view in views]
@@ -96,10 +98,10 @@ _pytree.register_pytree_node(
 
 
 def packed(value: Any) -> Any:
-    """``value`` as it is if no two of its tensors share memory, else in an :class:`Aliased`.
+    """``value`` itself if no two of its tensors share memory, else an :class:`Aliased`.
 
-    Tensors that share memory although autograd does not know that they do, or in ways that cannot be repeated
-    elsewhere, stay apart.
+    Tensors remain separate if autograd does not know that they share memory, or if the views cannot be made again
+    elsewhere.
     """
     if isinstance(value, Tensor):
         return value
@@ -124,7 +126,7 @@ def _packed(value: Any, tensors: dict[int, Tensor]) -> Any:
         sources += [] if source is None else [source]
     leaves, tree = flatten(value)
     if len(sources) == sum(isinstance(leaf, Tensor) for leaf in leaves):
-        return value  # nothing could be put together
+        return value  # no tensors could be combined
     number = {key: k for k, key in enumerate(views)}
     plan = Plan(
         list(views.values()),
@@ -135,7 +137,7 @@ def _packed(value: Any, tensors: dict[int, Tensor]) -> Any:
 
 
 def _source(tensors: Sequence[Tensor]) -> Tensor | None:
-    """What all ``tensors`` can be made of as views; None if there is no such tensor."""
+    """A tensor of which all ``tensors`` are views; None if there is none."""
     if any(type(each) is not Tensor or each.layout is not torch.strided or each.is_quantized for each in tensors):
         return None
     trained = [tensor for tensor in tensors if tensor.requires_grad]
@@ -157,7 +159,7 @@ def _is_view(tensor: Tensor, root: Tensor) -> bool:
     """Whether the gradient of ``tensor`` becomes one of ``root`` by strides alone."""
     if tensor is root:
         return True
-    # A view of another dtype is no matter of strides; and who goes straight to the root passes the hooks.
+    # A view of another dtype is not determined by strides; and a gradient sent directly to the root would skip hooks.
     if tensor.dtype is not root.dtype or tensor._backward_hooks:
         return False
     node, end = tensor.grad_fn, get_gradient_edge(root).node
@@ -174,7 +176,7 @@ def _batch(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """All memory from the first to the last element of any."""
+    """A tensor over all memory from the first to the last element of any."""
     regions = [region(tensor) for tensor in tensors]
     smallest, unit = min(tensors, key=lambda tensor: tensor.itemsize), max(tensor.itemsize for tensor in tensors)
     start = min(each.start for each in regions) // unit * unit
@@ -186,7 +188,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _fits(tensor: Tensor, source: Tensor) -> bool:
-    """Whether ``tensor`` lies in ``source``, and where one of its dtype can begin and end."""
+    """Whether ``tensor`` is inside ``source``, at an offset that its dtype allows."""
     own, whole, size = region(tensor), region(source), tensor.itemsize
     aligned = tensor.dtype is source.dtype or (whole.start % size == whole.stop % size == 0)
     inside = whole.start <= own.start and own.stop <= whole.stop

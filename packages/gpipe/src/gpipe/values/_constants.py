@@ -1,4 +1,4 @@
-"""What may stand beside tensors in a value that goes from one stage to the next: plain constants."""
+"""Constants: objects without tensors that may be in a value between stages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_constant(value: Any) -> bool:
 def expect_plain(value: Any, partition: int) -> None:
     """Raise TypeError unless ``value`` is made of tensors and constants.
 
-    Any other object may hold tensors that nobody sees. Their gradients would find no way back to the stage before.
+    Any other object may contain tensors that are not found, and whose gradients would not be sent back.
     """
     if is_flat(value):
         return
@@ -55,7 +55,7 @@ def expect_plain(value: Any, partition: int) -> None:
 
 
 def _path(value: Any, index: int) -> str:
-    """How a reader finds leaf number ``index`` of ``value``."""
+    """The path of leaf number ``index`` of ``value``, for messages."""
     return list(leaf_paths(value, "output"))[index]
 
 

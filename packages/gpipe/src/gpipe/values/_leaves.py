@@ -1,4 +1,4 @@
-"""What a stage hands to the next: an activation, whose tensors are cut off from the graph they come from."""
+"""Activations: the values between stages, whose tensors are detached from the graph in which they were computed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ._memory import clone, cloned_together, storage_id
 
 
 class Activation:
-    """What one stage hands to the next for a micro-batch, with the tensors in it, which every cell needs several times.
+    """A value that one stage sends to the next for a micro-batch, with the list of its tensors.
 
     Args:
-        value: what layers take and give: a tensor, a tuple of tensors, or a tree of them.
-        tensors: those in ``value``, in tree order; looked up if they are not given.
-        ties: for each tensor, who else has to do with its memory: a sum of flags (:mod:`gpipe.values._sharing`). Empty
-            if nobody has.
+        value: an input or output of layers: a tensor, a tuple of tensors, or a tree of them.
+        tensors: the tensors in ``value``, in tree order; found if not given.
+        ties: for each tensor a sum of flags that say what else uses its memory (:mod:`gpipe.values._sharing`). Empty if
+            nothing else does.
     """
 
     __slots__ = ("tensors", "ties", "value")
@@ -59,7 +59,7 @@ def _rebuilt(value: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 def own_memory(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """``found`` in memory of their own: the stage that they are sent to may overwrite them before all else is done."""
+    """``found`` with copies of tensors that others use: the stage that receives them may overwrite them."""
     taken = {storage_id(gradient) for gradient in kept if gradient is not None}
     gradients: list[Tensor | None] = []
     for gradient in found:
@@ -71,14 +71,16 @@ def own_memory(found: Sequence[Tensor | None], kept: Iterable[Tensor | None]) ->
 
 
 def like_accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """``gradient`` in memory as autograd would accumulate it in ``leaf``; kernels that read it may round by that."""
+    """``gradient`` with the strides that autograd would give it in ``leaf``: the rounding of kernels may depend on
+    them.
+    """
     if gradient is None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
 def detach_leaves(activation: Activation) -> Activation:
-    """The same tensors as leaves of a graph that begins here; those that require grad still do."""
+    """The same tensors as leaves of a new graph; those that require grad still do."""
     value = activation.value
     if isinstance(value, Tensor):
         return Activation(value.detach().requires_grad_(value.requires_grad), ties=activation.ties)
@@ -86,21 +88,23 @@ def detach_leaves(activation: Activation) -> Activation:
 
 
 def clone_leaves(activation: Activation) -> Activation:
-    """Like :func:`detach_leaves`, in memory of their own."""
+    """Like :func:`detach_leaves`, with copies of the tensors."""
     tensors = activation.tensors
     return activation.with_tensors(cloned_together(tensors) if activation.ties else map(clone, tensors))
 
 
 def as_nonleaf(activation: Activation) -> Activation:
-    """The same tensors for layers that work in place on them: torch lets nobody change a leaf that requires grad."""
+    """The same tensors, not as leaves, for layers that change them in place: torch refuses that for leaves that require
+    grad.
+    """
     return activation.with_tensors(map(_enter, activation.tensors))
 
 
 def versions(activation: Activation) -> list[int]:
-    """How often each tensor has been changed in place, as far as torch counts."""
+    """The version counter of each tensor: the number of in-place changes that torch has counted."""
     try:
         return [*map(_version, activation.tensors)]
-    except RuntimeError:  # of inference tensors, which do not count
+    except RuntimeError:  # inference tensors have no version counter
         return [0 if tensor.is_inference() else tensor._version for tensor in activation.tensors]
 
 
@@ -115,11 +119,11 @@ def _enter(tensor: Tensor) -> Tensor:
 
 
 class AsNonleaf(torch.autograd.Function):
-    """The identity. Its output is no leaf, and has the version counter of its input, so that no change is missed."""
+    """The identity. Its output is not a leaf, and shares the version counter of its input, so no change is missed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # where no gradient flows there is none, and not one of zeros
+        ctx.set_materialize_grads(False)  # None instead of zeros where there is no gradient
         return tensor.detach()
 
     @staticmethod
@@ -131,5 +135,5 @@ _OWN = getattr(AsNonleaf, "_backward_cls", None)
 
 
 def is_custom(kind: type[Node]) -> bool:
-    """Whether nodes of this kind are written in Python, other than that by which tensors enter a stage."""
+    """Whether nodes of this kind are written in Python, other than those through which tensors enter a stage."""
     return issubclass(kind, BackwardCFunction) and kind is not _OWN

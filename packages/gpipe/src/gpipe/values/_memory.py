@@ -36,7 +36,7 @@ def extent(tensor: Tensor) -> int:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory, each in a place of its own; then a clone is laid out alike."""
+    """Whether the elements fill their memory without overlap; then a clone has the same strides."""
     return tensor.is_contiguous() or fills(tensor.shape, tensor.stride())
 
 
@@ -51,18 +51,18 @@ def fills(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Equal for tensors with the same storage, as long as they live."""
+    """Equal for tensors with the same storage, as long as both are alive."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def has_own_storages(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
-    """Whether no two have the same storage, nor one of the ``others``: the quick answer to whether any share memory."""
+    """Whether no two tensors have the same storage, nor one of the ``others``: a quick test that none share memory."""
     own = set(map(storage_id, tensors))
     return len(own) == len(tensors) and own.isdisjoint(map(storage_id, others))
 
 
 def clusters(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors, those together whose regions overlap, directly or by way of others; in the order given."""
+    """The tensors in groups whose regions overlap, directly or through others; in the given order."""
     found: list[list[int]] = []
     last = Region(0, 0, 0)
     regions = [region(each) for each in tensors]
@@ -74,12 +74,12 @@ def clusters(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             found.append([k])
             last = where
     found += [[k] for k, where in enumerate(regions) if where.start == where.stop]
-    # Not in the order of addresses: a recomputation must find the same.
+    # Not in the order of addresses: a recomputation must give the same order.
     return [[tensors[k] for k in sorted(cluster)] for cluster in sorted(found, key=min)]
 
 
 def cloned_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves like ``tensors`` in memory of their own, of which they share what ``tensors`` do."""
+    """Leaves like ``tensors`` in new memory, which they share as ``tensors`` do."""
     if len(tensors) == 1:
         return [clone(tensors[0])]
     clones: dict[int, Tensor] = {}
@@ -91,12 +91,12 @@ def cloned_together(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """A leaf like ``tensor``, in memory of its own."""
+    """A leaf like ``tensor``, in new memory."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _is_special(tensor: Tensor) -> bool:
-    """Whether there is more to the tensor than its memory, shape and strides."""
+    """Whether the tensor has more than memory, shape and strides."""
     strided = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return type(tensor) not in (Tensor, nn.Parameter) or not strided or tensor.is_quantized
 
