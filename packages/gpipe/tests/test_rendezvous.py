@@ -21,6 +21,7 @@ from gpipe.distributed._errors import UnreachableError
 from gpipe.distributed._groups import open_groups
 from gpipe.distributed._messages import Peer
 from gpipe.distributed._rendezvous import Rendezvous
+from gpipe.distributed._tied import Twins
 
 from .worlds import world
 
@@ -102,6 +103,62 @@ def _expect_named(who: int, phase: str, number: signal.Signals, timeout: float) 
     for succeeded, text in told:
         assert succeeded, text
         assert text.startswith(f"rank {who} has ended, or did not answer within {timeout:g} s")
+
+
+class Shares(nn.Module):
+    """A layer whose weight all ranks have."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def _step_sharing(by_all: bool) -> None:
+    """Two steps: a rank that shares nothing gets to the end of the first one, whoever is missing there."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(6, 6))
+    middle = Shares(weight) if by_all else nn.Linear(6, 6)
+    rank = Rank(nn.Sequential(Shares(weight), middle, Shares(weight)), [1, 1, 1], chunks=3)
+    for _ in range(2):
+        rank.step(torch.randn(6, 6), loss_fn=lambda output: output.square().mean())
+
+
+SHARED = [("spread_values", "has ended"), ("summed", "has ended"), ("summed", "failed: ArithmeticError: planted")]
+
+
+@pytest.mark.parametrize(
+    ("who", "what", "how", "by_all"),
+    [
+        pytest.param(who, what, how, by_all, marks=[] if (who, what) == (2, "summed") else pytest.mark.long)
+        for what, how in SHARED
+        for who, by_all in ((0, True), (1, True), (2, True), (0, False), (2, False))
+    ],
+)
+def test_who_is_missing_where_weights_are_shared_is_named(who: int, what: str, how: str, by_all: bool):
+    """Also by ranks that wait there for others than that one, or do not come there, as they share nothing."""
+    with world(3, 60.0) as ranks:
+        answers = ranks.answers(_share, who, what, how, by_all, limit=40.0)
+    for k in {0, 1, 2} - {who}:
+        succeeded, text = answers[k]
+        assert succeeded, text
+        assert text.startswith(f"rank {who} {how}")
+
+
+def _share(who: int, what: str, how: str, by_all: bool) -> str:
+    def end(*_: Any) -> None:
+        if how == "has ended":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ArithmeticError("planted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == who:
+            patch.setattr(Twins, what, end)
+        with pytest.raises((LostRankError, RemoteError, ArithmeticError)) as caught:
+            _step_sharing(by_all)
+    return str(caught.value)
 
 
 class Waits(nn.Module):

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from microbatch import Batch
@@ -103,7 +104,7 @@ class RankPipeline(Pipeline):
         self._twins = Twins(twins, groups.me, tied, wires)
         self._lost: LostRankError | None = None
         self._closed = False
-        with self._reaching():
+        with self._sharing():
             self._twins.spread_values()
 
     @property
@@ -146,10 +147,34 @@ class RankPipeline(Pipeline):
         return self._twins.trained(stage.module)
 
     def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
-        leaves, whole = run.whole()
-        with self._reaching():
+        with self._sharing():
+            leaves, whole = run.whole()
             found = self._twins.summed(dict(zip(leaves, whole, strict=True)))
         return list(found), list(found.values())
+
+    @contextmanager
+    def _sharing(self) -> Iterator[None]:
+        """A context for the exchange of shared tensors.
+
+        Ranks do not meet at its end. If it fails, some may have received what they wait for, and others may wait for
+        this rank, so that no run begins any more.
+        """
+        try:
+            with self._reaching():
+                yield
+        except BaseException as error:
+            if self._twins.are_there:
+                self._leave(error)
+            raise
+
+    def _leave(self, error: BaseException) -> None:
+        """Let the others hear of ``error`` where they wait for this rank: here, or in the next run."""
+        if not isinstance(error, LostRankError):
+            error = LostRankError(
+                f"rank {dist.get_rank()} failed: {text_of(error)}; weights that ranks share may differ now, so start "
+                "the processes again, from the last checkpoint"
+            )
+        self._rendezvous.leave(self._lose(error))
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -157,7 +182,7 @@ class RankPipeline(Pipeline):
         try:
             yield
         except UnreachableError as error:
-            raise self._lose(self._rendezvous.lost([error.member])) from None
+            raise self._lose(self._rendezvous.left() or self._rendezvous.lost([error.member])) from None
 
     def _lose(self, error: LostRankError) -> LostRankError:
         """Remember that a rank is lost, so that no run begins any more."""

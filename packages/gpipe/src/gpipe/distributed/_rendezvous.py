@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._errors import LostRankError, UnreachableError, named
-from ._groups import UNSENT, Groups
+from ._groups import UNSENT, Groups, end_connections
 from ._messages import Peer
 from ._texts import Inbox, joined, sent, wait
 
@@ -55,11 +55,29 @@ class Rendezvous:
         reports = self._gather(report) if self._groups.me == 0 else self._exchange(report)
         lost = [k for k, each in enumerate(reports) if each is None]
         if lost:
-            self._lost = self.lost(lost)
+            self._lost = self._told(self._count) or self.lost(lost)
             raise self._lost
         for inbox in self._in.values():
             inbox.post()  # for the next meeting
         return reports
+
+    def leave(self, why: LostRankError) -> None:
+        """Between two meetings: close all connections, so that whoever waits for this member hears ``why``."""
+        self._lost = why
+        with suppress(RuntimeError):  # if the process with the store has ended, nobody can be told
+            self._groups.store.set(_left(self._count + 1), str(why))
+        for group in (self._groups.values, self._groups.control):
+            end_connections(group)
+
+    def left(self) -> LostRankError | None:
+        """Between two meetings: why another member has left; None if none has."""
+        return self._told(self._count + 1)
+
+    def _told(self, count: int) -> LostRankError | None:
+        with suppress(RuntimeError):
+            if self._groups.store.check([_left(count)]):
+                return LostRankError(self._groups.store.get(_left(count)).decode())
+        return None
 
     def expect_connected(self) -> None:
         """Check the connections to all members, without a meeting, to which not all may come.
@@ -145,6 +163,8 @@ class Rendezvous:
         The missing ones are those that member 0 has written to the store; else member 0 itself.
         """
         lost = [0]
+        if self._told(self._count) is not None:  # so it has not come to this meeting
+            return [None] * len(self._groups.members)
         with suppress(RuntimeError):
             self._groups.store.wait([self._key], _GRACE)
             lost = json.loads(self._groups.store.get(self._key))
@@ -153,3 +173,8 @@ class Rendezvous:
     @property
     def _key(self) -> str:
         return f"{self._count}/lost"
+
+
+def _left(count: int) -> str:
+    """Where in the store it is written why a member has left before that meeting."""
+    return f"{count}/left"

@@ -89,6 +89,11 @@ class Twins:
         self._ways = {crossing.member: Way(crossing) for crossing in crossings}
         self._wires = wires
 
+    @property
+    def are_there(self) -> bool:
+        """Whether this rank shares any tensors."""
+        return bool(self._ways)
+
     def spread_values(self) -> None:
         """Send the values of the first rank that has each tensor to the others."""
         for twin in self._owned:
