@@ -1,4 +1,4 @@
-"""Whether a model trains the same in micro-batches and stages, and what stands in the way."""
+"""Check whether a model trains in micro-batches and stages as it does without, and find the causes if not."""
 
 from ._check import check as check
 from ._findings import Finding as Finding

@@ -1,4 +1,4 @@
-"""Whether a model trains the same as a pipeline."""
+"""Check whether a model trains as a pipeline as it does without."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _check(
 
 
 def _broken(findings: Iterable[Finding]) -> bool:
-    """Whether a pipe would show again what is known already."""
+    """Whether there are errors of single layers, which a whole pipe would show again."""
     return any(finding.level == "error" for finding in findings)
 
 
@@ -125,12 +125,12 @@ def _of_loss(
 
 
 def _in_double(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any, torch.dtype]:
-    """A copy of the layers and of their input in double precision; as they are, where that does not work."""
+    """Copies of the layers and their input in double precision; in their own precision if that fails."""
     own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     try:
         return *_copied(copy.deepcopy(model).double(), _double(sample)), torch.float64
     except Exception:
-        # Either the model cannot compute in double precision, or it fails anyhow, which this says.
+        # The model cannot compute in double precision; or it fails in any precision, and then this raises.
         return *_copied(copy.deepcopy(model), sample), own
 
 

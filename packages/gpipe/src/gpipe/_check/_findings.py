@@ -1,4 +1,4 @@
-"""What a check may find."""
+"""The kinds of findings of a check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Level = Literal["error", "warning", "note"]
 
 
 class Code(NamedTuple):
-    """A kind of finding: how bad it is, and what to do about it."""
+    """A kind of finding: its level, and what to do about it."""
 
     level: Level
     advice: str
@@ -76,18 +76,18 @@ CODES: dict[str, Code] = {
     "tied": Code("note", "keep the layers in one stage if you can: then no gradient has to be sent"),
     "reassociation": Code("note", "sums in another order differ by rounding; nothing to do"),
 }
-"""All codes, and for each how bad it is and what to do."""
+"""All kinds of findings, by code."""
 
 
 class Finding(NamedTuple):
-    """One thing that a check found.
+    """A difference or problem that a check found.
 
     Attributes:
         code: the kind, a key of ``CODES``.
-        layer: the name of the layer; None where it is the whole model.
+        layer: the name of the layer; None for the whole model.
         kind: the class of the layer, as a name.
         message: what happens.
-        evidence: what was seen, with figures.
+        evidence: what was measured.
     """
 
     code: str
@@ -103,12 +103,12 @@ class Finding(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """What to do about it, as text."""
         return CODES[self.code].advice
 
     @property
     def where(self) -> str:
-        """The layer, as a message begins; empty where it is the whole model."""
+        """The layer, as the begin of a message; empty for the whole model."""
         return "" if self.layer is None else f"layer {self.layer!r} ({self.kind}): "
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""One layer: whether it computes on micro-batches what it computes on the whole mini-batch, and if not, why."""
+"""Check one layer: whether it computes on micro-batches what it computes on the mini-batch, and if not, why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._why import explain
 
 
 class Examined(NamedTuple):
-    """What was found, and what the layer gives on: of the whole mini-batch, and of each micro-batch."""
+    """The findings for a layer, and its outputs: for the mini-batch, and for each micro-batch."""
 
     findings: list[Finding]
     whole: Signal
@@ -25,7 +25,7 @@ class Examined(NamedTuple):
 
 
 def examine(task: Task) -> Examined:
-    """Run copies of the layer on the whole and on micro-batches, and compare outputs, gradients and buffers."""
+    """Run copies of the layer on the mini-batch and on micro-batches, and compare outputs, gradients and buffers."""
     whole = attempt(copy.deepcopy(task.layer), task.whole)
     findings = [*_remarks(task, whole), *_repeats(task, whole)]
     # What draws is compared in evaluation, in which most draw nothing. Batch norm stays as it was.
@@ -60,7 +60,7 @@ def _remarks(task: Task, whole: Trial) -> Iterator[Finding]:
 
 
 def _repeats(task: Task, whole: Trial) -> Iterator[Finding]:
-    """Another copy in the same state has to give the same, and give it again."""
+    """Check that another copy in the same state gives the same output, and gives it again."""
     twin = copy.deepcopy(task.layer)
     apart = _apart(whole, attempt(twin, task.whole))
     if apart > task.tolerance:

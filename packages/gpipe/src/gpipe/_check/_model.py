@@ -1,4 +1,6 @@
-"""Layer by layer: each gets what the plain model gives to it, so that no fault shows in a layer after its own."""
+"""Check the layers one by one: each gets the input that it has in the plain model, so a fault shows in its own layer
+only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole pipe: whether every schedule and checkpoint mode gives what the plain loop over micro-batches gives."""
+"""Compare pipes of the whole model, under each schedule and checkpoint mode, with a loop over micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check found, as text and as JSON."""
+"""The report of a check, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _LEVELS = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`gpipe.check` found. ``str()`` is for people.
+    """The result of :func:`gpipe.check`. ``str()`` explains it.
 
     Attributes:
-        findings: all of them, those of layers first, in their order.
-        layers: how many layers were looked at.
-        rows: of the sample.
-        microbatches: how many micro-batches it was cut into.
-        dtype: what was computed in, ``"float64"`` unless the model cannot.
-        compared: the settings under which the whole pipe was run and agreed with the micro-batch loop; empty if errors
-            of single layers would have shown there again.
+        findings: all findings; those of layers first, in the order of layers.
+        layers: the number of layers that were checked.
+        rows: the number of rows of the sample.
+        microbatches: the number of micro-batches that it was cut into.
+        dtype: the dtype of the computations; ``"float64"`` unless the model cannot compute in it.
+        compared: the settings under which a pipe of the whole model agreed with the loop over micro-batches; empty if
+            there are errors of single layers, in which case no pipe is run.
     """
 
     findings: tuple[Finding, ...]
@@ -43,19 +43,19 @@ class Report:
         return all(finding.level == "note" for finding in self.findings)
 
     def to_json(self) -> str:
-        """All of it as a JSON object."""
+        """The report as a JSON object."""
         findings = [{**each._asdict(), "level": each.level, "advice": each.advice} for each in self.findings]
         facts = {name: getattr(self, name) for name in ("layers", "rows", "microbatches", "dtype", "compared")}
         return json.dumps({"ok": self.ok, "findings": findings, **facts}, indent=2)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report to a file, as what the ending of ``path`` says.
+        """Write the report to a file, in the format that the ending of ``path`` selects.
 
         Args:
-            path: ``.html`` is a page of its own; ``.json`` is :meth:`to_json`; ``.txt`` is the text.
+            path: ``.html`` is a page; ``.json`` is :meth:`to_json`; ``.txt`` is the text.
 
         Raises:
-            ValueError: another ending.
+            ValueError: ``path`` has another ending.
         """
         save(
             path,

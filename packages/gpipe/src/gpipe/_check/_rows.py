@@ -1,4 +1,4 @@
-"""Where tensors have their rows, and how far two of them are apart."""
+"""Find the dimension of rows of a tensor, and measure the difference of two tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cut(whole: Tensor, dim: int | None, parts: Sequence[Tensor]) -> list[Tensor]
 
 
 def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
-    """The largest difference of any two, relative to the largest value expected in all of them; inf beyond compare."""
+    """The largest difference, relative to the largest expected value of all tensors; inf if shapes differ."""
     if len(expected) != len(found):
         return math.inf
     pairs = list(zip(expected, found, strict=True))

@@ -1,4 +1,4 @@
-"""Why a layer gives something else on micro-batches than on the whole."""
+"""Find out why a layer computes something else on micro-batches than on the mini-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says, as plain data; :class:`gpipe.Plan` adds what can be done with it."""
+"""The data of a plan; :class:`gpipe.Plan` adds methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._memory import DeviceBytes
 
 @dataclass(frozen=True)
 class LayerKey:
-    """What tells whether a model is the one that was planned for."""
+    """What identifies a layer, to check that a model is the planned one."""
 
     name: str
     kind: str
@@ -41,8 +41,9 @@ class Expected:
     """Seconds of a step of training, without the optimizer's.
 
     Attributes:
-        low, mid, high: ``mid`` is the prediction; a step on a quiet machine is expected between the others. After a
-            calibration those are the quickest and the slowest step that was tried, and 5 %.
+        low, mid, high: ``mid`` is the prediction; a step on an idle machine is expected between ``low`` and ``high``.
+            After a calibration these are the fastest and the slowest step that was measured, with 5 % added on each
+            side.
     """
 
     low: float
@@ -52,13 +53,13 @@ class Expected:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step is expected to take.
+    """The predicted time and memory of a step.
 
     Attributes:
-        seconds: of a step.
-        bytes: what each device holds at its fullest moment, by what it is for.
-        throughput: rows in a second.
-        bubble: the share of the devices' time in which they do nothing.
+        seconds: the seconds of a step.
+        bytes: for each device the bytes at its peak, by kind.
+        throughput: rows per second.
+        bubble: the share of the devices' time in which they are idle.
     """
 
     seconds: Expected
@@ -69,13 +70,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A way to train that was looked at and not taken.
+    """A configuration that was considered and not chosen.
 
     Attributes:
-        chunks, schedule, balance, checkpoint: what it was.
-        seconds: of a step.
-        bytes: of the device that would hold the most.
-        reason: why it was not taken.
+        chunks, schedule, balance, checkpoint: the configuration, as in :class:`gpipe.Plan`.
+        seconds: the predicted seconds of a step.
+        bytes: the bytes of the device that would hold the most.
+        reason: why it was not chosen, as text.
     """
 
     chunks: int
@@ -131,21 +132,21 @@ class PlanData:
 
     @property
     def balance(self) -> list[int]:
-        """How many layers each stage gets."""
+        """The number of layers of each stage."""
         return list(self.sizes)
 
     @property
     def checkpoint(self) -> list[str | list[bool]]:
-        """The mode of checkpointing of each stage, or for each of its layers whether it is computed again."""
+        """For each stage its checkpoint mode, or a list with a flag for each of its layers."""
         return as_lists(self.modes)
 
     @property
     def is_estimate(self) -> bool:
-        """Whether the devices are not there, so that nothing was measured."""
+        """Whether this machine does not have the devices, so that nothing was measured."""
         return self.devices[0].startswith(FAKE)
 
     @property
     def timeline(self) -> Timeline:
-        """When which stage does what in a step, as predicted."""
+        """The predicted timeline of a step."""
         schedule = schedule_of(self.schedule, self.chunks, self.modes, self.split)
         return simulate(schedule, self.stages, transfer=self.hops[1:])

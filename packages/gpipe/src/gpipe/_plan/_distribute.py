@@ -1,4 +1,4 @@
-"""What each process is to do, if a plan is run by one for each rank of each replica: arguments only, nothing is run."""
+"""The arguments for running a plan in processes, one for each rank of each replica. Nothing is run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from ._data import PlanData
 
 @dataclass(frozen=True)
 class Place:
-    """What one process does.
+    """The part of one process.
 
     Attributes:
-        replica: its number.
-        rank: of the process, within the replica.
-        stages: that it has.
-        rows: those of the mini-batch that the replica takes; ``x[place.rows]``.
-        pipe: the processes of its replica, by their ranks in the world: the group of :class:`gpipe.distributed.Rank`.
-        twins: the processes that have the same stages in each replica: the group to average gradients over.
+        replica: the number of its replica.
+        rank: the rank of the process within the replica.
+        stages: the numbers of the stages that it has.
+        rows: the rows of the mini-batch for the replica, a slice: ``x[place.rows]``.
+        pipe: the ranks, in the world, of the processes of its replica: the ``group`` of
+            :class:`gpipe.distributed.Rank`.
+        twins: the ranks, in the world, of the processes with the same stages, one of each replica: the group over which
+            gradients are averaged.
     """
 
     replica: int
@@ -37,9 +39,9 @@ class Distribution:
     Attributes:
         mesh_shape: replicas, and the ranks of each. Rank ``r`` of the world is rank ``r % ranks`` of replica
             ``r // ranks``, as in ``init_device_mesh("cuda", found.mesh_shape)``.
-        rank_arguments: what each process calls :class:`gpipe.distributed.Rank` with beside the model and its group.
-        step_arguments: what it calls ``step`` with beside the mini-batch.
-        rows: of the mini-batch, for each replica.
+        rank_arguments: the arguments of :class:`gpipe.distributed.Rank`, besides the model and the group.
+        step_arguments: the arguments of ``step``, besides the mini-batch.
+        rows: the rows of the mini-batch for each replica.
     """
 
     mesh_shape: tuple[int, int]
@@ -49,21 +51,21 @@ class Distribution:
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         replicas, ranks = self.mesh_shape
         return replicas * ranks
 
     def place(self, rank: int) -> Place:
-        """What the process of a rank does.
+        """The part of the process of a rank.
 
         Args:
-            rank: in the world, such as ``torch.distributed.get_rank()``.
+            rank: the rank in the world, such as ``torch.distributed.get_rank()``.
 
         Returns:
             Its replica, its rank and stages there, its rows, and its groups.
 
         Raises:
-            TypeError: ``rank`` is no integer.
+            TypeError: ``rank`` is not an integer.
             ValueError: the world has no such rank.
         """
         if not 0 <= whole(rank) < self.world_size:

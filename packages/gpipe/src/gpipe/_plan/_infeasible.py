@@ -1,4 +1,4 @@
-"""Nothing fits: which device is short of how much, and what would fit."""
+"""The error if no plan fits into memory: which device lacks how many bytes, and what would fit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ._table import shown
 
 
 class Infeasible(ValueError):  # noqa: N818 — a finding about the model and the devices rather than a mistake in the call
-    """No way to train fits into the memory of the devices.
+    """No plan fits into the memory of the devices.
 
     Attributes:
-        device: the number of the device that is short of the most, in the plan that comes nearest.
-        short: of how many bytes.
-        changes: what would fit, each as text.
+        device: the number of the device that lacks the most memory, in the plan that comes closest.
+        short: the number of bytes that it lacks.
+        changes: changes of the arguments with which a plan would fit, each as text.
     """
 
     def __init__(self, message: str, device: int, short: int, changes: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The plan: what was chosen, what it is expected to take, and what else was looked at."""
+""":class:`gpipe.Plan`: the chosen configuration, the predictions for it, and the alternatives."""
 
 from __future__ import annotations
 
@@ -26,53 +26,54 @@ from ._verify import Verification, verify
 
 
 class Plan(PlanData):
-    """How to train a model on some devices, and what that is expected to take. Made by :func:`gpipe.plan`.
+    """How to train a model on some devices, with predicted time and memory. Made by :func:`gpipe.plan`.
 
     ``str()`` is a report; ``plan.build(model)`` makes the pipe.
 
     Attributes:
-        balance: how many layers each stage gets.
-        chunks: how many micro-batches.
-        checkpoint: the mode of checkpointing of each stage, or for each of its layers whether it is computed again.
+        balance: the number of layers of each stage.
+        chunks: the number of micro-batches.
+        checkpoint: for each stage its checkpoint mode, or a list with a flag for each of its layers.
         schedule: the name of the schedule for :meth:`gpipe.GPipe.step`.
-        predicted: seconds, bytes by kind and device, throughput, bubble.
-        alternatives: what else was looked at, and why it was not taken.
-        devices: one for each stage, as text.
-        memory: what each device may hold, in bytes; None for any amount.
-        rows: of the mini-batch.
-        notes: how the figures came about.
-        layers: of the model.
-        sizes, modes, split: of the stages: layers, checkpointing, and which backwards are split. What has flags in
-            ``modes`` is computed again inside of backwards, so that ``stages`` count that as backward.
-        timeline: when which stage does what in a step, as predicted.
-        stages: what each costs, for :attr:`timeline`.
-        hops: the seconds from the stage before to each.
-        replicas: how many pipes train the same model, each on its share of the rows; 1 without data parallelism.
-        ranks: the rank of each stage within a replica: that of the process, or the place of the device.
-        is_estimate: whether the devices are not there, so that nothing was measured.
-        reduction: the seconds of a step in which the replicas average their gradients; 0.0 where there is one.
+        predicted: predicted seconds, bytes of each device by kind, throughput and bubble.
+        alternatives: other configurations, and the reasons why they were not chosen.
+        devices: the device of each stage, as text.
+        memory: the limit of each device in bytes; None for no limit.
+        rows: the number of rows of the mini-batch.
+        notes: how the figures were found, as text.
+        layers: what identifies each layer of the model.
+        sizes, modes, split: the number of layers of each stage, its checkpointing, and the stages whose backward is
+            split. A stage with flags in ``modes`` recomputes inside its backwards, so ``stages`` includes that time in
+            the backward.
+        timeline: the predicted timeline of a step.
+        stages: the cost of each stage, for :attr:`timeline`.
+        hops: for each stage the seconds of a transfer from the stage before.
+        replicas: the number of pipes that train the same model, each on a part of the rows; 1 without data parallelism.
+        ranks: for each stage the rank of its process, or the number of its device, within a replica.
+        is_estimate: whether this machine does not have the devices, so that nothing was measured.
+        reduction: the seconds of a step in which the replicas average their gradients; 0.0 for one replica.
     """
 
     def build(
         self, model: nn.Module, *, devices: Sequence[Device] | None = None, sample: Any = None, **options: Any
     ) -> GPipe:
-        """The pipe: ``model`` with this balance, these chunks and modes. Train it by ``step(schedule=plan.schedule)``.
+        """Make the pipe: ``model`` with this balance, chunks and modes. Train it by ``step(schedule=plan.schedule)``.
 
-        Where the plan has several replicas it is one of them, for its share of the rows.
+        If the plan has several replicas, this makes one of them, for its part of the rows.
 
         Args:
-            model: the one that was planned for, or one with the same layers. They are moved to the devices, not copied.
-            devices: instead of those that were planned for.
-            sample: what the model is called with, for one that is no ``nn.Sequential``; by default that of the plan.
-            options: more arguments of :class:`gpipe.GPipe`.
+            model: the planned model, or one with the same layers. They are moved to the devices, not copied.
+            devices: other devices than the planned ones.
+            sample: an input of the model, if it is not an ``nn.Sequential``; by default that of the plan.
+            options: further arguments of :class:`gpipe.GPipe`.
 
         Returns:
             The pipe.
 
         Raises:
-            ValueError: another model, which is named by its first layer that differs; or the plan is for devices that
-                are not there.
-            TypeError: a model that is no ``nn.Sequential``, and no sample.
+            ValueError: ``model`` is not the planned one (the message names the first layer that differs); or this
+                machine does not have the planned devices.
+            TypeError: ``model`` is not an ``nn.Sequential``, and there is no sample.
         """
         if devices is None and self.is_estimate:
             raise ValueError(
@@ -106,18 +107,18 @@ class Plan(PlanData):
     def verify(
         self, x: Any, y: Any = None, *, loss_fn: Callable[[Any, Any], Any] | None = None, pipe: GPipe | None = None
     ) -> Verification:
-        """Train some steps, and show what was measured beside what was predicted.
+        """Train some steps, and compare measured with predicted time and memory.
 
-        Gradients and buffers are afterwards as they were; random numbers have been drawn.
+        Gradients and buffers are restored afterwards; random generators have advanced.
 
         Args:
-            x: a mini-batch, of the rows that were planned for.
+            x: a mini-batch with the planned number of rows.
             y: the target.
-            loss_fn: by default that of the plan.
-            pipe: by default the last one that :meth:`build` made.
+            loss_fn: the loss function; by default that of the plan.
+            pipe: the pipe; by default the last one that :meth:`build` made.
 
         Returns:
-            Seconds and bytes, predicted and measured, and the timeline of one step; ``str()`` is a table.
+            Predicted and measured seconds and bytes, and the timeline of one step; ``str()`` is a table.
 
         Raises:
             ValueError: no pipe has been built, or there is no ``loss_fn``.
@@ -131,37 +132,39 @@ class Plan(PlanData):
         return verify(self, pipe, x, y, loss_fn)
 
     def update(self, timeline: Timeline) -> Plan:
-        """Search the balance again, with what cells took in a step instead of what layers took alone.
+        """Search the balance again, with the times of cells in a recorded step instead of those of single layers.
 
-        Chunks, schedule and modes stay, and flags with their layers: ``pipe.rebalance(plan.update(timeline).balance)``
-        brings a pipe to it between two steps. The balance stays where no other is expected to be faster.
+        Chunks, schedule and modes do not change, and flags stay with their layers.
+        ``pipe.rebalance(plan.update(timeline).balance)`` applies it between two steps. If no other balance is expected
+        to be faster, the balance does not change.
 
         Args:
-            timeline: of one step of a pipe with this plan, recorded by :func:`gpipe.record` after some to warm up.
+            timeline: the timeline of one step of a pipe with this plan, recorded by :func:`gpipe.record` after some
+                steps to warm up.
 
         Returns:
             The new plan, which can be updated again.
 
         Raises:
-            TypeError: ``timeline`` is none.
-            ValueError: it is not one of one step with this plan; or the plan was read from JSON, which does not have
-                what was measured of layers.
+            TypeError: ``timeline`` is not a :class:`gpipe.Timeline`.
+            ValueError: it is not the timeline of one step with this plan; or the plan was read from JSON, which does
+                not contain the costs of layers.
         """
         return update(self, timeline)
 
     def distribute(self) -> Distribution:
-        """What each process is to be called with, if one runs each rank of each replica.
+        """The arguments for running the plan in processes, one for each rank of each replica.
 
         ``Rank`` is :class:`gpipe.distributed.Rank`: ``Rank(model, **found.rank_arguments, group=...)``, then
         ``rank.step(x[place.rows], y[place.rows], **found.step_arguments)`` with ``place = found.place(rank)``.
 
         Returns:
-            The arguments, which are the same in each process, and the place of each.
+            The arguments, which are the same in all processes, and the place of each process.
         """
         return distribute(self)
 
     def to_json(self) -> str:
-        """Text that :meth:`from_json` reads back as an equal plan.
+        """Text that :meth:`from_json` turns into an equal plan.
 
         Returns:
             JSON.
@@ -170,7 +173,7 @@ class Plan(PlanData):
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote.
+        """The plan whose :meth:`to_json` returned ``text``.
 
         Args:
             text: JSON.
@@ -179,22 +182,22 @@ class Plan(PlanData):
             An equal plan.
 
         Raises:
-            TypeError: ``text`` is no text.
-            ValueError: it is anything else; names the place.
+            TypeError: ``text`` is not a str.
+            ValueError: it is not the JSON of a plan; the message names the place.
         """
         if not isinstance(text, str):
             raise TypeError(f"text: expected what Plan.to_json wrote, got {type(text).__name__}")
         return load(Plan, text)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan to a file, as what the ending of ``path`` says.
+        """Write the plan to a file, in the format that the ending of ``path`` selects.
 
         Args:
-            path: ``.html`` is a page of its own with the memory of each device and the timeline; ``.json`` is what
-                :meth:`from_json` reads; ``.txt`` is the report.
+            path: ``.html`` is a page with the memory of each device and the timeline; ``.json`` is the text of
+                :meth:`to_json`; ``.txt`` is the report.
 
         Raises:
-            ValueError: another ending.
+            ValueError: ``path`` has another ending.
         """
         save(path, {".html": lambda: page(self), ".json": self.to_json, ".txt": lambda: f"{self}\n"})
 

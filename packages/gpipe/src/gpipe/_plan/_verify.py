@@ -1,4 +1,4 @@
-"""What a planned pipe takes for real, beside what was predicted."""
+"""Measure a planned pipe, and compare with the prediction."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ _STEPS = 3
 
 @dataclass(frozen=True)
 class Verification:
-    """What was predicted, and what was measured.
+    """Predicted and measured time and memory of a step.
 
     Attributes:
-        predicted_seconds, seconds: of a step, without the optimizer's; measured is the median of some steps.
-        predicted_bytes, bytes: of each device at its fullest moment, without the state of the optimizer.
-        timeline: of one step.
+        predicted_seconds, seconds: the seconds of a step, without the optimizer's; ``seconds`` is the median of some
+            steps.
+        predicted_bytes, bytes: the peak of each device, without the state of the optimizer.
+        timeline: the timeline of one step.
     """
 
     predicted_seconds: float
@@ -44,12 +45,12 @@ class Verification:
 
     @property
     def ratio(self) -> float:
-        """Predicted seconds by measured ones."""
+        """Predicted seconds divided by measured seconds."""
         return self.predicted_seconds / self.seconds
 
     @property
     def byte_ratios(self) -> list[float]:
-        """For each device, predicted bytes by measured ones."""
+        """For each device, predicted bytes divided by measured bytes."""
         return [found / true for found, true in zip(self.predicted_bytes, self.bytes, strict=True)]
 
     def __str__(self) -> str:

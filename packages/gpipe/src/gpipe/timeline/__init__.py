@@ -1,4 +1,4 @@
-"""What a run did, or would do, and when."""
+"""Timelines: the actions of a run, recorded or predicted, and their times."""
 
 from ._costs import StageCost as StageCost
 from ._costs import stage_costs as stage_costs

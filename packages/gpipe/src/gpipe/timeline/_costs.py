@@ -1,4 +1,4 @@
-"""What a stage takes for a micro-batch, as it is known or from a profile of its layers."""
+"""The cost of a stage on a micro-batch, given or computed from a profile of its layers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._kept import kept_bytes, shares
 
 
 class Part(NamedTuple):
-    """What one layer of a stage takes for one micro-batch.
+    """The cost of one layer of a stage on one micro-batch.
 
     Attributes:
-        forward: seconds.
-        kept: bytes that it keeps for the backward, with its output.
+        forward: seconds of its forward.
+        kept: bytes that it keeps for the backward, including its output.
         output: bytes of its output.
     """
 
@@ -30,20 +30,20 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage takes for one micro-batch.
+    """The cost of a stage on one micro-batch.
 
     Attributes:
         forward, backward, recompute: seconds; by default a recomputation takes as long as the forward.
         backward_input, backward_weight: the seconds of the two parts of a split backward. If one is not given, it is
             the rest of the backward; if neither is given, each is half of it.
-        activation_bytes: what the stage keeps for the backward.
-        boundary_bytes: of the stage's input. They cross the link before it, forwards as a value and backwards as a
-            gradient, and are all that a checkpointed micro-batch keeps until its recomputation.
-        layers: their names, as text for people.
-        timed: whether times are seconds. Where nothing was measured they are ticks, and only bytes are known.
+        activation_bytes: bytes that the stage keeps for the backward.
+        boundary_bytes: bytes of the stage's input, and of its gradient, which are sent over the link before the stage.
+            A checkpointed micro-batch keeps only these until its recomputation.
+        layers: the names of the layers, as text.
+        timed: whether times are in seconds. If nothing was measured they are in ticks, and only bytes are known.
 
-    :func:`stage_costs` also keeps what each layer takes, for stages of which some are checkpointed. Without that, all
-    layers of a stage count as equal.
+    Costs from :func:`stage_costs` include those of each layer, for stages of which only some layers are checkpointed.
+    Otherwise all layers of a stage count as equal.
 
     >>> StageCost(forward=1, backward=3, backward_input=1).seconds("backward_weight")
     2
@@ -72,10 +72,10 @@ class StageCost:
                 )
 
     def seconds(self, kind: Kind) -> float:
-        """How long an action of this kind takes.
+        """The time of an action.
 
         Args:
-            kind: of the action.
+            kind: the kind of the action.
 
         Returns:
             Seconds, or ticks.
@@ -89,13 +89,13 @@ class StageCost:
         return self.forward if kind == Kind.FORWARD else self.backward
 
     def parts(self, layers: int) -> tuple[Part, ...]:
-        """What each layer takes; equal parts for so many layers, where it is not known.
+        """The cost of each layer; equal parts if it is not known.
 
         Args:
-            layers: how many there are said to be.
+            layers: the number of layers.
 
         Returns:
-            The forward, what it keeps, and its output, of each.
+            The cost of each layer.
         """
         return self._parts or (Part(self.forward / layers, self.activation_bytes // layers, 0),) * layers
 
@@ -111,23 +111,22 @@ def stage_costs(
     """The cost of each stage, from a profile of the layers.
 
     Args:
-        profile: of the model, on a micro-batch.
-        balance: how many layers each stage has.
-        chunks: into how many micro-batches the mini-batch will be cut. If this is not what was profiled, seconds and
-            bytes are taken to be in proportion.
-        input_bytes: of a micro-batch's input, which the first stage keeps if it is checkpointed.
+        profile: a profile of the model on a micro-batch.
+        balance: the number of layers of each stage.
+        chunks: the number of micro-batches of the mini-batch. If the profile has another number, seconds and bytes are
+            scaled in proportion.
+        input_bytes: bytes of a micro-batch's input, which the first stage keeps if it is checkpointed.
 
-    A profile without seconds, as of a model on ``meta``, has only bytes. Each stage then takes one tick for a
-    forward and two for a backward, and timelines show ticks. The most that a stage keeps depends on the order alone.
+    A profile without seconds, such as that of a model on ``meta``, has only bytes. Each stage then takes one tick for a
+    forward and two for a backward, and timelines show ticks. The peak of a stage depends only on the order of actions.
 
-    On CUDA a stage gets a copy of its input, which it keeps too; on a CPU this is the output that the stage before
-    keeps anyhow.
+    On CUDA a stage keeps a copy of its input too; on a CPU the input is the output that the stage before keeps.
 
     Returns:
         A cost for each stage.
 
     Raises:
-        ValueError: the balance does not fit, or ``chunks`` is below 1.
+        ValueError: ``balance`` does not fit, or ``chunks`` is below 1.
     """
     if sum(balance) != len(profile) or min(balance, default=1) < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What happened in a run and when, as plain data."""
+"""The actions of a run and their times, as plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..schedule import Kind
 _reading = fork_lock()
 
 SECONDS, TICKS = "s", "ticks"
-"""Units of time. A tick is what a forward takes, in a simulation of stages of which only bytes are known."""
+"""Units of time. A tick is the time of a forward, in a simulation of stages of which only bytes are known."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Event:
     """One action of a stage on a micro-batch.
 
     Attributes:
-        stage, microbatch, kind: which action it was.
-        device: where it ran.
+        stage, microbatch, kind: the action.
+        device: the device of the stage, as text.
         start, end: in seconds from the begin of the run.
-        wait: the seconds that the worker stood still before, waiting for a link.
-        bytes_moved: what crossed from another device for it.
-        layers: of the stage, as text for people.
-        held_bytes: the activations that the stage keeps for backward when the action ends; None if unknown.
+        wait: the seconds that the worker was idle before, waiting for a link.
+        bytes_moved: the bytes that were copied from another device for it.
+        layers: the names of the stage's first and last layer, as text.
+        held_bytes: the bytes of activations that the stage keeps for backwards when the action ends; None if unknown.
     """
 
     stage: int
@@ -42,7 +42,7 @@ class Event:
     held_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", Kind(self.kind))  # its name will do
+        object.__setattr__(self, "kind", Kind(self.kind))  # a name is converted to a member
 
     @property
     def seconds(self) -> float:
@@ -53,14 +53,14 @@ class Event:
 
 
 class Events:
-    """The actions of a run, with what can be read off them.
+    """The actions of a run, and figures computed from them.
 
-    Threads may :meth:`add` to it while it is being filled, and read it when they are done.
+    Several threads may :meth:`add` actions. Read it when they have finished.
 
     Args:
-        events: to begin with.
-        workers: the worker of each stage; a stage not in there has one of its own, of the same number.
-        unit: of all times. In ``"ticks"`` where no seconds are known.
+        events: the first actions.
+        workers: the worker of each stage; a stage that is not in it has a worker of the same number.
+        unit: the unit of all times, ``"s"``; ``"ticks"`` if no seconds are known.
 
     >>> timeline = Events([Event(j, 0, "forward", device="cpu", start=j, end=j + 1) for j in range(2)])
     >>> timeline.makespan, timeline.bubble
@@ -79,22 +79,22 @@ class Events:
         self._added: deque[Event | Callable[[], Event]] = deque(events)
 
     def add(self, event: Event | Callable[[], Event]) -> None:
-        """Note an action, from any thread.
+        """Add an action; may be called from any thread.
 
-        A function is called once, when the timeline is read: a time on a GPU is known only after its work.
+        A function is called once, when the timeline is read: times on a GPU are known only after its work.
         """
         self._added.append(event)
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """All actions, by their start."""
+        """All actions, sorted by their start."""
         with _reading:
             if self._added:
                 self._events = tuple(sorted((*self._events, *self._settled()), key=lambda e: (e.start, e.stage)))
             return self._events
 
     def _settled(self) -> list[Event]:
-        # Nothing is taken away before all could be read: if a function raises, the next reader finds everything.
+        # Nothing is removed before all were read: if a function raises, the next reader finds everything.
         settled = [each() if callable(each) else each for each in tuple(self._added)]
         for _ in settled:
             self._added.popleft()
@@ -102,7 +102,7 @@ class Events:
 
     @property
     def lanes(self) -> dict[int, tuple[Event, ...]]:
-        """The actions of each worker, by their start."""
+        """The actions of each worker, sorted by their start."""
         lanes: dict[int, list[Event]] = {}
         for event in self.events:
             lanes.setdefault(self.workers.get(event.stage, event.stage), []).append(event)
@@ -110,22 +110,22 @@ class Events:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return 1 + max((event.stage for event in self.events), default=-1)
 
     @property
     def microbatches(self) -> int:
-        """How many micro-batches there are."""
+        """The number of micro-batches."""
         return 1 + max((event.microbatch for event in self.events), default=-1)
 
     @property
     def start(self) -> float:
-        """When the first action starts."""
+        """The start of the first action."""
         return min((event.start for event in self.events), default=0.0)
 
     @property
     def end(self) -> float:
-        """When the last action ends."""
+        """The end of the last action."""
         return max((event.end for event in self.events), default=0.0)
 
     @property
@@ -135,18 +135,20 @@ class Events:
 
     @property
     def utilisation(self) -> dict[int, float]:
-        """For each worker, the share of the makespan in which it does something."""
+        """For each worker, the share of the makespan in which it does an action."""
         makespan = self.makespan
         return {worker: _share(_covered(lane), makespan) for worker, lane in self.lanes.items()}
 
     @property
     def bubble(self) -> float:
-        """The share of the workers' time between the first start and the last end in which they do nothing."""
+        """The share of the workers' time, between the first start and the last end, in which they are idle."""
         shares = self.utilisation.values()
         return 1 - sum(shares) / len(shares) if shares else 0.0
 
     def held(self, *stages: int) -> list[tuple[float, int]]:
-        """The bytes of activations that these stages keep together, as (from when on, bytes); empty if unknown."""
+        """The bytes of activations that these stages keep together, as pairs (time, bytes from then on); empty if
+        unknown.
+        """
         bytes_of: dict[int, int] = {}
         steps = []
         for event in sorted(self.events, key=lambda e: e.end):
@@ -157,12 +159,12 @@ class Events:
 
     @property
     def peak_bytes(self) -> dict[int, int] | None:
-        """For each stage the most bytes of activations that it keeps at any one time; None if unknown."""
+        """For each stage the peak of the bytes of activations that it keeps; None if unknown."""
         return self._peaks({event.stage: {event.stage} for event in self.events})
 
     @property
     def device_peak_bytes(self) -> dict[str, int] | None:
-        """The same for each device, whose stages have their peaks at different times."""
+        """For each device the peak of these bytes; its stages may have their peaks at different times."""
         stages: dict[str, set[int]] = {}
         for event in self.events:
             stages.setdefault(event.device, set()).add(event.stage)
@@ -178,7 +180,7 @@ class Events:
         return len(self._events) + len(self._added)
 
     def __repr__(self) -> str:
-        # Says nothing about time: it would have to wait for the device, and debuggers call this at any moment.
+        # No times: these would have to wait for the device, and debuggers call this at any moment.
         return f"<{type(self).__name__} of {len(self)} actions>"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -186,7 +188,7 @@ class Events:
 
 
 def _covered(lane: Iterable[Event]) -> float:
-    """The seconds in which at least one of the events, given by their start, is going on."""
+    """The seconds in which at least one of the events, sorted by their start, is going on."""
     total, reach = 0.0, float("-inf")
     for event in lane:
         total += max(0.0, event.end - max(event.start, reach))

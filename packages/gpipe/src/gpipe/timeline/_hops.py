@@ -1,4 +1,4 @@
-"""How long things take from worker to worker."""
+"""The times of transfers between workers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Transfer = Seconds | Sequence[Seconds]
 
 @dataclass(frozen=True)
 class Link:
-    """The seconds that a number of bytes takes to cross: ``latency + bytes / bandwidth``.
+    """A link between devices: a transfer takes ``latency + bytes / bandwidth`` seconds.
 
-    Hops whose links have the same name share one link, which carries one thing at a time, in whichever direction: what
-    comes while it is busy waits, first come, first served. It is busy for ``bytes / bandwidth``; the latency of one
-    thing may pass while the next is on its way. A link without a name carries any number of things at once.
+    Links with the same name are one link, which carries one transfer at a time, in either direction; others wait in the
+    order of their arrival. It is busy for ``bytes / bandwidth``; latencies may overlap with the next transfer. A link
+    without a name carries any number of transfers at once.
 
     Attributes:
         latency: seconds.
-        bandwidth: bytes a second.
-        name: of the link, if things wait for each other there.
+        bandwidth: bytes per second.
+        name: a name, if transfers have to wait for each other.
 
     >>> Link(latency=1e-5, bandwidth=1e9)(10**7)
     0.01001
@@ -47,11 +47,11 @@ class Link:
 
 
 def hop_seconds(transfer: Transfer, crossing: Sequence[int | None]) -> list[float]:
-    """For each stage, what it takes from the stage before to it.
+    """For each stage, the seconds of a transfer from the stage before.
 
     Args:
-        transfer: of every link, or of each.
-        crossing: the bytes; None where both stages are on one worker, which takes no time.
+        transfer: the transfer time of all links, or of each.
+        crossing: the bytes sent to each stage; None if both stages are on one worker, which takes no time.
 
     Raises ValueError for a list of another length than there are links.
     """
@@ -75,7 +75,7 @@ def crossings(transfer: Transfer, crossing: Sequence[int | None]) -> list[Crossi
 
 
 def is_shared(transfer: Transfer) -> bool:
-    """Whether things may wait for each other on their way."""
+    """Whether transfers may have to wait for each other."""
     each = transfer if isinstance(transfer, Sequence) else [transfer]
     return any(isinstance(link, Link) and link.name is not None for link in each)
 

@@ -1,4 +1,4 @@
-"""Watch runs: what each worker did when, what it waited for, and what crossed between devices."""
+"""Record runs: the actions of each worker, their times, waits and transfers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ._timeline import Timeline
 
 @contextmanager
 def record(*, memory: bool = False) -> Iterator[Timeline]:
-    """Record every run of a pipe that begins inside; yields the timeline that it goes to.
+    """Record every run of a pipe that begins inside this context, in one timeline.
 
-    Actions on a GPU are timed by events on their streams, which are read when the timeline is.
+    Actions on a GPU are timed by events on their streams, which are read when the timeline is read.
 
     Args:
-        memory: also count the bytes of activations that each stage holds, by storage. That looks at every operation, so
-            that times are not to be trusted then.
+        memory: also count the bytes of activations that each stage holds. This intercepts every operation, so the times
+            of such a recording are wrong.
 
     Returns:
         A context manager, whose value is the timeline.
@@ -52,7 +52,7 @@ def record(*, memory: bool = False) -> Iterator[Timeline]:
 
 
 class Recorder:
-    """Brings what several runs do together in one timeline."""
+    """Collects the actions of several runs in one timeline."""
 
     def __init__(self, memory: bool) -> None:
         self.timeline = Timeline()
@@ -60,14 +60,14 @@ class Recorder:
         self._memory = memory
 
     def begin(self, placement: Sequence[int]) -> RunRecorder:
-        """A run begins, whose stage j is on worker ``placement[j]``."""
+        """Begin to record a run whose stage j is on worker ``placement[j]``."""
         self.timeline.workers.update(enumerate(placement))
         tracker = {j: AllocationTracker() for j in range(len(placement))} if self._memory else {}
         return RunRecorder(self.timeline, self._clock, tracker)
 
 
 class RunRecorder:
-    """Does the actions of a run with an eye on the clock."""
+    """Records the actions of one run."""
 
     def __init__(self, timeline: Timeline, clock: Clock, tracker: dict[int, AllocationTracker]) -> None:
         self.link: type[Link[Any]] = WatchedLink
@@ -77,7 +77,7 @@ class RunRecorder:
         self.trackers = tracker
 
     def do(self, runner: StageRunner, action: Action) -> None:
-        """Do an action, and note it."""
+        """Do an action, and record it."""
         stage = runner.stage
         tracker = self.trackers.get(stage.partition)
         look = Look(partial(self._clock.now, stage.device))
@@ -98,13 +98,13 @@ class RunRecorder:
         self._timeline.add(self._own[-1])
 
     def told(self, since: float) -> list[list[Any]]:
-        """The events of this process, as lists, with times from ``since`` on."""
+        """The events of this process as lists, with times relative to ``since``."""
         begin = self._clock.at(since)
         events = [each if isinstance(each, Event) else each() for each in self._own]
         return [[*astuple(replace(each, start=each.start - begin, end=each.end - begin))] for each in events]
 
     def hear(self, told: list[list[Any]], since: float) -> None:
-        """Add those of another process."""
+        """Add the events of another process."""
         begin = self._clock.at(since)
         for event in (Event(*each) for each in told):
             self._timeline.add(replace(event, start=event.start + begin, end=event.end + begin))
@@ -115,7 +115,7 @@ def _gradients(module: nn.Module) -> list[Tensor]:
 
 
 class Look:
-    """What one action has been seen to do so far."""
+    """What was recorded of one action so far."""
 
     def __init__(self, now: Callable[[], Instant]) -> None:
         self._now = now
@@ -124,7 +124,7 @@ class Look:
         self.bytes_moved = 0
 
     def got(self, payload: Activation | list[Tensor | None], moved: bool) -> None:
-        """Something has arrived: what went before was waiting."""
+        """A value has arrived: the time before that was waiting."""
         before, self.start = self.start, self._now()
         # Of a device: from when it was through with what came before, until the copy had arrived.
         self.waits.append((before, self.start))
@@ -134,7 +134,7 @@ class Look:
 
 
 class WatchedLink(Link[Payload]):
-    """A link that tells the action that reads from it how that went."""
+    """A link that reports transfers to the action that reads from it."""
 
     __slots__ = ()
 
@@ -146,7 +146,7 @@ class WatchedLink(Link[Payload]):
 
 
 class DeviceInstant(NamedTuple):
-    """When the work queued on an accelerator so far is done."""
+    """The time at which the work queued on an accelerator so far is done."""
 
     device: torch.device
     event: torch.Event
@@ -156,25 +156,25 @@ Instant = float | DeviceInstant
 
 
 class Clock:
-    """Seconds since it was made, on the CPU and on GPUs."""
+    """Seconds since this object was made, on the CPU and on GPUs."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
         self._bases: dict[torch.device, tuple[torch.Event, float]] = {}
 
     def now(self, device: torch.device) -> Instant:
-        """This moment; on a GPU the one at which the current stream of ``device`` is through."""
+        """The present time; on a GPU the time at which the current stream of ``device`` has done its work."""
         if not has_streams(device):
             return time.perf_counter() - self._begin
         self._know(device)
         return DeviceInstant(device, _event(current_stream(device)))
 
     def at(self, moment: float) -> float:
-        """A moment of :func:`time.perf_counter`, by this clock."""
+        """A time of :func:`time.perf_counter`, by this clock."""
         return moment - self._begin
 
     def seconds(self, instant: Instant) -> float:
-        """When that was. Waits for a GPU that is not through yet."""
+        """The seconds of ``instant``. Waits for a GPU that has not reached it."""
         if isinstance(instant, float):
             return instant
         instant.event.synchronize()
@@ -182,9 +182,9 @@ class Clock:
         return at + float(base.elapsed_time(instant.event)) / 1e3
 
     def _know(self, device: torch.device) -> None:
-        """Find one moment of the device on the CPU's clock."""
+        """Find the time of one event of the device by the CPU's clock."""
         if device not in self._bases:
-            # On a stream with nothing else: to wait for the current one would let the device run dry.
+            # On a stream without other work: waiting for the current one would let the device run idle.
             event = _event(new_stream(device))
             event.synchronize()
             self._bases.setdefault(device, (event, time.perf_counter() - self._begin))

@@ -1,4 +1,4 @@
-"""What a schedule would take, from what its stages take: nothing is run.
+"""Predict the timeline of a schedule from the costs of its stages. Nothing is run.
 
 >>> from gpipe.schedule import fill_drain
 >>> timeline = simulate(fill_drain(8, 4), [StageCost(forward=1, backward=2)] * 4)
@@ -35,30 +35,30 @@ def simulate(
 ) -> Timeline:
     """The timeline of ``schedule`` if every action takes exactly the time that ``costs`` say.
 
-    A worker does its actions one by one in the order of the schedule, each as soon as its input is there. So no run
-    with these costs and this order can be faster, and a run with any lower cost takes no longer, unless links are
-    shared: then a lower cost may change who comes first.
+    A worker does its actions one by one in the order of the schedule, each as soon as its input has arrived. So no run
+    with these costs and this order can be faster, and lower costs never make it slower, unless links are shared: then a
+    lower cost may change the order of transfers.
 
     Args:
         schedule: the program of each stage, or the name of a schedule.
-        costs: of each stage.
-        microbatches: how many there are, for a schedule by its name.
-        checkpoint: as of :class:`gpipe.GPipe`, a mode or one for each stage: micro-batches that it names and that the
-            schedule does not recompute are recomputed just before their backwards. A stage with a flag for each of its
-            layers recomputes some in its backwards, which take so much longer. By default as ``schedule`` says.
-        placement: the worker of each stage; by default the schedule's own, or else a worker for each stage. Of those
-            with a name, the ones in the shape of a V have their own.
-        transfer: the seconds from worker to worker; or a function that gives them for a number of bytes, such as a
-            :class:`gpipe.simulate.Link`; or a list of either, one for each link from a stage to the next. Links keep
-            no worker from working, and carry any number of things at once, unless they have a name: those of one name
-            are one link, where things wait for their turn.
+        costs: the cost of each stage.
+        microbatches: the number of micro-batches, for a schedule by its name.
+        checkpoint: as for :class:`gpipe.GPipe`, a mode or one for each stage. Micro-batches that it includes and that
+            the schedule does not recompute are recomputed just before their backwards. A stage with a flag for each of
+            its layers recomputes these layers in its backwards, which take longer. By default ``schedule`` decides.
+        placement: the worker of each stage. By default that of the schedule (schedules in the shape of a V have one),
+            else a worker for each stage.
+        transfer: the seconds of a transfer between workers; or a function that returns them for a number of bytes, such
+            as a :class:`gpipe.simulate.Link`; or a list of either, one for each link from a stage to the next. Workers
+            compute during transfers. A link carries any number of transfers at once, unless it has a name: links of one
+            name are one link, with one transfer at a time.
 
     Returns:
         The timeline.
 
     Raises:
-        ValueError: the numbers of stages differ, the workers would wait for each other forever, or ``microbatches``
-            is missing, or given for a schedule that has its own; or a stage has flags for more or fewer layers.
+        ValueError: the numbers of stages differ; the workers would wait for each other forever; ``microbatches`` is
+            missing, or given for a schedule that has its own; or a stage has flags for another number of layers.
 
     >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=["always", "never"]).makespan)
     17.0
@@ -116,17 +116,17 @@ def makespan(
     placement: Sequence[int] | None = None,
     transfer: Transfer = 0.0,
 ) -> float:
-    """The seconds of :func:`simulate`, without a timeline: half a microsecond an action.
+    """The makespan of :func:`simulate`, without a timeline; takes half a microsecond for each action.
 
-    A thousand stages and four thousand micro-batches take seconds; of a schedule by its name no action is kept. With
-    links that have names all of them are, at some tens of microseconds an action.
+    A thousand stages and four thousand micro-batches take seconds. Actions of a schedule by its name are not kept in
+    memory. With named links they are kept, and each takes some tens of microseconds.
 
     Args:
-        schedule, costs, microbatches, checkpoint, placement, transfer: as of :func:`simulate`. Every stage does the
-            forward of all micro-batches, and the backward of all or none.
+        schedule, costs, microbatches, checkpoint, placement, transfer: as for :func:`simulate`. Every stage has to do
+            the forward of all micro-batches, and the backward of all or none.
 
     Returns:
-        When the last action ends.
+        The time at which the last action ends, in seconds.
 
     Raises:
         ValueError: as :func:`simulate`.
@@ -136,7 +136,7 @@ def makespan(
     """
     costs, modes = in_pieces(costs, checkpoint)
     if is_shared(transfer):
-        # Who comes first to a link is known only in the order of time.
+        # The order of transfers on a link is known only in the order of time.
         whole, place = _placed(schedule, costs, microbatches, modes, placement)
         spans = _spans(whole.on(place), costs, transfer, _boundary(costs, place))
         return max((span.end for span in spans.values()), default=0.0)

@@ -20,15 +20,18 @@ from ._table import table
 class Timeline(Events):
     """The actions of a run: recorded by :func:`gpipe.record`, or predicted by :func:`gpipe.simulate.simulate`.
 
-    ``str()`` is a table with a line for each worker; :meth:`save` draws. :class:`Events` has what can be read off.
+    ``str()`` is a table with a line for each worker; :meth:`save` draws a picture. Figures are attributes of
+    :class:`Events`.
     """
 
     def table(self) -> str:
-        """A line for each worker: its seconds by kind of action, how it waited, what it moved and held."""
+        """A line for each worker: its seconds by kind of action, its waiting time, and the bytes that it moved and
+        held.
+        """
         return table(self)
 
     def save(self, path: str | PathLike[str], *, title: str = "", beside: Mapping[str, Timeline] | None = None) -> None:
-        """Draw the timeline, as what the ending of ``path`` says.
+        """Write the timeline to a file, in the format that the ending of ``path`` selects.
 
         ===========  =====================================================================================
         ``.svg``     a picture
@@ -38,13 +41,13 @@ class Timeline(Events):
         ===========  =====================================================================================
 
         Args:
-            path: of the file.
-            title: what the picture says above it.
-            beside: more timelines by their titles, drawn below in the same scale (pictures and pages only).
+            path: the file.
+            title: a title above the picture.
+            beside: further timelines by title, drawn below on the same scale (pictures and pages only).
 
         Raises:
-            ValueError: any other ending.
-            ImportError: ``.png`` without resvg-py.
+            ValueError: ``path`` has another ending.
+            ImportError: ``.png`` was asked for, and resvg-py is not installed.
         """
         panels = [(title, self), *(beside or {}).items()]
         forms: dict[str, Callable[[], str | bytes]] = {
@@ -60,13 +63,13 @@ class Timeline(Events):
         """The timeline that was saved as ``.json``.
 
         Args:
-            path: of the file.
+            path: the file.
 
         Returns:
             An equal timeline.
 
         Raises:
-            ValueError: the file is anything else.
+            ValueError: the file is not a timeline.
         """
         events = read(Path(fspath(path)).read_text(encoding="utf-8"))
         return cls(events.events, events.workers, events.unit)
@@ -78,7 +81,7 @@ class Timeline(Events):
         return svg([("", self)])
 
     def _repr_html_(self) -> str:
-        # Notebooks show SVG as an image, in which nothing can be hovered over.
+        # Notebooks show SVG as an image, without tooltips.
         return scrolling(self._repr_svg_())
 
 
