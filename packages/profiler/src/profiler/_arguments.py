@@ -48,6 +48,11 @@ def check_sample(sample: Any) -> None:
     microbatch.scatter(sample, 1)
 
 
+def fewest_rows(sample: Any) -> int:
+    """The rows of that tensor of ``sample`` that has the fewest, of those that are cut."""
+    return min(microbatch.scatter_views(sample, 1)[0][0].rows)
+
+
 def check_timeout(timeout: float) -> None:
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"timeout: expected a number of seconds, got {timeout!r} ({type(timeout).__name__})")

@@ -7,11 +7,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from microbatch import Batch, map_tensors, scatter
+from microbatch import Batch, Split, flatten, rules, scatter, unflatten, unwrap
 
-from ._arguments import check_chunks, check_no_gradient, check_rows, check_sample, check_timeout, sizing_device
+from ._arguments import (
+    check_chunks,
+    check_no_gradient,
+    check_rows,
+    check_sample,
+    check_timeout,
+    fewest_rows,
+    sizing_device,
+)
 from ._count import Count
 from ._data import LayerProfile
 from ._isolation import isolated
@@ -100,14 +108,22 @@ def _cut(value: Any, chunks: int, rows: int | None) -> Batch:
     """The first micro-batch of ``value``."""
     if rows is None:
         return scatter(value, chunks)[0]
-    fewest = min(len(tensor) for tensor in Batch(value))
+    fewest = fewest_rows(value)
     if rows > fewest:
         raise ValueError(f"rows: expected numbers of at most {fewest}, the rows of the sample, got {rows}")
-    return Batch(map_tensors(lambda tensor: tensor[:rows], value))
+    bare, spec = unwrap(value)
+    leaves, tree = flatten(bare)
+    ruled = zip(leaves, rules(bare, spec), strict=True)
+    return Batch(unflatten([_first(leaf, rule, rows) for leaf, rule in ruled], tree))
+
+
+def _first(leaf: Any, rule: Any, rows: int) -> Any:
+    """The first rows of ``leaf``, if it has any."""
+    return leaf.narrow(rule.dim, 0, rows) if isinstance(rule, Split) and isinstance(leaf, Tensor) else leaf
 
 
 def _chunks(sample: Any, chunks: int, rows: int | None) -> int:
-    return chunks if rows is None else max(1, round(min(len(tensor) for tensor in Batch(sample)) / rows))
+    return chunks if rows is None else max(1, round(fewest_rows(sample) / rows))
 
 
 def _profile_once(

@@ -14,7 +14,7 @@ from microbatch import Batch, scatter
 
 from ._alike import situation
 from ._allocator import meter_for
-from ._arguments import check_chunks, check_sample, check_scale, sizing_device
+from ._arguments import check_chunks, check_sample, check_scale, fewest_rows, sizing_device
 from ._count import Count, count, count_forward
 from ._data import SkipProfile
 from ._enter import copy_to, enter_batch
@@ -78,7 +78,7 @@ def _saved_bytes(module: nn.Sequential, value: Any, chunks: int, device: torch.d
     def saved(batch: Batch, scale: float) -> list[float]:
         return [found.saved * scale for found in count_forwards(module, batch, device)]
 
-    rows = min(len(x) for x in Batch(value))
+    rows = fewest_rows(value)
     microbatch = scatter(value, chunks)[0]
     if rows <= 1:
         return saved(microbatch, 1)

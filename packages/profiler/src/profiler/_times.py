@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from microbatch import Batch
+from microbatch import Batch, unwrap
 
 from ._arguments import check_no_gradient, check_sample, check_timeout, running_device
 from ._enter import copy_to
@@ -99,7 +99,7 @@ def _checked(
     check_no_gradient(chain)
     check_sample(sample)
     check_timeout(timeout)
-    return chain, Batch(sample), running_device(device)
+    return chain, Batch(unwrap(sample)[0]), running_device(device)
 
 
 def medians(rounds: Sequence[Round]) -> list[Seconds]:

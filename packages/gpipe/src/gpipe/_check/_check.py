@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microbatch import Arguments, map_tensors, scatter
+from microbatch import Arguments, map_tensors, scatter, unwrap
 
 from .._flatten import flatten
 from .._flatten._inputs import Inputs
@@ -20,6 +20,7 @@ from ..balance import uniform
 from ..module._arguments import checked_chunks
 from ..module._keywords import Call, called_with
 from ..module._partition import checked_balance
+from ..module._whole import replicated
 from ._findings import Finding
 from ._loss import Loss, uneven
 from ._model import Walked, tied, walk
@@ -92,13 +93,13 @@ def _check(
     chunks: int,
     dtype: torch.dtype,
 ) -> Report:
-    batches = scatter(inputs, chunks)
+    batches = scatter(replicated(inputs, "sample"), chunks)
     if len(batches) < 2:
         raise ValueError("sample has a single row; a check compares micro-batches, so give it two or more")
     targets = [None] * len(batches) if target is None else [each.value for each in scatter(target, chunks)]
     rows = [batch.rows[0] for batch in batches]
     tolerance = _TOLERANCE.get(dtype, 5e-2)
-    walked = walk(layers, Signal(inputs, {}), [Signal(batch.value, {}) for batch in batches], tolerance)
+    walked = walk(layers, Signal(unwrap(inputs)[0], {}), [Signal(batch.value, {}) for batch in batches], tolerance)
     findings = [*walked.findings, *tied(layers)]
     agreed: list[str] = []
     if not _broken(findings):
@@ -147,7 +148,7 @@ def _copied(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
         layers, inputs = flatten(model, sample), Arguments(*Inputs.of(sample))
     trial = copy.deepcopy(layers)
     with torch.no_grad():
-        call_all(trial, inputs)
+        call_all(trial, unwrap(inputs)[0])
     return layers, inputs
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from microbatch import unwrap
+
 from ..skip import Namespace
 from ._calls import Calls, watch
 from ._ending import ending_of
@@ -72,7 +74,7 @@ def flatten(
     >>> list(dict(flatten(Model(), torch.ones(1, 2)).named_children()))
     ['start', 'layers_0', 'layers_1', 'end']
     """
-    inputs, picked = Inputs.of(sample), _picker(pick)
+    inputs, picked = Inputs.of(unwrap(sample)[0]), _picker(pick)
     _turn_off_cache(model)
     if not has_data(model):
         inputs = with_values(inputs)

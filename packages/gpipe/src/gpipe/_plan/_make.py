@@ -15,6 +15,7 @@ from streams import add_note
 from .._flatten._shapes import expect_data
 from ..module._arguments import Device, checked_flag
 from ..module._sequential import as_sequential
+from ..module._whole import replicated
 from ._after import lowered
 from ._arguments import (
     SCHEDULES,
@@ -117,6 +118,7 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Sequential, or a module that flatten takes, got {type(model).__name__}")
+    sample = replicated(sample, "sample")
     expect_rows(sample)
     calibrate = checked_flag("calibrate", calibrate)
     loss_fn = read_loss(loss_fn, target)

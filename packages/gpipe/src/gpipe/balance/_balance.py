@@ -13,6 +13,7 @@ from profiler import profile, profile_seconds, profile_sizes
 
 from .._flatten._shapes import expect_data
 from ..module._arguments import checked_mode
+from ..module._whole import replicated
 from ._cuts import Layers, balanced, checked_cuts, read_cuts
 from ._peak import MODES, bytes_of, held_at_once, least_peak
 
@@ -53,6 +54,7 @@ def balance_by_time(
     """
     cuts = checked_cuts(partitions, module, pin, forbid)
     expect_data(module, "balance_by_time")
+    sample = replicated(sample, "sample")
     with intra_op_threads(max(1, torch.get_num_threads() // partitions)):
         seconds = profile_seconds(module, sample, timeout=timeout, device=device)
     return balanced(seconds, partitions, cuts)
@@ -117,6 +119,7 @@ def balance_by_size(
         TypeError, ValueError: as :func:`balance_by_time`; or `schedule` or `checkpoint` is unknown.
     """
     cuts = checked_cuts(partitions, module, pin, forbid)
+    input = replicated(input, "input")  # noqa: A001
     if schedule is None:
         return balanced(profile_sizes(module, input, chunks, param_scale, device), partitions, cuts)
     held, mode = held_at_once(schedule, chunks, partitions), MODES[checked_mode(checkpoint)]
