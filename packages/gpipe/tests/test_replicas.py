@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
+import gpipe.distributed._sharded as sharded
 from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
 
 from .worlds import world
@@ -310,4 +311,32 @@ def _lose_while_others_gather(who: int) -> str:
         fails.phase, fails.error = "forward", lambda _: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(LostRankError) as caught:
         _step(rank, mesh)
+    return str(caught.value).partition(",")[0]
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.long), 2])
+def test_a_replica_that_is_killed_before_gradients_are_reduced_is_named(who: int) -> None:
+    """After the step, also by replicas that do not compute with it at that moment."""
+    with world(SIZE, timeout=60.0) as opened:
+        answers = opened.answers(_lose_before_gradients_are_reduced, who, limit=40.0)
+    for k in {*range(SIZE)} - {who}:
+        succeeded, text = answers[k]
+        assert succeeded, text
+        assert text == f"rank {who} has ended"
+
+
+def _lose_before_gradients_are_reduced(who: int) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("replicas", "stages"))
+    rank = Rank(_network(), [6], chunks=3, group=mesh["stages"].get_group(), replicas=mesh["replicas"].get_group())
+    fully_shard(rank.partitions[0], mesh=mesh["replicas"])
+    x, y = torch.randn(12, 6).double(), torch.randn(12, 6).double()
+    rank.step(x, y, loss_fn=nn.functional.mse_loss)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == who:
+            patch.setattr(sharded, "_give_back", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        for _ in range(2):
+            with pytest.raises(LostRankError) as caught:
+                rank.step(x, y, loss_fn=nn.functional.mse_loss)
     return str(caught.value).partition(",")[0]

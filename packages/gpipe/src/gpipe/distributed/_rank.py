@@ -273,6 +273,11 @@ class Rank(Stepping):
         for group in self._sharding.gathers() | groups_of(self._synced.values()):
             end_collectives(group)
 
+    def _end_reductions(self) -> None:
+        """Let no other replica wait where gradients are reduced."""
+        for group in self._sharding.reductions():
+            end_collectives(group)
+
     def _losses(self, kind: type[Kind], call: Call, options: LossOptions, batches: Sequence[Batch]) -> Kind:
         """The losses of the mini-batch, on the rank of the last stage."""
         target = call.arguments.get("target") if call.target is None else call.target
@@ -283,7 +288,8 @@ class Rank(Stepping):
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         plan = self._plan
-        with self._sharding.reduced_once(loss), self._heard():
+        naming = self._replicas.naming(self._end_reductions)
+        with naming, self._sharding.reduced_once(loss), self._heard():
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, plan.schedule, plan.recorder)
         if self._pipeline.begins:
             self._pipeline.chooser.learn(plan)

@@ -65,6 +65,29 @@ class Replicas:
                 self._tell(self._failure(error), give_up)
             raise
 
+    @contextmanager
+    def naming(self, give_up: Callable[[], None]) -> Iterator[None]:
+        """A context for collectives after the replicas have met: if a rank ends there, the error names it.
+
+        Args:
+            give_up: closes the connections of these collectives, in which others may wait for this rank.
+
+        Raises:
+            LostRankError: a collective has failed, because a rank has ended.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._meeting is None or isinstance(error, RemoteError) or not is_of_gloo(str(error)):
+                raise
+            give_up()
+            try:
+                self._meeting.expect_connected()
+            except LostRankError as lost:
+                self._lost = lost
+                raise lost from None
+            raise
+
     def _tell(self, report: Report, give_up: Callable[[], None]) -> None:
         """Tell the others of a failure.
 

@@ -77,10 +77,16 @@ class Sharding:
 
     def gathers(self) -> set[dist.ProcessGroup]:
         """The process groups over which layers are gathered anew for every micro-batch."""
+        return _over([group for group in self._all() if group.post_forward_mesh_info is not None])
+
+    def reductions(self) -> set[dist.ProcessGroup]:
+        """The process groups over which gradients are reduced."""
+        return _over(self._all())
+
+    def _all(self) -> list[Any]:
+        """The groups of parameters that are gathered together."""
         states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
-        groups = [group for state in states for group in _groups(state) if group.post_forward_mesh_info is not None]
-        meshes = [mesh for group in groups for mesh in (group.mesh_info, group.post_forward_mesh_info)]
-        return {mesh.shard_process_group for mesh in meshes}
+        return [group for state in states for group in _groups(state)]
 
     @contextmanager
     def reduced_once(self, loss: Losses) -> Iterator[None]:
@@ -112,6 +118,13 @@ class Sharding:
         for state in states:
             if state._is_root:
                 state._root_post_backward_final_callback()
+
+
+def _over(groups: Iterable[Any]) -> set[dist.ProcessGroup]:
+    """The process groups of such groups of parameters."""
+    meshes = [mesh for group in groups for mesh in (group.mesh_info, group.post_forward_mesh_info)]
+    names = ("shard_process_group", "replicate_process_group")
+    return {getattr(mesh, name) for mesh in meshes for name in names if hasattr(mesh, name)}
 
 
 def _groups(state: Any) -> list[Any]:
