@@ -48,8 +48,7 @@ class Mode:
 class Stage:
     """A device: a block of cost c takes the time c / speed, and may need at most `capacity` memory (None: any amount).
 
-    modes: the modes in which it may run its block. `place` chooses one of them; of equally good ones, the first.
-    Without
+    modes: the modes in which it may run its block. `place` chooses one; of equally good ones, the first. Without
         modes it keeps all activations: `Mode(time=1, saved=1, boundary=1, transient=0)`.
     """
 

@@ -15,29 +15,29 @@ class LayerProfile:
     forward_seconds, backward_seconds: medians over the rounds; None on ``meta``.
     trainable_bytes, frozen_bytes: bytes of the parameters that require a gradient, and of those that do not. A tensor
         that several layers share is counted for the first.
-    buffer_bytes: bytes of the buffers. saved_bytes: bytes that the forward allocates and that stay alive, including the
-    output. output_bytes: bytes of the output, which are sent if a partition ends here. peak_bytes: the peak of the
-    bytes allocated in the forward and backward, including gradients, also that of the output. flops: floating-point
-    operations of forward and backward: of matrix products, convolutions, attention and recurrent
+    buffer_bytes: bytes of the buffers.
+    saved_bytes: bytes that the forward allocates and that stay alive, including the output.
+    output_bytes: bytes of the output, which are sent if a partition ends here.
+    peak_bytes: the peak of the bytes allocated in the forward and backward, including gradients, also that of the
+        output.
+    flops: floating-point operations of forward and backward: of matrix products, convolutions, attention and recurrent
         layers.
     allocated_bytes, allocated_peak_bytes: saved bytes and peak by the statistics of an accelerator's allocator, which
         rounds up to its blocks; None on a CPU, and where there are no statistics.
     backward_input_seconds: seconds of the first part of a split backward, which computes the gradients of the inputs.
-    None
-        unless ``split_backward`` was given, and if the backward cannot be split: one operation computes all gradients,
-        as in an LSTM, or a parameter is used twice. Both parts together may take longer than the whole backward.
+        None unless ``split_backward`` was given, and if the backward cannot be split: one operation computes all
+        gradients, as in an LSTM, or a parameter is used twice. Both parts together may take longer than the whole.
     passing_bytes: bytes of the output that its own backward does not need; they stay if a later layer saves them.
     freed_bytes: bytes of its input that are freed once this layer has run, because neither it nor an earlier layer
-    needs
-        them.
+        needs them.
     backward_peak_bytes: the peak of the backward, without passing bytes; None if it was not counted.
     adding_peak_bytes: the same if gradients of parameters are added to those of an earlier micro-batch, and freed.
     parting_bytes: bytes of the gradients that are kept between the two parts of a split backward; None as for
         ``backward_input_seconds``.
     parting_peak_bytes: the peak of the first part of a split backward, beside what the forward saved.
-    largest_parameter_bytes: bytes of its largest trainable parameter. given_peak_bytes, adding_given_peak_bytes:
-    ``backward_peak_bytes`` and ``adding_peak_bytes`` without the gradient of the
-        output, if that is in the memory of another stage.
+    largest_parameter_bytes: bytes of its largest trainable parameter.
+    given_peak_bytes, adding_given_peak_bytes: ``backward_peak_bytes`` and ``adding_peak_bytes`` without the gradient of
+        the output, if that is in the memory of another stage.
     """
 
     name: str
