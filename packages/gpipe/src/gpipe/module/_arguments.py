@@ -1,4 +1,4 @@
-"""Check what a pipe is made with: each argument by its name, before anything happens."""
+"""Checks of the arguments of a pipe. Errors name the argument, and are raised before anything changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checked_chunks(chunks: Any) -> int:
         ) from None
     if number <= 0:
         raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
-    if number >= 2**63:  # what torch.chunk takes
+    if number >= 2**63:  # the largest number that torch.chunk takes
         raise ValueError(f"chunks must be below 2**63; got {chunks}")
     return number
 
@@ -74,24 +74,24 @@ def checked_flag(name: str, flag: Any) -> bool:
 
 
 def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
-    """A device for each partition: the first of ``devices``, or where that is None all accelerators, else the CPU.
+    """A device for each partition: the first of ``devices``; by default all accelerators, or the CPU if there is none.
 
     Raises:
-        TypeError: ``devices`` is no list, or one of them no device.
-        ValueError: torch does not see such a device.
+        TypeError: ``devices`` is not a list, or an entry is not a device.
+        ValueError: torch does not find such a device.
     """
     if devices is not None:
         example = f"devices={['cpu'] * max(1, partitions)!r}"
         given = listed("devices", devices, "a list of devices, one for each partition", example, partitions)
         return [parsed_device(device, f"devices[{j}]") for j, device in enumerate(given)]
     here = torch.accelerator.current_accelerator(check_available=True)
-    if here is not None and here.type != "mps":  # of which there is never more than one
+    if here is not None and here.type != "mps":  # there is never more than one MPS device
         return [torch.device(here.type, k) for k in range(torch.accelerator.device_count())]
     return [torch.device("cpu")] * partitions
 
 
 def listed(name: str, given: Any, what: str, example: str, most: int | None = None) -> list[Any]:
-    """``given`` as a list, of the first ``most`` entries; TypeError for what has none, or has them in no order."""
+    """``given`` as a list of its first ``most`` entries; TypeError if it has no entries, or no order."""
     if isinstance(given, (str, bytes, set, frozenset, dict)) or not _is_iterable(given):
         raise TypeError(f"{name} must be {what}, as in {example}; got {given!r}")
     return list(islice(given, most))
@@ -106,17 +106,17 @@ def _is_iterable(value: Any) -> bool:
 
 
 def whole(number: Any) -> int:
-    """``number`` as an int; TypeError unless it is an integer. True and False are none here."""
+    """``number`` as an int; TypeError unless it is an integer. True and False are refused."""
     if isinstance(number, bool):
         raise TypeError(f"an integer is expected; got {number}")
     return operator.index(number)
 
 
 def parsed_device(device: Any, name: str) -> torch.device:
-    """``device`` as a ``torch.device`` that torch can put something on.
+    """``device`` as a ``torch.device`` on which torch can put tensors.
 
     Raises:
-        TypeError, ValueError: it is none, named as ``name``.
+        TypeError, ValueError: it is not one; the message uses ``name``.
     """
     if isinstance(device, str) and device.split(":")[0] == "gpu":
         raise ValueError(f"there is no device type 'gpu'; write {device.replace('gpu', 'cuda')!r} (got {device!r})")
@@ -124,9 +124,9 @@ def parsed_device(device: Any, name: str) -> torch.device:
 
 
 def numbered(device: torch.device) -> torch.device:
-    """``device`` with the number of the accelerator that it means, so that ``cuda`` and ``cuda:0`` are seen to be one.
+    """``device`` with the number of its accelerator, so that ``cuda`` and ``cuda:0`` are equal.
 
-    The numbers of CPUs stay as they are: they say which stages share a worker.
+    The numbers of CPUs do not change: stages on CPUs of the same number share a worker.
     """
     if device.index is None and has_streams(device):
         return torch.device(device.type, torch.accelerator.current_device_index())
@@ -139,16 +139,16 @@ def _parsed(device: Any, name: str) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        # A number means a device of the accelerator, and on most machines without one, a missing GPU.
+        # A number means a device of the accelerator; on most machines without one, a GPU that is missing.
         seen = f"torch sees {_cuda_devices()}" if isinstance(device, int) else first_line(error)
         raise ValueError(f"{name} is {device!r}, which is not a device of this machine: {seen}") from None
 
 
 def _expect_seen(device: torch.device, name: str) -> torch.device:
-    """``device``, unless torch cannot put anything on it, or a pipeline could not order what happens there."""
+    """``device``; ValueError if torch cannot put tensors on it, or a pipeline could not order its work."""
     if device.type == "cuda":
         _expect_cuda(device, name)
-    elif device.type not in ("cpu", "meta"):  # these can be had always
+    elif device.type not in ("cpu", "meta"):  # these devices always exist
         try:
             torch.empty(0, device=device)
             _expect_streams(device)
@@ -163,7 +163,7 @@ def _expect_cuda(device: torch.device, name: str) -> None:
 
 
 def _expect_streams(device: torch.device) -> None:
-    """RuntimeError, or what the device's backend raises, unless there are streams and events by which to order work."""
+    """Raise RuntimeError, or what the device's backend raises, unless there are streams and events."""
     if not has_streams(device):
         here = torch.accelerator.current_accelerator()
         raise RuntimeError(
@@ -180,12 +180,12 @@ def _cuda_devices() -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The text of an error, of which torch's may have many lines."""
+    """The first line of an error's message; those of torch may have many."""
     return str(error).partition("\n")[0]
 
 
 def checked_sizes(balance: Any, layers: int) -> list[int]:
-    """``balance`` as a list of int; TypeError if it is none. Whether they fit is not looked at."""
+    """``balance`` as a list of int; TypeError if it is not one. Whether it fits the layers is not checked."""
     given = listed("balance", balance, "a list of the numbers of layers of each partition", _even(balance, layers))
     for j, size in enumerate(given):
         try:
@@ -198,7 +198,7 @@ def checked_sizes(balance: Any, layers: int) -> list[int]:
 
 
 def _even(partitions: Any, layers: int) -> str:
-    """An example of a balance: an even one, if ``partitions`` was meant as their number."""
+    """An example of a balance for a message: an even one, if ``partitions`` was meant as their number."""
     count = partitions if isinstance(partitions, int) and 0 < partitions <= layers else min(2, max(1, layers))
     sizes: Sequence[int] = [layers // count + (j < layers % count) for j in range(count)]
     return f"balance={list(sizes)}"

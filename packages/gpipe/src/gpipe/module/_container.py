@@ -1,4 +1,4 @@
-"""What a sequential container may be, of which a pipe computes nothing but the layers."""
+"""Which sequential containers a pipe accepts: those that only compute their layers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _HOOKS = {
     "_load_state_dict_post_hooks": "load-state-dict post-hooks",
 }
 
-# What a subclass may define although nn.Sequential has it: none says what is computed, kept or set in which mode.
+# Attributes that a subclass may define: none of them changes what is computed or kept.
 _HARMLESS = ("_get_name", "extra_repr", "dump_patches", "call_super_init")
 _SPECIAL = ("__call__", "__iter__", "__len__", "__getattr__", "__getattribute__")
 
 
 def expect_plain(module: nn.Sequential, known: tuple[type[nn.Module], ...] = ()) -> None:
-    """Raise TypeError unless ``module`` computes what its layers compute in a row, and keeps nothing but them.
+    """Raise TypeError unless ``module`` only computes its layers in order, and has nothing but them.
 
-    A pipe takes the layers out of their container. What else it does would be lost: methods of a subclass, parameters
-    and buffers of its own, hooks.
+    A pipe takes the layers out of their container. Methods of a subclass, and parameters, buffers and hooks of the
+    container itself would be lost.
 
     Args:
-        known: subclasses that may be what they are.
+        known: subclasses that are accepted.
     """
     problems = list(_problems(module, known))
     if problems:
@@ -42,7 +42,7 @@ def expect_plain(module: nn.Sequential, known: tuple[type[nn.Module], ...] = ())
 
 
 def is_plain(module: nn.Module, known: tuple[type[nn.Module], ...] = ()) -> bool:
-    """Whether a container may be replaced by its layers: it is not one that :func:`expect_plain` refuses."""
+    """Whether a container may be replaced by its layers: :func:`expect_plain` would not raise."""
     return not any(_problems(module, known))
 
 
@@ -52,7 +52,7 @@ def _problems(module: nn.Module, known: tuple[type[nn.Module], ...]) -> Iterator
 
 
 def _methods(module: nn.Module, known: tuple[type[nn.Module], ...]) -> Iterator[str]:
-    """What classes define anew that nn.Sequential does not come from, and what the instance hides."""
+    """The methods that subclasses of nn.Sequential, or the instance, define anew."""
     for owner in type(module).__mro__:
         if owner in nn.Sequential.__mro__ or owner in known:
             continue
@@ -71,7 +71,7 @@ def _harmless(name: str) -> bool:
 
 
 def _belongings(module: nn.Module) -> Iterator[str]:
-    """What the module owns beside its layers."""
+    """What the module has besides its layers."""
     for what, names in (("parameters", module._parameters), ("buffers", module._buffers)):
         if names:
             yield f"owns {what} {_listed(names)}"

@@ -1,4 +1,4 @@
-"""A mini-batch on its way to the first stage, and a target on its way to the loss: checked, moved, and cut by rows."""
+"""Check mini-batches and targets, move them to their device, and cut them by rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Checked(NamedTuple):
     """A value that can be cut.
 
     Attributes:
-        given: as it came, with rules around its parts.
-        bare: without them.
-        spec: which says the same as they.
-        root: what the value is called.
+        given: the value as it was passed, with rules around its parts.
+        bare: the value without rules.
+        spec: a spec with these rules.
+        root: the name of the value, for messages.
     """
 
     given: Any
@@ -32,12 +32,13 @@ class Checked(NamedTuple):
 
 
 def checked(value: Any, spec: Any, root: str = "input") -> Checked:
-    """``value``, of which tensors are cut as ``spec`` says, and all else goes whole into each micro-batch.
+    """Check that ``value`` can be cut. Tensors are cut as ``spec`` says; other leaves are passed whole to each
+    micro-batch.
 
-    Where the spec is a tree it has to say so itself.
+    If ``spec`` is a tree, it has to contain ``Replicate()`` for these.
 
     Raises:
-        TypeError, ValueError: it cannot be cut, and why.
+        TypeError, ValueError: ``value`` cannot be cut; the message says why.
     """
     if isinstance(value, Tensor) and spec is None:
         return Checked(value, value, None, root)
@@ -50,7 +51,7 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
 
 
 def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch], Versions]:
-    """The micro-batches of ``value`` on ``device``, and how changes in place reach them and what they were cut from."""
+    """The micro-batches of ``value`` on ``device``, and an object that makes in-place changes known between both."""
     bare = value.bare
     there = bare.to(device) if isinstance(bare, Tensor) else map_tensors(lambda tensor: tensor.to(device), bare)
     views, versions = scatter_views(there, chunks, value.spec)
@@ -60,12 +61,12 @@ def cut(value: Checked, device: torch.device, chunks: int) -> tuple[list[Batch],
 
 
 def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:
-    """Raise ValueError unless every micro-batch of the target has as many rows as its input.
+    """Raise ValueError unless every micro-batch of the target has the same number of rows as its input.
 
-    Tensors of one input may differ in rows; then those of the target are to be like one of them each.
+    Tensors of an input may differ in rows; each tensor of the target must have the rows of one of them.
     """
     own, others = _columns(targets), _columns(inputs)
-    # Micro-batches of other numbers of rows can be equally many: 3 rows in 2 chunks are 2 and 1, where 4 are 2 and 2.
+    # Equal numbers of micro-batches do not suffice: 3 rows in 2 chunks are 2 and 1, but 4 rows are 2 and 2.
     if any(column not in others for column in own):
         raise ValueError(
             f"target has {_described(own)}, the input {_described(others)}; a target has a row for each row of the "

@@ -1,4 +1,4 @@
-"""Put layers on their devices: all of them, or none."""
+"""Move layers to their devices: all of them, or none."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from ._swap import leaf_of, swap_data
 
 
 def move(block: nn.Module, device: torch.device) -> None:
-    """Move all parameters and buffers below ``block``. To torch, the CPU has no number."""
+    """Move all parameters and buffers in ``block``. Torch knows no numbers of CPUs."""
     block.to("cpu" if device.type == "cpu" else device)
 
 
 def expect_movable(block: nn.Module, device: torch.device, partition: int) -> None:
-    """Raise ValueError, naming the tensor, if ``block`` would lose its data on ``device``, or has none to move."""
+    """Raise ValueError, naming the tensor, if moving ``block`` to ``device`` would lose data, or there are none to
+    move.
+    """
     for name, tensor in chain(block.named_parameters(), block.named_buffers()):
         if tensor.is_meta != (device.type == "meta") and not is_lazy(tensor):
             raise ValueError(
@@ -38,7 +40,7 @@ _NO_DATA = (
 
 @contextmanager
 def untouched_on_failure(root: nn.Module) -> Iterator[None]:
-    """If the block raises, everything below ``root`` is as before: modules, parameters, buffers, and their data."""
+    """A context that restores everything in ``root`` if it raises: modules, parameters, buffers, and their data."""
     undo = [step for module in root.modules() for step in _undo(module)]
     try:
         yield
@@ -61,7 +63,7 @@ def _refill(own: dict[str, Any]) -> Callable[[], None]:
     before = dict(own)
 
     def refill() -> None:
-        # Those of a pipe inside ask the pipe before they change.
+        # A pipe inside would otherwise check the change.
         dict.clear(own)
         dict.update(own, before)
 
@@ -69,7 +71,7 @@ def _refill(own: dict[str, Any]) -> Callable[[], None]:
 
 
 def _put_back(tensor: Tensor) -> Callable[[], None]:
-    # What a module moves keeps its identity and gets other data; so does its gradient.
+    # Moving a module keeps the identity of a parameter and replaces its data, and those of its gradient.
     data, gradient = tensor.data, tensor.grad if tensor.is_leaf else None
     held = None if gradient is None else gradient.data
 
@@ -96,14 +98,14 @@ def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]
 
 
 def device_map(partitions: Iterable[nn.Module], devices: Iterable[torch.device]) -> dict[str, str]:
-    """The device of each layer and of each parameter, by name.
+    """The device of each layer and each parameter, by name.
 
-    Of parameters too, because accelerate moves what has less than two entries.
+    Parameters are included because accelerate moves a model whose map has less than two entries.
     """
     places: dict[str, str] = {}
     for partition, device in zip(partitions, devices, strict=True):
         names = [*partition._modules, *(name for name, _ in partition.named_parameters())]
-        # A CPU has no number to torch.
+        # Torch knows no numbers of CPUs.
         places.update(dict.fromkeys(names, "cpu" if device.type == "cpu" else str(device)))
     return places
 

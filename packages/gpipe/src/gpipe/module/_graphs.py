@@ -1,7 +1,7 @@
-"""CUDA graphs inside of layers: a pipeline cannot have them, and says so before they give wrong results.
+"""Detect CUDA graphs in layers. A pipeline refuses them, since they would give wrong results.
 
-A graph writes its outputs, and what its backward needs, into the same memory at each replay. In a pipeline the next
-micro-batch goes through a layer while the last one is still needed.
+A graph writes its outputs, and what its backward needs, into the same memory at each replay. In a pipeline, a layer
+computes the next micro-batch while the results of the last one are still needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 _DEPTH = 8
-"""Wrappers around a compiler, of which torch has about three."""
+"""The depth of wrappers around a compiler that is searched; torch has about three."""
 
 
 def expect_no_graphs(block: nn.Module, device: torch.device, partition: int) -> None:
@@ -33,7 +33,7 @@ _WAY_OUT = "use torch.compile without CUDA graphs (mode='default' or 'max-autotu
 
 
 def _graph_of(module: nn.Module) -> str | None:
-    """By what means a call of ``module`` replays a graph; None if it does not."""
+    """How a call of ``module`` replays a graph; None if it does not."""
     if getattr(vars(module).get("forward"), "__module__", None) == "torch.cuda.graphs":
         return "torch.cuda.make_graphed_callables"
     if any(map(_has_graphs, _compilers(module))):
@@ -42,7 +42,7 @@ def _graph_of(module: nn.Module) -> str | None:
 
 
 def _compilers(module: nn.Module) -> Iterator[Any]:
-    """What compiles a module, as ``torch.compile(module)`` keeps it and as ``module.compile()`` does."""
+    """The compilers of a module, as ``torch.compile(module)`` and ``module.compile()`` keep them."""
     context = vars(module).get("dynamo_ctx")
     if context is not None:
         yield context.callback

@@ -1,4 +1,4 @@
-"""Hooks that are registered on a pipe itself, where a step does not go through ``nn.Module.__call__``."""
+"""Hooks on a pipe itself. ``step`` does not go through ``nn.Module.__call__``, which would call them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._keywords import as_arguments, as_value
 
 
 def refuse_hooks(pipe: nn.Module, method: str) -> None:
-    """RuntimeError naming hooks of ``pipe`` that its ``method``, which computes losses inside, cannot call."""
+    """Raise RuntimeError if ``pipe`` has hooks that ``method`` cannot call, because it computes losses inside."""
     kinds = {
         "forward": pipe._forward_hooks,
         "full backward": pipe._backward_hooks,

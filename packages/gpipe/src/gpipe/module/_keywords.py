@@ -1,4 +1,4 @@
-"""What the first layer is called with, of what ``step`` and ``evaluate`` are: keywords, a mapping, or one value."""
+"""The arguments of the first layer, from those of ``step`` and ``evaluate``: keywords, a mapping, or one value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._signature import binds, signature_of
 
 
 class _Nothing:
-    """Stands for an argument that was not given, since None may be."""
+    """The default of an argument that may also be None."""
 
     def __repr__(self) -> str:
         return "NOTHING"
@@ -33,11 +33,11 @@ class Call(NamedTuple):
     """A call of a method of a pipe that takes a mini-batch and a target.
 
     Attributes:
-        method: its name.
-        options: the names of its own keywords.
-        input: the first positional argument, or :data:`NOTHING`.
-        target: the second, or None.
-        arguments: keywords that are not its own.
+        method: the name of the method.
+        options: the names of the method's own keywords.
+        input: the first positional argument; :data:`NOTHING` if there is none.
+        target: the second positional argument, or None.
+        arguments: keywords that are not the method's own.
     """
 
     method: str
@@ -58,10 +58,10 @@ def as_arguments(value: Any) -> Arguments:
 
 
 def called_with(layer: nn.Module, call: Call) -> tuple[Any, Any]:
-    """The mini-batch as ``layer``, the first one, takes it, and the target.
+    """The mini-batch as the first ``layer`` takes it, and the target.
 
     Raises:
-        TypeError: names an argument that is missing, unknown, given twice, or both the method's and the layer's.
+        TypeError: an argument is missing, unknown, given twice, or one of both the method and the layer.
     """
     given, target, arguments = call.input, call.target, call.arguments
     if not arguments and given is not NOTHING and not isinstance(given, Mapping):
@@ -111,7 +111,9 @@ def _names(signature: Signature) -> set[str]:
 
 
 def _are_keywords(signature: Signature, mapping: Mapping[Any, Any]) -> bool:
-    """Whether ``mapping`` is meant as keywords: some keys are names of arguments, or nothing else is possible."""
+    """Whether ``mapping`` contains keywords: a key is the name of an argument, or the layer cannot take it in another
+    way.
+    """
     if not all(isinstance(key, str) for key in mapping):
         return False
     parameters = list(signature.parameters.values())

@@ -1,4 +1,4 @@
-"""The layers of a pipe are held twice, by the pipe and by its partitions. Here they change together, or not at all."""
+"""The layers of a pipe are in the pipe and in its partitions. Here both are changed together, or neither."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from torch import nn
 
 Change = Callable[[str, Any], None]
-"""Puts a value under a name, in every place that holds it; None takes away what is there. May refuse."""
+"""A function that sets a value under a name wherever it is kept; None removes it. It may refuse."""
 
 _MISSING = object()
 
 
 class Held(dict[str, Any]):
-    """What a module registers, where every change is made by ``change()``.
+    """A dict of what a module registers, in which every change is made by ``change()``.
 
     All ways to change a module end here: attributes, ``add_module``, ``append``, ``del``, ``_modules[name] = ...``.
 
     Args:
-        entries: what is there now.
-        change: a weak reference; once it is dead, this is a dict like any other.
+        entries: the present entries.
+        change: a weak reference to the function; when it is dead, this is an ordinary dict.
     """
 
     def __init__(self, entries: dict[str, Any], change: Callable[[], Change | None]) -> None:
@@ -32,7 +32,7 @@ class Held(dict[str, Any]):
         return self._change() is not None
 
     def put(self, name: str, value: Any) -> None:
-        """Change an entry without asking."""
+        """Change an entry without calling ``change``."""
         super().__setitem__(name, value)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -76,20 +76,20 @@ class Held(dict[str, Any]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies are plain dicts; whoever copies the owner holds them anew."""
+        """Copies are ordinary dicts; a copy of the owner makes its own."""
         return dict, (dict(self),)
 
 
 def refill(partitions: Iterable[nn.Module], others: Iterable[nn.Module]) -> None:
-    """Give each of the ``partitions`` the layers of one of the ``others``, without asking."""
+    """Give each of the ``partitions`` the layers of one of the ``others``, without calling ``change``."""
     for partition, other in zip(partitions, others, strict=True):
-        if [*partition._modules] != [*other._modules]:  # else a run may be going through them
+        if [*partition._modules] != [*other._modules]:  # otherwise equal; a run may be iterating over them
             dict.clear(partition._modules)
         dict.update(partition._modules, other._modules)
 
 
 def refuse(name: str, _: object) -> None:
-    """A :data:`Change` that makes none: of what a partition has beside its layers, which nobody would train or save."""
+    """A :data:`Change` that refuses: entries of a partition besides its layers would not be trained or saved."""
     raise TypeError(
         f"{name!r} of the partitions of a pipe cannot be changed: they are a view of its layers; change a layer by "
         f"pipe[index] = layer, register what it needs on the layer{NEW_PIPE}"

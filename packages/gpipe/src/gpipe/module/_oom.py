@@ -1,4 +1,4 @@
-"""A step that runs out of memory, once more with smaller micro-batches."""
+"""Repeat a step that runs out of memory, with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ Result = TypeVar("Result")
 _log = logging.getLogger("gpipe")
 
 CHOICES = ("raise", "smaller chunks")
-"""What ``step`` does where memory runs out."""
+"""The values of ``on_oom``."""
 
 
 def expect_retry(on_oom: Any, schedule: Schedule | str, options: LossOptions) -> None:
-    """Raise unless a step could be done with other numbers of chunks, and give the same.
+    """Raise unless a step gives the same results with other numbers of chunks.
 
     Raises:
-        ValueError: ``on_oom`` is none of :data:`CHOICES`; a schedule or a loss is for a certain number of chunks.
-        RuntimeError: a layer of a pipe calls this, which has drawn random numbers and will be recomputed itself.
+        ValueError: ``on_oom`` is not one of :data:`CHOICES`; the schedule or the loss is for a certain number of
+            chunks.
+        RuntimeError: a layer of a pipe calls this; it may have drawn random numbers, and will be recomputed itself.
     """
     if on_oom not in CHOICES:
         known = ", ".join(map(repr, CHOICES))
@@ -75,10 +76,10 @@ def _expect_any_chunks(options: LossOptions) -> None:
 
 
 def rows_of(inputs: Checked, chunks: int) -> list[int]:
-    """The rows of the micro-batches that so many chunks give.
+    """The rows of each micro-batch for a number of chunks.
 
     Raises:
-        ValueError: ``inputs`` cannot be cut so.
+        ValueError: ``inputs`` cannot be cut into that many.
     """
     with torch.no_grad():
         batches, _ = cut(inputs, torch.device("meta"), chunks)  # where it takes no memory
@@ -87,19 +88,20 @@ def rows_of(inputs: Checked, chunks: int) -> list[int]:
 
 
 class HasChunks(Protocol):
-    """A pipe."""
+    """An object with a number of chunks, such as a pipe."""
 
     chunks: int
 
 
 class Attempts(Generic[Result]):
-    """A step, and what it takes to do it twice.
+    """A step, and what is needed to repeat it.
 
     Args:
-        pipe: whose chunks change.
-        step: does it, with the chunks that the pipe has then.
-        rows: of the micro-batches that so many chunks give. Raises ValueError if the mini-batch cannot be cut so.
-        undo: puts back what a failed step has changed, other than gradients.
+        pipe: the pipe, whose chunks are changed.
+        step: does the step, with the pipe's present number of chunks.
+        rows: returns the rows of each micro-batch for a number of chunks. Raises ValueError if the mini-batch cannot be
+            cut into that many.
+        undo: restores what a failed step has changed, except gradients.
         modules: the layers.
     """
 
@@ -119,7 +121,7 @@ class Attempts(Generic[Result]):
         self._modules = modules
 
     def run(self) -> Result:
-        """The step; if it runs out of memory, the same with smaller micro-batches."""
+        """Do the step; if it runs out of memory, repeat it with smaller micro-batches."""
         first: Exception
         try:
             return self._settled()
@@ -128,10 +130,10 @@ class Attempts(Generic[Result]):
                 raise
             first = error
         try:
-            # Not in the handler: it holds the error, whose frames hold what was computed.
+            # Outside of the handler: the error there refers to frames, which refer to what was computed.
             return self._again(first)
         finally:
-            del first  # a cycle with this frame
+            del first  # a reference cycle with this frame
 
     def _settled(self) -> Result:
         found = self._step()
@@ -159,7 +161,7 @@ class Attempts(Generic[Result]):
         raise first
 
     def _put_back(self, error: Exception) -> None:
-        """All as before the step; raise ``error``, with a note that says why, if that is impossible."""
+        """Restore the state before the step; if that is impossible, raise ``error`` with a note that says why."""
         if came_late(error):
             add_note(error, "it is not done again: all micro-batches were through, and gradients were being added up")
             raise error
@@ -202,7 +204,7 @@ class Attempts(Generic[Result]):
 
 
 def free(error: BaseException) -> None:
-    """Free what the frames of ``error`` hold, and what torch keeps for later."""
+    """Free what the frames of ``error`` refer to, and memory that torch caches."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
@@ -218,9 +220,9 @@ def free(error: BaseException) -> None:
 
 
 def _clear(error: BaseException) -> None:
-    """Clear the frames of ``error`` that have ended, and of those that called them.
+    """Clear the frames of ``error`` that have ended, and those that called them.
 
-    An error of a worker was caught on the way: its traceback ends there, but frames hold the frames that called them.
+    The traceback of a worker's error ends where it was caught; but each frame refers to the frame that called it.
     """
     traceback.clear_frames(error.__traceback__)
     for frame, _ in traceback.walk_tb(error.__traceback__):

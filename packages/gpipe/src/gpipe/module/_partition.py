@@ -1,4 +1,4 @@
-"""Check a sequential module and cut it into partitions."""
+"""Check a sequential module, and cut it into partitions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ._tied import expect_shareable, move_all
 
 
 class Partition(nn.Sequential):
-    """The layers of one stage under their own names. The first may take several arguments, as a model may."""
+    """The layers of one stage under their own names. The first layer may take several arguments."""
 
     tells_layers = True
-    """It says to :data:`current` where each layer begins."""
+    """It tells :data:`current` which layer is computed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         rng = current.rng
@@ -39,7 +39,7 @@ class Partition(nn.Sequential):
                 value = layer(value) if k else layer(*args, **kwargs)
         return value
 
-    # These number the layers from 0. Among the names of a pipe that would be those of other layers.
+    # These methods number new layers from 0; in a pipe, other layers have these names.
     def append(self, module: nn.Module) -> Partition:
         refuse_more(self._modules)
         return super().append(module)
@@ -58,14 +58,14 @@ class Partition(nn.Sequential):
 
 
 class BalanceError(ValueError):
-    """A balance that does not fit the module."""
+    """The balance does not fit the module."""
 
 
 def recommend_auto_balance(message: str) -> str:
-    """``message``, and how to get a balance that fits.
+    """``message``, with an example of how to find a balance.
 
     Args:
-        message: what is wrong.
+        message: the error.
 
     Returns:
         A text of several lines.
@@ -103,10 +103,10 @@ def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -
 
     Args:
         module: the model.
-        balance: layers of each partition. If given, layers of one partition may share parameters.
+        balance: the number of layers of each partition. If given, layers of one partition may share parameters.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or one that computes or keeps more than its layers.
+        TypeError: ``module`` is not an ``nn.Sequential``, or does more than compute its layers.
         ValueError: a layer occurs twice, or a parameter in two layers or, given a balance, in two partitions.
     """
     expect_sequential(module)
@@ -117,7 +117,7 @@ def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -
 
 
 def expect_sequential(module: object) -> None:
-    """Raise TypeError unless ``module`` is an ``nn.Sequential`` that does nothing but compute its layers in a row."""
+    """Raise TypeError unless ``module`` is an ``nn.Sequential`` that only computes its layers in order."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be nn.Sequential to be partitioned; got {type(module).__name__}")
     expect_plain(module, known=(Partition, Flattened))
@@ -130,8 +130,8 @@ def split_module(
 
     Args:
         module: the model; its layers are moved, not copied.
-        balance: layers of each partition.
-        devices: at least one for each partition; more are dropped.
+        balance: the number of layers of each partition.
+        devices: at least one for each partition; further ones are ignored.
 
     Returns:
         ``(partitions, balance, devices)``, of the same length. The layers in a partition keep their names.
@@ -139,7 +139,7 @@ def split_module(
     Raises:
         BalanceError: ``balance`` does not fit the number of layers, or is not made of positive integers.
         IndexError: there are fewer devices than partitions.
-        TypeError, ValueError: as :func:`verify_module`, or a device cannot hold its partition.
+        TypeError, ValueError: as for :func:`verify_module`; or a device cannot hold its partition.
 
     On any error no layer has moved.
     """
@@ -152,10 +152,11 @@ def split_module(
 def divide(
     module: nn.Sequential, balance: Iterable[int], devices: Sequence[Device], means: Means | None
 ) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
-    """As :func:`split_module`, but partitions may share parameters: those are where the first is that has them.
+    """Like :func:`split_module`, but partitions may share parameters; these are on the device of the first that has
+    them.
 
     Args:
-        means: if given, layers on ``meta`` get their data on their devices.
+        means: if given, initialises layers on ``meta`` on their devices.
     """
     expect_sequential(module)
     balance = checked_balance(balance, len(module))
@@ -175,7 +176,7 @@ def divide(
 
 
 def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleList:
-    """The partitions of ``module``, with its layers as they are and where they are.
+    """The partitions of ``module``. Its layers are not moved.
 
     Raises:
         ValueError: a layer occurs twice.
@@ -186,7 +187,7 @@ def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleLis
 
 
 def partition_of(layers: Iterable[Named], training: bool) -> Partition:
-    """These layers, with their names, as a partition."""
+    """A partition of these layers, with their names."""
     partition = Partition()
     partition._modules.update(layers)
     partition.training = training
@@ -194,7 +195,7 @@ def partition_of(layers: Iterable[Named], training: bool) -> Partition:
 
 
 def move_partitions(partitions: nn.ModuleList, places: Sequence[torch.device]) -> None:
-    """Move each partition to its place, after a look at all of them.
+    """Move each partition to its place, after all were checked.
 
     Raises:
         ValueError: a place cannot hold its partition. Then none has moved.
@@ -209,17 +210,17 @@ def move_partitions(partitions: nn.ModuleList, places: Sequence[torch.device]) -
 def _materialize(
     module: nn.Sequential, partitions: nn.ModuleList, places: Sequence[torch.device], means: Means
 ) -> None:
-    """Give each partition its data on its place, after a look at all of them."""
+    """Initialise each partition on its place, after all were checked."""
     expect_materializable(dict(module.named_children()), places, means)
     for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
         expect_no_graphs(partition, place, j)
     with untouched_on_failure(module):
         materialize(partitions, places, means)
-        move_all(list(partitions), places)  # what they share is where it was needed last
+        move_all(list(partitions), places)  # a shared tensor is on the device where it was needed last
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
-    """``balance`` as a list; :class:`BalanceError` unless it gives each of the ``layers`` to one partition."""
+    """``balance`` as a list; :class:`BalanceError` unless it assigns each of the ``layers`` to one partition."""
     sizes = checked_sizes(balance, layers)
     if sum(sizes) != layers:
         raise BalanceError(
@@ -234,7 +235,7 @@ def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
 
 
 def expect_partitions(balance: list[int], partitions: int) -> list[int]:
-    """``balance``, if it is for so many partitions."""
+    """``balance``; BalanceError unless it has this number of partitions."""
     if len(balance) != partitions:
         raise BalanceError(
             f"balance: expected {partitions} numbers, one for each partition, got {balance}; for another number of "
@@ -265,7 +266,7 @@ def _refuse_shared_parameters(blocks: Sequence[Sequence[Named]], where: str) -> 
 
 
 def _parameters(block: Sequence[Named]) -> dict[int, str]:
-    """The name of each parameter below ``block``, by identity."""
+    """The name of each parameter in ``block``, by identity."""
     return {id(p): f"'{layer}.{name}'" for layer, module in block for name, p in module.named_parameters()}
 
 

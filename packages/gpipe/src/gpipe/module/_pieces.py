@@ -1,4 +1,4 @@
-"""A partition of which some layers are checkpointed and others are not, in pieces: runs of layers of one kind."""
+"""Partitions of which only some layers are checkpointed, in pieces: consecutive layers with the same flag."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ._arguments import checked_mode, checked_modes
 from ._partition import partition_of
 
 Choice = str | list[bool]
-"""How a partition is checkpointed: by one mode, or layer by layer."""
+"""How a partition is checkpointed: by a mode, or by a flag for each layer."""
 
 Choices = str | list[Choice]
-"""The same of all partitions, or of each."""
+"""How all partitions are checkpointed: by one mode, or one choice for each."""
 
 
 class Piece(NamedTuple):
-    """Layers in a row that are computed as one cell.
+    """Consecutive layers that are computed as one cell.
 
     Attributes:
-        module: has them.
-        partition: the number of the one they are in.
-        recomputed: whether they are checkpointed; None if that is up to the mode of the partition, which it is whole.
+        module: a module with these layers.
+        partition: the number of their partition.
+        recomputed: whether they are checkpointed; None for a whole partition, for which its mode decides.
     """
 
     module: nn.Module
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def checked_choices(checkpoint: Any) -> Choices:
-    """``checkpoint`` as a mode, or a list with a mode, or one flag for each layer, for each partition."""
+    """``checkpoint`` as a mode, or a list with a mode, or flags for its layers, for each partition."""
     if isinstance(checkpoint, (list, tuple)):
         return [_checked(choice, f"checkpoint[{j}]") for j, choice in enumerate(checkpoint)]
     return checked_mode(checkpoint, "checkpoint")
@@ -51,7 +51,7 @@ def _checked(choice: Any, name: str) -> Choice:
 
 
 def expect_fitting(choices: Choices, sizes: Sequence[int]) -> Choices:
-    """``choices``, if they are for partitions of these sizes; else ValueError."""
+    """``choices``; ValueError unless they are for partitions of these sizes."""
     checked_modes(choices, len(sizes))
     if isinstance(choices, str):
         return choices
@@ -65,22 +65,22 @@ def expect_fitting(choices: Choices, sizes: Sequence[int]) -> Choices:
 
 
 def copied(choices: Choices) -> Choices:
-    """The same, in lists of their own."""
+    """A copy of ``choices``."""
     return choices if isinstance(choices, str) else as_lists(choices)
 
 
 def rebalanced(choices: Choices, before: Sequence[int], after: Sequence[int]) -> Choices:
-    """The choices for partitions of other sizes: see :func:`gpipe.schedule._flags.moved`."""
+    """The choices for partitions of other sizes; see :func:`gpipe.schedule._flags.moved`."""
     return choices if isinstance(choices, str) else as_lists(moved(choices, before, after))
 
 
 def modes_of(choices: Choices) -> str | list[str]:
-    """What schedules see: of a partition in pieces nothing is checkpointed as a whole."""
+    """The modes for schedules: a partition in pieces is not checkpointed as a whole."""
     return choices if isinstance(choices, str) else [*map(scheduled, choices)]
 
 
 def in_runs(choices: Choices) -> dict[int, list[tuple[bool, int, int]]]:
-    """Of each partition in pieces these: whether they are checkpointed, their first layer, and their end."""
+    """For each partition in pieces, its pieces: whether they are checkpointed, the first layer, and the end."""
     if isinstance(choices, str):
         return {}
     found = {j: [*runs_of(choice)] for j, choice in enumerate(choices) if not isinstance(choice, str)}
@@ -88,7 +88,7 @@ def in_runs(choices: Choices) -> dict[int, list[tuple[bool, int, int]]]:
 
 
 def pieces_of(partitions: Iterable[nn.Module], choices: Choices) -> list[Piece]:
-    """The pieces of all partitions, in order, with the layers as they are and where they are."""
+    """The pieces of all partitions, in order. Layers are not moved."""
     runs = in_runs(choices)
     found: list[Piece] = []
     for j, partition in enumerate(partitions):
@@ -97,10 +97,10 @@ def pieces_of(partitions: Iterable[nn.Module], choices: Choices) -> list[Piece]:
 
 
 def laid_out(pieces: Sequence[Piece], devices: Sequence[torch.device]) -> tuple[list[Stage], SkipLayout]:
-    """What the engine sees of the pieces: a stage for each, and the skips between them.
+    """A stage for each piece, and the skips between them.
 
     Args:
-        devices: of the partitions.
+        devices: the device of each partition.
     """
     modules = [piece.module for piece in pieces]
     layout = inspect_skip_layout(modules)
@@ -115,17 +115,17 @@ def _cut(partition: nn.Module, j: int, runs: Iterable[tuple[bool, int, int]]) ->
 
 
 def flags_of(choices: Choices) -> list[list[bool] | None] | None:
-    """Those of each partition that has any; None if none has."""
+    """The flags of each partition that has any; None if no partition has."""
     if isinstance(choices, str) or all(isinstance(each, str) for each in choices):
         return None
     return [None if isinstance(each, str) else each for each in choices]
 
 
 def expect_callable_in_pieces(partitions: Mapping[int, nn.Module], choices: Choices) -> None:
-    """Before a run: RuntimeError if a partition whose layers are called in pieces should be called itself.
+    """Before a run: raise RuntimeError if a partition in pieces has hooks, or is compiled, which would be left out.
 
     Args:
-        partitions: those that are here, by their numbers.
+        partitions: the partitions in this process, by number.
     """
     for j in in_runs(choices).keys() & partitions.keys():
         partition = partitions[j]

@@ -1,4 +1,4 @@
-"""Any model as the layers that a pipe is made of."""
+"""Make an ``nn.Sequential`` of any model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def as_sequential(model: nn.Module, sample: Any) -> nn.Sequential:
 
     Args:
         model: any module.
-        sample: what it is called with; None if it cannot be flattened.
+        sample: an input of the model; without one, the model must be an ``nn.Sequential``.
 
     Raises:
-        TypeError: no ``nn.Sequential``, and no sample.
+        TypeError: ``model`` is not an ``nn.Sequential``, and there is no sample.
     """
     if sample is not None and not isinstance(model, nn.Sequential):
         return flatten(model, sample)

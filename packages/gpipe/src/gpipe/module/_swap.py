@@ -1,4 +1,4 @@
-"""Give a tensor another device and other data, where ``tensor.data = ...`` cannot."""
+"""Replace the device and data of a tensor where ``tensor.data = ...`` cannot."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 def swap_data(tensor: Tensor, other: Tensor) -> None:
-    """Let ``tensor`` be what ``other`` is, device and data, and keep its identity, class, attributes and hooks.
+    """Give ``tensor`` the device and data of ``other``. It keeps its identity, class, attributes and hooks.
 
-    So parameters stay tied, and whoever holds one, such as the model that layers were taken from, holds it still.
+    So parameters remain tied, and references to them, such as those of the original model, remain valid.
     """
     # Neither can `tensor.data = ...` change a tensor from or to meta, nor does torch.utils.swap_tensors take those
     # that somebody refers to weakly, as an LSTM refers to its weights.
@@ -23,6 +23,6 @@ def swap_data(tensor: Tensor, other: Tensor) -> None:
 
 
 def leaf_of(data: Tensor, requires_grad: bool) -> Tensor:
-    """``data`` as a tensor of its own, fit for :func:`swap_data`."""
-    # Not detach(), after which torch forbids `.data = ...`.
+    """``data`` as a separate tensor, for :func:`swap_data`."""
+    # Not by detach(), after which torch forbids `.data = ...`.
     return nn.Parameter(data, requires_grad=requires_grad)

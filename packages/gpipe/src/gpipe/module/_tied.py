@@ -1,4 +1,4 @@
-"""Partitions that share parameters: where these are, and what cannot be shared."""
+"""Parameters that partitions share: the device they are on, and what cannot be shared."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ._layers import Held
 
 
 def move_all(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
-    """Move each partition to its place; what several share, to that of the first which has it."""
+    """Move each partition to its place. What several partitions share is moved to that of the first one."""
     holders = _holders(partitions)
     for partition, place in reversed(list(zip(partitions, places, strict=True))):
         move(partition, place)
     for (first, name), *others in holders.values():
-        for entries, other in others:  # to a device of another kind torch may move a parameter by making a new one
+        for entries, other in others:  # moved to a device of another type, a parameter may be a new one
             entries[other] = first[name]
 
 
 def _holders(partitions: Sequence[nn.Module]) -> dict[Tensor, list[tuple[dict[str, Any], str]]]:
-    """Where each parameter stands, in the order of the ``partitions``."""
+    """The places of each parameter in modules, in the order of the ``partitions``."""
     holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
     for module in (module for partition in partitions for module in partition.modules()):
         for name, parameter in module._parameters.items():
@@ -36,7 +36,7 @@ def _holders(partitions: Sequence[nn.Module]) -> dict[Tensor, list[tuple[dict[st
 
 
 def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
-    """Raise ValueError, naming it, if ``partitions`` share what each cannot have a copy of."""
+    """Raise ValueError, naming it, if ``partitions`` share something of which each cannot have a copy."""
     _expect_initialised(partitions)
     _expect_copyable(partitions)
     _expect_whole(partitions, places)
@@ -54,7 +54,9 @@ def _expect_initialised(partitions: Sequence[nn.Module]) -> None:
 
 
 def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
-    """Modules in several partitions are copied shallowly, which what is bound to the module itself would not see."""
+    """Modules in several partitions are copied shallowly. A copy would not be used by what is bound to the module
+    itself.
+    """
     earlier: dict[nn.Module, str] = {}
     for j, partition in enumerate(partitions):
         for name, module in partition.named_modules():
@@ -65,7 +67,7 @@ def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
 
 
 def _binding(module: nn.Module) -> str | None:
-    """Why a shallow copy of ``module`` would compute with what ``module`` holds, if it would."""
+    """Why a shallow copy of ``module`` would compute with the tensors of ``module``; None if it would not."""
     if isinstance(module._modules, Held):
         return _IS_A_PIPE
     return _HAS_FORWARD if "forward" in vars(module) else None
@@ -79,7 +81,7 @@ _IS_A_PIPE = "and it is a pipe or a partition of one, which has its own places; 
 
 
 def _expect_whole(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
-    """Tensors that share memory without being one would not on several devices, and then be trained apart."""
+    """Tensors that share memory without being one would become separate on several devices, and be trained apart."""
     devices = ["cpu" if place.type == "cpu" else str(place) for place in places]
     if len(set(devices)) < 2:
         return

@@ -1,4 +1,4 @@
-"""What ``step`` and ``evaluate`` have in common: targets, losses, and what is returned."""
+"""What ``step`` and ``evaluate`` share: targets, losses, and return values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind", bound=Losses)
 
 
 class LossOptions(NamedTuple):
-    """The keywords that ``step`` and ``evaluate`` have in common."""
+    """The keywords that ``step`` and ``evaluate`` share."""
 
     loss_fn: LossFunction | None
     reduction: str
@@ -33,7 +33,7 @@ class LossOptions(NamedTuple):
 
 
 def expect_grad_mode() -> None:
-    """RuntimeError where nothing could be trained."""
+    """Raise RuntimeError if grad mode is off."""
     if not torch.is_grad_enabled():
         raise RuntimeError(
             "step() trains, but grad mode is off; leave torch.no_grad(), or call pipe.evaluate(...) for the loss or "
@@ -44,7 +44,7 @@ def expect_grad_mode() -> None:
 def losses_of(
     kind: type[Kind], options: LossOptions, target: Any, batches: Sequence[Batch], chunks: int, device: torch.device
 ) -> Kind:
-    """What computes the losses of ``batches``, on ``device``."""
+    """An object that computes the losses of ``batches``, on ``device``."""
     loss_fn = own_loss if options.loss_fn is None else options.loss_fn
     arguments = _arguments(options.loss_fn, target, batches, chunks, device)
     weights = _weights(batches, options.reduction, options.normalizer)
@@ -53,7 +53,7 @@ def losses_of(
 
 
 def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, options: LossOptions) -> Any:
-    """The loss; with metrics if there are any, and with outputs if they are wanted."""
+    """The loss; with metrics if there are any, and with outputs if they were asked for."""
     found: list[Any] = [losses.loss]
     if losses.metrics is not None:
         found.append(losses.metrics)
@@ -74,7 +74,7 @@ def _outputs(losses: Losses, batches: Sequence[Batch], out_spec: Any) -> Any:
 def _arguments(
     loss_fn: LossFunction | None, target: Any, batches: Sequence[Batch], chunks: int, device: torch.device
 ) -> list[tuple[Any, ...]]:
-    """What the loss function is called with after the output, for each of the ``batches``."""
+    """The arguments of the loss function after the output, for each of the ``batches``."""
     alone = takes_output_alone(loss_fn, target)
     if target is None:
         return [() if alone else (None,)] * len(batches)
@@ -82,10 +82,10 @@ def _arguments(
 
 
 def takes_output_alone(loss_fn: LossFunction | None, target: Any) -> bool:
-    """Whether ``loss_fn`` is called with the output and nothing else.
+    """Whether ``loss_fn`` is called with the output alone.
 
     Raises:
-        TypeError: it is no function, or takes no ``target``, but there is one.
+        TypeError: ``loss_fn`` is not callable, or there is a ``target`` that it does not take.
     """
     if loss_fn is None and target is not None:
         raise TypeError("a target is given, but no loss_fn that takes it; give loss_fn=..., or leave the target out")
@@ -98,7 +98,7 @@ def takes_output_alone(loss_fn: LossFunction | None, target: Any) -> bool:
 
 
 def _takes_one(loss_fn: LossFunction) -> bool:
-    """Whether ``loss_fn`` takes an output and nothing else."""
+    """Whether ``loss_fn`` takes one argument only."""
     function: Any = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     code = getattr(function, "__code__", None)
     if code is not None and code.co_argcount > 1 + inspect.ismethod(function):
@@ -111,7 +111,7 @@ def _takes_one(loss_fn: LossFunction) -> bool:
 
 
 def _weights(batches: Sequence[Batch], reduction: str, normalizer: float | Tensor | None) -> list[float]:
-    """What the loss of each micro-batch counts in the loss of the whole."""
+    """The weight of the loss of each micro-batch in that of the mini-batch."""
     divisor = 1.0 if normalizer is None else _number(normalizer)
     if divisor == 0:
         raise ValueError("normalizer must not be 0: it is what the sum of all losses is divided by")

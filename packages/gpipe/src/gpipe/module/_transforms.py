@@ -1,4 +1,4 @@
-"""Refuse what follows a computation through one thread: it would lose sight of the stages, which run on others."""
+"""Refuse transforms and tracers that follow a computation in one thread: they would not see the stages in others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_transforms() -> None:
             f"a pipe cannot run inside torch.func.{level.key().name.lower()} or what is made of it: its stages run on "
             f"other threads, which take no part; call backward() on what the pipe returns, or {_WAY_OUT}"
         )
-    # Also inside a dual level whose dual numbers the pipe may never see: they could be in any of its tensors.
+    # Also inside a dual level without dual numbers here: any tensor inside the pipe could be one.
     if forward_ad._current_level >= 0:
         raise RuntimeError(
             "a pipe has no forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp, torch.func.linearize): "
@@ -50,8 +50,8 @@ def _tracer() -> str | None:
 
 
 def not_compiled(function: Function) -> Function:
-    """``function``, which ``torch.compile`` calls as it is."""
-    # As torch.compiler.disable does, which would import the compiler, for seconds.
+    """``function``, which ``torch.compile`` does not trace."""
+    # As torch.compiler.disable, which would import the compiler, and take seconds.
     assert isinstance(function, FunctionType)
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

@@ -1,4 +1,4 @@
-"""What of a mini-batch is not cut: everything but tensors, which goes whole into each micro-batch."""
+"""The leaves of a mini-batch that are not tensors: they are passed whole to each micro-batch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _WAY_OUT = "or put Replicate() around it if each micro-batch is to get it whole"
 
 
 def replicated(value: Any, root: str) -> Any:
-    """``value`` with ``Replicate()`` around what is neither a tensor nor None; itself if there is nothing like that.
+    """``value`` with ``Replicate()`` around leaves that are neither tensors nor None.
 
-    A value without tensors stays as it is: it is no mini-batch, as :func:`microbatch.check` says.
+    A value without tensors does not change; :func:`microbatch.check` refuses it.
 
     Raises:
-        TypeError: an array, or an object with tensors inside, which has rows that nobody would cut.
+        TypeError: a leaf is an array, or an object that contains tensors, whose rows would not be cut.
     """
     if is_flat(value):
         return value
@@ -37,7 +37,7 @@ def replicated(value: Any, root: str) -> Any:
 
 
 def expect_no_rows(value: Any, batches: Sequence[Batch], root: str) -> None:
-    """TypeError if something in ``value`` that was not cut has as many entries as the mini-batch has rows."""
+    """Raise TypeError if an uncut leaf of ``value`` has as many entries as the mini-batch has rows."""
     if len(batches) < 2:
         return
     totals = {sum(column) for column in zip(*[batch.rows for batch in batches], strict=True)} - {1}
@@ -50,7 +50,7 @@ def expect_no_rows(value: Any, batches: Sequence[Batch], root: str) -> None:
 
 
 def _sequences(value: Any, root: str) -> Iterator[tuple[str, Sized]]:
-    """The lists without tensors in ``value``, and other objects with a length, each with its path."""
+    """The lists without tensors, and other objects with a length, in ``value``, each with its path."""
     if isinstance(value, Arguments):
         for k, each in enumerate(value.args):
             yield from _below(each, f"{root}.args[{k}]")
@@ -87,7 +87,7 @@ def _expect_no_tensors(leaf: Any, value: Any, k: int, root: str) -> None:
 
 
 def _holds_tensors(value: Any, seen: set[int]) -> bool:
-    """Whether there are tensors in the attributes of an object, or of those that it has."""
+    """Whether there are tensors in the attributes of an object, or in those of its attributes."""
     if isinstance(value, Tensor):
         return True
     if is_constant(value) or isinstance(value, nn.Module | FunctionType | ModuleType | type) or id(value) in seen:

@@ -1,4 +1,4 @@
-"""Give data to a model that was built on the device ``meta``, layer by layer, each on its own device."""
+"""Initialise a model that was built on the device ``meta``, layer by layer, each on its own device."""
 
 from ._materialize import expect_materializable as expect_materializable
 from ._materialize import materialize as materialize
