@@ -1,4 +1,4 @@
-"""One run of a model, watched: what is called when, and what becomes of the values between blocks."""
+"""Observe one run of a model: which modules it calls, and how values pass between blocks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _note(called: list[str], name: str, *_: Any) -> None:
 
 
 class Shape(NamedTuple):
-    """What a tensor looks like."""
+    """The shape, dtype and device of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def shape_of(leaf: Any) -> Any:
-    """The :class:`Shape` of a tensor; anything else as it is."""
+    """The :class:`Shape` of a tensor; other objects are returned as they are."""
     return Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
@@ -75,7 +75,7 @@ class BlockCall:
     written: bool = False
 
     def returned(self, output: Any) -> None:
-        """The call has ended."""
+        """Record the end of the call."""
         leaves, self.result = flattened(output)
         self.outputs = list(map(shape_of, leaves))
 
@@ -111,7 +111,7 @@ class Calls:
 
 
 def watch(model: nn.Module, inputs: Inputs, trunks: Sequence[Sequence[str]]) -> Calls:
-    """Run ``model`` once, without gradients, and note what it calls."""
+    """Run ``model`` once, without gradients, and record what it calls."""
     watcher = _Watcher(model, trunks)
     with torch.no_grad(), watcher.hooks(), _Reads(watcher):
         inputs.call(model)

@@ -1,8 +1,8 @@
-"""The whole output of a model that computes its own loss, from what its parts returned for each micro-batch.
+"""The output of a model that computes its own loss, from what its modules returned for each micro-batch.
 
-A loss is a mean over what counts in the whole mini-batch, such as all tokens that are no padding, and the losses of
-micro-batches do not tell it. So a pipe puts together, by rows, what the modules around the loss returned, and runs the
-model's own ``forward`` once more with these values in place of the modules. What is left of it is the loss.
+A loss may be a mean over a part of the mini-batch, such as all tokens without padding, and cannot be computed from the
+losses of micro-batches. So a pipe concatenates what the modules next to the loss returned, and runs the model's own
+``forward`` once more with these values in place of the modules. What it then computes is the loss.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Returned = dict[str, list[list[Tensor]]]
 """The tensors that modules returned, by name and call."""
 
 LOSS_ONLY = frozenset({"num_items_in_batch"})
-"""What Hugging Face's ``Trainer`` gives models to divide their loss by."""
+"""Arguments by which Hugging Face's ``Trainer`` tells models how to scale their loss."""
 
 _one_at_a_time = threading.RLock()
 
 
 class Ending:
-    """The end of a model's forward, without any of its modules. Copies share it.
+    """The end of a model's forward, without its modules. Copies of a layer share it.
 
     Args:
-        model: computes a loss.
-        names: of the modules around the loss.
+        model: a model that computes a loss.
+        names: the names of the modules next to the loss.
 
     Attributes:
-        fields: of the output that can be told.
+        fields: the fields of the output that it can compute.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -59,7 +59,7 @@ class Ending:
         return self
 
     def wanted(self) -> AbstractContextManager[None]:
-        """Inside, the last layer returns what this ending needs, in place of what the model returns."""
+        """A context in which the last layer returns what this ending needs, in place of the model's output."""
         return with_settings(ending=self)
 
     @property

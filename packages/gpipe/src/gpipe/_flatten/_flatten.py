@@ -1,4 +1,4 @@
-"""A model as a sequence of layers."""
+""":func:`flatten`: a model as a sequence of layers."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def flatten(
     blocks: str | Sequence[str] | None = None,
     pick: str | Callable[[Any], Any] | None = None,
 ) -> nn.Sequential:
-    """``model`` as an ``nn.Sequential`` that computes the same: what comes first, its blocks, what comes last.
+    """Make an ``nn.Sequential`` that computes what ``model`` computes: its begin, its blocks, and its end.
 
-    The layers contain the model's own modules, and have its names in ``state_dict()``. The model stays usable, and is
-    trained with them; only a cache of keys and values is turned off.
+    The layers contain the modules of ``model``, and have its names in ``state_dict()``. The model remains usable, and
+    is trained with the layers; only a cache of keys and values is turned off.
 
     Args:
         model: any module whose layers are in lists and are called once each, in order. Computations between two layers
@@ -58,7 +58,8 @@ def flatten(
 
     Raises:
         TypeError: ``pick`` is neither a name nor a function.
-        ValueError: there are no such lists, or the layers do not compute what the model computes, and why.
+        ValueError: there are no such lists, or the layers would not compute what the model computes; the message says
+            why.
 
     >>> import torch
     >>> class Model(nn.Module):
@@ -103,7 +104,7 @@ def _built(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Cal
 
 
 class _Parts:
-    """Makes the layers: before, between and after the trunks a segment each, and the blocks of the trunks."""
+    """Makes the layers: a segment before, between and after the trunks, and the blocks of the trunks."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick) -> None:
         self._model = model
@@ -164,7 +165,7 @@ def _title(segment: int, trunks: int) -> str:
 
 
 def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, reel: Reel) -> nn.Module:
-    """The model as ``segment`` has it."""
+    """The copy of the model for ``segment``."""
     names = [name for trunk in trunks for name in trunk]
     replaced: dict[nn.Module, nn.Module] = {
         model.get_submodule(name): BlockStandIn(model.get_submodule(name), reel, name, j, calls.blocks[j])
@@ -187,7 +188,7 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
 
 
 def _segments(unit: nn.Module, calls: Calls) -> set[int]:
-    """Where ``unit`` is needed."""
+    """The segments that need ``unit``."""
     state = (*unit.parameters(), *unit.buffers())
     called = {call.segment for call in calls.modules.get(unit, ())}
     return called.union(*(calls.tensors.get(id(tensor), set()) for tensor in state))
@@ -210,7 +211,7 @@ def _turn_off_cache(model: nn.Module) -> None:
 
 @contextmanager
 def _evaluating(*models: nn.Module) -> Iterator[None]:
-    """Inside, ``models`` are in evaluation mode, in which two runs are equal."""
+    """A context in which ``models`` are in evaluation mode, in which two runs give the same results."""
     training = {module: module.training for model in models for module in model.modules()}
     try:
         for model in models:
@@ -230,7 +231,7 @@ def _picker(pick: str | Pick | None) -> Pick:
 
 
 class Field:
-    """Takes one field of what a model returns."""
+    """Returns one field of a model's output."""
 
     def __init__(self, name: str | None) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""What takes the place of a module in a segment that it does not belong to."""
+"""Modules that take the place of others in a segment to which these do not belong."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def unknown(shape: Shape, device: torch.device, written: bool = False) -> Tensor
 
 
 class Untouched(Tensor):
-    """Stands for what a block returns until the next one of its list is called. No operation may use it."""
+    """The output of a block until the next block of its list is called. No operation may use it."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:

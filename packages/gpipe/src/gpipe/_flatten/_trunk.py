@@ -1,4 +1,4 @@
-"""Which modules are the blocks of a model."""
+"""Find the modules that are the blocks of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the layers compute what the model computes."""
+"""Check that the layers compute what the model computes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ._shapes import Shapes
 def expect_equal(
     model: nn.Module, layers: nn.Sequential, inputs: Inputs, pick: Pick, shapes: Shapes | None = None
 ) -> None:
-    """Raise ValueError unless both make the same of ``inputs``, in evaluation mode and without gradients.
+    """Raise ValueError unless both give the same output for ``inputs``, in evaluation mode and without gradients.
 
-    Under ``shapes``, only the shapes are compared, and nothing may be made of what stand-ins returned.
+    With ``shapes``, only shapes are compared, and no output may be computed from values of placeholders.
     """
     with torch.no_grad():
         expected = pick(inputs.call(model))
@@ -42,7 +42,7 @@ _REASON = (
 
 
 def in_a_row(layers: nn.Sequential, inputs: Inputs) -> Any:
-    """What the layers make of ``inputs``."""
+    """The output of the layers for ``inputs``."""
     value = layers[0](*inputs.args, **inputs.kwargs)
     for layer in list(layers)[1:]:
         value = layer(value)
@@ -50,7 +50,9 @@ def in_a_row(layers: nn.Sequential, inputs: Inputs) -> Any:
 
 
 def difference(expected: list[Any], found: list[Any], shapes: Shapes | None = None) -> str | None:
-    """In which way ``found`` is not what was ``expected``; None if it is. Tensors on ``meta`` have shapes alone."""
+    """The difference between ``found`` and ``expected``, as text; None if there is none. On ``meta``, shapes are
+    compared.
+    """
     if len(expected) != len(found):
         return f"{len(found)} values instead of {len(expected)}"
     for a, b in zip(expected, found, strict=True):
