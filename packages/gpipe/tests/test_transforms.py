@@ -157,3 +157,23 @@ def test_a_compiled_training_step_calls_step_as_it_is() -> None:
 def test_importing_gpipe_imports_no_compiler() -> None:
     program = "import gpipe, sys; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+class Tangent(nn.Linear):
+    """A layer whose output is partly its own derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, tangent = torch.func.jvp(super().forward, (x,), (torch.ones_like(x),))
+        return output + tangent
+
+
+@quietly
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize(("where", "layers"), [("inline", 3), ("threads", 1)])
+def test_forward_mode_inside_of_layers(where: str, layers: int, mode: str) -> None:
+    """On one thread: torch has one row of levels for all threads."""
+    torch.manual_seed(0)
+    kinds = [Tangent if j < layers else nn.Linear for j in range(3)]
+    plain = nn.Sequential(*(kind(3, 3, dtype=torch.float64) for kind in kinds))
+    with inline() if where == "inline" else nullcontext():
+        assert_trains_like(piped(plain, [1, 1, 1], chunks=2, checkpoint=mode), plain)
