@@ -19,7 +19,7 @@ from gpipe import Infeasible, Plan, inline, plan
 from gpipe._plan._costs import busy
 from profiler import profile
 
-from .layers import assert_same, linears, rows
+from .layers import Call, assert_same, linears, rows
 from .plans import ROWS, profile_of
 from .plans import layer as made_up
 
@@ -394,6 +394,15 @@ def test_wrong_devices_and_models():
         Plan.from_json(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Sequential|module"):
         plan(3, x, CPUS)
+
+
+def test_a_layer_in_two_places_is_refused_before_anything_is_measured():
+    def layer(x):
+        raise AssertionError("it was run")
+
+    again = Call(layer)
+    with pytest.raises(ValueError, match="duplicate children is not supported: '1' is the same layer as '0'"):
+        plan(nn.Sequential(again, again), torch.zeros(4, 2), ["cpu", "cpu"])
 
 
 @pytest.mark.parametrize("sample", [None, [], {}, torch.zeros(0, 3), torch.tensor(1.0), [3], "text"])

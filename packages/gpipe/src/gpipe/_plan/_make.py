@@ -14,6 +14,7 @@ from streams import add_note
 
 from .._flatten._shapes import expect_data
 from ..module._arguments import Device, checked_flag
+from ..module._partition import refuse_duplicate_layers
 from ..module._sequential import as_sequential
 from ..module._whole import replicated
 from ._after import lowered
@@ -126,6 +127,7 @@ def plan(
     layers = as_sequential(model, sample)
     if not len(layers):
         raise ValueError("model: expected at least one layer, got none")
+    refuse_duplicate_layers(layers._modules.items())  # before they are measured: no pipe has them
     fake = read_fake(devices, bandwidth, latency)
     layouts, places = read_layouts(devices, fake, len(layers), rows_of(sample), chunks, checkpoint)
     request = Request(

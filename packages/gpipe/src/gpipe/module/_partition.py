@@ -111,7 +111,7 @@ def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -
     """
     expect_sequential(module)
     children = list(module._modules.items())
-    _refuse_duplicate_layers(children)
+    refuse_duplicate_layers(children)
     blocks = [[each] for each in children] if balance is None else list(_blocks(children, balance))
     _refuse_shared_parameters(blocks, "distinct children" if balance is None else "distinct partitions")
 
@@ -181,7 +181,7 @@ def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleLis
     Raises:
         ValueError: a layer occurs twice.
     """
-    _refuse_duplicate_layers(list(module._modules.items()))
+    refuse_duplicate_layers(list(module._modules.items()))
     blocks = _blocks(list(module._modules.items()), balance)
     return nn.ModuleList(partition_of(block, module.training) for block in blocks)
 
@@ -270,7 +270,8 @@ def _parameters(block: Sequence[Named]) -> dict[int, str]:
     return {id(p): f"'{layer}.{name}'" for layer, module in block for name, p in module.named_parameters()}
 
 
-def _refuse_duplicate_layers(children: Sequence[Named]) -> None:
+def refuse_duplicate_layers(children: Iterable[Named]) -> None:
+    """Raise ValueError if a layer has two places among ``children``."""
     first: dict[int, str] = {}
     for name, layer in children:
         if id(layer) in first:
