@@ -22,7 +22,7 @@ for command in (plan, check, profile, simulate, timeline):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Do what the command line says.
+    """Run the command line.
 
     Returns:
         The exit status: 0 if all is well, 1 if a check found something, 2 if what was asked for cannot be used.

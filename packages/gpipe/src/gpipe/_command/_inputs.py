@@ -1,4 +1,4 @@
-"""What commands are given: models, mini-batches, devices."""
+"""The arguments of commands: models, mini-batches, devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Switch = Annotated[bool, _YES]
 
 
 def profiled(layers: nn.Sequential, sample: Any, device: str, chunks: int, timeout: float) -> Profile:
-    """What layers cost, with a progress bar on a terminal."""
+    """The profile of layers, with a progress bar on a terminal."""
     bar = Console(stderr=True).is_terminal
     return profiler.profile(layers, sample, device=torch.device(device), chunks=chunks, timeout=timeout, progress=bar)
 

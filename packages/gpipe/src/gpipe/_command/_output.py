@@ -1,4 +1,4 @@
-"""What a command leaves behind."""
+"""The output of commands: files and text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..timeline._chrome import trace
 
 
 def save(path: str, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make the file ``path``, as a whole or not at all: one that is there is replaced when it is done.
+    """Have ``write`` make the file ``path``. An existing file is replaced only when the new one is complete.
 
     Args:
         path: of the file.

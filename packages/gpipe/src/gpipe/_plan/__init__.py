@@ -1,4 +1,4 @@
-"""Which balance, how many chunks, which schedule, and who recomputes: measured, searched, and predicted."""
+"""Plans: search balance, number of chunks, schedule and recomputation, with measured costs and predictions."""
 
 from ._infeasible import Infeasible as Infeasible
 from ._make import plan as plan

@@ -1,4 +1,4 @@
-"""What is learned from a step that ran out of memory: its device holds less than was believed."""
+"""Plan again after a step that ran out of memory, with a lower limit for its device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._arguments import SCHEDULES
 from ._candidate import Space
 
 LESS = 0.9
-"""The share of what did not fit that the next plan may use: predictions are right within a tenth."""
+"""The share, of the bytes that did not fit, that the next plan may use: predictions are accurate to a tenth."""
 
 
 class Shortage(NamedTuple):

@@ -1,4 +1,4 @@
-"""Check what a plan is asked for, each argument by its name, before anything is measured."""
+"""Checks of the arguments of a plan, before anything is measured. Errors name the argument."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATES = {
 """The state of an optimizer, in sizes of its parameters."""
 
 SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
-"""What is searched, the one preferred first where they are as fast."""
+"""The schedules that are searched; of equally fast ones the first is preferred."""
 
 _UNITS = {"": 1, **{f"{letter}B": 1000**k for k, letter in enumerate(("", "K", "M", "G", "T", "P"))}}
 _UNITS.update({f"{letter}IB": 1024**k for k, letter in enumerate("KMGTP", start=1)})
@@ -84,7 +84,7 @@ def read_bytes(size: int | float | str, name: str = "memory") -> int:
 
 
 def read_memory(memory: Any, devices: Sequence[torch.device]) -> list[int | None]:
-    """What each device may hold: as given, once or for each; else all that an accelerator has, and any on a CPU."""
+    """The memory limit of each device: as given, or all memory of an accelerator; None for a CPU."""
     if memory is None:
         return [_all_of(device) for device in devices]
     if isinstance(memory, (str, int, float)):
@@ -160,7 +160,7 @@ def read_modes(checkpoint: Any, stages: int) -> list[tuple[str, ...]]:
 
 
 def optimizer_bytes(optimizer: OptimizerChoice, layers: Iterable[nn.Module]) -> list[int]:
-    """The bytes that the optimizer keeps for each layer; what several layers share belongs to the first.
+    """The bytes of the optimizer's state for each layer; a shared parameter belongs to the first layer.
 
     Raises:
         TypeError: it is neither a name, a number of bytes, nor a function of parameters.

@@ -1,4 +1,4 @@
-"""A way to train: what it costs, what it holds, and whether it fits."""
+"""Candidates: configurations of a pipe, with their predicted time and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._memory import DeviceBytes
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched.
+    """The space of configurations that is searched.
 
     Attributes:
         measured: the costs.
@@ -107,7 +107,7 @@ def lacking(space: Space, candidate: Candidate) -> dict[int, int]:
 
 
 def replayed(candidate: Candidate) -> float:
-    """The seconds of a step, if every action takes what it costs."""
+    """The seconds of a step, by a replay of the schedule with the costs of its actions."""
     costs, m = candidate.costs, candidate.chunks
     stages = costs.stage_costs(candidate.sizes, candidate.modes)
     steps = lanes(candidate.schedule, m, range(len(stages)), stops_of(candidate.modes, m), candidate.split)
@@ -137,7 +137,7 @@ def stops_of(modes: Sequence[StageMode], microbatches: int) -> tuple[int, ...]:
 
 
 def schedule_of(name: str, microbatches: int, modes: Sequence[StageMode], split: Sequence[int]) -> Schedule:
-    """What each stage does, on a device of its own."""
+    """The schedule, with each stage on a device of its own."""
     return named(name, microbatches, range(len(modes)), stops_of(modes, microbatches), split)
 
 

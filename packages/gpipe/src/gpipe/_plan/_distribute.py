@@ -85,7 +85,7 @@ class Distribution:
 
 
 def distribute(plan: PlanData) -> Distribution:
-    """What each process does, if one runs each rank of each replica. Behind :meth:`gpipe.Plan.distribute`."""
+    """The arguments for one process for each rank of each replica; see :meth:`gpipe.Plan.distribute`."""
     ranks = max(plan.ranks) + 1
     arguments = {
         "balance": plan.balance,

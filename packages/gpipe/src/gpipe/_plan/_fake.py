@@ -13,7 +13,7 @@ from ..timeline._hops import Link
 from ._arguments import read_bytes
 
 _FLOPS_REACHED, _BANDWIDTH_REACHED = 0.4, 0.7
-"""Shares of what a data sheet says that training reaches, roughly."""
+"""The approximate shares of a data sheet's figures that training reaches."""
 
 INSIDE = Link(latency=10e-6, bandwidth=25e9)
 """Between two devices of a node: about PCI Express 4."""
@@ -46,7 +46,7 @@ class Fake:
 
 
 FAKE = "fake "
-"""What the names of devices that are not there begin with."""
+"""The begin of the names of devices that this machine does not have."""
 
 _KINDS = {
     "V100": (32 * 10**9, 125e12, 0.9e12),
@@ -59,7 +59,7 @@ _SPEC = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(\S.*?)\s*")
 
 
 def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> Fake | None:
-    """What text such as ``"8x80GB"`` or ``"64x8xH100"`` describes; None for anything else.
+    """The devices that text such as ``"8x80GB"`` or ``"64x8xH100"`` describes; None for other values.
 
     Args:
         devices: the text.

@@ -12,7 +12,7 @@ from ._candidate import Candidate, Space, by_seconds, simplicity
 from ._neighbours import neighbours
 
 CLOSE = 0.02
-"""Candidates whose medians differ by no more than this share count as equally fast: a few steps tell no more."""
+"""Candidates whose medians differ by at most this share count as equally fast: a few steps are not more precise."""
 
 _WORTH = 1.2
 """Candidates predicted to be slower than the fastest by this factor are not tried."""

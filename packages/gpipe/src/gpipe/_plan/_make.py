@@ -1,4 +1,4 @@
-"""From a model, a mini-batch and devices to a plan."""
+""":func:`gpipe.plan`: from a model, a mini-batch and devices to a plan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ._plan import Plan
 from ._request import Request, read_layouts, read_profile, read_shortage
 
 GUESSED = Expected(0.5, 1.0, 2.0)
-"""How steps may be spread around seconds that were estimated without running anything."""
+"""The range of step times around an estimate that was made without running anything."""
 
 
 def plan(
@@ -155,7 +155,7 @@ def plan(
 
 
 def _planned(request: Request) -> Plan:
-    """Measure, search, and try out what was found."""
+    """Measure, search, and try the best candidates."""
     measured, layouts = _measured(request)
     spaces, notes = _spaces(request, measured, layouts)
     space, found = search_all(spaces)

@@ -1,4 +1,4 @@
-"""How many bytes a stage takes at its fullest moment, by what they are for."""
+"""The bytes of a stage at its peak, by kind."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ._moments import Moment
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """What a device holds at its fullest moment, in bytes.
+    """The bytes of a device at its peak, by kind.
 
     Attributes:
-        parameters: and buffers.
-        gradients: of the trainable parameters, as far as they are there at that moment.
-        optimizer: its state.
+        parameters: parameters and buffers.
+        gradients: gradients of the trainable parameters that exist at that time.
+        optimizer: the state of the optimizer.
         activations: of the other micro-batches in flight: all that they save, or their inputs if they are checkpointed.
-        transient: what the micro-batch takes that is in its backward: what it saved, and what comes and goes.
+        transient: the micro-batch that is in its backward: what it saved, and temporary memory.
         loss: the gradients of outputs whose backward has not begun; a loss is turned around as soon as it is there.
         inputs: the mini-batch where it was moved to the device, a clone that protects it from layers that work in
             place, its gradient, or one on its way to the stage before.
@@ -39,18 +39,18 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """The sum of all kinds."""
         return sum(self.by_kind.values())
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """The bytes by what they are for."""
+        """The bytes by kind."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a stage has to do with its neighbours; all bytes are those of a micro-batch.
+    """A stage's exchange with its neighbours; all bytes are those of a micro-batch.
 
     Attributes:
         microbatches: how many there are.
@@ -86,7 +86,7 @@ class Surroundings:
 
 
 class Stage(Protocol):
-    """What a stage holds: a whole one, or one in pieces.
+    """The memory of a stage: a whole one, or one in pieces.
 
     Attributes:
         parameters, gradients: bytes.
@@ -96,7 +96,7 @@ class Stage(Protocol):
     gradients: int
 
     def peak(self, kind: Kind, begun: bool) -> tuple[int, int]:
-        """At the fullest moment of an action the bytes of gradients, and of the micro-batch that it is done to.
+        """The bytes of gradients, and of the micro-batch of an action, at the peak of that action.
 
         Args:
             kind: of the action.
@@ -104,11 +104,11 @@ class Stage(Protocol):
         """
 
     def others(self, moment: Moment) -> tuple[int, int, int]:
-        """Beside that: what other micro-batches keep, their losses, and what comes from other stages and goes there."""
+        """The further bytes at that time: other micro-batches, their losses, and values from and to other stages."""
 
 
 def stage_bytes(stage: Stage, optimizer: int, moments: Iterable[Moment]) -> DeviceBytes:
-    """What a stage holds at its fullest moment.
+    """The bytes of a stage at its peak.
 
     Args:
         stage: its layers.
@@ -171,7 +171,7 @@ class WholeStage:
         return self._beside(moment), loss, self._crossing(moment)
 
     def _beside(self, moment: Moment) -> int:
-        """What the other micro-batches keep."""
+        """The bytes that the other micro-batches keep."""
         whole = self.kept + self._copy
         held = moment.whole * whole + moment.late * (whole + self.parting) + moment.bare * self._copy
         return held + self.sent_twice(moment)

@@ -1,4 +1,4 @@
-"""Make a plan of what a search found."""
+"""Make a plan from the results of a search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._search import NEAR
 Plan = TypeVar("Plan", bound=PlanData)
 
 SHOWN = 8
-"""How many alternatives a plan keeps."""
+"""The number of alternatives that a plan keeps."""
 
 
 def plan_of(

@@ -19,12 +19,12 @@ COLOURS = {
 
 
 def page(plan: PlanData) -> str:
-    """The report in a page: stages, memory by kind, the timeline, and what was not taken."""
+    """The report as a page: stages, memory by kind, the timeline, and alternatives."""
     return html.page(_title(plan), body(plan))
 
 
 def body(plan: PlanData) -> str:
-    """What the page and a notebook show."""
+    """The HTML of the report, for a page and for notebooks."""
     setting, step = heading(plan).split("\n")
     parts = {
         "title": escaped(_title(plan)),

@@ -1,4 +1,4 @@
-"""What a plan is asked for: all arguments together, checked and read, before anything is measured."""
+"""The arguments of a plan, checked and parsed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._fleet import Layout, layouts_of
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is asked for.
+    """The parsed arguments of :func:`gpipe.plan`.
 
     Attributes:
         layers: of the model.

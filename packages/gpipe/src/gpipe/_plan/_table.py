@@ -21,7 +21,7 @@ _SYMBOLS = {
 
 
 def report(plan: PlanData) -> str:
-    """The gist, a line for each stage, a bar for each device, what else was looked at, and how it was found."""
+    """The report: a summary, a line for each stage, a bar for each device, alternatives, and notes."""
     parts = [heading(plan), _stages(plan), _memory(plan)]
     parts += [_others(plan)] if plan.alternatives else []
     parts += ["\n".join(f"- {note}" for note in plan.notes)] if plan.notes else []
@@ -74,7 +74,7 @@ def _recomputed(mode: StageMode) -> str:
 
 
 def shown(mode: StageMode) -> str:
-    """As text for people, who count layers from one.
+    """Text for readers; layers are counted from 1.
 
     >>> shown("never"), shown((False, False, True, True, False, True))
     ('never', 'layers 3-4, 6 of 6')

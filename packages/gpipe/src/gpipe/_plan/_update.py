@@ -1,4 +1,4 @@
-"""Search the balance of a plan again, by what cells took in a recorded step."""
+"""Search the balance of a plan again, by the times of cells in a recorded step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Plan = TypeVar("Plan", bound=PlanData)
 
 
 def update(plan: Plan, timeline: Timeline) -> Plan:
-    """The plan with another balance, by what cells took in a recorded step. Behind :meth:`gpipe.Plan.update`.
+    """The plan with a balance found by the times of cells in a recorded step; see :meth:`gpipe.Plan.update`.
 
     Args:
         plan: what the step was planned by.

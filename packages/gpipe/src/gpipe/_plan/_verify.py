@@ -65,7 +65,7 @@ class Verification:
 
 
 def verify(plan: PlanData, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> Verification:
-    """Train some steps, and set what was measured beside what was predicted. Behind :meth:`gpipe.Plan.verify`.
+    """Train some steps, and compare measured with predicted time and memory; see :meth:`gpipe.Plan.verify`.
 
     Gradients and buffers are afterwards as they were.
 
@@ -82,7 +82,7 @@ def verify(plan: PlanData, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, 
     with as_before(pipe):
         seconds, timeline = timed(pipe, x, y, loss_fn, plan.schedule)
         sizes = peak_bytes(pipe, x, y, loss_fn, plan.schedule)
-    # One pipe is one replica: it has nobody to average gradients with.
+    # One pipe is one replica: there is no average of gradients.
     predicted = tuple(need.total - need.optimizer for need in plan.predicted.bytes)
     return Verification(plan.predicted.seconds.mid - plan.reduction, median(seconds), predicted, tuple(sizes), timeline)
 
@@ -116,7 +116,7 @@ def timed(
 
 
 def peak_bytes(pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str) -> list[int]:
-    """What each stage holds at its fullest moment in a step, in bytes, without the state of an optimizer.
+    """The peak of each stage in a step, in bytes, without the state of an optimizer.
 
     Counted are its parameters and buffers, and all storages that its actions make.
 
@@ -149,7 +149,7 @@ class _Peaks(Recorder):
 
 @contextmanager
 def as_before(pipe: GPipe) -> Iterator[None]:
-    """Begin without gradients; afterwards gradients and buffers are what they were."""
+    """A context that begins without gradients, and restores gradients and buffers at its end."""
     gradients = [(parameter, parameter.grad) for parameter in pipe.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in pipe.buffers()]
     pipe.zero_grad()

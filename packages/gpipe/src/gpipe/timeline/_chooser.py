@@ -1,4 +1,4 @@
-"""Find out in the first steps of a pipe what its cells take, and decide by that under which schedule it steps."""
+"""Measure the cells of a pipe in its first steps, and choose the schedule of later steps by that."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Cell = tuple[int, Kind]
 
 
 class Size(NamedTuple):
-    """What a schedule is built for.
+    """What a choice of the schedule depends on.
 
     Attributes:
         microbatches: how many there are.
@@ -81,7 +81,7 @@ def standing_of(stages: Sequence[Stage | WholeStage]) -> Standing:
 
 
 class Measured:
-    """What the actions of each stage took, by kind."""
+    """The measured seconds of actions, by stage and kind."""
 
     def __init__(self) -> None:
         self._medians: defaultdict[Cell, list[float]] = defaultdict(list)

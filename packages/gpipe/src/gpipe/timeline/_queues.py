@@ -1,4 +1,4 @@
-"""When each step of a walk runs if links carry one thing at a time: what comes to a busy link waits for its turn."""
+"""The times of the steps of a walk if a link carries one transfer at a time, and others wait."""
 
 from __future__ import annotations
 
