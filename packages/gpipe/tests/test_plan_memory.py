@@ -109,11 +109,11 @@ def in_order(steps: tuple[Step, ...], stages: list[int]) -> tuple[Step, ...]:
     return tuple(done)
 
 
-def expect_near(predicted, found, at_most=()):
-    """Within a tenth, and a page; of stages in ``at_most``, no more than is predicted."""
+def expect_near(predicted, found, loosely=()):
+    """Within a tenth, and a page; of stages in ``loosely``, no less than eight tenths."""
     for j, (need, true) in enumerate(zip(predicted, found, strict=True)):
-        assert need.total >= 0.9 * true - 4096, (j, need, true)
-        assert need.total <= 1.1 * true + 4096 or j in at_most, (j, need, true)
+        assert need.total >= (0.8 if j in loosely else 0.9) * true - 4096, (j, need, true)
+        assert need.total <= 1.1 * true + 4096, (j, need, true)
 
 
 @pytest.mark.parametrize("make", [wide, tall])
@@ -231,8 +231,8 @@ def test_stages_in_pieces_take_what_is_predicted(case, choices: list[bool]):
     predicted = costs.device_bytes(balance, ways, schedule, split)
     walk = zero_bubble(chunks, STAGES, split=split) if split else schedule
     found = taken(model, x, balance, as_lists(ways), walk, chunks, squares)
-    at_most = [] if isinstance(ways[1], str) else split
-    expect_near(predicted, found, at_most)
+    # What a layer of several operations keeps for its weights counts as the gradient of its output, and may be another.
+    expect_near(predicted, found, loosely=[] if isinstance(ways[1], str) else split)
 
 
 @pytest.mark.parametrize("name", sorted(PARTS))

@@ -39,7 +39,7 @@ class StageInPieces:
         self._pieces = [_Piece(layers, around, *piece) for piece in runs_of(flags)]
         self._copy = around.incoming if around.copied else 0
         self._held = [0, *accumulate(piece.held for piece in self._pieces)]
-        self._late = sum(piece.late for piece in self._pieces)
+        self._late = sum(piece.parted for piece in self._pieces)
         self._known: dict[tuple[Kind, bool], tuple[int, int]] = {}
         self.parameters, self.gradients = self._whole.parameters, self._whole.gradients
 
@@ -73,11 +73,14 @@ class StageInPieces:
             left = piece.waiting if splits else piece.left
             if kind == Kind.BACKWARD_WEIGHT and not piece.stage.gradients:
                 continue
-            for gradients, taken in piece.stage.peaks(kind, begun):
-                yield there if begun else made + gradients, beside + taken + left
-            made += piece.stage.gradients
+            for k, (gradients, taken) in enumerate(piece.stage.peaks(kind, begun)):
+                # The part for the inputs begins with the last layer, whose peak has the gradient of its output.
+                arrived = piece.arrived if kind == Kind.BACKWARD_INPUT and k == 0 else 0
+                yield there if begun else made + gradients, beside + taken + left - arrived
             if kind == Kind.BACKWARD_INPUT:  # nothing is let go
                 late += piece.late
+            else:
+                made += piece.stage.gradients
 
 
 class _Piece:
@@ -94,8 +97,10 @@ class _Piece:
         sent: what the next piece keeps of it, or the next stage.
         held: what it leaves after its forward, without the input.
         left: what the next stage keeps of it beside what was computed again.
-        late: the same as ``held``, while the part of its backward for the weights is left.
-        waiting: of that, what the next piece holds.
+        late: what is there of it while pieces before it do the part of their backward for the inputs.
+        parted: what is there of it until the part for the weights, while the stage does something else.
+        waiting: of ``late``, what the next piece holds.
+        arrived: of that, the gradient of what it was sent, unless this piece holds that for the weights too.
         flowing: gradients of skips past it.
     """
 
@@ -129,8 +134,9 @@ class _Piece:
         self.left = (self.sent if goes_on else sum(size for _, size in away)) if late else 0
         self.held = self.sent if again else self.stage.kept
         # The next piece holds what it was sent, and its gradient, to the end.
-        arrived = 0 if is_last else max(0, own[-1].output_bytes - parting_of(own[-1]))
-        self.waiting = arrived + (self.sent if again else 0)
+        self.arrived = 0 if is_last else max(0, own[-1].output_bytes - parting_of(own[-1]))
+        self.waiting = self.arrived + (self.sent if again else 0)
         self.late = self.waiting + (self.stage.kept + self.stage.parting if self.stage.gradients else 0)
+        self.parted = self.stage.kept + self.stage.parting + (self.sent if again else 0)
         self.flowing = sum(size for s, t, size in around.inner if s < first and end <= t)
         self.flowing += sum(size for t, size in around.popped if end <= t)
