@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, Final
@@ -69,10 +69,11 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
     is_on_hosts = all(parameter.device.type == "cpu" for parameter in parameters)
     # Only connections of our own can be closed when a replica fails. They are gloo's, which is for the CPU.
     over, collectives = (together.group, together.collectives()) if is_on_hosts else (group, nullcontext())
+    finish: Any = together.finish if is_on_hosts else _finish
     with torch.no_grad():
         # What follows the last collective is done outside: if it fails, the others do not wait for this replica.
         with collectives:
-            averages = _averages(dense, over)
+            averages = _averages(dense, over, finish)
             entries = [_entries(parameter, dims, over) for parameter, dims in sparse]
         for gradients, flat in averages:
             _copy_back(gradients, flat)
@@ -116,11 +117,17 @@ def _present(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[li
     return [p for p, (dense, _) in found if dense], [(p, dims) for p, (dense, dims) in found if dims and not dense]
 
 
-def _averages(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> list[tuple[list[Tensor], Tensor]]:
-    """For each bucket the gradients, and one tensor with all their averages."""
+def _finish(work: Any) -> None:
+    work.wait()
+
+
+def _averages(
+    parameters: Iterable[Tensor], group: dist.ProcessGroup, finish: Callable[[Any], None]
+) -> list[tuple[list[Tensor], Tensor]]:
+    """For each bucket the gradients, and one tensor with all their averages; ``finish`` waits for a reduction."""
     under_way = [_begun(bucket, group) for bucket in _buckets(parameters)]
     for work, _, _ in under_way:
-        work.wait()
+        finish(work)
     return [(gradients, flat) for _, gradients, flat in under_way]
 
 

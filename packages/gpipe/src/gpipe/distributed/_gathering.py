@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from ._agreement import Agreement, agreement
-from ._errors import RemoteError, text_of
+from ._errors import LostRankError, RemoteError, text_of
 from ._groups import end_connections, forget_group, group_for_collectives, open_groups
 from ._rendezvous import Rendezvous, Report
+
+_LOOK = timedelta(seconds=1)
 
 
 class Gathering(NamedTuple):
@@ -37,6 +40,22 @@ class Gathering(NamedTuple):
         """A context for work that each process does by itself: if it raises in one, it raises in all."""
         return agreement(self.meeting, self.members)
 
+    def finish(self, work: Any) -> None:
+        """Wait for a collective of ``group``.
+
+        Of several at once, gloo sometimes goes on to wait in one although all its connections are closed. So this looks
+        whether another member has left because of it.
+        """
+        while not work.is_completed():
+            try:
+                work.wait(_LOOK)
+            except RuntimeError:  # it takes longer, or has failed
+                left = self.meeting.left()
+                if left is not None:
+                    self.meeting.leave(left)
+                    raise left from None
+        work.wait()
+
     @contextmanager
     def collectives(self) -> Iterator[None]:
         """A context for collectives of ``group``, in which all members fail if one does, and learn why.
@@ -47,11 +66,16 @@ class Gathering(NamedTuple):
             LostRankError: a process has ended.
             RemoteError: another process raised an error of its own.
         """
+        self.meeting.expect_open()
         try:
             yield
         except RuntimeError as error:
             self.leave()
-            self.meeting.expect_connected()
+            try:
+                self.meeting.expect_connected()
+            except LostRankError as lost:
+                self.meeting.leave(lost)
+                raise
             reports = self.meeting.meet({} if _is_of_connections(error) else {"error": text_of(error)})
             _forget(self)
             if _is_of_connections(error):
@@ -69,8 +93,17 @@ def _is_of_connections(error: RuntimeError) -> bool:
 class _Alone:
     """The meeting of one process."""
 
+    def expect_open(self) -> None:
+        pass
+
     def expect_connected(self) -> None:
         pass
+
+    def leave(self, why: LostRankError) -> None:
+        pass
+
+    def left(self) -> LostRankError | None:
+        return None
 
     def meet(self, report: Report) -> list[Report]:
         return [report]

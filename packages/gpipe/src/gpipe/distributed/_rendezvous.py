@@ -49,8 +49,7 @@ class Rendezvous:
         Raises:
             LostRankError: a member is missing; so it is in every later meeting.
         """
-        if self._lost is not None:
-            raise LostRankError(str(self._lost))
+        self.expect_open()
         self._count += 1
         reports = self._gather(report) if self._groups.me == 0 else self._exchange(report)
         lost = [k for k, each in enumerate(reports) if each is None]
@@ -60,6 +59,11 @@ class Rendezvous:
         for inbox in self._in.values():
             inbox.post()  # for the next meeting
         return reports
+
+    def expect_open(self) -> None:
+        """Raise :class:`LostRankError` if there are no more meetings."""
+        if self._lost is not None:
+            raise LostRankError(str(self._lost))
 
     def leave(self, why: LostRankError) -> None:
         """Between two meetings: close all connections, so that whoever waits for this member hears ``why``."""
@@ -87,8 +91,7 @@ class Rendezvous:
         Raises:
             LostRankError: the connections to some members are closed.
         """
-        if self._lost is not None:
-            raise LostRankError(str(self._lost))
+        self.expect_open()
         end = time.monotonic() + _MOMENT
         while not (lost := [k for k in range(len(self._groups.members)) if self._is_closed(k)]):
             if time.monotonic() > end:
