@@ -97,7 +97,7 @@ class Rendezvous:
             if time.monotonic() > end:
                 return
             time.sleep(_PAUSE)
-        self._lost = self.lost(lost)
+        self._lost = self.left() or self.lost(lost)  # a member that has left has closed its connections too
         raise self._lost
 
     def _is_closed(self, member: int) -> bool:
