@@ -18,7 +18,7 @@ from ._tree import Tree, flattened
 
 
 def order_of_calls(model: nn.Module, inputs: Inputs, names: Collection[str]) -> list[str]:
-    """Those of the modules called ``names`` that ``model`` calls, in order, each as often as it is called."""
+    """The names in ``names`` of the modules that ``model`` calls, in order, each as often as it is called."""
     called: list[str] = []
     with ExitStack() as scope, torch.no_grad():
         for name in names:

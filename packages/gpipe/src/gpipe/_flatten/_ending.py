@@ -68,7 +68,7 @@ class Ending:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Inside, what modules return is what they are expected to return from now on.
+        """A context in which this ending learns what modules return.
 
         It is learned from the last layer, not from the model, in which ``output_hidden_states`` adds what blocks return
         to what the module around them does.
@@ -81,7 +81,7 @@ class Ending:
 
     @contextmanager
     def recording(self, net: nn.Module) -> Iterator[Returned]:
-        """Inside, the dict is filled with what modules of ``net`` return."""
+        """A context that records in a dict what modules of ``net`` return."""
         found: Returned = {}
         with ExitStack() as scope:
             for name in self._calls:
@@ -134,7 +134,7 @@ class _Playback(Reel):
 
     @contextmanager
     def playing(self, values: dict[str, list[Any]], device: torch.device) -> Iterator[None]:
-        """Inside, these are returned, one for each call."""
+        """A context in which modules return these values, one for each call."""
         self._values, self._device = {name: iter(calls) for name, calls in values.items()}, device
         try:
             yield

@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> Inputs:
-        """What ``value`` stands for: a mapping for named arguments, a tuple for positional ones, else one argument."""
+        """The arguments in ``value``: named ones for a mapping, positional ones for a tuple, else one."""
         if isinstance(value, Arguments):
             return cls(tuple(value.args), dict(value.kwargs))
         if isinstance(value, Mapping):

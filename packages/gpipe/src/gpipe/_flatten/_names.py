@@ -39,7 +39,7 @@ def model_of(layer: nn.Module | None) -> nn.Module | None:
 
 
 def no_child_of_the_model(name: str) -> str:
-    """What to say to somebody who looks for a module in a pipe under the name that it has in the model."""
+    """The error message for a module that is looked up in a pipe by the name that it has in the model."""
     return (
         f"a pipe has layers, such as pipe[0], and no {name!r}; the model that it was made of still has it, with "
         "the same parameters: use that, as in torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)"

@@ -199,7 +199,7 @@ class Block(Part):
         Skippable.isolate(self, namespace)
 
     def forward(self, carried: dict[str, Any]) -> Generator[stash, None, dict[str, Any]]:
-        """What came, with what this block returns in place of what nobody needs any more."""
+        """The input values that later blocks need, with the output of this block."""
         recipe = carried["recipe"].content[self._place]
         values = carried["values"]
         leaves = [values[leaf.name] if isinstance(leaf, Value) else leaf.value for leaf in recipe.leaves]

@@ -57,7 +57,7 @@ class Tape:
         self._keep: list[Any] = []
 
     def block(self, name: str, j: int, call: BlockCall, args: Any, kwargs: Any) -> Any:
-        """Block number ``j`` is called; what stands for its result."""
+        """Record a call of block number ``j``, and return placeholders for its result."""
         assert call.result is not None
         if j == self._first - 1:
             return call.result.value(self._done)
@@ -101,7 +101,7 @@ class Tape:
         self.returned[name, number] = leaves
 
     def early(self, name: str, calls: list[ModuleCall]) -> Any:
-        """A module of another segment is called; what stands for its result."""
+        """Record a call of a module of another segment, and return placeholders for its result."""
         number = self.count(name)
         call = calls[min(number, len(calls) - 1)]
         known = self.shapes.get(name, ())
@@ -123,7 +123,7 @@ class Tape:
 
 
 def unknown(shape: Shape, device: torch.device, written: bool = False) -> Tensor:
-    """A tensor that nobody should use: whoever does gets no number. It takes no memory, unless it may be written to."""
+    """A placeholder tensor, filled with NaN. It takes no memory, unless it may be written to."""
     value = math.nan if shape.dtype.is_floating_point or shape.dtype.is_complex else 0
     size = shape.shape if written else ()
     return placeholder(torch.full(size, value, dtype=shape.dtype, device=device).expand(shape.shape))
@@ -154,7 +154,7 @@ class Reel:
         return None if self.tape is None else self.tape.device
 
     def unknown(self, shape: Shape) -> Tensor:
-        """What stands for a parameter or buffer. Outside of a forward it may be written to, as initialisations do."""
+        """A placeholder for a parameter or buffer. Outside of a forward it may be written to, by an initialisation."""
         if self.device is None:
             return torch.empty(shape.shape, dtype=shape.dtype, device="meta")
         return unknown(shape, self.device)

@@ -51,7 +51,7 @@ def finalists(space: Space, found: Sequence[Candidate], step: float) -> list[Can
     """The candidates that are worth a trial, the one expected to be the fastest first.
 
     They are those that were found, and those with a layer on the other side of a cut, since predictions are not exact.
-    Of schedules that are expected to tie, the simplest stands for all.
+    Of schedules that are expected to be equally fast, only the simplest is tried.
 
     Args:
         space: what was searched.

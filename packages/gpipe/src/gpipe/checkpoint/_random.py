@@ -54,7 +54,7 @@ class RunRNG:
             return self._seed
 
     def moved(self) -> bool:
-        """Whether somebody has drawn from the process's generator past the cells."""
+        """Whether random numbers were drawn from the process's generator without a cell."""
         with self._lock, borrowing:
             return not torch.equal(self._state, PROCESS.get_state())
 
@@ -313,7 +313,7 @@ def _draw(cell: CellRNG, operation: OpOverload, args: tuple[Any, ...], kwargs: d
     with_generator = _with_generator(operation)
     if with_generator is not None:
         return with_generator(*args, **{**kwargs, "generator": cell.draw()})
-    # No operation of torch on CPUs comes here, but perhaps one of somebody else's: it takes no generator.
+    # No operation of torch on CPUs gets here, only operations of other libraries that take no generator.
     with lent(cell.draw()), setting(rng_paused=True):
         return operation(*args, **kwargs)
 

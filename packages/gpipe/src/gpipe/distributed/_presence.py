@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ._groups import Groups, end_connections
 
 _torch: Any = dist
-"""Whose stubs do not know the names of stores."""
+"""The same module without types: its stubs lack the names of stores."""
 
 _FOR_EVER = timedelta(days=365)
 

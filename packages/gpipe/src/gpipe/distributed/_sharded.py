@@ -76,7 +76,7 @@ class Sharding:
                 group.reshard()
 
     def gathers(self) -> set[dist.ProcessGroup]:
-        """The process groups over which layers are gathered anew for every micro-batch."""
+        """The process groups over which layers are gathered again for every micro-batch."""
         return _over([group for group in self._all() if group.post_forward_mesh_info is not None])
 
     def reductions(self) -> set[dist.ProcessGroup]:

@@ -93,7 +93,7 @@ def involved() -> Sections:
 
 @contextmanager
 def serving(sections: Sections) -> Iterator[None]:
-    """Inside, this thread works for runs that are in ``sections`` and wait for it."""
+    """A context in which this thread works for runs that are in ``sections`` and wait for it."""
     before = current.serves, current.holds
     current.serves, current.holds = sections, ()
     try:

@@ -156,7 +156,7 @@ def _names(worker: int, stages: Sequence[int], device: str, top: float) -> Itera
 def _plot(
     lane: Sequence[Event], begin: float, stages: Sequence[int], scale: Scale, top: float, strip: str
 ) -> Iterator[str]:
-    """What scrolls and zooms in a page. ``time`` is stretched there, and numbers are written anew."""
+    """The part of a page that scrolls and zooms. Zooming stretches ``time``, and the numbers are updated."""
     height = LANE + (STRIP if strip else 0.0)
     yield f'<svg class="plot" x="{LEFT:g}" y="{top:g}" width="{scale.width:g}" height="{height:g}">'
     yield f'<rect class="idle" width="{scale.width:g}" height="{LANE:g}"/><g class="grid">{_grid(scale)}</g>'

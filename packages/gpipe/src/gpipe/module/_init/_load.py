@@ -1,4 +1,4 @@
-"""Parameters and buffers from a state dict, which is read layer by layer."""
+"""Load parameters and buffers from a state dict, layer by layer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Loaded:
             raise ValueError(f"init: {group.where} does not fit the model; " + "; ".join(problems) + _advice(problems))
 
     def _lost(self, layers: Layers, found: Mapping[str, Any]) -> Iterator[str]:
-        """Buffers on meta whose values nobody has."""
+        """Buffers on meta whose values are in no source."""
         for owned in modules_of(layers):
             for key, buffer in owned.computed():
                 if buffer.is_meta and owned.named(key) not in found and not can_reset(owned):
@@ -77,7 +77,7 @@ def _missing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]
 
 
 def _unexpected(layers: Layers, names: Iterable[str]) -> list[str]:
-    """But for those that models of Hugging Face say may be left out."""
+    """Unexpected names, without those that models of Hugging Face allow."""
     owners = {id(each.owner): each.owner for each in modules_of(layers) if each.owner is not None}
     patterns = [p for o in owners.values() for p in getattr(o, "_keys_to_ignore_on_load_unexpected", None) or ()]
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]

@@ -1,4 +1,4 @@
-"""Put a model that has no data on the devices of its partitions, and give it data there."""
+"""Allocate and initialise a model without data, on the devices of its partitions."""
 
 from __future__ import annotations
 

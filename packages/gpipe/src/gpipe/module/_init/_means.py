@@ -1,4 +1,4 @@
-"""What ``GPipe(init=...)`` may be."""
+"""The argument ``init`` of ``GPipe``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._sources import Entries
 
 
 class Means(Protocol):
-    """How the layers of a model get their values."""
+    """Gives the layers of a model their values."""
 
     def expect(self, layers: Layers) -> None:
         """Raise, before anything changes, if this cannot be done for ``layers``."""
@@ -26,7 +26,7 @@ class Means(Protocol):
 
 
 def means_of(init: Any) -> Means | None:
-    """What ``init`` says; None if it says nothing."""
+    """The means of ``init``; None if there is none."""
     if init is None or init is False:
         return None
     if init is True or (isinstance(init, str) and init == "reset"):

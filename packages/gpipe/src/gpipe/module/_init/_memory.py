@@ -1,4 +1,4 @@
-"""Tensors on ``meta`` get memory, and stay the objects that they are."""
+"""Allocate memory for tensors on ``meta``, which remain the same objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Room(NamedTuple):
 
 
 class Memory:
-    """What tensors on ``meta`` have got: those that share a storage there share one here.
+    """The memory of tensors that were on ``meta``. Tensors that share a storage on ``meta`` share one here too.
 
     Attributes:
         fresh: the tensors, by identity.

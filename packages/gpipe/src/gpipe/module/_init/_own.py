@@ -1,4 +1,4 @@
-"""What a model knows of its own initialisation."""
+"""Initialisation by the model's own methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a state dict comes from, to be read a layer at a time."""
+"""Sources of state dicts, which are read layer by layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Source(Protocol):
         """Of each entry by its name; None for one that is no tensor."""
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
-        """These entries, which nobody keeps."""
+        """The entries with these names; the source keeps no reference to them."""
 
 
 class Entries:

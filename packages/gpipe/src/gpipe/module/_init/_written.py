@@ -1,4 +1,4 @@
-"""Which memory has been written to since it was given."""
+"""Tracks which memory has been written to since it was allocated."""
 
 from __future__ import annotations
 
