@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -399,6 +400,32 @@ class TestChangesBeforeTheRecomputation:
         else:
             with pytest.raises(RuntimeError, match="modules in '1' were replaced between the forward"):
                 output.square().sum().backward()
+        pipe.close()
+
+    @each_mode
+    def test_hooks_that_a_layer_adds_for_a_while_to_a_module_that_two_stages_have(self, checkpoint: str) -> None:
+        """As a flattened model does where parameters are tied; the other stage must take them neither over nor away."""
+
+        class Has(nn.Module):
+            def __init__(self, shared: nn.Module, *, doubles: bool) -> None:
+                super().__init__()
+                self.own, self.shared, self.doubles = linears(1), shared, doubles
+
+            def forward(self, x: Tensor) -> Tensor:
+                if not self.doubles:
+                    return self.own(x)
+                handle = self.shared.register_forward_hook(lambda module, inputs, output: output * 2)
+                threading.Event().wait(0.01)  # meanwhile the other worker goes on
+                try:
+                    return self.shared(self.own(x))
+                finally:
+                    handle.remove()
+
+        shared = linears(1)
+        model = nn.Sequential(Has(shared, doubles=False), Has(shared, doubles=True))
+        pipe = piped(model, [1, 1], chunks=4, checkpoint=checkpoint)
+        for _ in range(3):
+            assert_trains_like(pipe, model)
         pipe.close()
 
     def test_hooks_and_modules_that_a_layer_makes_anew_in_each_forward(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -14,10 +13,19 @@ class Around:
     """The current hooks of ``root`` and of all modules in it, and the identities of these modules.
 
     A recomputation with others may give the same output, but other gradients.
+
+    Stages may share a module, and one may add hooks to it for as long as it computes. So the hooks are read, here and
+    in :meth:`compare`, while no stage computes.
+
+    Args:
+        root: the layers of a stage.
+        lock: the same for all stages of a run; held while hooks of the forward are in place of others.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, lock: AbstractContextManager[Any]) -> None:
         self._root = root
+        self._lock = lock
+        self._changed: list[tuple[dict[int, Any], dict[int, Any]]] = []
         every = [*root.modules()]
         self._children = [(module, dict(module._modules)) for module in every if module._modules]
         self._hooks = [(own, dict(own)) for module in every for own in _hooks(module)]
@@ -32,19 +40,23 @@ class Around:
                 "whose recomputation would now train others; do that after backward(), or use checkpoint='never'"
             )
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """A context in which the hooks are those of the forward. What has changed is looked up in the first use."""
-        now = [dict(own) for own, _ in self._changed]
-        _fill(self._changed)
-        try:
-            yield
-        finally:
-            _fill([(own, hooks) for (own, _), hooks in zip(self._changed, now, strict=True)])
+    def compare(self) -> None:
+        """Find out which hooks have changed since then, before the recomputations."""
+        self._changed = [(own, then) for own, then in self._hooks if own != then]
 
-    @cached_property
-    def _changed(self) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-        return [(own, then) for own, then in self._hooks if own != then]
+    def restored(self) -> AbstractContextManager[None]:
+        """A context in which the hooks are those of the forward."""
+        return self._restored() if self._changed else nullcontext()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        with self._lock:
+            now = [(own, dict(own)) for own, _ in self._changed]
+            _fill(self._changed)
+            try:
+                yield
+            finally:
+                _fill(now)
 
 
 def _fill(hooks: list[tuple[dict[int, Any], dict[int, Any]]]) -> None:

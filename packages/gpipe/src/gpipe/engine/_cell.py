@@ -186,9 +186,18 @@ class RecomputeContext:
             self._grounds = StateGuard(remembered)
         return repeatable
 
-    def finish(self) -> None:
-        """All forwards are done; the caller may now change the layers before the backward."""
-        self._around = Around(self._layers.stage.module)
+    def finish(self, lock: AbstractContextManager[Any]) -> None:
+        """All forwards of all stages are done; the caller may now change the layers before the backward.
+
+        Args:
+            lock: see :class:`Around`.
+        """
+        self._around = Around(self._layers.stage.module, lock)
+
+    def begin(self) -> None:
+        """The backward begins; no stage computes yet."""
+        if self._around is not None:
+            self._around.compare()
 
     def hooked(self) -> AbstractContextManager[None]:
         """A context for a recomputation, with the hooks that the layers had in the forward."""

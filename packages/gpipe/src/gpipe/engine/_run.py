@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -172,6 +173,8 @@ class Run:
             for stage, tied in zip(stages, self._tied.leaves, strict=True)
         ]
         self._layers = [runner.layers for runner in found]
+        contexts = [runner.recompute_context for runner in found]
+        self._recompute_contexts = [each for each in contexts if each is not None]
         self._runners = {runner.stage.partition: runner for runner in found}
         self._in_pieces = len(self._runners) < len(found)
         if self._in_pieces:
@@ -210,6 +213,14 @@ class Run:
             self._channels.entrance.put_values(i, each)
         self._walk(self._share.halves(self.mini_batch.size)[0], self.mini_batch.context)
         self._look_for_draws()
+        self._end_forwards()
+
+    def _end_forwards(self) -> None:
+        """Let checkpointed stages remember what a recomputation has to find again, now that no stage computes."""
+        lock = threading.Lock()
+        with self._applied():
+            for context in self._recompute_contexts:
+                context.finish(lock)
 
     def backward(
         self, gradients: Sequence[list[Tensor | None]]
@@ -225,6 +236,9 @@ class Run:
         for layers in self._layers:
             if layers.stage.facts is not layers.facts:
                 layers.go_on()
+        with self._applied():
+            for context in self._recompute_contexts:
+                context.begin()
         now = self._current_streams() if self._on_accelerator else self._streams
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
@@ -283,13 +297,17 @@ class Run:
         """Have every worker take its steps; raise the earliest failure if there is one."""
         self._failures.walk = walk
         try:
-            with self._tied.applied() if self._tied.shares else _NOTHING:
+            with self._applied():
                 self._run_all(walk, context)
                 if self._failures.earliest is not None:
                     self._failures.raise_earliest()
         except BaseException:
             self.mini_batch.deferred.give_back()
             raise
+
+    def _applied(self) -> AbstractContextManager[None]:
+        """A context in which the modules of each stage hold its tensors."""
+        return self._tied.applied() if self._tied.shares else _NOTHING
 
     def _run_all(self, walk: Walk, context: Context) -> None:
         if self._workers is None:

@@ -45,6 +45,7 @@ class StageRunner:
 
     Attributes:
         layers: the layers of the stage, in this run.
+        recompute_context: what its checkpointed cells share; None if there are none.
         mixed: the number of micro-batches that may have added to gradients that were in ``.grad`` before the run.
     """
 
@@ -69,9 +70,9 @@ class StageRunner:
         self._late_losses = self._checkpoint_stop if isinstance(departure, Losses) else 0
         self._begun = False
         self._adds_directly = False
-        self._recompute_context: RecomputeContext | None = None
+        self.recompute_context: RecomputeContext | None = None
         if self._checkpoint_stop:
-            self._recompute_context = RecomputeContext(self.layers, mini_batch.context, mini_batch.rng)
+            self.recompute_context = RecomputeContext(self.layers, mini_batch.context, mini_batch.rng)
         self._cells: dict[int, Cell] = {}
         self._forwards = 0
         # A run inside a recomputed layer repeats a run whose statistics have been counted.
@@ -86,7 +87,7 @@ class StageRunner:
         inputs = self._arrival.get_values(i)
         if inputs.ties and self.layers.may_change_input:
             inputs = owned(inputs)  # the caller's tensors must not change, nor those that a recomputation needs
-        recomputed = self._recompute_context if i < self._checkpoint_stop else None
+        recomputed = self.recompute_context if i < self._checkpoint_stop else None
         # Most cells neither draw random numbers nor are recomputed.
         random = self._random(i, recomputed) if recomputed is not None or self.layers.draws.drawing else None
         cell = Cell(self.layers, random) if recomputed is None else CheckpointedCell(self.layers, random, recomputed)
@@ -107,8 +108,6 @@ class StageRunner:
             self.layers.draws.saw_all(self.stage.with_generators)
         if self._statistics:
             commit(self._statistics)
-        if self._recompute_context is not None and self._mini_batch.loss is None:
-            self._recompute_context.finish()
 
     def recompute(self, i: int) -> None:
         self.stage.expect_current()
