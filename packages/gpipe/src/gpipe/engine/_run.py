@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._autograd_calls import accumulate_whole
 from ._capture import expect_no_capture
+from ._cell import RecomputeContext
 from ._deferred_gradients import summed
 from ._draws import DrawFacts, Draws
 from ._exclusive import involved, serving
@@ -40,7 +42,7 @@ from ._tied import Tied
 from ._walks import Size
 from ._workers import Workers
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_recompute_context = attrgetter("recompute_context")
 
 
 class Share(Protocol):
@@ -162,6 +164,10 @@ class Run:
         )
         self._stream_of = {stage.partition: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._tied = Tied(stages)
+        # Makes a context in which the modules of each stage hold its tensors.
+        self._applied: Callable[[], AbstractContextManager[None]] = (
+            self._tied.applied if self._tied.shares else nullcontext
+        )
         found = [
             StageRunner(
                 self.mini_batch,
@@ -173,8 +179,7 @@ class Run:
             for stage, tied in zip(stages, self._tied.leaves, strict=True)
         ]
         self._layers = [runner.layers for runner in found]
-        contexts = [runner.recompute_context for runner in found]
-        self._recompute_contexts = [each for each in contexts if each is not None]
+        self._recompute_contexts: list[RecomputeContext] = list(filter(None, map(_recompute_context, found)))
         self._runners = {runner.stage.partition: runner for runner in found}
         self._in_pieces = len(self._runners) < len(found)
         if self._in_pieces:
@@ -213,7 +218,8 @@ class Run:
             self._channels.entrance.put_values(i, each)
         self._walk(self._share.halves(self.mini_batch.size)[0], self.mini_batch.context)
         self._look_for_draws()
-        self._end_forwards()
+        if self._recompute_contexts:
+            self._end_forwards()
 
     def _end_forwards(self) -> None:
         """Let checkpointed stages remember what a recomputation has to find again, now that no stage computes."""
@@ -236,9 +242,10 @@ class Run:
         for layers in self._layers:
             if layers.stage.facts is not layers.facts:
                 layers.go_on()
-        with self._applied():
-            for context in self._recompute_contexts:
-                context.begin()
+        if self._recompute_contexts:
+            with self._applied():
+                for context in self._recompute_contexts:
+                    context.begin()
         now = self._current_streams() if self._on_accelerator else self._streams
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
@@ -304,10 +311,6 @@ class Run:
         except BaseException:
             self.mini_batch.deferred.give_back()
             raise
-
-    def _applied(self) -> AbstractContextManager[None]:
-        """A context in which the modules of each stage hold its tensors."""
-        return self._tied.applied() if self._tied.shares else _NOTHING
 
     def _run_all(self, walk: Walk, context: Context) -> None:
         if self._workers is None:
