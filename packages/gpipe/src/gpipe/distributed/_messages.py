@@ -30,7 +30,7 @@ from ._errors import UnreachableError
 from ._forms import Form, dense_form, written_form
 from ._frame import Frame, places
 
-SMALL: Final = 2**18
+SMALL: Final = 2**20
 """Bytes of the largest message that is sent in one transfer. A receiver keeps that much memory ready."""
 
 _SPARE: Final = 16
