@@ -1,21 +1,48 @@
-"""What every test of the repository shares: the sizes of the property tests, and which tests run where."""
+"""What every test of the repository shares: how many examples a property tries, and which tests run where."""
 
 import gc
 import importlib.util
-import os
 import signal
 import sys
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("default", deadline=None, max_examples=100)
-settings.register_profile("long", deadline=None, max_examples=2_000)
-settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True, database=None)
-settings.load_profile("ci" if os.environ.get("CI") else "default")
+# One truth: whoever runs the tests, on whatever machine, runs the same examples. `nox -s search` draws others.
+_SHARED = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("fixed", max_examples=25, derandomize=True, **_SHARED)
+settings.load_profile("fixed")
 
 # Tests interrupt themselves, which a process that a shell started in the background would ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--examples", type=int, help="draw this many random examples of each property (nox -s search)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput"):  # processes of pytest-xdist print nothing
+        config.pluginmanager.register(_Failures(reporter))
+    examples = config.getoption("--examples")
+    if examples is not None:
+        # Before test files are imported: some take a share of the number.
+        settings.register_profile("search", max_examples=examples, **_SHARED)
+        settings.load_profile("search")
+
+
+class _Failures:
+    """Names each failure when it happens: a run that is interrupted prints no summary."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self._reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._reporter.ensure_newline()
+            self._reporter.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,15 +70,28 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen = config.getoption("-m")
-    many_examples = settings.get_current_profile_name() == "long"
-    for item in items:
-        if many_examples:  # the time limits that files set are for fewer
-            item.add_marker(pytest.mark.timeout(1800), append=False)
-        if "long" in item.keywords and "long" not in chosen:
-            item.add_marker(pytest.mark.skip(reason="long: run with -m long"))
-        if "cuda" in item.keywords and not _cuda_is_available():
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    """Leave out what needs a GPU or much time, unless it is asked for."""
+    left_out = set() if "long" in config.getoption("-m") else {"long"}
+    if not _cuda_is_available():
+        left_out.add("cuda")
+    others = [item for item in items if left_out & item.keywords.keys()]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if not left_out & item.keywords.keys()]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """How to repeat each failure of a search."""
+    seed = config.getoption("--hypothesis-seed", None)
+    failed = terminalreporter.getreports("failed")
+    if config.getoption("--examples") is None or not failed:
+        return
+    terminalreporter.section("repeat a failure")
+    for report in failed:
+        terminalreporter.line(
+            f"python -m nox -s search -- --examples={config.getoption('--examples')} --hypothesis-seed={seed} "
+            f'"{report.nodeid}"'
+        )
 
 
 def _cuda_is_available() -> bool:

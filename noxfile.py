@@ -9,7 +9,13 @@ python -m nox --list         # everything else
 from __future__ import annotations
 
 import os
+import random
+import re
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -29,7 +35,12 @@ PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 FREE_THREADED = ("python3.14t", "python3.13t")
 TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 SHORT = {"blockpartition": "solve", "microbatch": "scatter", "streams": "spawn", "profiler": "sizes", "gpipe": "models"}
-"""Of each package the properties that stand for all of its tests where CI tries its wheel."""
+"""Of each package the properties that stand for all of its tests in the short form of ``standalone``."""
+TWO = ("--numprocesses", "2", "--dist", "loadfile")
+EXAMPLES = 2_000
+SHORT_EXAMPLES = ("unet", "train_distributed")
+EVERYTHING = ("tests", "lint", "types", "docs", "typing", "standalone", "distributed", "accelerator", "frameworks")
+EVERYTHING += ("examples", "browser", "search")
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
 EDITABLE = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
 SETTINGS = nox.project.load_toml(ROOT / "pyproject.toml")
@@ -44,9 +55,12 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Every program under examples/, one after the other; arguments are names of some, such as finetune."""
+    """Every program under examples/, one after the other; arguments are names of some, such as finetune.
+
+    ``-- short`` runs those that take a minute or less.
+    """
     install_all(session, "demo", "frameworks")
-    for program in session.posargs or sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py")):
+    for program in chosen(session, SHORT_EXAMPLES, sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py"))):
         session.run("python", f"examples/{program}.py")
         if program == "train_distributed":  # and in a process for each stage
             session.run("torchrun", "--nproc-per-node", "2", f"examples/{program}.py")
@@ -56,14 +70,41 @@ def examples(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every test that needs no GPU and little time, in two processes; arguments go to pytest instead."""
     install_all(session, "all-tests")
-    session.run("pytest", *(session.posargs or ["--numprocesses", "2", "--dist", "loadfile"]))
+    session.run("pytest", *(session.posargs or TWO))
+
+
+@nox.session
+def search(session: nox.Session) -> None:
+    """Every property with 2,000 random examples, which takes hours; a failure prints the command that repeats it.
+
+    Arguments are names of packages, or go to pytest, as in ``-- gpipe --examples=100`` or ``-- --hypothesis-seed=7``.
+    """
+    install_all(session, "all-tests")
+    arguments = [f"packages/{each}/tests" if each in PACKAGES else each for each in session.posargs]
+    if not any(each.startswith("--examples") for each in arguments):
+        arguments.append(f"--examples={EXAMPLES}")
+    if not any(each.startswith("--hypothesis-seed") for each in arguments):
+        arguments.append(f"--hypothesis-seed={random.randrange(2**32)}")
+    session.run("pytest", "--timeout=7200", *TWO, *arguments)
+
+
+@nox.session(venv_backend="none")
+def everything(session: nox.Session) -> None:
+    """All that needs no GPU, one session after the other, and a table of them; arguments are names of some."""
+    rows = [outcome(session, name) for name in session.posargs or EVERYTHING]
+    session.log("session        passed  failed  minutes")
+    for name, passed, failed, minutes, _ in rows:
+        session.log(f"{name:<14} {passed:>6} {failed:>7} {minutes:>8.1f}")
+    wrong = [name for name, *_, ended in rows if ended]
+    if wrong:
+        session.error(f"failed: {', '.join(wrong)}")
 
 
 @nox.session
 def distributed(session: nox.Session) -> None:
     """Stages in several processes: what the tests have of them, with what takes long; arguments go to pytest."""
     install_all(session, "all-tests")
-    files = sorted(str(path) for path in ROOT.glob("packages/gpipe/tests/test_*.py") if "worlds" in path.read_text())
+    files = sorted(str(path) for path in ROOT.glob("packages/gpipe/tests/**/test_*.py") if "worlds" in path.read_text())
     pages = "tests/test_pages.py::test_a_page_for_several_processes_runs_as_printed"
     session.run("pytest", *(session.posargs or ["-m", "(long or not long) and not cuda", *files, pages]))
 
@@ -83,16 +124,15 @@ def tests_cuda(session: nox.Session) -> None:
 def accelerator(session: nox.Session) -> None:
     """Pipelines on a simulated accelerator, which checks the order of all work; skipped without a C++ compiler.
 
-    The first run builds it, which takes minutes, and keeps it under ~/.cache/gpipe; arguments go to pytest. With CI
-    set, as by .ci/run, some cases of each kind.
+    The first run builds it, which takes minutes, and keeps it under ~/.cache/gpipe. ``-- short`` runs some cases of each
+    kind; other arguments go to pytest.
     """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         session.skip("no simulated accelerator here: no C++ compiler (c++, or the one that CXX names) is on the path")
     session.log(f"the C++ compiler is {compiler}")
     install_all(session, "accelerator")
-    all_cases = [] if "CI" in os.environ else ["-m", "long or not long"]
-    session.run("pytest", "tests/simulated", *(session.posargs or all_cases))
+    session.run("pytest", *chosen(session, ["tests/simulated"], ["tests/simulated", "-m", "long or not long"]))
 
 
 @nox.session
@@ -100,7 +140,7 @@ def accelerator(session: nox.Session) -> None:
 def standalone(session: nox.Session, package: str) -> None:
     """One package's own tests against its wheel, with only what it declares installed, away from the sources.
 
-    With CI set, as by .ci/run, the tests of its public API and a few properties: CI runs all of them from the sources.
+    ``-- short`` runs the tests of its public API and a few properties; other arguments go to pytest.
     """
     folder = empty_folder(Path(session.create_tmp()) / "standalone")
     wheels = [build_wheel(session, name, folder / name) for name in with_siblings(package)]
@@ -112,8 +152,8 @@ def standalone(session: nox.Session, package: str) -> None:
         shutil.copy(ROOT / shared, folder)
     session.chdir(folder)
     tests = f"packages/{package}/tests"
-    chosen = [f"{tests}/test_{name}.py" for name in ("public_api", SHORT[package])] if "CI" in os.environ else [tests]
-    session.run("pytest", "-o", "pythonpath=", *chosen, *session.posargs, env={"PYTHONPATH": ""})
+    short = [f"{tests}/test_{name}.py" for name in ("public_api", SHORT[package])]
+    session.run("pytest", "-o", "pythonpath=", *chosen(session, short, [tests]), env={"PYTHONPATH": ""})
 
 
 @nox.session
@@ -173,28 +213,26 @@ def changelog(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The documentation under docs/_build/html; warnings are errors, and every link inside has to lead somewhere."""
     install_all(session, "docs")
-    session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+    session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
     session.run("python", "-m", "tests.links", "docs/_build/html")
     session.run("pytest", "tests/test_site.py")
 
 
 @nox.session
 def long(session: nox.Session) -> None:
-    """The tests too long for every day, then every property with twenty times as many examples."""
+    """The tests that are too long for every day; arguments go to pytest."""
     install_all(session, "all-tests")
-    session.run("pytest", "-m", "long", "--timeout=1800", *session.posargs)
-    session.run("pytest", "--hypothesis-profile=long", *session.posargs)
+    session.run("pytest", "-m", "long", "--timeout=7200", *session.posargs)
 
 
 @nox.session
 def frameworks(session: nox.Session) -> None:
-    """A pipeline in other people's trainers: transformers, accelerate, Lightning, peft; arguments go to pytest.
+    """A pipeline in other people's trainers: transformers, accelerate, Lightning, peft.
 
-    With CI set, as by .ci/run, the trainer of transformers, which uses most of what a pipe can do.
+    ``-- short`` runs the trainer of transformers, which uses most of what a pipe can do; other arguments go to pytest.
     """
     install_all(session, "frameworks", "demo")
-    tests = "tests/frameworks/test_trainer.py" if "CI" in os.environ else "tests/frameworks"
-    session.run("pytest", tests, *session.posargs)
+    session.run("pytest", *chosen(session, ["tests/frameworks/test_trainer.py"], ["tests/frameworks"]))
 
 
 @nox.session(name="torch-versions")
@@ -307,6 +345,28 @@ def empty_folder(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+def chosen(session: nox.Session, short: Sequence[str], whole: Sequence[str]) -> Sequence[str]:
+    """What a session runs: all, its short form for ``-- short``, or what other arguments say."""
+    if session.posargs == ["short"]:
+        return short
+    return session.posargs or whole
+
+
+def outcome(session: nox.Session, name: str) -> tuple[str, int, int, float, int]:
+    """Run a session. Returns its name, how many tests passed and failed, the minutes, and the exit status."""
+    begin, passed, failed = time.monotonic(), 0, 0
+    session.log(f"nox -s {name}")
+    command = [sys.executable, "-m", "nox", "--no-error-on-missing-interpreters", "-s", name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if re.search(r" in [\d.]+s", line):  # how pytest closes
+                passed += sum(map(int, re.findall(r"(\d+) passed", line)))
+                failed += sum(map(int, re.findall(r"(\d+) (?:failed|errors?)", line)))
+    return name, passed, failed, (time.monotonic() - begin) / 60, process.returncode
 
 
 def sees_cuda(session: nox.Session) -> bool:

@@ -269,7 +269,6 @@ def measure(part: str, sample: int, seed: int) -> float:
 
 
 if __name__ == "__main__":
-    os.environ["CI"] = "1"  # the same examples each time
     sys.dont_write_bytecode = True  # two faults of one second would look like the same file
     import hypothesis  # noqa: F401
     import numpy  # noqa: F401

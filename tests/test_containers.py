@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),  # so it does in the plain model
 ]
 
-EXAMPLES = 5_000 if settings.get_current_profile_name() == "long" else settings.default.max_examples
 """Of each of the two ways to train."""
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -60,7 +59,7 @@ each_way = pytest.mark.parametrize("steps", [False, True], ids=["backward", "ste
 
 
 @each_way
-@settings(max_examples=EXAMPLES, suppress_health_check=SLOW)
+@settings(suppress_health_check=SLOW)
 @given(case=cases())
 def test_parity_with_the_plain_loop(steps: bool, case: Case) -> None:
     event(verdict(case, steps))
