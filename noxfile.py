@@ -124,8 +124,8 @@ def tests_cuda(session: nox.Session) -> None:
 def accelerator(session: nox.Session) -> None:
     """Pipelines on a simulated accelerator, which checks the order of all work; skipped without a C++ compiler.
 
-    The first run builds it, which takes minutes, and keeps it under ~/.cache/gpipe. ``-- short`` runs some cases of each
-    kind; other arguments go to pytest.
+    The first run builds it, which takes minutes, and keeps it under ~/.cache/gpipe. ``-- short`` runs some cases of
+    each kind; other arguments go to pytest.
     """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
