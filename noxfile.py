@@ -260,16 +260,12 @@ def freethreaded(session: nox.Session) -> None:
 
 @nox.session
 def mutation(session: nox.Session) -> None:
-    """Small faults planted one by one, of which tests should find each; arguments go to python -m tests.mutation.
+    """Small faults planted one by one, 30 of them, which tests should find; arguments go to python -m tests.mutation.
 
-    With arguments only a sample in gpipe, as in ``-- --sample 100 schedule``; without, all of blockpartition too.
+    As in ``-- --sample 100 blockpartition gpipe/schedule``.
     """
-    install_all(session, "mutation")
+    install_all(session, "all-tests")
     session.run("python", "-m", "tests.mutation", *session.posargs)
-    if not session.posargs:
-        session.chdir("packages/blockpartition")
-        session.run("mutmut", "run", "--max-children", "1")
-        session.run("mutmut", "results")
 
 
 @nox.session

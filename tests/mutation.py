@@ -1,11 +1,11 @@
-"""Small faults planted one by one in gpipe's sources, a random sample of them, of which the tests should find each.
+"""Small faults planted one by one in the sources, a random sample of them, of which the tests should find each.
 
-    python -m tests.mutation --sample 100 schedule
-    python -m tests.mutation --sample 50 --seed 1 engine
+    python -m tests.mutation --sample 30                # in all packages together
+    python -m tests.mutation --sample 50 blockpartition
+    python -m tests.mutation --sample 50 --seed 1 gpipe/engine gpipe/checkpoint
 
-mutmut, which does this for blockpartition, runs all faults there are: for an engine with tests of minutes that is days.
-Here a fork of a process that has imported torch runs the tests of one part, in a copy of the repository, until one
-fails.
+All faults there are would take days, for an engine with tests of minutes. A fork of a process that has imported torch
+runs the tests nearest to the fault, in a copy of the repository, until one fails.
 """
 
 from __future__ import annotations
@@ -26,45 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-SOURCE = Path("packages/gpipe/src/gpipe")
-TESTS = Path("packages/gpipe/tests")
+PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 FORKS = multiprocessing.get_context("fork")
-
-PARTS = {
-    "schedule": (
-        ("schedule",),
-        (
-            "builders",
-            "looped",
-            "v_shaped",
-            "slots",
-            "program",
-            "merge",
-            "named",
-            "validate",
-            "choice",
-            "schedule",
-            "simulate",
-        ),
-    ),
-    "engine": (
-        ("engine", "checkpoint", "transport"),
-        (
-            "between",
-            "lifetimes",
-            "inline",
-            "link",
-            "checkpoint",
-            "random",
-            "autograd",
-            "state",
-            "step",
-            "faults",
-            "hooks",
-        ),
-    ),
-}
-"""For each part, the folders with its sources, and the tests that should find a fault there, quick ones first."""
 
 
 class Mutant(NamedTuple):
@@ -181,30 +144,54 @@ def _line(node: ast.AST) -> str:
     return ast.unparse(node).splitlines()[0].strip()
 
 
+def sources(part: str) -> list[Path]:
+    """The files of a package, or of a folder in it, such as ``gpipe/engine``."""
+    package = part.split("/")[0]
+    folder = ROOT / "packages" / package / "src" / part
+    if not folder.is_dir():
+        sys.exit(f"there is no folder {folder.relative_to(ROOT)}; expected a package, or one of its folders")
+    return sorted(path.relative_to(ROOT) for path in folder.rglob("*.py"))
+
+
+def nearest_tests(file: Path) -> tuple[str, ...]:
+    """The tests that should find a fault in ``file``: of its folder, then those of the package that are in none."""
+    _, package, _, _, *inside = file.parts
+    folder = Path("packages", package, "tests")
+    own = folder / inside[0].lstrip("_") if len(inside) > 1 else folder
+    if own == folder and package != "gpipe":
+        return (str(folder),)
+    others = sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("test_*.py"))
+    return (str(own), *others) if own != folder and (ROOT / own).is_dir() else tuple(others)
+
+
 class Laboratory:
     """A copy of the repository in which tests run."""
 
-    def __init__(self, folder: Path, tests: list[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tests = tests
+        self._seconds: dict[tuple[str, ...], float] = {}
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         for name in ("packages", "conftest.py", "pyproject.toml", "README.md"):
             (shutil.copy if (ROOT / name).is_file() else _copy(ignored))(ROOT / name, folder / name)
 
-    def finds(self, mutant: Mutant | None, seconds: float) -> bool:
-        """Whether a test fails, or does not come to an end in time."""
-        if mutant is None:
-            return self._fail(seconds, quiet=False)
+    def finds(self, mutant: Mutant) -> bool:
+        """Whether a test fails, or takes much longer than without the fault."""
+        tests = nearest_tests(mutant.file)
+        if tests not in self._seconds:
+            begin = time.monotonic()
+            if self._fail(tests, 3600, quiet=False):
+                sys.exit(f"the tests in {tests[0]} fail without any fault")
+            self._seconds[tests] = time.monotonic() - begin
         file = self._folder / mutant.file
         original = file.read_text()
         file.write_text(mutant.source)
         try:
-            return self._fail(seconds, quiet=True)
+            return self._fail(tests, 3 * self._seconds[tests] + 5, quiet=True)
         finally:
             file.write_text(original)
 
-    def _fail(self, seconds: float, *, quiet: bool) -> bool:
-        child = FORKS.Process(target=self._work, args=(quiet,))
+    def _fail(self, tests: tuple[str, ...], seconds: float, *, quiet: bool) -> bool:
+        child = FORKS.Process(target=self._work, args=(tests, quiet))
         child.start()
         child.join(seconds)
         if child.is_alive():
@@ -212,12 +199,12 @@ class Laboratory:
             child.join()
         return child.exitcode != 0
 
-    def _work(self, quiet: bool) -> None:
+    def _work(self, tests: tuple[str, ...], quiet: bool) -> None:
         """The life of a child: a group of its own, with what the tests start; it waits for none of their threads."""
         os.setsid()
-        os._exit(self._run(quiet))
+        os._exit(self._run(tests, quiet))
 
-    def _run(self, quiet: bool) -> int:
+    def _run(self, tests: tuple[str, ...], quiet: bool) -> int:
         import pytest
 
         os.chdir(self._folder)
@@ -225,9 +212,9 @@ class Laboratory:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
-        sources = [str(self._folder / "packages" / each.name / "src") for each in (ROOT / "packages").iterdir()]
+        sources = [str(self._folder / "packages" / name / "src") for name in PACKAGES]
         sys.path[:0] = [str(self._folder), *sources]
-        return int(pytest.main(["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", *self._tests]))
+        return int(pytest.main(["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", *tests]))
 
 
 def _copy(ignored: Any) -> Any:
@@ -236,36 +223,25 @@ def _copy(ignored: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}; by default all")
-    parser.add_argument("--sample", type=int, default=100, help="how many faults of each part")
+    parser.add_argument("parts", nargs="*", default=PACKAGES, help="packages, or folders such as gpipe/engine")
+    parser.add_argument("--sample", type=int, default=30, help="how many faults in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--least", type=float, default=0.0, help="exit with 1 if fewer per cent are found")
     options = parser.parse_args()
-    scores = [measure(part, options.sample, options.seed) for part in options.parts]
-    sys.exit(min(scores) < options.least)
-
-
-def measure(part: str, sample: int, seed: int) -> float:
-    """The percentage of faults in a part that its tests find; the others are printed."""
-    folders, names = PARTS[part]
-    files = sorted(file.relative_to(ROOT) for name in folders for file in (ROOT / SOURCE / name).glob("*.py"))
-    every = [mutant for file in files for mutant in mutants(file)]
-    chosen = sorted(random.Random(seed).sample(every, min(sample, len(every))))
+    every = [mutant for part in options.parts for file in sources(part) for mutant in mutants(file)]
+    sample = sorted(random.Random(options.seed).sample(every, min(options.sample, len(every))))
+    print(f"{len(sample)} of {len(every)} faults", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        laboratory = Laboratory(Path(folder), [str(TESTS / f"test_{name}.py") for name in names])
-        begin = time.monotonic()
-        if laboratory.finds(None, 1800):
-            sys.exit(f"the tests of {part} fail without any fault")
-        whole = time.monotonic() - begin
-        print(f"{part}: {len(chosen)} of {len(every)} faults; the tests take {whole:.0f} s", flush=True)
-        survivors = []
-        for mutant in chosen:
-            if not laboratory.finds(mutant, 3 * whole + 5):
-                survivors.append(mutant)
-                print(f"  not found: {mutant}", flush=True)
-    score = 100 * (1 - len(survivors) / max(1, len(chosen)))
-    print(f"{part}: {score:.0f} % found, in {time.monotonic() - begin:.0f} s", flush=True)
-    return score
+        laboratory = Laboratory(Path(folder))
+        found = [_told(mutant, laboratory.finds(mutant)) for mutant in sample]
+    score = 100 * sum(found) / max(1, len(found))
+    print(f"{sum(found)} of {len(found)} found, {score:.0f} %", flush=True)
+    sys.exit(score < options.least)
+
+
+def _told(mutant: Mutant, found: bool) -> bool:
+    print(f"{'found    ' if found else 'NOT FOUND'} {mutant}", flush=True)
+    return found
 
 
 if __name__ == "__main__":
