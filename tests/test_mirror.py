@@ -33,7 +33,6 @@ ELSEWHERE = {
     "engine/_autograd_calls": "autograd",
     "engine/_capture": "graphs",
     "engine/_cell": "checkpoint",
-    "engine/_contents": "undo",
     "engine/_deferred_gradients": "hooks",
     "engine/_failed_cell": "oom",
     "engine/_mini_batch": "pipeline",

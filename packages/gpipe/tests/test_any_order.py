@@ -45,21 +45,18 @@ class FailsError(Exception):
 
 @dataclass
 class Order:
-    """When a layer is to fail: a certain time in a phase, or with more rows than it has memory for."""
+    """When a layer is to fail: a certain time in a phase."""
 
     where: int
     phase: str
-    time: int = 0
-    limit: int | None = None
+    time: int
     calls: int = 0
 
-    def error(self, phase: str, x: Tensor) -> Exception | None:
+    def error(self, phase: str) -> Exception | None:
         """What it fails with now, if it does; ``"backward"`` is asked for in the forward that has a backward."""
         if self.phase != phase:
             return None
         self.calls += 1
-        if self.limit is not None:
-            return torch.OutOfMemoryError("CUDA out of memory.") if len(x) > self.limit else None
         return FailsError("boom") if self.calls == self.time else None
 
 
@@ -76,10 +73,10 @@ class Fails(nn.Module):
         x, order = main_of(value), Fails.order
         if order is None or order.where != self.number:
             return with_main(value, x * 1)
-        error = order.error("recompute" if gpipe.is_recomputing() else "forward", x)
+        error = order.error("recompute" if gpipe.is_recomputing() else "forward")
         if error is not None:
             raise error
-        error = order.error("backward", x) if x.requires_grad else None
+        error = order.error("backward") if x.requires_grad else None
         return with_main(value, x * 1 if error is None else Raise.apply(x, error))
 
 
@@ -203,10 +200,8 @@ class AnyOrder(RuleBasedStateMachine):
             self.plain.load_state_dict(before)
         return weights_for(output, 0) if any(tensor.requires_grad for tensor in floats(output)) else None
 
-    def stepped(self, x: Tensor, weights: Any, loss: str, schedule: str, on_oom: bool) -> dict[str, Any]:
+    def stepped(self, x: Tensor, weights: Any, loss: str, schedule: str) -> dict[str, Any]:
         leaf, (loss_fn, how) = x.clone().requires_grad_(), LOSSES[loss]
-        if on_oom:
-            how = {**how, "on_oom": "smaller chunks"}
         with self.way.where():
             schedule = self.fitting(schedule)
             total, output = self.pipe.step(
@@ -240,20 +235,18 @@ class AnyOrder(RuleBasedStateMachine):
 
     # What is done.
 
-    @rule(count=rows, loss=losses, schedule=schedules, on_oom=st.booleans())
-    def step(self, count: int, loss: str, schedule: str, on_oom: bool) -> None:
+    @rule(count=rows, loss=losses, schedule=schedules)
+    def step(self, count: int, loss: str, schedule: str) -> None:
         x = self.input(count)
         expected, end = self.done(lambda: self.expected_step(x, loss))
         if expected is not None:
-            found = self.done(lambda: self.stepped(x, expected[1], loss, schedule, on_oom))
+            found = self.done(lambda: self.stepped(x, expected[1], loss, schedule))
             self.assert_equal(found, (expected[0], end))
             self.assert_alike()
 
     @rule(count=rows, where=st.integers(0, 1), phase=st.sampled_from(PHASES), time=st.integers(1, 4), loss=losses,
-          schedule=schedules, on_oom=st.booleans())  # fmt: skip
-    def step_that_fails(
-        self, count: int, where: int, phase: str, time: int, loss: str, schedule: str, on_oom: bool
-    ) -> None:
+          schedule=schedules)  # fmt: skip
+    def step_that_fails(self, count: int, where: int, phase: str, time: int, loss: str, schedule: str) -> None:
         x = self.input(count)
         weights = self.weights(x)
         if weights is None:
@@ -262,36 +255,15 @@ class AnyOrder(RuleBasedStateMachine):
         copies = {name: None if each is None else each.clone() for name, each in before.items()}
         Fails.order = Order(where, phase, time)
         try:
-            found = self.done(lambda: self.stepped(x, weights, loss, schedule, on_oom))
+            found = self.done(lambda: self.stepped(x, weights, loss, schedule))
         except FailsError as error:
             assert any("micro-batch" in note for note in error.__notes__)  # noqa: PT017
             now = gradients(self.pipe)
             assert all(now[name] is None for name, each in before.items() if each is None)
-            if loss == "counted" or on_oom or (phase, schedule) == ("forward", "fill_drain"):
+            if loss == "counted" or (phase, schedule) == ("forward", "fill_drain"):
                 assert all(now[name] is each for name, each in before.items())
                 self.assert_equal(now, copies)
             self.align()
-            return
-        finally:
-            Fails.order = None
-        self.assert_step(found, x, loss)
-
-    @rule(count=rows, where=st.integers(0, 1), phase=st.sampled_from(PHASES), limit=st.integers(0, 4), loss=losses,
-          schedule=schedules)  # fmt: skip
-    def step_with_little_memory(self, count: int, where: int, phase: str, limit: int, loss: str, schedule: str) -> None:
-        x = self.input(count)
-        weights = self.weights(x)
-        if weights is None:
-            return
-        before, chunks = gradients(self.pipe), self.pipe.chunks
-        Fails.order = Order(where, phase, limit=limit)
-        try:
-            found = self.done(lambda: self.stepped(x, weights, loss, schedule, on_oom=True))
-        except torch.OutOfMemoryError:
-            assert self.pipe.chunks == chunks
-            assert all(now is before[name] for name, now in gradients(self.pipe).items())
-            assert torch.equal(torch.get_rng_state(), self.done(lambda: None)[1])
-            self.assert_alike()
             return
         finally:
             Fails.order = None

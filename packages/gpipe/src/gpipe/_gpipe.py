@@ -7,7 +7,6 @@ import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +20,9 @@ from ._flatten._inputs import Inputs
 from ._flatten._names import divide_names, model_of, no_child_of_the_model
 from ._flatten._shapes import has_data
 from .balance import balance_by_parameters, balance_by_time
-from .checkpoint._snapshot import Slot
 from .engine._loss import LossStage
 from .engine._piecewise import whole_stages
 from .engine._pipeline import Pipeline
-from .engine._undo import Undo
 from .engine._workers import Workers
 from .module._arguments import (
     Device,
@@ -43,9 +40,8 @@ from .module._devices import (
     untouched_on_failure,
 )
 from .module._init import means_of
-from .module._keywords import Call, as_value
+from .module._keywords import as_value
 from .module._layers import Held, expect_replacement, refill, refuse
-from .module._oom import Attempts, expect_retry, rows_of
 from .module._partition import BalanceError, divide, expect_partitions, recommend_auto_balance
 from .module._pieces import (
     Choices,
@@ -60,7 +56,6 @@ from .module._pieces import (
 from .module._sequential import as_sequential
 from .module._signature import class_for
 from .module._step import Stepping
-from .module._training import LossOptions
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
 from .skip import verify_skippables
@@ -135,7 +130,6 @@ class GPipe(Stepping):
 
     _deferred: bool
     _chooser: Chooser
-    _still: set[Slot]
     _copy_streams: list[CopyStreams]
     _workers: Workers
 
@@ -416,28 +410,13 @@ class GPipe(Stepping):
         divide_names(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str, *, undoes: bool = False) -> None:
+    def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         stops = self._checkpoint_stops(len(batches))
         # Also because only one thread at a time may learn which layers draw, and so on.
         with self._workers.section.entered(accumulates=True):
             plan = self._chooser.plan(schedule, batches, Size(len(batches), self._pipeline.placement, stops))
-            self._pipeline.train(batches, stops, loss, plan.schedule, plan.recorder, undoes=undoes)
+            self._pipeline.train(batches, stops, loss, plan.schedule, plan.recorder)
             self._chooser.learn(plan)
-
-    def _step_or_smaller(self, call: Call, options: LossOptions, schedule: Schedule | str, on_oom: str) -> Any:
-        expect_retry(on_oom, schedule, options)
-        inputs, target = self._given(LossStage, call)
-
-        def step() -> tuple[LossStage, list[Batch]]:
-            batches, losses = self._cut_with_losses(LossStage, options, inputs, target)
-            self._train(batches, losses, schedule, undoes=True)
-            return losses, batches
-
-        modules = [*self._partitions, *([options.loss_fn] if isinstance(options.loss_fn, nn.Module) else [])]
-        with self._workers.section.entered(accumulates=True):
-            undo = Undo(modules, self._devices, self._still)
-            losses, batches = Attempts(self, step, partial(rows_of, inputs), undo, modules).run()
-        return self._returned(losses, batches, options)
 
     def _prepare(self) -> None:
         """Make what a pipe needs in this process."""
@@ -467,7 +446,7 @@ class GPipe(Stepping):
         stages, layout = laid_out(pieces_of(self._partitions, checkpoint), self._devices)
         streams = [self._copy_streams[stage.partition] for stage in stages]
         pipeline, chooser = Pipeline(stages, layout, streams, self._workers), Chooser(whole_stages(stages))
-        self.__dict__.update(_checkpoint=checkpoint, _pipeline=pipeline, _chooser=chooser, _still=set())
+        self.__dict__.update(_checkpoint=checkpoint, _pipeline=pipeline, _chooser=chooser)
         object.__setattr__(self, "__class__", kind)
 
     def _divide(self, layers: nn.Sequential, balance: list[int]) -> None:
@@ -508,7 +487,7 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 _FIXED = ("balance", "devices", "partitions")
 # Hugging Face's Trainer scales the loss by these, and some name keys that may be missing in a checkpoint.
 _ASKED_OF_MODELS = ("config", "loss_type", "accepts_loss_kwargs", "main_input_name", "_keys_to_ignore_on_save")
-_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_still", "_copy_streams", "_workers")
+_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 

@@ -294,12 +294,6 @@ class Rank(Stepping):
         if self._pipeline.begins:
             self._pipeline.chooser.learn(plan)
 
-    def _step_or_smaller(self, call: Call, options: LossOptions, schedule: Schedule | str, on_oom: str) -> Any:
-        raise ValueError(
-            f"on_oom={on_oom!r} is for a pipe in one process; a Rank steps together with other processes, which would "
-            "all have to begin again: give it more chunks, as gpipe.plan(..., after=error) finds them"
-        )
-
     def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
         if not self._pipeline.ends:
             options = options._replace(return_outputs=False)

@@ -52,16 +52,6 @@ def failed_cell(error: BaseException) -> FailedCell | None:
     return getattr(error, "gpipe_failed_cell", None)
 
 
-def mark_late(error: BaseException) -> None:
-    """Mark ``error`` as raised after all micro-batches, while their gradients were being added to ``.grad``."""
-    error.gpipe_came_late = True  # type: ignore[attr-defined]
-
-
-def came_late(error: BaseException) -> bool:
-    """Whether ``error`` was marked as late: then ``.grad`` may have changed, and the step cannot be repeated."""
-    return getattr(error, "gpipe_came_late", False)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error``, or an error that caused it, says that a device or the host has no memory left."""
     return any(isinstance(each, (torch.OutOfMemoryError, MemoryError)) or _says_so(each) for each in causes(error))

@@ -22,16 +22,6 @@ class LossStage(Losses):
         super().__init__(*arguments, **options)
         self._filled: dict[Tensor, bool] = {}
 
-    def undo_on_failure(self, parameters: Sequence[Tensor]) -> None:
-        """Before a run: make sure that no existing ``.grad`` changes before the last micro-batch is done.
-
-        Those of ``parameters`` without ``.grad`` are not included: the owner of the run sets theirs back to None.
-        """
-        self.undoes = frozenset(map(id, parameters))
-        filled = [each for each in parameters if each.grad is not None]
-        self._filled.update(dict.fromkeys(filled, True))
-        self.held.hold(filled, every=True)
-
     def _compute(self, i: int, outputs: Activation) -> None:
         value = self._value(i, outputs)
         expect_trains(value.total)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -39,10 +39,7 @@ class Losses:
         held: leaves of the loss and of all stages whose ``.grad`` and hooks are removed during the run.
         grown: gradients of leaves of the loss that have not been added to ``.grad`` yet.
         outputs: the detached outputs of the last stage, by micro-batch, if they are kept.
-        undoes: the identities of the parameters of the pipe, if a failure must leave every ``.grad`` as it was.
     """
-
-    undoes: frozenset[int] | None = None
 
     def __init__(
         self,
@@ -76,11 +73,6 @@ class Losses:
         """
         self._rng, self._number, self.draws = rng, number, draws
         draws.begin(_kind(self._loss_fn))
-
-    def hold_others(self, leaves: Iterable[Tensor]) -> None:
-        """Hold those of ``leaves`` that are not parameters of the pipe, before a backward adds to them."""
-        assert self.undoes is not None
-        self.held.hold([leaf for leaf in leaves if id(leaf) not in self.undoes], every=True)
 
     def put_values(self, i: int, activation: Activation) -> None:
         """Compute the loss of a micro-batch."""

@@ -27,7 +27,7 @@ from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import refuse_data_parallel
 from ._draws import DrawFacts
-from ._failed_cell import failed_cell, mark, mark_late
+from ._failed_cell import failed_cell, mark
 from ._failures import Failures
 from ._loss import LossStage
 from ._losses import Losses
@@ -148,8 +148,6 @@ class Pipeline:
         loss: LossStage,
         schedule: Schedule | Choice,
         observer: Observer | None = None,
-        *,
-        undoes: bool = False,
     ) -> None:
         """Compute forwards, losses and backwards of all micro-batches, in the order of ``schedule``.
 
@@ -159,8 +157,6 @@ class Pipeline:
 
         Args:
             observer: is notified of this run, unless there is an observer of every run.
-            undoes: whether a failure leaves every ``.grad`` as it was, unless the error is marked as late. Existing
-                gradients and those of this step are then in memory at the same time.
         """
         with self.workers.section.entered(accumulates=True):
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
@@ -168,8 +164,6 @@ class Pipeline:
             before = _Gradients(run.mini_batch.parameters)
             mixed = 0
             try:
-                if undoes:
-                    loss.undo_on_failure(run.mini_batch.parameters)
                 with self.together(run):
                     refuse_data_parallel(run.mini_batch.kept_nodes)
                     entering = self.entering(batches)
@@ -187,8 +181,6 @@ class Pipeline:
                 before.restore(error, max(mixed, run.mixed), len(batches))
                 loss.restore()
                 _tell(error, schedule)
-                if mixed:
-                    mark_late(error)
                 raise
             finally:
                 self._keep(run)

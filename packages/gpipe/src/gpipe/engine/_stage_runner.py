@@ -18,7 +18,7 @@ from ..transport._ports import Ports
 from ..values._describe import shapes
 from ..values._sharing import owned
 from ._cell import Cell, CheckpointedCell, RecomputeContext
-from ._failed_cell import FailedCell, mark
+from ._failed_cell import FailedCell, failed_cell, is_out_of_memory, mark
 from ._graph_leaves import Below
 from ._layers import Layers
 from ._losses import Losses
@@ -30,6 +30,11 @@ _HIDES = (
     "someone (DistributedDataParallel?) has hooks where autograd accumulates the gradients of these parameters, "
     "which must be whole then; but the layers use torch.utils.checkpoint with use_reentrant=True, or contain a pipe, "
     "whose backward accumulates micro-batch by micro-batch; use use_reentrant=False"
+)
+
+_NEEDS_LESS = (
+    "memory ran out: set more chunks (pipe.chunks), checkpoint this partition (pipe.checkpoint), or make the pipe from "
+    "gpipe.plan(model, sample, devices, after=error), which gives this device less"
 )
 
 
@@ -150,31 +155,30 @@ class StageRunner:
         stages, stop = len(self._mini_batch.checkpoint_stops), self._checkpoint_stop
         j = stage.partition
         place = j, stages, first, end, str(stage.device)
-        where = FailedCell(*place, action.microbatch, m, str(action.kind), stop)
-        mark(error, where)
+        is_first = failed_cell(error) is None  # not so for an error of a pipe inside a layer
+        mark(error, FailedCell(*place, action.microbatch, m, str(action.kind), stop))
         add_note(
             error,
             f"in partition {j} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
             f"{m}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
         )
+        if is_first and is_out_of_memory(error):
+            add_note(error, _NEEDS_LESS)
 
     def _hold(self, i: int) -> None:
         """Before a backward: remove hooks, and ``.grad`` where gradients have to be scaled, from its leaves."""
         loss, deferred = self._mini_batch.loss, self._mini_batch.deferred
         every = loss is not None and loss.scales
-        undoes = loss is not None and loss.undoes is not None
         if not self._begun:
             self._begun = True
             if self._tied:
                 deferred.hold(self._tied, every=True)
             deferred.hold(parameters_of(self.stage.module), every=every)
-        if every or undoes or self._grown is not None:  # layers may also use leaves that are not their parameters
+        if every or self._grown is not None:  # layers may also use leaves that are not their parameters
             graph = self._cells[i].below()
             deferred.hold(graph.leaves, every=every)
-            if loss is not None and undoes:
-                loss.hold_others(graph.leaves)
             self._expect_shown(graph)
-        self._adds_directly = not every and not undoes and self._grown is None
+        self._adds_directly = not every and self._grown is None
         self.mixed += self._adds_directly
 
     def _expect_shown(self, graph: Below) -> None:

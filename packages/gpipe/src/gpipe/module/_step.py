@@ -45,7 +45,6 @@ class Stepping(Divided):
         reduction: str = ...,
         normalizer: float | Tensor | None = ...,
         return_outputs: Literal[False] = ...,
-        on_oom: Literal["raise", "smaller chunks"] = ...,
         **arguments: Any,
     ) -> Tensor: ...
 
@@ -61,7 +60,6 @@ class Stepping(Divided):
         reduction: str = ...,
         normalizer: float | Tensor | None = ...,
         return_outputs: bool = ...,
-        on_oom: Literal["raise", "smaller chunks"] = ...,
         **arguments: Any,
     ) -> Any: ...
 
@@ -81,7 +79,6 @@ class Stepping(Divided):
         reduction: str = "mean",
         normalizer: float | Tensor | None = None,
         return_outputs: bool = False,
-        on_oom: Literal["raise", "smaller chunks"] = "raise",
         **arguments: Any,
     ) -> Any:
         """Compute forward, loss and backward in one call.
@@ -107,8 +104,6 @@ class Stepping(Divided):
                 for plain means only; ``"sum"`` adds them up.
             normalizer: what the ``"sum"`` is divided by.
             return_outputs: also return the outputs, as :meth:`forward` would, detached.
-            on_oom: what to do if a device runs out of memory. ``"smaller chunks"`` restores the state before the step,
-                warns, and repeats the step once with about twice as many chunks, which the pipe keeps.
             arguments: keywords for the first layer, as in ``step(**batch)``.
 
         Returns:
@@ -127,10 +122,9 @@ class Stepping(Divided):
             TypeError: a keyword that the first layer does not take, or that is also an argument of this method; a
                 target without a ``loss_fn`` that takes it; a loss, count or metric that is not a number or tensor.
             ValueError: an unknown schedule, or one that does not fit; a loss that is not a scalar or does not require
-                grad; a target or metrics with another number of rows than the input; ``on_oom`` with a loss or
-                schedule that depends on ``chunks``.
+                grad; a target or metrics with another number of rows than the input.
             RuntimeError: grad mode is off; the pipe itself has forward or backward hooks; it is in a
-                ``DistributedDataParallel``, outside of ``no_sync()``; ``on_oom`` inside of a layer.
+                ``DistributedDataParallel``, outside of ``no_sync()``.
             Exception: any error of a layer, with a note that names the place.
 
         >>> import torch
@@ -142,9 +136,7 @@ class Stepping(Divided):
         False
         """
         options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
-        call = Call("step", (*LossOptions._fields, "schedule", "on_oom"), input, target, arguments)
-        if on_oom != "raise":
-            return self._step_or_smaller(call, options, schedule, on_oom)
+        call = Call("step", (*LossOptions._fields, "schedule"), input, target, arguments)
         batches, losses = self._with_losses(LossStage, call, options, schedule)
         self._train(batches, losses, schedule)
         return self._returned(losses, batches, options)
@@ -228,18 +220,9 @@ class Stepping(Divided):
         self, kind: type[Kind], call: Call, options: LossOptions, schedule: Schedule | str | None = None
     ) -> tuple[list[Batch], Kind]:
         """The micro-batches of a step or an evaluation, and what computes their losses."""
-        return self._cut_with_losses(kind, options, *self._given(kind, call))
-
-    def _given(self, kind: type[Losses], call: Call) -> tuple[Checked, Any]:
-        """The mini-batch and the target of a call."""
         self._expect_fit(kind, call)
         inputs, target = called_with(next(self.children()), call)
-        return checked(pre_hooked(self, inputs), self.in_spec), target
-
-    def _cut_with_losses(
-        self, kind: type[Kind], options: LossOptions, inputs: Checked, target: Any
-    ) -> tuple[list[Batch], Kind]:
-        batches, _ = self._cut(inputs)
+        batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
         device = self._pipeline.stages[-1].device
         return batches, losses_of(kind, options, target, batches, self._chunks, device)
 
@@ -252,10 +235,6 @@ class Stepping(Divided):
             raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
         refuse_hooks(self, call.method)
         self._expect_callable()
-
-    @abstractmethod
-    def _step_or_smaller(self, call: Call, options: LossOptions, schedule: Schedule | str, on_oom: str) -> Any:
-        """A step that is done again with more chunks if memory runs out."""
 
     @abstractmethod
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
