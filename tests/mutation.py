@@ -37,7 +37,6 @@ PARTS = {
             "builders",
             "looped",
             "v_shaped",
-            "slots",
             "program",
             "merge",
             "named",
@@ -51,7 +50,6 @@ PARTS = {
         ("engine", "checkpoint", "transport"),
         (
             "between",
-            "lifetimes",
             "inline",
             "link",
             "checkpoint",
