@@ -71,7 +71,7 @@ def test_a_schedule_that_never_ends():
     with pytest.raises(ValueError, match="wait for each other forever"):
         makespan(schedule, [cost] * 2)
     walk = [[Step(j, action) for action in program] for j, program in enumerate(schedule)]
-    with pytest.raises(ValueError, match="the workers wait for each other forever, at F1@1, B0@0"):
+    with pytest.raises(ValueError, match="the workers wait for each other forever: F1@1 for F1@0, B0@0 for B0@1"):
         replayed(walk, 2, [dict.fromkeys(Kind, 1.0)] * 2, [0.0] * 2)
 
 

@@ -42,9 +42,6 @@ from ._program import program_of as program_of
 from ._replay import Span as Span
 from ._replay import replay as replay
 from ._schedule import Schedule as Schedule
-from ._slots import Lifetime as Lifetime
-from ._slots import lifetimes as lifetimes
-from ._slots import slots as slots
 from ._v_shaped import dualpipev as dualpipev
 from ._v_shaped import v_placement as v_placement
 from ._v_shaped import zbv as zbv
@@ -60,7 +57,6 @@ __all__ = [
     "Action",
     "Choice",
     "Kind",
-    "Lifetime",
     "Program",
     "Schedule",
     "Seconds",
@@ -77,7 +73,6 @@ __all__ = [
     "in_flight",
     "interleaved",
     "interleaved_zero_bubble",
-    "lifetimes",
     "looped_bfs",
     "looped_placement",
     "merge",
@@ -86,7 +81,6 @@ __all__ = [
     "program_of",
     "replay",
     "requirement",
-    "slots",
     "start_ticks",
     "v_placement",
     "validate",

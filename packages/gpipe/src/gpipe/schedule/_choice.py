@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ._actions import Kind, Step
+from ._actions import Kind
+from ._makespan import makespan
 from ._modes import Stops
-from ._named import named
-from ._replay import replay
+from ._named import lanes
 
 SPLIT_SECONDS = 2e-3
 """Seconds: a shorter backward is not worth splitting.
@@ -68,8 +68,8 @@ def choose(
 ) -> Choice:
     """The fastest of 1F1B, zero bubble and fill-drain; of equally fast ones, that which holds the fewest micro-batches.
 
-    Times are computed by :func:`replay`, without time for transfers. A part of a backward that was not measured counts
-    as half of the backward, and a recomputation as a forward.
+    Times are those of :func:`gpipe.schedule.replay`, without time for transfers. A part of a backward that was not
+    measured counts as half of the backward, and a recomputation as a forward.
 
     Args:
         microbatches: the number of micro-batches.
@@ -98,13 +98,11 @@ def choose(
 def _makespan(
     name: str, microbatches: int, placement: Sequence[int], stop: Stops, split: Collection[int], seconds: Seconds
 ) -> float:
-    walk = named(name, microbatches, placement, stop, split).on(placement)
-    spans = replay(walk, lambda step: _seconds(seconds, step))
-    return max((span.end for span in spans.values()), default=0.0)
+    of_stages = [{kind: _seconds(seconds, j, kind) for kind in Kind} for j in range(len(placement))]
+    return makespan(lanes(name, microbatches, placement, stop, split), microbatches, of_stages, [0.0] * len(placement))
 
 
-def _seconds(seconds: Seconds, step: Step) -> float:
-    stage, kind = step.stage, step.action.kind
+def _seconds(seconds: Seconds, stage: int, kind: Kind) -> float:
     if (stage, kind) in seconds:
         return seconds[stage, kind]
     if kind == Kind.RECOMPUTE:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._queues import Crossing
+from ..schedule import Step
 
 Seconds = float | Callable[[int], float]
 Transfer = Seconds | Sequence[Seconds]
@@ -62,16 +62,28 @@ def hop_seconds(transfer: Transfer, crossing: Sequence[int | None]) -> list[floa
     ]
 
 
-def crossings(transfer: Transfer, crossing: Sequence[int | None]) -> list[Crossing]:
-    """The same, with the named links that things wait for; the arguments are those of :func:`hop_seconds`."""
-    seconds = hop_seconds(transfer, crossing)
-    links = [None, *_each(transfer, max(0, len(crossing) - 1))]
-    return [
-        Crossing(hop, size / link.bandwidth, link.name)
-        if isinstance(link, Link) and size is not None
-        else Crossing(hop)
-        for hop, size, link in zip(seconds, crossing, links, strict=False)
-    ]
+class Queues:
+    """Arrivals over links of which some have names, and carry one transfer at a time: first come, first served.
+
+    Args:
+        transfer, crossing: as for :func:`hop_seconds`.
+    """
+
+    def __init__(self, transfer: Transfer, crossing: Sequence[int | None]) -> None:
+        self._seconds = hop_seconds(transfer, crossing)
+        self._links = [None, *_each(transfer, max(0, len(crossing) - 1))]
+        self._sizes = crossing
+        self._free: dict[str, float] = {}
+
+    def arrival(self, source: Step, target: Step, end: float) -> float:
+        """When the result of ``source``, which ends at ``end``, is at ``target``; called in the order of these ends."""
+        hop = max(source.stage, target.stage)
+        link, size = self._links[hop], self._sizes[hop]
+        if size is None or not isinstance(link, Link) or link.name is None:
+            return end + self._seconds[hop]
+        begin = max(end, self._free.get(link.name, 0.0))
+        self._free[link.name] = begin + size / link.bandwidth
+        return begin + self._seconds[hop]
 
 
 def is_shared(transfer: Transfer) -> bool:

@@ -16,11 +16,11 @@ from ..schedule._flags import Checkpoint
 from ..schedule._makespan import Lane
 from ..schedule._makespan import makespan as replayed
 from ..schedule._named import lanes, usual_placement
+from ..schedule._replay import replay_links
 from ._costs import StageCost
 from ._events import SECONDS, TICKS, Event
-from ._hops import Transfer, crossings, hop_seconds, is_shared
+from ._hops import Queues, Transfer, hop_seconds, is_shared
 from ._pieces import in_pieces
-from ._queues import queued
 from ._timeline import Timeline
 
 
@@ -95,7 +95,7 @@ def _spans(
         return costs[step.stage].seconds(step.action.kind)
 
     if is_shared(transfer):
-        return queued(walk, seconds, crossings(transfer, boundary))
+        return replay_links(walk, seconds, Queues(transfer, boundary).arrival)
     hops = hop_seconds(transfer, boundary)
     return replay(walk, seconds, lambda source, target: hops[max(source.stage, target.stage)])
 
