@@ -71,7 +71,7 @@ def list_errors(app: Any, page: str, source: list[str]) -> None:
 
 def link_pages(app: Any, path: Path, page: str, source: list[str]) -> None:
     """READMEs of packages name pages as `docs/...`, since links would lead nowhere on an index; here they are links."""
-    if page.startswith("packages/"):
+    if path.name == "README.md":  # its page is in docs/packages; MyST passes the last part of that page's name only
         source[0] = PAGE.sub(r"[`docs/\1`](../\1)", source[0])
 
 

@@ -5,6 +5,7 @@ Run by the session docs, where Sphinx is installed.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,15 @@ def test_a_link_that_leads_somewhere_is_fine(tmp_path: Path, link: str) -> None:
     (tmp_path / "index.html").write_text(f'<h1 id="here"></h1><a href="{link}">text</a>', encoding="utf-8")
     (tmp_path / "other.html").write_text('<h1 id="thére"></h1>', encoding="utf-8")
     assert broken(tmp_path) == []
+
+
+@pytest.mark.parametrize("package", ["blockpartition", "microbatch", "streams", "profiler", "gpipe"])
+def test_pages_that_a_readme_names_are_links_on_its_page(package: str) -> None:
+    page = ROOT / "docs" / "_build" / "html" / "packages" / f"{package}.html"
+    if not page.exists():
+        pytest.skip("the site is not built: nox -s docs")
+    readme = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`docs/([\w/-]+)\.md`", readme))
+    assert named
+    links = set(re.findall(r'href="\.\./([\w/-]+)\.html"', page.read_text(encoding="utf-8")))
+    assert named <= links
