@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import Report, check, flatten
+from gpipe import Arguments, Report, check, flatten
 from gpipe.skip import pop, skippable, stash
 
 WIDTH, ROWS = 16, 32
@@ -335,13 +335,13 @@ def test_what_cannot_be_trained_is_said(last: nn.Module) -> None:
     assert not report.ok
 
 
-def test_a_mapping_is_keywords_of_the_first_layer_as_in_step() -> None:
+def test_keywords_of_the_first_layer() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
             return super().forward(x) * scale
 
     batch = {"x": torch.randn(ROWS, WIDTH), "scale": torch.randn(ROWS, WIDTH)}
-    assert check(nn.Sequential(Scaled(WIDTH, WIDTH), linear()), batch).findings == ()
+    assert check(nn.Sequential(Scaled(WIDTH, WIDTH), linear()), Arguments((), batch)).findings == ()
 
 
 class TestNoHarm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import closing
 from itertools import product
 from typing import Any
 
@@ -143,7 +144,13 @@ def test_under_every_schedule(checkpoint: str, schedule: str):
 def test_a_batch_is_a_mapping():
     model, plain = pair()
     layers = flatten(model, batch(2))
-    torch.testing.assert_close(layers(batch()), plain(**batch())["logits"])
+    expected = plain(**batch())["logits"]
+    torch.testing.assert_close(layers(batch()), expected)
+    expected.square().mean().backward()
+    with closing(GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=3)) as pipe:
+        torch.testing.assert_close(pipe(batch()), expected)
+        pipe.step(batch(), loss_fn=lambda output: output.square().mean())
+        assert_equal(gradients(model), gradients(plain))
 
 
 def test_positional_arguments():

@@ -125,7 +125,7 @@ def test_a_model_may_compute_its_loss(kind: str, count: int, chunks: int, inline
     loss.backward()
     with gpipe.inline() if inline else closing(pipe):
         torch.testing.assert_close(pipe.evaluate(**batch), loss.detach())
-        torch.testing.assert_close(pipe.step(batch, schedule=schedule), loss.detach())
+        torch.testing.assert_close(pipe.step(**batch, schedule=schedule), loss.detach())
     torch.testing.assert_close(pipe[0].layer.weight.grad, plain.layer.weight.grad)
 
 

@@ -86,7 +86,7 @@ def test_constants_reach_the_first_layer_whole(other: Any, more: Any, inline: bo
         torch.testing.assert_close(output, plain(x))
         output.square().mean().backward()
         pipe.step(x, other=other, more=more, loss_fn=lambda output: output.square().mean())
-        pipe.evaluate({"x": x, "other": other, "more": more}, loss_fn=lambda output: output.mean())
+        pipe.evaluate(**{"x": x, "other": other, "more": more}, loss_fn=lambda output: output.mean())
     # The backward recomputes two micro-batches, and so does the step.
     assert sorted(length for length, _, _ in seen) == sorted([3, 3, 1] * 3 + [3, 3] * 2)
     assert all(same(o, other) and same(m, {"more": more}) for _, o, m in seen)

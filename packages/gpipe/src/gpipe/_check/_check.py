@@ -18,7 +18,6 @@ from .._flatten._shapes import expect_data
 from .._gpipe import GPipe
 from ..balance import uniform
 from ..module._arguments import checked_chunks
-from ..module._keywords import Call, called_with
 from ..module._partition import checked_balance
 from ..module._whole import replicated
 from ._findings import Finding
@@ -49,8 +48,8 @@ def check(
 
     Args:
         model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is copied, not changed.
-        sample: an input of the model with at least two rows; a mapping for named arguments,
-            :class:`microbatch.Arguments` for several.
+        sample: an input of the model with at least two rows; :class:`microbatch.Arguments` for several
+            arguments. A model that is not an ``nn.Sequential`` takes a mapping as named arguments.
         target: what ``loss_fn`` compares with, cut like ``sample``.
         loss_fn: as for :meth:`gpipe.GPipe.step`; by default the loss that the model computes, if it
             returns one, else the mean square of its outputs.
@@ -142,8 +141,7 @@ def _copied(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
     if isinstance(model, nn.Sequential):
         if not len(model):
             raise ValueError("model has no layers")
-        layers = model
-        inputs, _ = called_with(layers[0], Call("check", (), sample, None, {}))
+        layers, inputs = model, sample
     else:
         layers, inputs = flatten(model, sample), Arguments(*Inputs.of(sample))
     trial = copy.deepcopy(layers)

@@ -1,9 +1,8 @@
-"""The arguments of the first layer, from those of ``step`` and ``evaluate``: keywords, a mapping, or one value."""
+"""The arguments of the first layer, from those of ``step`` and ``evaluate``: keywords, or one value."""
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from torch import nn
 
 from .._flatten._names import model_of
 from ..values._leaves import Arguments
-from ._signature import binds, signature_of
+from ._signature import signature_of
 
 
 class _Nothing:
@@ -25,7 +24,6 @@ class _Nothing:
 NOTHING = _Nothing()
 
 _ANYTHING = Signature([Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)])
-_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -60,27 +58,26 @@ def as_arguments(value: Any) -> Arguments:
 def called_with(layer: nn.Module, call: Call) -> tuple[Any, Any]:
     """The mini-batch as the first ``layer`` takes it, and the target.
 
+    A mapping is one argument, as in a call of any module; keywords are given by ``**``.
+
     Raises:
         TypeError: an argument is missing, unknown, given twice, or one of both the method and the layer.
     """
-    given, target, arguments = call.input, call.target, call.arguments
-    if not arguments and given is not NOTHING and not isinstance(given, Mapping):
-        return given, target
-    signature = signature_of(layer, eval_str=True) or _ANYTHING
-    if arguments:
-        call = _own_taken(signature, call)
-        given, target, arguments = call.input, call.target, call.arguments
-        _expect_no_clash(layer, signature, call)
-    if given is NOTHING and not arguments:
+    if not call.arguments and call.input is not NOTHING:
+        return call.input, call.target
+    signature = signature_of(layer) or _ANYTHING
+    call = _own_taken(signature, call)
+    _expect_no_clash(layer, signature, call)
+    if call.input is NOTHING and not call.arguments:
         raise TypeError(
             f"{call.method}() needs a mini-batch: {call.method}(x, ...), or {call.method}(**batch) if the first layer "
             "takes keywords"
         )
-    if not arguments and not (isinstance(given, Mapping) and _are_keywords(signature, given)):
-        return given, target
-    inputs = _joined(signature, call)
+    if not call.arguments:
+        return call.input, call.target
+    inputs = _joined(call)
     _expect_taken(layer, signature, inputs, call)
-    return inputs, target
+    return inputs, call.target
 
 
 def _own_taken(signature: Signature, call: Call) -> Call:
@@ -101,8 +98,8 @@ def _expect_no_clash(layer: nn.Module, signature: Signature, call: Call) -> None
     if clashing:
         raise TypeError(
             f"{', '.join(map(repr, clashing))} can be meant for {call.method}(), and for the first layer, "
-            f"{_name(layer)}, which takes an argument of that name; give the layer's as one mapping, "
-            f"{call.method}({{...}}, target, ...), or as {call.method}(Arguments(args, kwargs), target, ...)"
+            f"{_name(layer)}, which takes an argument of that name; give the layer's as "
+            f"{call.method}(Arguments(args, kwargs), target, ...)"
         )
 
 
@@ -110,34 +107,9 @@ def _names(signature: Signature) -> set[str]:
     return {name for name, parameter in signature.parameters.items() if parameter.kind in _BY_NAME}
 
 
-def _are_keywords(signature: Signature, mapping: Mapping[Any, Any]) -> bool:
-    """Whether ``mapping`` contains keywords: a key is the name of an argument, or the layer cannot take it in another
-    way.
-    """
-    if not all(isinstance(key, str) for key in mapping):
-        return False
-    parameters = list(signature.parameters.values())
-    if parameters and parameters[0].kind in _POSITIONAL:
-        if _is_mapping(parameters[0].annotation):
-            return False
-        if len(parameters) == 1:
-            return set(mapping) == _names(signature)
-    return binds(signature, **mapping) or not _names(signature).isdisjoint(mapping) or not binds(signature, mapping)
-
-
-def _is_mapping(annotation: Any) -> bool:
-    kind = typing.get_origin(annotation) or annotation
-    return typing.is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, Mapping))
-
-
-def _joined(signature: Signature, call: Call) -> Arguments:
+def _joined(call: Call) -> Arguments:
     """The positional argument and the keywords as one value."""
-    given = call.input
-    if given is NOTHING:
-        return Arguments((), call.arguments)
-    if isinstance(given, Mapping) and _are_keywords(signature, given):
-        given = Arguments((), dict(given))
-    args, kwargs = as_arguments(given)
+    args, kwargs = Arguments((), {}) if call.input is NOTHING else as_arguments(call.input)
     twice = sorted(kwargs.keys() & call.arguments.keys())
     if twice:
         raise TypeError(
@@ -155,8 +127,7 @@ def _expect_taken(layer: nn.Module, signature: Signature, inputs: Arguments, cal
     if problem:
         raise TypeError(
             f"the first layer is {_name(layer)}.forward{_bare(signature)}; {call.method}() was given "
-            f"{_described(inputs)} for it: {problem}; leave out what it does not take, or hand a mapping over "
-            "whole by Arguments((mapping,), {})"
+            f"{_described(inputs)} for it: {problem}; leave out what it does not take"
         )
 
 

@@ -66,18 +66,11 @@ def _with_signature(function: Callable[..., Any], signature: inspect.Signature) 
     return twin
 
 
-def signature_of(layer: nn.Module, *, eval_str: bool = False) -> inspect.Signature | None:
-    """How ``layer`` is called; None if it does not say.
-
-    Args:
-        eval_str: whether annotations that are text are evaluated, where that is possible.
-    """
+def signature_of(layer: nn.Module) -> inspect.Signature | None:
+    """How ``layer`` is called; None if it does not say."""
     compiled: nn.Module = getattr(layer, "_orig_mod", layer)
     inner = model_of(layer) or compiled
     own = type(inner)._commands.__get__(inner) if isinstance(inner, Skippable) else inner.forward
-    if eval_str:
-        with suppress(Exception):  # annotations may name what is imported for types alone
-            return inspect.signature(own, eval_str=True)
     with suppress(TypeError, ValueError):
         return inspect.signature(own)
     return None

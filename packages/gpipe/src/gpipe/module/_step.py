@@ -87,9 +87,7 @@ class Stepping(Divided):
         as soon as its forward is done, so fewer are held at a time: with ``"1f1b"``, n − j on stage j of n.
 
         Args:
-            input: the only argument of :meth:`forward`, or :class:`Arguments` for several. A mapping is passed as
-                keywords if one of its keys is an argument of the first layer, or the layer takes ``**kwargs``; and
-                whole to a layer whose only argument has another name, or is annotated as a mapping.
+            input: the only argument of :meth:`forward`, which may be a mapping, or :class:`Arguments` for several.
             target: tensors, or a tree of them, cut like ``input`` and moved to the last device. ``Split(y, dim=1)`` and
                 ``Replicate(y)`` around a part set how it is cut.
             loss_fn: called with the output and the target of each micro-batch; with the output alone if there is no
