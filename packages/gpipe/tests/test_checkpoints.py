@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank, load, save
@@ -44,6 +44,28 @@ def network(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(first, deep, frozen, Tied(first), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
 
 
+class Whole(nn.Module):
+    """A model that is flattened into as many layers, under names of its own; its head is tied to its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(k, 4), nn.Tanh()) for k in (3, 4, 4, 4)])
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def whole(seed: int = 0) -> Whole:
+    torch.manual_seed(seed)
+    return Whole().double()
+
+
 class Setup(NamedTuple):
     """How a model is trained: as it is, in a pipe, or on several ranks.
 
@@ -51,19 +73,22 @@ class Setup(NamedTuple):
         size: how many processes; none is a module in this one.
         balance: of its stages; None is the plain model.
         ranks: that of each stage.
+        flat: whether it is a model that is flattened.
     """
 
     size: int
     balance: list[int] | None
     ranks: list[int]
+    flat: bool = False
 
     def make(self, seed: int) -> nn.Module:
-        model = network(seed).eval()  # where batch norm is the same for micro-batches
+        model = (whole if self.flat else network)(seed).eval()  # where batch norm is the same for micro-batches
         if self.balance is None:
             return model
+        options: dict[str, Any] = {"chunks": 2, "sample": X[:4] if self.flat else None}
         if self.size:
-            return Rank(model, self.balance, chunks=2, ranks=self.ranks)
-        return GPipe(model, self.balance, devices=["cpu"] * len(self.balance), chunks=2)
+            return Rank(model, self.balance, ranks=self.ranks, **options)
+        return GPipe(model, self.balance, devices=["cpu"] * len(self.balance), **options)
 
 
 @st.composite
@@ -118,8 +143,8 @@ def go_on(path: str, setup: Setup, steps: int) -> list[float]:
 
 
 @cache
-def uninterrupted(steps: int) -> list[float]:
-    model = network().eval()
+def uninterrupted(steps: int, flat: bool = False) -> list[float]:
+    model = (whole if flat else network)().eval()
     return train(model, optimizer_of(model), steps)
 
 
@@ -141,16 +166,31 @@ TWO, V, FOUR = Setup(2, [3, 3], [0, 1]), Setup(2, [1, 2, 2, 1], [1, 0, 0, 1]), S
     max_examples=max(6, settings().max_examples // 10),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-@given(before=setups(), after=setups(), steps=st.integers(0, 2))
-@example(before=PLAIN, after=FOUR, steps=2)
-@example(before=TWO, after=PLAIN, steps=2)
-@example(before=FOUR, after=V, steps=1)
-@example(before=V, after=PIPE, steps=1)
-def test_it_goes_on_elsewhere(tmp_path_factory: Any, run: Any, before: Setup, after: Setup, steps: int) -> None:
+@given(before=setups(), after=setups(), steps=st.integers(0, 2), flat=st.booleans())
+@example(before=PLAIN, after=FOUR, steps=2, flat=True)
+@example(before=TWO, after=PLAIN, steps=2, flat=True)
+@example(before=FOUR, after=V, steps=1, flat=False)
+@example(before=V, after=PIPE, steps=1, flat=True)
+def test_it_goes_on_elsewhere(
+    tmp_path_factory: Any, run: Any, before: Setup, after: Setup, steps: int, flat: bool
+) -> None:
+    """Also a model that is flattened, whose layers have other names than its own."""
     path = str(tmp_path_factory.mktemp("run") / "checkpoint")
-    run(before.size, begin, path, before, steps)
-    for losses in run(after.size, go_on, path, after, 2):
-        torch.testing.assert_close(losses, uninterrupted(steps + 2)[steps:], rtol=1e-9, atol=1e-12)
+    run(before.size, begin, path, before._replace(flat=flat), steps)
+    for losses in run(after.size, go_on, path, after._replace(flat=flat), 2):
+        torch.testing.assert_close(losses, uninterrupted(steps + 2, flat)[steps:], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_rank_loads_its_own_state(run: Any, flat: bool) -> None:
+    run(2, _loads_its_own_state, TWO._replace(flat=flat))
+
+
+def _loads_its_own_state(setup: Setup) -> None:
+    one, other = setup.make(0), setup.make(1)
+    assert one.state_dict().keys() < (whole if setup.flat else network)().state_dict().keys()
+    other.load_state_dict(one.state_dict())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -6,12 +6,12 @@ from os import PathLike
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ._folders import Folder
 from ._gathering import gathering_of
-from ._optimizers import by_name, from_names
+from ._optimizers import by_name, from_names, parameters_by_name
 from ._stored import Stored, write
 
 
@@ -98,12 +98,7 @@ def load(
     with together.agreement():
         stored.expect_model({name for each in found.heard for name in each["names"]}, own)
         state = stored.model(own)
-        moments = None if optimizer is None else from_names(rank, optimizer, stored.optimizer(_named(rank)))
+        moments = None if optimizer is None else from_names(rank, optimizer, stored.optimizer(parameters_by_name(rank)))
     rank.load_state_dict(state)
     if optimizer is not None and moments is not None:
         optimizer.load_state_dict(moments)
-
-
-def _named(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name; a shared one has several names."""
-    return dict(module.named_parameters(remove_duplicate=False))

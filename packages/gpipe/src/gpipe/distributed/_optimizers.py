@@ -18,10 +18,19 @@ _MEMBERS = {"params", "param_names"}
 """Keys of a parameter group that are not options."""
 
 
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters under their names in the state dict, which are those of the model if the module is flattened.
+
+    A shared parameter has several names.
+    """
+    found = module.state_dict(keep_vars=True).items()
+    return {name: value for name, value in found if isinstance(value, nn.Parameter)}
+
+
 def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
     """All names of each parameter; a shared one has several."""
     found: dict[Tensor, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in parameters_by_name(module).items():
         found.setdefault(parameter, []).append(name)
     return found
 

@@ -15,6 +15,7 @@ from microbatch import Batch, unwrap
 from .._batchnorm import DeferredBatchNorm
 from .._flatten._ending import without_loss_only
 from .._flatten._inputs import Inputs
+from .._flatten._names import divide_names
 from ..engine._loss import LossStage
 from ..engine._losses import Losses
 from ..engine._settings import settings
@@ -246,6 +247,10 @@ class Rank(Stepping):
 
     def extra_repr(self) -> str:
         return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        divide_names(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _with_losses(
         self, kind: type[Kind], call: Call, options: LossOptions, schedule: Schedule | str | None = None
