@@ -31,15 +31,15 @@ def bars(tree):
 
 @fewer
 @given(balanced(), st.sampled_from(["seconds", "saved_bytes", "flops", "parameter_bytes"]))
-def test_bars_are_as_high_as_costs(pair, by):
+def test_bars_are_as_long_as_costs(pair, by):
     profile, balance = pair
     tree = parse(profile.picture(balance, by=by))
-    heights = [float(bar.get("height")) for bar in bars(tree)]
+    lengths = [float(bar.get("width")) for bar in bars(tree)]
     if by == "seconds":
-        heights = [forward + backward for forward, backward in zip(heights[::2], heights[1::2], strict=True)]
+        lengths = [forward + backward for forward, backward in zip(lengths[::2], lengths[1::2], strict=True)]
     costs = profile.costs(by)
-    scale = max(heights) / max(costs) if max(costs) else 0
-    assert heights == pytest.approx([cost * scale for cost in costs], abs=0.21)
+    scale = max(lengths) / max(costs) if max(costs) else 0
+    assert lengths == pytest.approx([cost * scale for cost in costs], abs=0.21)
 
 
 @fewer
@@ -49,9 +49,9 @@ def test_a_dashed_line_for_each_cut(pair):
     tree = parse(profile.picture(balance))
     lines = [x for x in tree.iter(f"{SVG}line") if x.get("stroke-dasharray") != "none"]
     assert len(lines) == len(balance) - 1
-    edges = [float(bar.get("x")) for bar in bars(tree)[::2]]
+    edges = [float(bar.get("y")) for bar in bars(tree)[::2]]
     for line, start in zip(lines, list(accumulate(balance))[:-1], strict=True):
-        assert edges[start - 1] < float(line.get("x1")) < edges[start]
+        assert edges[start - 1] < float(line.get("y1")) < edges[start]
 
 
 @fewer
@@ -65,11 +65,12 @@ def test_everything_is_inside(profile):
             assert 0 <= float(mark.get("y")) <= float(mark.get("y")) + float(mark.get("height")) <= height
 
 
-def test_loads_are_written_above():
-    texts = [text.text for text in parse(TWO.picture([1, 1])).iter(f"{SVG}text")]
-    assert "4.50 ms" in texts
-    assert "20.0 µs" in texts
+def test_costs_and_loads_are_written_beside_the_bars_and_the_largest_load_is_bold():
+    tree = parse(TWO.picture([1, 1]))
+    texts = [text.text for text in tree.iter(f"{SVG}text")]
+    assert texts.count("4.50 ms") == texts.count("20.0 µs") == 2
     assert texts.count("conv Conv2d") == 1
+    assert [text.text for text in tree.iter(f"{SVG}text") if text.get("font-weight")] == ["4.50 ms"]
 
 
 @pytest.mark.parametrize("balance", [[1], [3], [2, 0], [1, 1, 1], []])

@@ -8,8 +8,8 @@ from torch import nn
 
 from microbatch import Batch
 from profiler import profile_seconds, profile_times
+from profiler._clock import HostWatch
 from profiler._times import measure
-from profiler._watch import HostWatch
 
 from .strategies import models, samples
 
@@ -37,19 +37,12 @@ def test_a_number_for_every_layer(model, sample):
 @given(st.integers(1, 9), st.integers(0, 20))
 def test_rounds_fill_the_time_and_are_never_too_few(least, timeout):
     # The clock is read once at the start and once before each round that is not owed.
-    spent = []
     rounds = measure(
-        nn.Sequential(nn.ReLU()),
-        Batch(torch.rand(1)),
-        CPU,
-        timeout=timeout,
-        least=least,
-        clock=Clock(),
-        after_round=spent.append,
+        nn.Sequential(nn.ReLU()), Batch(torch.rand(1)), CPU, timeout=timeout, least=least, clock=(clock := Clock())
     )
     assert len(rounds) >= least
-    assert len(spent) == len(rounds)
-    assert len(rounds) == least or spent[-2] < timeout
+    assert clock.now == 1 + len(rounds)
+    assert len(rounds) == least or len(rounds) - 1 < timeout
 
 
 def test_forward_and_backward_are_timed_apart():

@@ -3,8 +3,6 @@
 from ._allocations import AllocationTracker as AllocationTracker
 from ._data import LayerProfile as LayerProfile
 from ._data import SkipProfile as SkipProfile
-from ._diff import LayerChange as LayerChange
-from ._diff import ProfileDiff as ProfileDiff
 from ._profile import profile as profile
 from ._record import Profile as Profile
 from ._sandbox import detach as detach
@@ -18,10 +16,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AllocationTracker",
-    "LayerChange",
     "LayerProfile",
     "Profile",
-    "ProfileDiff",
     "SkipProfile",
     "SkipStore",
     "detach",

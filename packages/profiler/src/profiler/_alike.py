@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from itertools import chain
+import io
+import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,65 +15,40 @@ from microbatch import Batch, flatten
 from ._loose import Loose
 from ._storages import storages
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 
-
-def situation(layer: nn.Module, value: Batch, loose: Sequence[Loose]) -> Hashable | None:
+def situation(layer: nn.Module, value: Batch, loose: Sequence[Loose]) -> bytes | None:
     """A key of all that a count without data depends on; None if other things may matter too, such as skips.
 
-    Two layers have the same key if their classes and attributes are equal (so they have no hooks of their own), and if
-    their tensors have the same shapes, strides and dtypes and are shared in the same way. Objects of other classes are
-    equal if they are the same object.
+    Two layers have the same key if they are equal as pickle sees them, and if their tensors have the same shapes,
+    strides and dtypes and are shared in the same way. A layer that cannot be pickled is like no other.
 
     Args:
-        layer: the layer of the model, which must stay alive.
+        layer: the layer of the model.
         value: the input of the layer.
         loose: the storages of the input that no earlier layer needs.
     """
     if any(hasattr(child, "route_skips") for child in layer.modules()):
         return None
-    leaves, tree = flatten(value.value)
-    found = _Forms(layer.modules())
+    text = io.BytesIO()
     try:
-        hash(tree)
-    except TypeError:
+        _Forms(text).dump((layer, flatten(value.value), tuple(loose)))
+    except Exception:  # whatever an object raises that cannot be pickled
         return None
-    return found.of_modules(layer), tuple(map(found.of, leaves)), tree, tuple(loose)
+    return text.getvalue()
 
 
-class _Forms:
-    """Describes tensors and objects; one that was described before by its number."""
+class _Forms(pickle.Pickler):
+    """Writes the form of a tensor instead of its values, with the numbers of the tensor and of its memory."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._numbers = {id(module): k for k, module in enumerate(modules)}
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._numbers: dict[int, int] = {}
 
-    def of_modules(self, layer: nn.Module) -> Hashable:
-        return tuple((type(child), self.of(vars(child))) for child in layer.modules())
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        same = [self._numbers.setdefault(each, len(self._numbers)) for each in (id(value), *self._memory(value))]
+        return type(value), tuple(value.shape), value.stride(), value.dtype, value.requires_grad, tuple(same)
 
-    def of(self, value: Any) -> Hashable:
-        kind = type(value)
-        if kind in _PLAIN:
-            return kind, value
-        if isinstance(value, nn.Module) or id(value) in self._numbers:
-            return kind, self._numbers.get(id(value), id(value)), id(value) in self._numbers
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            return self._of_tensor(value)
-        if kind in (tuple, list):
-            return kind, *map(self.of, self._numbered(value))
-        if kind in (set, frozenset):
-            return kind, frozenset(map(self.of, value))
-        if kind in (dict, OrderedDict):
-            return kind, *map(self.of, chain.from_iterable(self._numbered(value).items()))
-        return kind, id(value)
-
-    def _of_tensor(self, x: torch.Tensor) -> Hashable:
-        memory = [self._number(storage._cdata) for storage in storages(x)]
-        self._numbered(x)
-        return type(x), x.shape, x.stride(), x.dtype, x.requires_grad, *memory
-
-    def _numbered(self, value: Any) -> Any:
-        self._number(id(value))
-        return value
-
-    def _number(self, key: int) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
+    def _memory(self, value: torch.Tensor) -> list[int]:
+        return [storage._cdata for storage in storages(value)]

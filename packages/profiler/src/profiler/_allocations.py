@@ -1,19 +1,22 @@
-"""Counts the storages that are allocated and freed while a layer runs."""
+"""Counts the storages that are allocated and freed while layers run."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from streams import DispatchMode
 
 from ._flops import flops
 from ._storages import storages
+from ._workspace import workspace
 
 
 class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
@@ -21,19 +24,25 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
 
     It has weak references to storages: each is counted as long as Python or the autograd graph keeps it alive. Storages
     that existed before (parameters, inputs, their views and in-place results) are not counted.
+
+    Attributes:
+        peak: the peak of these bytes, with the memory that CPU kernels of convolutions use while they run.
+        flops: floating-point operations.
+        uncounted: names of operations that multiply matrices, or may do so, and that have no FLOP formula.
+        unsized: whether a storage was made with 0 bytes because its size is not known without data.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
-        self.flops = 0
-        self._now = 0
+        self.peak = self.flops = self._now = 0
+        self.uncounted: set[str] = set()
+        self.unsized = False
         # Appended to by any thread that drops the last reference to a storage, at any time; read by the counting
         # thread.
-        self._deaths: deque[tuple[int, int]] = deque()
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, torch.dtype]] = {}
+        self._deaths: deque[int] = deque()
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def alive(self, without: Iterable[torch.Tensor] = ()) -> int:
         """Bytes of the storages allocated so far and not freed yet, except those of the tensors in ``without``.
@@ -46,54 +55,108 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
         """
         self._bury()
         others = {storage._cdata for tensor in without for storage in storages(tensor)}
-        living = ((key, ref()) for key, (ref, _, _) in self._alive.items() if key not in others)
-        return sum(storage.nbytes() for _, storage in living if storage is not None)
-
-    def holds_empty_workspace(self) -> bool:
-        """Whether a storage is a workspace of unknown size: fake oneDNN kernels make these with 0 bytes."""
-        return any(
-            dtype is torch.uint8 and storage.nbytes() == 0
-            for ref, _, dtype in self._alive.values()
-            if (storage := ref()) is not None
-        )
+        living = [ref() for key, (ref, _) in self._alive.items() if key not in others]
+        return sum(storage.nbytes() for storage in living if storage is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         # A tensor that is made from Python data is not seen when it is made, but first as the input of this operation.
         old = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
-        self._note(result, {storage._cdata for storage in storages(old)})
-        self.flops += flops(func, args, kwargs, result)
+        self._note(result, {storage._cdata for storage in storages(old)}, workspace(func, args, result))
+        found = flops(func, args, kwargs, result)
+        if found is None:
+            self.uncounted.add(str(func))
+        self.flops += found or 0
         return result
 
-    def _note(self, result: Any, old: set[int]) -> None:
+    def _note(self, result: Any, old: set[int], temporary: int) -> None:
         self._bury()  # first, since the address of a freed storage may be used again
-        for leaf in torch.utils._pytree.tree_leaves(result):
+        for leaf in tree_leaves(result):
             for storage in storages(leaf):
                 if storage._cdata not in old and storage._cdata not in self._alive:
                     self._born(storage, leaf.dtype)
+        self._reached(self._now + temporary)
 
     def _born(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         key, size = storage._cdata, storage.nbytes()
-        self._alive[key] = (weakref.ref(storage, partial(self._died, key, size)), size, dtype)
+        self._alive[key] = weakref.ref(storage, partial(self._died, key)), size
         self._now += size
-        self.peak = max(self.peak, self._now)
+        # Kernels of oneDNN on fake tensors make workspaces without bytes.
+        self.unsized |= size == 0 and dtype is torch.uint8
 
-    def _died(self, key: int, size: int, ref: object) -> None:
-        self._deaths.append((key, size))
+    def _died(self, key: int, ref: object) -> None:
+        self._deaths.append(key)
 
-    def _forget(self, storage: torch.UntypedStorage) -> int:
-        """Count a storage as freed. Returns its bytes, if it was alive."""
-        self._bury()
-        _, size, _ = self._alive.pop(storage._cdata, (None, 0, None))
-        self._now -= size
-        return size
+    def _reached(self, now: int) -> None:
+        self.peak = max(self.peak, now)
 
     def _bury(self) -> None:
         """Handle the storages that were freed since the last call."""
         while self._deaths:
-            self._gone(*self._deaths.popleft())
+            self._forget(self._deaths.popleft())
 
-    def _gone(self, key: int, size: int) -> None:
-        del self._alive[key]
+    def _forget(self, key: int) -> int:
+        """Count a storage as freed. Returns its bytes, if it was alive."""
+        _, size = self._alive.pop(key, (None, 0))
         self._now -= size
+        return size
+
+
+class Moment(NamedTuple):
+    """Bytes after an operation of a backward.
+
+    Attributes:
+        now: alive, without the gradients of parameters that are accumulated already.
+        aside: of these gradients.
+        given: of the gradients that the backward began with.
+    """
+
+    now: int
+    aside: int
+    given: int
+
+
+class GradientTracker(AllocationTracker):  # type: ignore[no-untyped-call]
+    """Tells the gradients of parameters, and those that a backward begins with, from other memory.
+
+    Attributes:
+        moments: since the last :meth:`restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aside = 0
+        self._given: dict[int, int] = {}
+        self.moments: list[Moment] = []
+
+    def restart(self, seeds: Iterable[Any] = ()) -> None:
+        """Begin with the gradients ``seeds``, before anything else is allocated."""
+        self._bury()
+        made = {storage._cdata for storage in storages(list(seeds))}
+        self._given = {key: size for key, (_, size) in self._alive.items() if key in made}
+        self.moments = []
+        self._reached(self._now)
+
+    @contextmanager
+    def setting_aside(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """Inside, gradients of these are counted apart when they have been accumulated."""
+        trained = [p for p in parameters if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(self._set_aside) for p in trained]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _set_aside(self, parameter: torch.Tensor) -> None:
+        self._bury()
+        self._aside += sum(self._forget(storage._cdata) for storage in storages(parameter.grad))
+
+    def _reached(self, now: int) -> None:
+        super()._reached(now + self._aside)
+        self.moments.append(Moment(now, self._aside, sum(self._given.values())))
+
+    def _forget(self, key: int) -> int:
+        self._given.pop(key, None)
+        return super()._forget(key)

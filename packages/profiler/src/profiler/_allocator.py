@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
 
 import torch
 
 import streams
 
-
-class Reading(NamedTuple):
-    now: int | None
-    """Bytes allocated since the meter was made, less those freed."""
-    peak: int | None
-    """The peak of these bytes."""
+Meter = Callable[[], tuple[int | None, int | None]]
+"""Bytes allocated since the meter was made, less those freed, and the peak; None for what is not known."""
 
 
-class Meter(Protocol):
-    def read(self) -> Reading: ...
-
-
-class NoMeter:
-    """For devices whose allocator has no statistics."""
-
-    def read(self) -> Reading:
-        return Reading(None, None)
-
-
-class AcceleratorMeter:
-    """Resets the peak statistics of the device: a peak of a short time cannot be read in another way."""
-
-    def __init__(self, device: torch.device) -> None:
-        torch.accelerator.synchronize(device)
-        torch.accelerator.reset_peak_memory_stats(device)
-        self._device = device
-        self._start = torch.accelerator.memory_allocated(device)
-
-    def read(self) -> Reading:
-        now = torch.accelerator.memory_allocated(self._device)
-        peak = torch.accelerator.max_memory_allocated(self._device)
-        return Reading(now - self._start, peak - self._start)
+def no_meter() -> Meter:
+    return lambda: (None, None)
 
 
 def meter_for(device: torch.device) -> Meter:
+    """Resets the peak statistics of the device: a peak of a short time cannot be read in another way."""
     if not streams.has_streams(device):
-        return NoMeter()
+        return no_meter()
+    memory = torch.accelerator
     try:
-        return AcceleratorMeter(device)
+        memory.synchronize(device)
+        memory.reset_peak_memory_stats(device)
+        start = memory.memory_allocated(device)
     except RuntimeError:  # an accelerator's allocator may have no statistics
-        return NoMeter()
+        return no_meter()
+    return lambda: (memory.memory_allocated(device) - start, memory.max_memory_allocated(device) - start)

@@ -17,21 +17,6 @@ if TYPE_CHECKING:
     Device = torch.device | int | str
 
 
-def check_not_empty(module: nn.Sequential) -> None:
-    """Raises if the model has no layers."""
-    if len(module) == 0:
-        raise ValueError("module: expected at least one layer, got an empty nn.Sequential")
-
-
-def check_not_lazy(module: nn.Module) -> None:
-    """Raises if a parameter or buffer is lazy."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(
-                f"module: {name!r} is lazy and has no size yet; run the module once on a sample, then try again"
-            )
-
-
 def check_no_gradient(module: nn.Module) -> None:
     """Raises if a parameter has a gradient: the model may be in the middle of a training step."""
     for name, parameter in module.named_parameters():
@@ -54,10 +39,20 @@ def fewest_rows(sample: Any) -> int:
 
 
 def check_timeout(timeout: float) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, Real):
-        raise TypeError(f"timeout: expected a number of seconds, got {timeout!r} ({type(timeout).__name__})")
+    _check_number("timeout", timeout, "seconds")
     if not (timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+
+
+def check_scale(param_scale: float) -> None:
+    _check_number("param_scale", param_scale, "copies")
+    if not (param_scale >= 0 and math.isfinite(param_scale)):
+        raise ValueError(f"param_scale: expected a number of copies >= 0, got {param_scale!r}")
+
+
+def _check_number(name: str, value: float, of: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number of {of}, got {value!r} ({type(value).__name__})")
 
 
 def check_chunks(chunks: int) -> None:
@@ -77,40 +72,26 @@ def check_rows(rows: Sequence[int]) -> list[int]:
     return numbers
 
 
-def check_scale(param_scale: float) -> None:
-    if isinstance(param_scale, bool) or not isinstance(param_scale, Real):
-        raise TypeError(f"param_scale: expected a number of copies, got {param_scale!r} ({type(param_scale).__name__})")
-    if not (param_scale >= 0 and math.isfinite(param_scale)):
-        raise ValueError(f"param_scale: expected a number of copies >= 0, got {param_scale!r}")
-
-
 def running_device(device: Device | None) -> torch.device:
     """The device to run on: `device` if this machine has it; by default the accelerator, else the CPU."""
     here = torch.accelerator.current_accelerator(check_available=True)
     wanted = here or torch.device("cpu") if device is None else torch.device(device)
-    if wanted.type == "cpu":
-        return wanted
-    if here is not None and wanted.type == here.type:
-        return _numbered(wanted)
     if wanted.type == "meta":
         raise ValueError("device: expected the CPU or an accelerator to run on, got 'meta'")
-    raise ValueError(
-        f"device: got {str(wanted)!r} but this machine has no {wanted.type.upper()} device; use device='cpu'"
-    )
-
-
-def _numbered(wanted: torch.device) -> torch.device:
-    count = torch.accelerator.device_count()
+    if wanted.type == "cpu":
+        return wanted
+    kind, count = wanted.type.upper(), torch.accelerator.device_count()
+    if here is None or wanted.type != here.type:
+        raise ValueError(f"device: got {str(wanted)!r} but this machine has no {kind} device; use device='cpu'")
     index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
     if index >= count:
-        raise ValueError(f"device: got {str(wanted)!r} but this machine has only {count} {wanted.type.upper()} devices")
+        raise ValueError(f"device: got {str(wanted)!r} but this machine has only {count} {kind} devices")
     return torch.device(wanted.type, index)
 
 
 def sizing_device(module: nn.Module, device: Device | None) -> torch.device:
     """Like `running_device`, but ``meta`` is allowed, and the default for a module on ``meta``."""
     if device is None and any(parameter.is_meta for parameter in module.parameters()):
-        return torch.device("meta")
-    if device is not None and torch.device(device).type == "meta":
-        return torch.device("meta")
-    return running_device(device)
+        device = "meta"
+    is_meta = device is not None and torch.device(device).type == "meta"
+    return torch.device("meta") if is_meta else running_device(device)

@@ -1,8 +1,7 @@
-"""Pass a tensor to a layer as the output of another layer."""
+"""Pass tensors to a layer as the outputs of another layer."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,22 +35,13 @@ def is_entrance(node: torch.autograd.graph.Node) -> bool:
 
 
 def enter_batch(batch: Batch, *, copies: bool = False) -> Batch:
-    return batch.call(lambda value: map_tensors(partial(enter, copies=copies), value))
+    return batch.call(lambda value: map_tensors(lambda x: enter(x, copies=copies), value))
 
 
-def copy_to(batch: Batch, device: torch.device) -> Batch:
-    """A copy on `device` that a layer may overwrite. `requires_grad` of its tensors is kept."""
-    return copied(batch.call(lambda value: map_tensors(lambda x: _moved(x, device), value)))
+def copied(batch: Batch, device: torch.device | None = None) -> Batch:
+    """A copy of the values, without their graph, that a layer may overwrite."""
 
+    def clone(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().to(device or x.device, copy=True).requires_grad_(x.requires_grad)
 
-def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return x.detach().to(device).requires_grad_(x.requires_grad)
-
-
-def copied(batch: Batch) -> Batch:
-    """A copy of the values, without their graph."""
-    return batch.call(lambda value: map_tensors(_clone, value))
-
-
-def _clone(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().clone().requires_grad_(x.requires_grad)
+    return batch.call(lambda value: map_tensors(clone, value))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from microbatch import Batch, map_tensors
 from streams import add_note
@@ -27,20 +29,36 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+class FusedAttention(TorchFunctionMode):
+    """Counts attention as a fused kernel of an accelerator computes it, which keeps no scores.
+
+    The fake tensors are on a CPU, whose kernel keeps them if there is dropout, or if values and queries differ in
+    width. (Fake CUDA tensors that require a gradient abort a build of PyTorch without CUDA.)
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attends = func is functional.scaled_dot_product_attention
+        return (_fused if attends else func)(*args, **(kwargs or {}))
+
+
+def _fused(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **kwargs: Any
+) -> Any:
+    width = value.shape[-1]
+    wide = functional.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
+    return functional.scaled_dot_product_attention(query, key, wide, attn_mask, 0.0, *rest, **kwargs)[..., :width]
+
+
 def fake_layers(module: Iterable[nn.Module], mode: FakeTensorMode) -> Iterator[nn.Module]:
     """Copies of the layers in training mode that take no memory, whatever device the layers are on."""
     for layer in module:
-        fakes = {id(x): fake(x, mode) for child in layer.modules() for x in _tensors(child)}
-        yield copy.deepcopy(layer, fakes).train()
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    for owner in (module._parameters, module._buffers, vars(module)):
-        yield from (value for value in owner.values() if isinstance(value, torch.Tensor))
+        owners = [each for child in layer.modules() for each in (child._parameters, child._buffers, vars(child))]
+        tensors = [value for owner in owners for value in owner.values() if isinstance(value, torch.Tensor)]
+        yield copy.deepcopy(layer, {id(x): fake(x, mode) for x in tensors}).train()
 
 
 def fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake of `x` on the CPU: fake CUDA tensors with gradients abort a CPU build of torch."""
+    """A fake of `x` on the CPU."""
     with mode:
         y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
         if isinstance(x, nn.Parameter):
@@ -49,13 +67,7 @@ def fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:
-    def copied(x: torch.Tensor) -> torch.Tensor:
-        return fake(x, mode)
-
-    def faked(value: Any) -> Any:
-        return map_tensors(copied, value)
-
-    return batch.call(faked)
+    return batch.call(lambda value: map_tensors(lambda x: fake(x, mode), value))
 
 
 @contextmanager

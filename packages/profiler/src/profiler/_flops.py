@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 
 Formula = Callable[..., int]
 
+# Libraries whose operations are those of PyTorch itself, or only send and arrange values.
+_KNOWN = re.compile(r"aten|prims?|.*c10d.*|fsdp|symm_mem|_dtensor|profiler|rng_prims|inductor|")
+# Parts of the names of operations that multiply matrices, such as addmm, bmm, conv2d, lstm.
+_PRODUCT = re.compile(
+    r"\w{0,4}m[mv]|matmul|linear|bilinear|trilinear|conv(olution|\dd)?|dilated\dd|transpose\dd|attention"
+    r"|rnn|lstm|gru|fft|cdist|gemm|einsum|v?dot"
+)
+# The products of a recurrent cell on a GPU are operations of their own.
+_POINTWISE = frozenset({"upsample", "cell", "flatten", "combination"})
 
-def flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """The floating-point operations of ``func`` with these arguments; 0 if there is no formula for it."""
+
+def flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """The floating-point operations of ``func`` with these arguments.
+
+    Returns:
+        The number; 0 for operations that multiply no matrices; None if there is no formula for one that may do so: its
+        name says that it does, or it comes from a library of its own.
+    """
     packet = getattr(func, "_overloadpacket", func)
     if (own := _own().get(packet)) is not None:
         return own(*args)
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    return None if _multiplies(packet) else 0
+
+
+@cache
+def _multiplies(packet: Any) -> bool:
+    namespace, _, name = str(packet).rpartition(".")
+    if not _KNOWN.fullmatch(namespace):
+        return True
+    words = name.split("_")
+    return _POINTWISE.isdisjoint(words) and any(map(_PRODUCT.fullmatch, words))
 
 
 @cache
@@ -36,17 +64,34 @@ def _own() -> dict[Any, Formula]:
         return int(found)
 
     formulas: dict[str, Formula] = {
-        "mkldnn_rnn_layer": _recurrent,
-        "mkldnn_rnn_layer_backward": _recurrent_backward,
-        "_cudnn_rnn": _recurrent,
-        "_cudnn_rnn_backward": _recurrent_backward,
-        "miopen_rnn": _recurrent,
-        "miopen_rnn_backward": _recurrent_backward,
+        **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
+        **dict.fromkeys(
+            ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"), _recurrent_backward
+        ),
+        **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
+        **dict.fromkeys(("mv", "dot", "vdot", "_int_mm", "_scaled_mm_v2"), _product),
+        **dict.fromkeys(("addmv", "_addmm_activation"), lambda bias, a, b, *rest: _product(a, b)),
         "_scaled_dot_product_flash_attention_for_cpu": attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
     }
     aten = torch.ops.aten
     return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> int:
+    """The product of two matrices, of a matrix and a vector, or of two vectors."""
+    return 2 * a.numel() * prod(b.shape[1:])
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> int:
+    """The products of groups, such as the rows of each expert with its matrix.
+
+    Args:
+        a: of shape (groups, m, k), or without groups if these are parts of m or, in a gradient of matrices, of k.
+        b: of shape (groups, k, n), or without groups if these are parts of n or k.
+    """
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
 def _recurrent(values: torch.Tensor, weights: torch.Tensor | Sequence[torch.Tensor], *rest: Any) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch import nn
-
-from ._arguments import check_not_empty, check_not_lazy
+from torch import Tensor, nn
 
 
 def layers_of(module: nn.Module, layers: Sequence[str] | None = None) -> nn.Sequential:
@@ -24,16 +22,23 @@ def layers_of(module: nn.Module, layers: Sequence[str] | None = None) -> nn.Sequ
     chain = nn.Sequential()
     # Not by add_module, which refuses names with dots.
     chain._modules.update(_named(module, layers))
-    check_not_empty(chain)
-    check_not_lazy(chain)
+    if not chain:
+        raise ValueError("module: expected at least one layer, got an empty nn.Sequential")
+    for name, tensor in (*chain.named_parameters(), *chain.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"module: {name!r} is lazy and has no size yet; run the module once on a sample, then try again"
+            )
     return chain
 
 
 def _named(module: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one")
     if layers is not None:
-        return {name: _submodule(module, name) for name in _names(layers)}
+        if isinstance(layers, str):
+            raise TypeError(f"layers: expected a list of names, got a str; write layers=[{layers!r}]")
+        if len(set(layers)) < len(layers):
+            raise ValueError(f"layers: expected each name once, got {list(layers)}")
+        return {name: _submodule(module, name) for name in layers}
     if not isinstance(module, nn.Sequential) and not _is_chain(module):
         raise TypeError(
             f"module: expected nn.Sequential, got {type(module).__name__}; wrap the layers in one, or name those that "
@@ -43,20 +48,10 @@ def _named(module: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Modu
 
 
 def _is_chain(module: nn.Module) -> bool:
-    computes = type(module).forward is not nn.Module.forward  # a ModuleList does not
-    return (
-        computes
-        and isinstance(module, Iterable)
-        and list(module) == [child for child in module._modules.values() if child]
-    )
-
-
-def _names(layers: Sequence[str]) -> Sequence[str]:
-    if isinstance(layers, str):
-        raise TypeError(f"layers: expected a list of names, got a str; write layers=[{layers!r}]")
-    if len(set(layers)) < len(layers):
-        raise ValueError(f"layers: expected each name once, got {list(layers)}")
-    return layers
+    # A ModuleList computes nothing.
+    if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
+        return False
+    return isinstance(module, Iterable) and list(module) == [child for child in module._modules.values() if child]
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module:
@@ -65,3 +60,15 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
     except (AttributeError, TypeError):
         names = ", ".join(name for name, _ in module.named_children())
         raise ValueError(f"layers: module has no submodule {name!r}; its children are {names}") from None
+
+
+def owned(layers: Iterable[nn.Module]) -> list[tuple[list[nn.Parameter], list[Tensor]]]:
+    """The parameters and buffers of each layer. What several layers share belongs to the first: sums count it once."""
+    seen: set[int] = set()
+    found = []
+    for layer in layers:
+        parameters = [p for p in layer.parameters() if id(p) not in seen]
+        buffers = [b for b in layer.buffers() if id(b) not in seen]
+        seen.update(map(id, (*parameters, *buffers)))
+        found.append((parameters, buffers))
+    return found

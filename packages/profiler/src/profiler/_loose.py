@@ -31,18 +31,15 @@ class Watched:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._leaves: dict[int, set[int]] = {}
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._sizes: dict[int, int] = {}
+        self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, set[int]]] = {}
         for number, tensor in enumerate(tensors):
             for storage in storages(tensor):
-                self._leaves.setdefault(storage._cdata, set()).add(number)
-                self._storages[storage._cdata] = weakref.ref(storage)
-                self._sizes[storage._cdata] = storage.nbytes()
+                new = weakref.ref(storage), storage.nbytes(), set[int]()
+                self._found.setdefault(storage._cdata, new)[2].add(number)
 
     def alive(self) -> set[int]:
         """The numbers of the tensors whose memory, or a part of it, is still allocated."""
-        return {number for key, ref in self._storages.items() if ref() is not None for number in self._leaves[key]}
+        return {number for ref, _, leaves in self._found.values() if ref() is not None for number in leaves}
 
     def gone(self, inputs: Watched, loose: Sequence[Loose]) -> list[Loose]:
         """The storages that were freed when the value was dropped.
@@ -53,11 +50,9 @@ class Watched:
             loose: the loose storages of the inputs.
         """
         found = []
-        for key, ref in self._storages.items():
-            size = inputs._loose_size(key, loose) if key in inputs._leaves else self._sizes[key]
+        for key, (ref, size, leaves) in self._found.items():
+            if key in inputs._found:
+                size = max((each.size for each in loose if each.leaves & inputs._found[key][2]), default=0)
             if ref() is None and size:
-                found.append(Loose(size, frozenset(self._leaves[key])))
+                found.append(Loose(size, frozenset(leaves)))
         return found
-
-    def _loose_size(self, key: int, loose: Sequence[Loose]) -> int:
-        return max((each.size for each in loose if each.leaves & self._leaves[key]), default=0)

@@ -23,14 +23,12 @@ from ._arguments import (
 from ._count import Count
 from ._data import LayerProfile
 from ._isolation import isolated
-from ._layers import layers_of
+from ._layers import layers_of, owned
 from ._loss import LossFunction, LossLayer, with_loss
-from ._owned import Owned, owned
-from ._progress import progress_bar
 from ._record import Profile
 from ._sizes import count_layers
 from ._storages import tensor_bytes
-from ._times import Round, Seconds, measure, medians
+from ._times import Seconds, measure, medians
 
 if TYPE_CHECKING:
     from ._arguments import Device
@@ -97,10 +95,10 @@ def profile(
     found: list[Profile] = []
     with isolated(device):
         for number in wanted:
-            batch, of = _cut(sample, chunks, number), _cut(target, chunks, number).value if target is not None else None
+            batch, of = _cut(sample, chunks, number), None if target is None else _cut(target, chunks, number).value
             longer = chain if loss_fn is None else with_loss(chain, loss_fn, of)
             one = _profile_once(longer, batch, device, timeout, split_backward, progress)
-            found.append(replace(one, chunks=_chunks(sample, chunks, number)))
+            found.append(replace(one, chunks=chunks if number is None else max(1, round(fewest_rows(sample) / number))))
     return replace(found[-1], others=tuple(found[:-1]))
 
 
@@ -113,34 +111,25 @@ def _cut(value: Any, chunks: int, rows: int | None) -> Batch:
         raise ValueError(f"rows: expected numbers of at most {fewest}, the rows of the sample, got {rows}")
     bare, spec = unwrap(value)
     leaves, tree = flatten(bare)
-    ruled = zip(leaves, rules(bare, spec), strict=True)
-    return Batch(unflatten([_first(leaf, rule, rows) for leaf, rule in ruled], tree))
-
-
-def _first(leaf: Any, rule: Any, rows: int) -> Any:
-    """The first rows of ``leaf``, if it has any."""
-    return leaf.narrow(rule.dim, 0, rows) if isinstance(rule, Split) and isinstance(leaf, Tensor) else leaf
-
-
-def _chunks(sample: Any, chunks: int, rows: int | None) -> int:
-    return chunks if rows is None else max(1, round(fewest_rows(sample) / rows))
+    for k, (leaf, rule) in enumerate(zip(leaves, rules(bare, spec), strict=True)):
+        if isinstance(rule, Split) and isinstance(leaf, Tensor):
+            leaves[k] = leaf.narrow(rule.dim, 0, rows)
+    return Batch(unflatten(leaves, tree))
 
 
 def _profile_once(
     chain: nn.Sequential, batch: Batch, device: torch.device, timeout: float, split: bool, progress: bool
 ) -> Profile:
-    rounds = _rounds(chain, batch, device, timeout, split, progress)
-    counts, skips = count_layers(chain, batch, device, split=split)
+    rounds = []
+    if device.type != "meta":
+        rounds = measure(chain, batch, device, timeout=timeout, least=_LEAST_ROUNDS, split=split, progress=progress)
     times = medians(rounds) if rounds else [None] * len(chain)
-    records = [
-        _record(name, layer, own, seconds, counted)
-        for (name, layer), own, seconds, counted in zip(
-            chain._modules.items(), owned(chain), times, counts, strict=True
-        )
-    ]
-    loss = records.pop() if isinstance(chain[-1], LossLayer) else None
+    counts, skips = count_layers(chain, batch, device, split=split)
+    figures = zip(chain._modules.items(), owned(chain), times, counts, strict=True)
+    layers = [_record(name, layer, *own, seconds, counted) for (name, layer), own, seconds, counted in figures]
+    loss = layers.pop() if isinstance(chain[-1], LossLayer) else None
     return Profile(
-        layers=tuple(records),
+        layers=tuple(layers),
         device=str(device),
         torch=torch.__version__,
         threads=torch.get_num_threads(),
@@ -152,41 +141,29 @@ def _profile_once(
     )
 
 
-def _rounds(
-    module: nn.Sequential, batch: Batch, device: torch.device, timeout: float, split: bool, progress: bool
-) -> list[Round]:
-    if device.type == "meta":
-        return []
-    with progress_bar(progress, timeout) as spend:
-        return measure(module, batch, device, timeout=timeout, least=_LEAST_ROUNDS, split=split, after_round=spend)
-
-
-def _record(name: str, layer: nn.Module, own: Owned, seconds: Seconds | None, counted: Count) -> LayerProfile:
-    inner = layer.loss_fn if isinstance(layer, LossLayer) else layer
-    targets = layer.target_bytes if isinstance(layer, LossLayer) else 0
-    trainable = [p for p in own.parameters if p.requires_grad]
+def _record(
+    name: str,
+    layer: Any,
+    parameters: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    seconds: Seconds | None,
+    counted: Count,
+) -> LayerProfile:
+    is_loss = isinstance(layer, LossLayer)
+    if is_loss:  # its buffers are the target
+        layer, buffers = layer.loss_fn, []
+    trainable = [tensor_bytes(p) for p in parameters if p.requires_grad]
     return LayerProfile(
         name=name,
-        kind=getattr(inner, "__name__", type(inner).__name__),
+        kind=getattr(layer, "__name__", type(layer).__name__),
         forward_seconds=seconds and seconds.forward,
         backward_seconds=seconds and seconds.backward,
-        trainable_bytes=tensor_bytes(trainable),
-        frozen_bytes=tensor_bytes([p for p in own.parameters if not p.requires_grad]),
-        buffer_bytes=tensor_bytes(own.buffers) - targets,
-        saved_bytes=counted.saved,
-        output_bytes=counted.output,
-        peak_bytes=counted.peak,
-        flops=counted.flops,
-        allocated_bytes=counted.allocated,
-        allocated_peak_bytes=counted.allocated_peak,
-        backward_input_seconds=seconds.backward_input if seconds and counted.parting else None,
-        passing_bytes=sum(each.size for each in counted.loose),
-        freed_bytes=counted.freed,
-        backward_peak_bytes=counted.backward_peak,
-        adding_peak_bytes=counted.adding_peak,
-        given_peak_bytes=counted.given_peak,
-        adding_given_peak_bytes=counted.adding_given_peak,
-        parting_bytes=counted.parting and counted.parting.left,
-        parting_peak_bytes=counted.parting and counted.parting.peak,
-        largest_parameter_bytes=max(map(tensor_bytes, trainable), default=0),
+        # A count knows more operations that would run twice.
+        backward_input_seconds=seconds
+        and (None if counted.figures["parting_bytes"] is None else seconds.backward_input),
+        trainable_bytes=sum(trainable),
+        frozen_bytes=tensor_bytes(parameters) - sum(trainable),
+        buffer_bytes=tensor_bytes(buffers),
+        largest_parameter_bytes=max(trainable, default=0),
+        **counted.figures,
     )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ._data import LayerProfile, ProfileData
+from ._data import LayerProfile
 
-Profile = TypeVar("Profile", bound=ProfileData)
+if TYPE_CHECKING:
+    from ._record import Profile
 
 # Figures that depend on the layer alone.
 _FIXED = frozenset({"name", "kind", "trainable_bytes", "frozen_bytes", "buffer_bytes", "largest_parameter_bytes"})
-_VARIABLE = tuple(field.name for field in fields(LayerProfile) if field.name not in _FIXED)
+_VARIABLE = [field.name for field in fields(LayerProfile) if field.name not in _FIXED]
 
 
 def at(measured: Sequence[Profile], rows: int) -> Profile:
@@ -28,26 +29,24 @@ def at(measured: Sequence[Profile], rows: int) -> Profile:
             f"rows: this profile knows {only} rows only, and got {rows}; "
             f"measure at two: profile(..., rows=[{min(rows, only)}, {max(rows, only)}])"
         )
-    # The last two that are not both above `rows`; at the begin the first two.
+    # The last two that are not both above `rows`; at the start the first two.
     k = next((k for k in range(1, len(measured) - 1) if measured[k].rows > rows), len(measured) - 1)
     low, high = measured[k - 1], measured[k]
     share = (rows - low.rows) / (high.rows - low.rows)
+
+    def between(a: Any, b: Any, names: Sequence[str] = _VARIABLE) -> Any:
+        return replace(b, **{name: _mixed(getattr(a, name), getattr(b, name), share) for name in names})
+
     return replace(
         high,
-        layers=tuple(_between(a, b, share) for a, b in zip(low.layers, high.layers, strict=True)),
-        loss=_between(low.loss, high.loss, share) if low.loss and high.loss else None,
-        skips=tuple(
-            replace(b, bytes=_mixed(a.bytes, b.bytes, share)) for a, b in zip(low.skips, high.skips, strict=True)
-        ),
+        layers=tuple(map(between, low.layers, high.layers)),
+        loss=between(low.loss, high.loss) if low.loss and high.loss else None,
+        skips=tuple(between(a, b, ["bytes"]) for a, b in zip(low.skips, high.skips, strict=True)),
         rows=rows,
         chunks=max(1, round(high.chunks * high.rows / rows)),
         rounds=min(low.rounds, high.rounds),
         others=(),
     )
-
-
-def _between(low: LayerProfile, high: LayerProfile, share: float) -> LayerProfile:
-    return replace(high, **{name: _mixed(getattr(low, name), getattr(high, name), share) for name in _VARIABLE})
 
 
 def _mixed(low: Any, high: Any, share: float) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,20 +16,21 @@ from microbatch import Batch, scatter
 
 from ._alike import situation
 from ._allocator import meter_for
-from ._arguments import check_chunks, check_sample, check_scale, fewest_rows, sizing_device
-from ._count import Count, count, count_forward
+from ._arguments import check_chunks, check_sample, check_scale, sizing_device
+from ._count import Count, count
 from ._data import SkipProfile
-from ._enter import copy_to, enter_batch
-from ._fake import explained, fake_batch, fake_layers, fake_mode, materialised, zeros_like
+from ._enter import copied, enter_batch
+from ._fake import FusedAttention, explained, fake_batch, fake_layers, fake_mode, materialised, zeros_like
 from ._isolation import isolated
-from ._layers import layers_of
+from ._layers import layers_of, owned
 from ._loose import Loose
-from ._owned import owned
 from ._sandbox import layerwise_sandbox
 from ._storages import tensor_bytes
 from ._walk import Visit, walk
 
 if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     from ._arguments import Device
 
 
@@ -41,11 +44,10 @@ def profile_sizes(
     """Bytes of each layer in training: saved bytes of a micro-batch plus parameter bytes × `param_scale`.
 
     Saved bytes are those that the forward allocates and that stay alive, for the backward or as the output. Parameters
-    and the input do not count; a tensor that several layers share counts for the first. They are measured on one row of
-    `input` and multiplied by the rows of a micro-batch; if a layer raises for a single row, on the first micro-batch.
+    and the input do not count; a tensor that several layers share counts for the first. They are measured on the first
+    micro-batch, which has the most rows.
 
-    On the device ``"meta"`` nothing is computed and no memory is allocated: models of any size take seconds, and the
-    bytes are those of a CPU.
+    On the device ``"meta"`` nothing is computed and no memory is allocated: models of any size take seconds.
 
     Args:
         module: as for :func:`profile`.
@@ -66,41 +68,11 @@ def profile_sizes(
     check_scale(param_scale)
     device = sizing_device(chain, device)
     with isolated(device):
-        saved = _saved_bytes(chain, input, chunks, device)
+        found = count_layers(chain, scatter(input, chunks)[0], device, backward=False)
     return [
-        int(saved + param_scale * tensor_bytes(own.parameters)) for saved, own in zip(saved, owned(chain), strict=True)
+        int(counted.figures["saved_bytes"] + param_scale * tensor_bytes(parameters))
+        for counted, (parameters, _) in zip(found.layers, owned(chain), strict=True)
     ]
-
-
-def _saved_bytes(module: nn.Sequential, value: Any, chunks: int, device: torch.device) -> list[float]:
-    """Saved bytes of a micro-batch: those of a single row, times its rows, if every layer can compute a single row."""
-
-    def saved(batch: Batch, scale: float) -> list[float]:
-        return [found.saved * scale for found in count_forwards(module, batch, device)]
-
-    rows = fewest_rows(value)
-    microbatch = scatter(value, chunks)[0]
-    if rows <= 1:
-        return saved(microbatch, 1)
-    try:
-        return saved(scatter(value, rows)[0], rows / chunks)
-    except Exception:
-        # Batch norm, for example, cannot normalise a single row. Any other error of the layer is raised again here.
-        return saved(microbatch, 1)
-
-
-def count_forwards(module: nn.Sequential, batch: Batch, device: torch.device) -> list[Count]:
-    """Counts the forward of every layer on `batch`: with real tensors, or with fake ones if `device` is ``meta``."""
-    return _count(module, batch, device, lambda visit, _, mode: count_forward(visit, mode)).layers
-
-
-def count_layers(module: nn.Sequential, batch: Batch, device: torch.device, *, split: bool) -> Counts:
-    """Like `count_forwards`, with the backward, and with what passes from layer to layer."""
-
-    def counted(visit: Visit, loose: Sequence[Loose], mode: AbstractContextManager[object]) -> tuple[Batch, Count]:
-        return count(visit, loose, split=split, mode=mode, meter=lambda: meter_for(device))
-
-    return _count(module, batch, device, counted)
 
 
 class Counts(NamedTuple):
@@ -110,65 +82,60 @@ class Counts(NamedTuple):
     skips: list[SkipProfile]
 
 
-CountOne = Callable[[Visit, Sequence[Loose], AbstractContextManager[object]], tuple[Batch, Count]]
-"""Counts a layer, given the storages of its input that no earlier layer needs, and a context to run in."""
-
-
-def _count(module: nn.Sequential, batch: Batch, device: torch.device, one: CountOne) -> Counts:
-    found = Counts([], [])
-    if device.type == "meta":
-        with explained():
-            _count_fakes(module, batch, one, found)
-        return found
+def count_layers(
+    module: nn.Sequential, batch: Batch, device: torch.device, *, backward: bool = True, split: bool = False
+) -> Counts:
+    """Counts every layer on `batch`: with real tensors, or with fake ones if `device` is ``meta``."""
+    one = partial(count, backward=backward, split=split)
+    found: list[Count] = []
+    known: dict[bytes | None, tuple[Batch, Count]] = {}  # equal fake layers are counted once: deep models repeat blocks
+    mode = fake_mode() if device.type == "meta" else None
 
     def step(visit: Visit) -> Batch:
-        output, counted = one(visit, found.layers[-1].loose if found.layers else (), nullcontext())
-        _add(found, counted, visit)
+        loose, original = found[-1].loose if found else (), module[visit.index]
+        if mode is None:
+            output, counted = one(visit, loose, meter=partial(meter_for, device))
+        else:
+            key = situation(original, visit.input, loose)
+            output, counted = known.get(key) or _count_fake(visit, original, loose, one, mode)
+            if key is not None:
+                known[key] = output, counted
+        _warn(visit, counted)
+        found.append(counted)
         return output
 
-    walk(module, layerwise_sandbox(module, device), copy_to(batch, device), step)
-    return found
+    if mode is None:
+        return Counts(found, walk(module, layerwise_sandbox(module, device), copied(batch, device), step))
+    with explained():
+        return Counts(found, walk(module, fake_layers(module, mode), fake_batch(batch, mode), step))
 
 
-def _add(found: Counts, counted: Count, visit: Visit) -> None:
-    found.layers.append(counted)
-    found.skips[:] = visit.skips.arrived
-
-
-def _count_fakes(module: nn.Sequential, batch: Batch, one: CountOne, found: Counts) -> None:
-    """Counts equal layers once: deep models repeat a few blocks."""
-    mode = fake_mode()
-    known: dict[Hashable, tuple[Batch, Count]] = {}
-    alive: list[Batch] = []  # keys contain identities of these
-
-    def step(visit: Visit) -> Batch:
-        loose, original = found.layers[-1].loose if found.layers else (), module[visit.index]
-        key = situation(original, visit.input, loose)
-        output, counted = known.get(key) or _count_fake(visit, original, loose, one, mode)
-        if key is not None and key not in known:
-            known[key] = output, counted
-            alive.append(visit.input)
-        _add(found, counted, visit)
-        return output
-
-    walk(module, fake_layers(module, mode), fake_batch(batch, mode), step)
+def _warn(visit: Visit, counted: Count) -> None:
+    if counted.uncounted:
+        warnings.warn(
+            f"layer {visit.name!r}: there is no FLOP formula for {', '.join(sorted(counted.uncounted))}, so the FLOPs "
+            "of the layer are too low, and seconds that are estimated from them; register a formula with "
+            "torch.utils.flop_counter.register_flop_formula",
+            stacklevel=2,
+        )
 
 
 def _count_fake(
-    visit: Visit, original: nn.Module, loose: Sequence[Loose], one: CountOne, mode: AbstractContextManager[object]
+    visit: Visit, original: nn.Module, loose: Sequence[Loose], one: Any, mode: FakeTensorMode
 ) -> tuple[Batch, Count]:
-    output, counted = one(visit, loose, mode)
-    if counted.workspace:
-        real = replace(visit, layer=materialised(original), input=enter_batch(zeros_like(visit.input)))
-        _, counted = one(real, loose, nullcontext())
-    _expect_known_size(output)
-    return output, counted
+    @contextmanager
+    def faked() -> Iterator[None]:
+        with mode, FusedAttention():
+            yield
 
-
-def _expect_known_size(output: Batch) -> None:
+    output, counted = one(visit, loose, mode=faked)
     for tensor in output:
         if tensor.layout is not torch.strided:
             raise ValueError(
                 f"the bytes of an output of layout {tensor.layout} depend on its values, and without a device there "
                 "are none; use device='cpu'"
             )
+    if counted.unsized:
+        real = replace(visit, layer=materialised(original), input=enter_batch(zeros_like(visit.input)))
+        _, counted = one(real, loose)
+    return output, counted

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from .text import align, format_cost
 
 if TYPE_CHECKING:
-    from ._data import LayerProfile, ProfileData
+    from ._data import LayerProfile
+    from ._record import Profile
 
 _COLUMNS = {
     "forward": "forward_seconds",
@@ -21,54 +22,37 @@ _COLUMNS = {
     "peak": "peak_bytes",
     "FLOPs": "flops",
 }
+# Peaks of layers occur at different times, and outputs are included in saved bytes.
+_NOT_SUMMED = ("peak_bytes", "output_bytes")
 NOTE = "* the largest of its column"
 
 
-def profile_table(profile: ProfileData) -> str:
+def profile_table(profile: Profile, width: int | None = None) -> str:
     """A line for each layer and the loss, and one for the total; the largest figure of each column is marked."""
-    return f"{heading(profile)}\n{align(profile_rows(profile), left=2)}\n{NOTE}"
+    return f"{heading(profile)}\n{align(profile_rows(profile), left=2, width=width)}\n{NOTE}"
 
 
-def profile_rows(profile: ProfileData) -> list[list[str]]:
+def profile_rows(profile: Profile) -> list[list[str]]:
     """The head, a line for each layer and the loss, and the total."""
-    columns = _columns(profile)
     lines = [*profile, *([] if profile.loss is None else [profile.loss])]
-    largest = {column: _largest(lines, column) for column in columns.values()}
-    return [["layer", "type", *columns], *(_row(layer, largest) for layer in lines), _total(lines, columns)]
-
-
-def _columns(profile: ProfileData) -> dict[str, str]:
-    """The figures to show; the first part of a split backward only if it was measured."""
+    # The first part of a split backward only if it was measured.
     split = any(layer.backward_input_seconds is not None for layer in profile)
-    return {head: column for head, column in _COLUMNS.items() if split or column != "backward_input_seconds"}
+    columns = {head: name for head, name in _COLUMNS.items() if split or name != "backward_input_seconds"}
+    cells = [[head, *_column(lines, name)] for head, name in columns.items()]
+    names = ["layer", *(layer.name for layer in lines), "total"]
+    return [list(row) for row in zip(names, ["type", *(layer.kind for layer in lines), ""], *cells, strict=True)]
 
 
-def heading(profile: ProfileData) -> str:
+def _column(lines: Sequence[LayerProfile], name: str) -> list[str]:
+    values = [getattr(layer, name) for layer in lines]
+    most = max((value or 0 for value in values), default=0)
+    summable = None not in values and name not in _NOT_SUMMED
+    cells = ["–" if value is None else "*" * (value == most != 0) + format_cost(value, name) for value in values]
+    return [*cells, format_cost(sum(values), name) if summable else ""]
+
+
+def heading(profile: Profile) -> str:
     """A line that says what was profiled, and how."""
     timed = f"median of {profile.rounds} rounds" if profile.rounds else "counted, not run"
     rows = f"micro-batch of {profile.rows} rows (chunks={profile.chunks})"
     return f"{len(profile)} layers on {profile.device}, {rows}, {timed}"
-
-
-def _largest(layers: Sequence[LayerProfile], column: str) -> float | None:
-    values = [getattr(layer, column) or 0 for layer in layers]
-    return max(values, default=0) or None
-
-
-def _row(layer: LayerProfile, largest: dict[str, float | None]) -> list[str]:
-    cells = [layer.name, layer.kind]
-    for column, most in largest.items():
-        value = getattr(layer, column)
-        mark = "*" if value == most and most is not None else ""
-        cells.append("–" if value is None else mark + format_cost(value, column))
-    return cells
-
-
-def _total(layers: Sequence[LayerProfile], columns: dict[str, str]) -> list[str]:
-    cells = ["total", ""]
-    for column in columns.values():
-        values = [getattr(layer, column) for layer in layers]
-        # Peaks of layers occur at different times, and outputs are included in saved bytes.
-        summable = None not in values and column not in ("peak_bytes", "output_bytes")
-        cells.append(format_cost(sum(values), column) if summable else "")
-    return cells

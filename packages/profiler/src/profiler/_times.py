@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -9,17 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from microbatch import Batch, unwrap
 
 from ._arguments import check_no_gradient, check_sample, check_timeout, running_device
-from ._enter import copy_to
+from ._clock import Watch, watch_for
+from ._enter import copied
 from ._isolation import isolated
 from ._layers import layers_of
 from ._sandbox import repeatable_sandbox
-from ._walk import Visit, gradients_for, walk
-from ._watch import Watch, watch_for
+from ._turn import gradients_for
+from ._walk import Visit, walk
 
 if TYPE_CHECKING:
     from ._arguments import Device
@@ -35,11 +37,6 @@ class Seconds(NamedTuple):
     forward: float
     backward: float
     backward_input: float | None = None
-
-    @property
-    def both(self) -> float:
-        """Forward and backward together."""
-        return self.forward + self.backward
 
 
 Round = list[Seconds]
@@ -60,10 +57,8 @@ def profile_times(module: nn.Module, sample: Any, timeout: float, device: Device
     Raises:
         TypeError, ValueError: as :func:`profile`.
     """
-    chain, batch, device = _checked(module, sample, timeout, device)
-    with isolated(device):
-        rounds = measure(chain, batch, device, timeout=timeout, least=1)
-    return [round(1e6 * sum(seconds.both for seconds in samples)) for samples in zip(*rounds, strict=True)]
+    rounds = _measured(module, sample, timeout, device, least=1)
+    return [round(1e6 * sum(each[0] + each[1] for each in samples)) for samples in zip(*rounds, strict=True)]
 
 
 def profile_seconds(
@@ -86,35 +81,28 @@ def profile_seconds(
     Raises:
         TypeError, ValueError: as :func:`profile`.
     """
-    chain, batch, device = _checked(module, sample, timeout, device)
-    with isolated(device):
-        rounds = measure(chain, batch, device, timeout=timeout, least=0)
-    return [seconds.both for seconds in medians(rounds)]
+    rounds = _measured(module, sample, timeout, device, least=0)
+    return [seconds.forward + seconds.backward for seconds in medians(rounds)]
 
 
-def _checked(
-    module: nn.Module, sample: Any, timeout: float, device: Device | None
-) -> tuple[nn.Sequential, Batch, torch.device]:
+def _measured(module: nn.Module, sample: Any, timeout: float, device: Device | None, *, least: int) -> list[Round]:
     chain = layers_of(module)
     check_no_gradient(chain)
     check_sample(sample)
     check_timeout(timeout)
-    return chain, Batch(unwrap(sample)[0]), running_device(device)
+    device = running_device(device)
+    with isolated(device):
+        return measure(chain, Batch(unwrap(sample)[0]), device, timeout=timeout, least=least)
 
 
 def medians(rounds: Sequence[Round]) -> list[Seconds]:
     """The median of each figure of each layer."""
     from statistics import median  # imported late: it takes as long as the rest of this package
 
-    def middle(values: list[float | None]) -> float | None:
-        return median(known) if len(known := [value for value in values if value is not None]) == len(values) else None
+    def middle(values: Sequence[Any]) -> Any:
+        return None if None in values else median(values)
 
-    return [
-        Seconds(
-            median(s.forward for s in samples), median(s.backward for s in samples), middle([s[2] for s in samples])
-        )
-        for samples in zip(*rounds, strict=True)
-    ]
+    return [Seconds(*map(middle, zip(*samples, strict=True))) for samples in zip(*rounds, strict=True)]
 
 
 def measure(
@@ -125,9 +113,9 @@ def measure(
     timeout: float,
     least: int,
     split: bool = False,
+    progress: bool = False,
     watch: Watch | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    after_round: Callable[[float], None] = lambda spent: None,
 ) -> list[Round]:
     """Rounds over all layers until `timeout`, at least `least`, after one to warm up.
 
@@ -137,25 +125,25 @@ def measure(
     copies = repeatable_sandbox(module, device)
     rounds: list[Round] = []
     with nullcontext(watch) if watch else watch_for(device) as watch:
-        timer = _Timer(watch, split)
-        first = _one_round(module, copies(), copy_to(batch, device), timer)
-        began = clock()
-        spent = last = 0.0
-        if not least:
-            last = sum(seconds.both for seconds in first)
+        first = _one_round(module, copies(), copied(batch, device), watch, split)
+        began, spent = clock(), 0.0
+        last = sum(seconds.forward + seconds.backward for seconds in first)
         while len(rounds) < least or (spent < timeout and (least or spent + last <= 1.5 * timeout)):
-            rounds.append(_one_round(module, copies(), copy_to(batch, device), timer))
+            rounds.append(_one_round(module, copies(), copied(batch, device), watch, split))
             before, spent = spent, clock() - began
             last = spent - before
-            after_round(spent)
+            if progress and sys.stderr.isatty():
+                print(f"\rprofiling {min(spent / timeout, 1):4.0%}", end="", file=sys.stderr, flush=True)
+    if progress and sys.stderr.isatty():
+        print("\r" + " " * 14, end="\r", file=sys.stderr, flush=True)
     return rounds or [first]
 
 
-def _one_round(module: nn.Sequential, copies: Iterator[nn.Module], batch: Batch, timer: _Timer) -> Round:
+def _one_round(module: nn.Sequential, copies: Iterator[nn.Module], batch: Batch, watch: Watch, split: bool) -> Round:
     seconds: Round = []
 
     def step(visit: Visit) -> Batch:
-        output, spent = timer.run(visit)
+        output, spent = _run(visit, watch, split)
         seconds.append(spent)
         for parameter in visit.layer.parameters():
             parameter.grad = None
@@ -165,42 +153,24 @@ def _one_round(module: nn.Sequential, copies: Iterator[nn.Module], batch: Batch,
     return seconds
 
 
-class _Timer:
-    """Measures forward and backward of a layer with a watch.
-
-    Args:
-        split: whether to measure the first part of a split backward too, if the backward can be split.
-    """
-
-    def __init__(self, watch: Watch, split: bool) -> None:
-        self._watch = watch
-        self._split = split
-
-    def run(self, visit: Visit) -> tuple[Batch, Seconds]:
-        watch = self._watch
-        # Edges, because a tensor that the layer overwrites is no longer an input of its graph.
-        inputs = [get_gradient_edge(x) for x in visit.input if x.requires_grad] if self._split else []
+def _run(visit: Visit, watch: Watch, split: bool) -> tuple[Batch, Seconds]:
+    """Measures forward and backward of a layer; with ``split`` also the first part of a split backward."""
+    # Edges, because a tensor that the layer overwrites is no longer an input of its graph.
+    inputs = [get_gradient_edge(x) for x in visit.input if x.requires_grad] if split else []
+    start = watch.mark()
+    output, roots = visit.forward()
+    forward = watch.seconds(start, watch.mark())
+    part = 0.0 if split else None
+    if not roots:  # no backward, which is not one that takes as long as reading the clock
+        return output, Seconds(forward, 0.0, part)
+    gradients = gradients_for(roots)
+    if inputs:
         start = watch.mark()
-        output, roots = visit.forward()
-        middle = watch.mark()
-        gradients = gradients_for(roots)
-        # A layer without a graph has no backward, not one that takes as long as reading the clock.
-        if not roots:
-            return output, Seconds(watch.seconds(start, middle), 0.0, 0.0 if self._split else None)
-        part = self._backward_input(inputs, roots, gradients) if self._split else None
-        resumed = watch.mark()
-        torch.autograd.backward(roots, gradients)
-        end = watch.mark()
-        return output, Seconds(watch.seconds(start, middle), watch.seconds(resumed, end), part)
-
-    def _backward_input(
-        self, inputs: Sequence[GradientEdge], roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> float | None:
-        if not inputs:
-            return 0.0
-        start = self._watch.mark()
         try:
             torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
+            part = watch.seconds(start, watch.mark())
         except RuntimeError:  # such as a reentrant checkpoint, which cannot run for some inputs only
-            return None
-        return self._watch.seconds(start, self._watch.mark())
+            part = None
+    start = watch.mark()
+    torch.autograd.backward(roots, gradients)
+    return output, Seconds(forward, watch.seconds(start, watch.mark()), part)

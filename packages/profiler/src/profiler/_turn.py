@@ -1,8 +1,8 @@
-"""The begin of the backward of one layer: gradients that a later layer would have computed."""
+"""The start of the backward of one layer: gradients that a later layer would have computed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *roots: torch.Tensor) -> torch.Tensor:
-        # A sparse gradient cannot be made from a shape: for such a root its own values are used.
-        ctx.ready = [_ready(root) for root in roots]
-        ctx.like = [_shape(root) if _is_plain(root) else None for root in roots]
+        plain = [root.layout is torch.strided and not is_traceable_wrapper_subclass(root) for root in roots]
+        # Shapes only, so that the outputs are freed; others cannot be made from a shape.
+        ctx.like = [(_shape(root) if p else None, root.device) for root, p in zip(roots, plain, strict=True)]
+        ctx.ready = [None if p else gradients_for([root])[0] for root, p in zip(roots, plain, strict=True)]
         return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple([_made(ready, like) for ready, like in zip(ctx.ready, ctx.like, strict=True)])
+        pairs = zip(ctx.ready, ctx.like, strict=True)
+        return tuple([torch.ones_like(like, device=on) if ready is None else ready for ready, (like, on) in pairs])
 
 
 SEED = torch.ones(())
@@ -35,19 +37,10 @@ def turned(roots: Sequence[torch.Tensor]) -> torch.Tensor:
     return turn
 
 
-def _is_plain(root: torch.Tensor) -> bool:
-    return root.layout is torch.strided and not is_traceable_wrapper_subclass(root)
+def gradients_for(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients with which a backward from ``roots`` begins: ones, or the values of a sparse root."""
+    return [torch.ones_like(y) if y.layout is torch.strided else y.detach().clone() for y in roots]
 
 
-def _ready(root: torch.Tensor) -> torch.Tensor | None:
-    if _is_plain(root):
-        return None
-    return torch.ones_like(root) if root.layout is torch.strided else root.detach().clone()
-
-
-def _shape(root: torch.Tensor) -> tuple[torch.Tensor, torch.device]:
-    return torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta"), root.device
-
-
-def _made(ready: torch.Tensor | None, like: Any) -> torch.Tensor:
-    return torch.ones_like(like[0], device=like[1]) if ready is None else ready
+def _shape(root: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")

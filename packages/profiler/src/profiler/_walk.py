@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from torch import nn
 from microbatch import Batch
 from streams import add_note
 
+from ._data import SkipProfile
 from ._enter import enter_batch
 from ._sandbox import detach
 from ._skips import SkipStore, routed
@@ -22,6 +23,7 @@ class Visit:
     """One layer, ready to run."""
 
     index: int
+    name: str
     layer: nn.Module
     input: Batch
     skips: SkipStore
@@ -33,30 +35,26 @@ class Visit:
         return output, [y for y in (*output, *self.skips.stashed()) if y.requires_grad]
 
 
-def gradients_for(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients with which a backward from ``roots`` begins: ones, or the values of a sparse root."""
-    return [torch.ones_like(y) if y.layout is torch.strided else y.detach().clone() for y in roots]
-
-
 Step = Callable[[Visit], Batch]
 """What is done at a layer: it runs the forward, perhaps the backward, and returns the output."""
 
 
-def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step: Step) -> None:
+def walk(module: nn.Sequential, layers: Iterator[nn.Module], batch: Batch, step: Step) -> list[SkipProfile]:
     """Does `step` for every layer of `module`, with its copy from `layers`. `batch` is the input of the first.
 
     Each layer gets the detached output of the one before. An error keeps its type, and gets a note that names the layer
-    and its input.
+    and its input. Returns the tensors that skip layers.
     """
     skips = SkipStore()
     for index, (name, original) in enumerate(module._modules.items()):
         with _blaming(name, original, batch):
             layer = next(layers)
-            batch = step(Visit(index, layer, enter_batch(batch), skips))
+            batch = step(Visit(index, name, layer, enter_batch(batch), skips))
             detach(batch)
             skips.detach()
         # Otherwise this copy and the next one would be in memory at the same time.
         del layer
+    return skips.arrived
 
 
 @contextmanager
@@ -65,10 +63,7 @@ def _blaming(name: str, layer: nn.Module | None, batch: Batch) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        shapes = ", ".join(_describe(x) for x in batch) or "without tensors"
-        add_note(error, f"while profiling layer {name!r} ({type(layer).__name__}) on input {shapes}")
+        shapes = [f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}" for x in batch]
+        found = ", ".join(shapes) or "without tensors"
+        add_note(error, f"while profiling layer {name!r} ({type(layer).__name__}) on input {found}")
         raise
-
-
-def _describe(x: torch.Tensor) -> str:
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"

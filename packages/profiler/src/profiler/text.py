@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 __all__ = ["align", "format_bytes", "format_cost", "format_flops", "format_seconds", "format_share", "time_unit"]
 
@@ -109,12 +109,14 @@ def time_unit(span: float) -> tuple[float, str]:
     return next((unit for unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if span >= unit[0]), (1e-9, "ns"))
 
 
-def align(rows: Sequence[Sequence[str]], left: int) -> str:
+def align(rows: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:
     """A table of text: columns two spaces apart, and a line below the head.
 
     Args:
         rows: the head and the lines, with equally many cells.
         left: the number of columns that are aligned left; others are aligned right.
+        width: the longest line that fits. Columns that do not fit follow in a further table, which repeats those on the
+            left; by default all are in one.
 
     Returns:
         The lines, joined.
@@ -127,16 +129,33 @@ def align(rows: Sequence[Sequence[str]], left: int) -> str:
     ──────────
     a     12 B
     """
-    rows = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
-    lines = ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in (lines[0], "─" * len(lines[0]), *lines[1:]))
+    columns = [[_printable(cell) for cell in column] for column in zip(*rows, strict=True)]
+    columns = [_padded(column, str.ljust if i < left else str.rjust) for i, column in enumerate(columns)]
+    first, tables = columns[:left], [columns[:left]]
+    for column in columns[left:]:
+        if width and len(tables[-1]) > left and _width([*tables[-1], column]) > width:
+            tables.append(first[:])
+        tables[-1].append(column)
+    return "\n\n".join(map(_lines, tables))
+
+
+def _padded(column: Sequence[str], side: Callable[[str, int], str]) -> list[str]:
+    width = max(map(len, column))
+    return [side(cell, width) for cell in column]
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(len(column[0]) + 2 for column in columns) - 2
+
+
+def _lines(columns: Sequence[Sequence[str]]) -> str:
+    head, *body = ("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+    return "\n".join([head, "─" * _width(columns), *body])
 
 
 def _printable(cell: str) -> str:
-    """``cell`` without lone surrogates, which cannot be encoded."""
-    return cell.encode("utf-8", "backslashreplace").decode("utf-8")
+    """``cell`` without what a terminal would not show, or would obey, such as lone surrogates and escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...], power: int = 0) -> str:

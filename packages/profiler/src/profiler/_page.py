@@ -10,10 +10,10 @@ from .html import fragment, scrolling, table
 from .svg import escaped
 
 if TYPE_CHECKING:
-    from ._data import ProfileData
+    from ._record import Profile
 
 
-def shown(profile: ProfileData) -> str:
+def shown(profile: Profile) -> str:
     """The picture, of seconds where they were measured and else of FLOPs, above the table."""
     timed = all(layer.seconds is not None for layer in profile)
     chart = scrolling(picture(profile, None, "seconds" if timed else "flops"))
