@@ -1,4 +1,4 @@
-"""Stand-ins, and waits that cannot last for ever."""
+"""Stand-ins, and waits with a limit that only a hang reaches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streams import submit
 
 T = TypeVar("T")
 
-PATIENCE = 30.0
+PATIENCE = 300.0
 """Seconds after which something that should have happened counts as hanging."""
 
 

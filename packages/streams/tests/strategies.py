@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 COLOUR: ContextVar[str] = ContextVar("COLOUR", default="none")
@@ -50,25 +50,6 @@ def hooks(name: str) -> saved_tensors_hooks:
         return x
 
     return saved_tensors_hooks(pack, unpack)
-
-
-@contextmanager
-def no_hooks_allowed(message: str) -> Iterator[None]:
-    # Forbidding is refused while hooks act; then there is nothing to see.
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        yield
-    else:
-        with disable_saved_tensors_hooks(message):
-            yield
-
-
-@contextmanager
-def hooks_if_allowed(name: str) -> Iterator[None]:
-    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
-        yield
-    else:
-        with hooks(name):
-            yield
 
 
 @contextmanager
@@ -162,8 +143,7 @@ BLOCKS = st.one_of(
         st.sampled_from(DEVICE_TYPES),
         st.sampled_from(LOW),
     ),
-    st.sampled_from("ab").map(lambda name: block("hooks", hooks_if_allowed, name)),
-    st.just(block("no_hooks_allowed", no_hooks_allowed, "not here")),
+    st.sampled_from("ab").map(lambda name: block("hooks", hooks, name)),
     st.sampled_from(["cpu", "meta"]).map(lambda device: block("device", torch.device, device)),
     st.sampled_from("xy").map(lambda name: block("logging", Logging, name)),
     st.sampled_from(["red", "green"]).map(lambda value: block("COLOUR", variable, COLOUR, value)),

@@ -1,13 +1,14 @@
-import unittest.mock
+"""Workers, and whoever applies a context, see what was seen where it was captured."""
 
 import pytest
 import torch
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from streams import Context, CPUStream, Task, _context, _thread_state, spawn_workers
+from streams import Context, DispatchMode, spawn_workers, submit
 
-from .cuda import DEVICE
-from .fakes import in_thread, take
+from .fakes import PATIENCE, in_thread
 from .strategies import (
     COLOUR,
     DEVICE_TYPES,
@@ -19,10 +20,8 @@ from .strategies import (
     block,
     cast,
     grad_mode,
-    hooks,
     inside,
     surroundings,
-    switch,
     torch_function,
     variable,
 )
@@ -96,12 +95,8 @@ def graph(tensor):
 
 def in_worker(call, **kwargs):
     """What ``call`` gives on a worker spawned here."""
-    with spawn_workers([CPU], **kwargs) as ([in_queue], [out_queue]):
-        in_queue.put(Task(CPUStream, compute=call))
-        ok, payload = take(out_queue)
-    if not ok:
-        raise payload[1]
-    return payload[1]
+    with spawn_workers([CPU], **kwargs) as ([in_queue], _):
+        return submit(in_queue, call).result(PATIENCE)
 
 
 def under(context, call):
@@ -142,13 +137,6 @@ def test_a_worker_may_be_spawned_with_another_context_than_the_callers(blocks):
         assert in_worker(observe, context=Context.plain()) == plain
 
 
-@given(surroundings())
-def test_the_plain_context_is_that_of_a_new_thread(blocks):
-    with inside(blocks):
-        new = in_thread(lambda: state() | {"variables": None})
-        assert under(Context.plain(), lambda: state() | {"variables": None}) == new
-
-
 @given(surroundings(), surroundings())
 def test_contexts_nest(outer, inner):
     with inside(outer):
@@ -184,13 +172,6 @@ def test_no_mode_sees_a_worker_begin(mode):
         assert in_worker(lambda: list(LOG)) == []
 
 
-@pytest.mark.parametrize("on", [True, False])
-@pytest.mark.parametrize("name", SWITCHES)
-def test_the_switches_of_autograd_go_along(name, on):
-    with switch(name, on):
-        assert in_worker(getattr(torch._C, f"_is_{name}_enabled")) is on
-
-
 class Wrapped(torch.Tensor):
     """A subclass that tells of what is done to it."""
 
@@ -214,64 +195,51 @@ def test_disabled_torch_functions_stay_disabled(guard):
     assert bool(expected) == (guard == "_EnableTorchFunction")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's decompositions
-def test_forward_mode_ad_that_is_off_computes_no_tangents_on_a_worker_either():
-    def tangent():
-        with torch.autograd.forward_ad.dual_level():
-            return torch.autograd.forward_ad.unpack_dual(
-                torch.autograd.forward_ad.make_dual(torch.ones(1), torch.ones(1)) * 2
-            ).tangent
-
-    assert in_worker(tangent) == 2
-    with switch("fwd_grad", False):
-        assert in_worker(tangent) is None
+def leave_behind(name):
+    """Change a switch, and fail before it is changed back."""
+    getattr(torch._C, f"_set_{name}_enabled")(
+        not (torch.is_grad_enabled() if name == "grad" else getattr(torch._C, f"_is_{name}_enabled")())
+    )
+    raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_left_behind_inside_is_put_right(name):
+@given(surroundings(3))
+@pytest.mark.parametrize("name", [*SWITCHES, "grad"])
+def test_a_switch_left_behind_inside_is_put_right(name, blocks):
+    with inside(blocks):
+        context = Context.capture()
     before = state()
-    with Context.plain().applied():
-        getattr(torch._C, f"_set_{name}_enabled")(not getattr(torch._C, f"_is_{name}_enabled")())
+    with pytest.raises(ZeroDivisionError):
+        under(context, lambda: leave_behind(name))
     assert state() == before
 
 
-@pytest.mark.parametrize("step", ["modes", "flags", "autocast", "hooks", "variables"])
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@given(blocks=surroundings(), others=surroundings())
-@settings(max_examples=20)
-def test_what_fails_half_way_leaves_nothing_changed(step, error, blocks, others):
-    def fail(wanted):
-        if step == "modes" and first:  # of two times
-            return _thread_state.enter_modes(first.pop())
-        raise error
+@pytest.mark.parametrize("wanted", range(4))
+@pytest.mark.parametrize("found", range(4))
+def test_every_grad_and_inference_mode_replaces_every_other(found, wanted):
+    """Entering inference mode, and leaving it, sets the grad mode too."""
 
-    with inside(blocks):
-        context = Context.capture()
-    first = [()]
-    with inside(others):
+    def modes(number):
+        return [block("inference_mode", torch.inference_mode, number > 1), block("grad_mode", grad_mode, number % 2)]
+
+    with inside(modes(wanted)):
+        context, expected = Context.capture(), state()
+    with inside(modes(found)):
         before = state()
-        with (
-            unittest.mock.patch.object(_context, f"enter_{step}", fail),
-            pytest.raises(error),
-            context.applied(),
-        ):
-            pytest.fail("the block is not entered")
+        assert under(context, state) == expected
         assert state() == before
 
 
-def test_a_grad_mode_left_behind_inside_is_put_right():
-    with Context.plain().applied():
-        torch._C._set_grad_enabled(False)
-    assert torch.is_grad_enabled()
-
-
-def test_what_is_raised_inside_passes_and_everything_is_given_back():
-    with torch.inference_mode(), torch.device("meta"), hooks("a"), Logging("x"):
+@given(surroundings(), surroundings())
+def test_what_fails_half_way_leaves_nothing_changed(blocks, others):
+    with inside(blocks):
         context = Context.capture()
-    before = state()
-    with pytest.raises(ZeroDivisionError), context.applied():
-        raise ZeroDivisionError
-    assert state() == before
+    context.variables = None  # these are set when all else is
+    with inside(others):
+        before = state()
+        with pytest.raises(AttributeError):
+            under(context, lambda: pytest.fail("the block is not entered"))
+        assert state() == before
 
 
 def test_the_default_device_set_for_good_goes_along():
@@ -285,42 +253,80 @@ def test_the_default_device_set_for_good_goes_along():
 def test_several_workers_may_be_under_one_context():
     with torch.no_grad(), Logging("x"), variable(COLOUR, "red"):
         seen = state()
-        with spawn_workers([CPU] * 4, shared=False) as (in_queues, out_queues):
-            for queue in in_queues:
-                queue.put(Task(CPUStream, compute=state))
-            assert [take(queue)[1][1] for queue in out_queues] == [seen] * 4
+        with spawn_workers([CPU] * 4, shared=False) as (in_queues, _):
+            assert [found.result(PATIENCE) for found in [submit(queue, state) for queue in in_queues]] == [seen] * 4
 
 
-def test_a_kept_cast_does_not_outlive_the_block():
-    weight = torch.ones(1, 1, requires_grad=True)
-    with torch.autocast("cpu"):
-        context = Context.capture()
+class Casts(DispatchMode):
+    """Counts the casts of this thread."""
 
-    def product():
-        return (torch.ones(1, 1) @ weight).item()
+    number = 0
 
-    assert in_thread(lambda: under(context, product)) == 1
-    with torch.no_grad():
-        weight.fill_(2)
-    assert in_thread(lambda: under(context, product)) == 2
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
 
 
-def test_inside_a_block_casts_are_kept_for_as_long_as_it_lasts():
-    weight = torch.ones(1, 1, requires_grad=True)
+class SharedCasts(RuleBasedStateMachine):
+    """Threads enter and leave one context with autocast, in any order, and use one weight.
 
-    def casts():
-        with context.applied():
-            products = [torch.ones(1, 1) @ weight for _ in range(2)]
-        return [product.grad_fn.next_functions[1][0] for product in products]
+    Property: the weight is cast at its first use after a time in which no thread was inside, and at no other: a thread
+    that leaves takes no cast from those that stay, and no cast outlives the last one.
+    """
 
-    with torch.autocast("cpu"):
-        context = Context.capture()
-    first, second = in_thread(casts)
-    assert first is second
-    with torch.autocast("cpu", cache_enabled=False):
-        context = Context.capture()
-    first, second = in_thread(casts)
-    assert first is not second
+    @initialize(cache=st.booleans())
+    def open(self, cache):
+        self.block = spawn_workers([CPU] * 3, shared=False, context=Context.plain())
+        self.in_queues, _ = self.block.__enter__()
+        with torch.autocast("cpu", cache_enabled=cache):
+            self.context = Context.capture()
+        self.weight = torch.ones(1, 1, requires_grad=True)
+        self.cache, self.inside, self.kept = cache, {}, False
+
+    def on(self, worker, call):
+        return submit(self.in_queues[worker], call).result(PATIENCE)
+
+    @rule(worker=st.integers(0, 2))
+    def enter_or_leave(self, worker):
+        if worker in self.inside:
+            self.on(worker, lambda: self.inside.pop(worker).__exit__(None, None, None))
+        else:
+            self.inside[worker] = self.context.applied()
+            self.on(worker, self.inside[worker].__enter__)
+        self.kept = self.kept and bool(self.inside)
+
+    @rule(worker=st.integers(0, 2), autocast=st.booleans())
+    def use(self, worker, autocast):
+        def casts():
+            x = torch.ones(1, 1, dtype=torch.bfloat16)
+            counted = Casts()
+            with counted.pushed():
+                product = x @ self.weight
+                if autocast:  # a layer with a block of its own
+                    with torch.autocast("cpu", cache_enabled=self.cache):
+                        x @ self.weight
+            assert product.item() == self.weight.item()
+            return counted.number
+
+        if worker in self.inside:
+            uses = 1 + autocast
+            assert self.on(worker, casts) == (uses if not self.cache else int(not self.kept))
+            self.kept = self.cache
+
+    @rule()
+    def change(self):
+        if not self.inside:
+            with torch.no_grad():
+                self.weight += 1
+
+    def teardown(self):
+        for worker in list(self.inside):
+            self.enter_or_leave(worker)
+        self.block.__exit__(None, None, None)
+
+
+TestSharedCasts = SharedCasts.TestCase
+TestSharedCasts.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=20)
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, torch.func.functionalize])
@@ -346,12 +352,3 @@ def test_process_wide_settings_are_none_of_its_business():
         assert under(context, torch.get_default_dtype) == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_on_cuda_goes_along(dtype):
-    a = torch.ones(4, 4, device=DEVICE)
-    with torch.autocast("cuda", dtype):
-        assert in_worker(lambda: (a @ a).dtype) == dtype
-    assert in_worker(lambda: (a @ a).dtype) == torch.float32

@@ -12,8 +12,6 @@ import pytest
 from streams import keep_memory
 from streams._memory import _is_gnu
 
-pytestmark = pytest.mark.timeout(120)
-
 STEPS = """
 import resource, threading, torch
 from streams import keep_memory
@@ -41,7 +39,7 @@ def faults(preparation: str) -> int:
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=300,
     )
     return int(done.stdout)
 

@@ -42,8 +42,8 @@ def test_the_table_of_what_threads_see_is_right():
         found.append(settings())
         thread = threading.Thread(target=lambda: found.append(settings()))
         thread.start()
-        thread.join(60)
-        found.append(submit(in_queue, settings).result(60))
+        thread.join(300)
+        found.append(submit(in_queue, settings).result(300))
     NUMBER.reset(token)
     for name in found[0]:
         row = " | ".join(str(each[name]) for each in found)

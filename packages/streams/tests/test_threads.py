@@ -1,3 +1,5 @@
+"""The intra-op threads of one thread: as many as it was limited to, and none of them stays if it says so."""
+
 import os
 import threading
 from pathlib import Path
@@ -7,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams import _threads, limit_threads
+from streams import _threads, limit_threads, pause_helpers
 
-from .fakes import in_thread
+from .fakes import PATIENCE, in_child, in_thread
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to count helper threads")
 NUMBERS = st.integers(1, 4)
@@ -42,7 +44,7 @@ def everybody_elses():
 @pytest.fixture(params=["through the libraries", "where they cannot be reached"])
 def way(request, monkeypatch):
     if request.param == "where they cannot be reached":
-        monkeypatch.setattr(_threads, "_setters", lambda: ())
+        monkeypatch.setattr(_threads, "native", lambda name: None)
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def test_threads_that_live_together_keep_their_own_numbers(numbers):
 
     def run(i):
         limit_threads(numbers[i])
-        meet.wait(30)
+        meet.wait(PATIENCE)
         torch.ones(200, 200) @ torch.ones(200, 200)
         said[i] = torch.get_num_threads()
 
@@ -81,7 +83,7 @@ def test_threads_that_live_together_keep_their_own_numbers(numbers):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert [said[i] for i in range(len(numbers))] == numbers
     assert everybody_elses() == before
 
@@ -96,15 +98,86 @@ def test_a_number_may_be_changed():
     assert in_thread(twice) == (1, 0)
 
 
-@pytest.mark.parametrize(("junk", "kind"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
-def test_what_is_no_number_of_threads_is_named(junk, kind):
-    with pytest.raises(kind, match="number of threads must be"):
-        limit_threads(junk)
-
-
-@pytest.mark.parametrize("number", [2**31, 2**32 + 1, 2**40, 2**100])
-def test_what_is_no_int_of_c_is_refused_with_the_bound(number):
+@pytest.mark.parametrize(
+    ("junk", "kind", "message"),
+    [
+        *((junk, TypeError, "number of threads must be an int; got") for junk in (1.0, True, "2")),
+        *((junk, ValueError, f"to 2147483647; got {junk}") for junk in (0, -1, 2**31, 2**32 + 1, 2**100)),
+    ],
+)
+def test_what_is_no_number_of_threads_is_named(junk, kind, message):
     before = torch.get_num_threads()
-    with pytest.raises(ValueError, match="at most 2147483647, .* got " + str(number)):
-        limit_threads(number)
+    with pytest.raises(kind, match=message):
+        limit_threads(junk)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("number", [1, 2**31 - 1])
+def test_the_bounds_are_numbers_of_threads(number):
+    in_thread(lambda: limit_threads(number))
+
+
+def reaches(count):
+    """Whether as many threads are left: an ended one takes a moment to disappear, and the time limit is the test's."""
+    while len(system_threads()) > count:
+        os.sched_yield()
+    return len(system_threads()) == count
+
+
+@needs_proc
+def test_helpers_end_and_come_back():
+    def run():
+        limit_threads(3)
+        before = len(system_threads())
+        found = []
+        for _ in range(3):
+            torch.nn.functional.gelu(torch.ones(500, 500))
+            found.append(len(system_threads()) == before + 2)
+            found.append(pause_helpers() and reaches(before))
+        return found
+
+    assert in_thread(run) == [True] * 6
+
+
+@needs_proc
+def test_helpers_of_other_threads_stay():
+    ready, done = threading.Event(), threading.Event()
+
+    def other():
+        limit_threads(2)
+        torch.nn.functional.gelu(torch.ones(500, 500))
+        ready.set()
+        done.wait(PATIENCE)
+
+    def run():
+        limit_threads(2)
+        torch.nn.functional.gelu(torch.ones(500, 500))
+        with_ours = len(system_threads())
+        pause_helpers()
+        assert reaches(with_ours - 1)
+        return with_ours - 1 - len(system_threads())
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(PATIENCE)
+        assert in_thread(run) == 0
+    finally:
+        done.set()
+        thread.join(PATIENCE)
+
+
+def test_where_openmp_cannot_be_reached_nothing_happens(monkeypatch):
+    monkeypatch.setattr(_threads, "native", lambda name: None)
+    assert pause_helpers() is False
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_does_not_wait_for_helpers_that_stayed_in_the_parent():
+    def run():
+        limit_threads(2)
+        torch.nn.functional.gelu(torch.ones(500, 500))
+        return in_child(lambda: (pause_helpers(), in_thread(pause_helpers)))
+
+    assert in_thread(run) == "(False, False)"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import Context as Variables
 from contextvars import copy_context
 from functools import cache
 from threading import Thread
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from ._thread_state import (
-    WayBack,
-    enter_autocast,
+from ._settings import (
+    CastUsers,
+    Undo,
     enter_flags,
     enter_grad_mode,
     enter_hooks,
@@ -37,8 +37,8 @@ class Context:
     disabled, and the context variables. :meth:`applied` makes another thread, or the same one later, see the same.
 
     It does not contain settings of the process (default dtype, deterministic flags); torch dispatch modes and
-    profilers, which cannot be used by two threads; the current device and streams; the number of intra-op threads; and
-    the cores that a thread may run on.
+    profilers, which cannot be used by two threads; a ban of saved-tensor hooks; the current device and streams; the
+    number of intra-op threads; and the cores that a thread may run on.
 
     >>> with torch.no_grad():
     ...     context = Context.capture()
@@ -48,6 +48,7 @@ class Context:
     """
 
     __slots__ = (
+        "_cast_users",
         "autocast",
         "flags",
         "function_modes",
@@ -65,6 +66,7 @@ class Context:
         self.saved_tensors_hooks = read_hooks()
         self.function_modes = read_modes()
         self.variables = copy_context()
+        self._cast_users = CastUsers()
 
     @classmethod
     def capture(cls) -> Context:
@@ -88,57 +90,38 @@ class Context:
         """The context of a thread that has just begun: grad mode on, and nothing else."""
         return _plain()
 
-    def applied(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def applied(self) -> Iterator[None]:
         """A context manager inside of which this thread has these settings; afterwards it has its own again.
 
-        Context variables that were not set in the captured context keep their values.
+        Context variables that were not set in the captured context keep their values. Casts of weights that autocast
+        keeps are freed when the last of the threads that apply this context leaves it.
         """
-        return _Applied(self)
-
-
-class _Applied(AbstractContextManager[None]):
-    """The context manager; it remembers how to restore each setting that it has changed."""
-
-    __slots__ = ("_context", "_undo")
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._undo: list[WayBack] = []
-
-    def __enter__(self) -> None:
+        undos: list[Undo] = []
         try:
-            self._change()
-        except BaseException:
-            self._change_back()
-            raise
+            self._enter(undos)
+            yield
+        finally:
+            while undos:
+                undos.pop()()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._change_back()
-
-    def _change(self) -> None:
-        context = self._context
+    def _enter(self, undos: list[Undo]) -> None:
         steps: tuple[tuple[Any, Any], ...] = (
             # Modes are switched off first: no mode of either context may see the other changes.
             (enter_modes, ()),
-            # Inference mode first: leaving it restores the grad mode, the flags and autocast too.
-            (enter_inference_mode, context.inference_mode),
-            (enter_grad_mode, context.grad_mode),
-            (enter_flags, context.flags),
-            (enter_autocast, context.autocast),
-            (enter_hooks, context.saved_tensors_hooks),
-            (enter_variables, context.variables),
-            (enter_modes, context.function_modes),
+            # Then inference mode, since entering and leaving it sets the grad mode and the flags too.
+            (enter_inference_mode, self.inference_mode),
+            (enter_grad_mode, self.grad_mode),
+            (enter_flags, self.flags),
+            (self._cast_users.enter, self.autocast),
+            (enter_hooks, self.saved_tensors_hooks),
+            (enter_variables, self.variables),
+            (enter_modes, self.function_modes),
         )
         for enter, wanted in steps:
-            way_back = enter(wanted)
-            if way_back is not None:
-                self._undo.append(way_back)
-
-    def _change_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+            undo = enter(wanted)
+            if undo is not None:
+                undos.append(undo)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Which objects are devices, and which devices are equal."""
+"""Devices: which objects are devices, which of them are equal, and which have streams."""
 
 from __future__ import annotations
 
@@ -21,6 +21,33 @@ class Device(Hashable, Protocol):
     def index(self) -> int | None: ...
 
 
+def has_streams(device: Device) -> bool:
+    """Whether work on ``device`` is queued on streams, as on CUDA, XPU, MPS, and what registers as PrivateUse1.
+
+    Args:
+        device: a ``torch.device``, or any object with ``type`` and ``index``.
+
+    Returns:
+        False for the CPU.
+
+    Raises:
+        TypeError: `device` is not a device.
+
+    >>> has_streams(torch.device("cpu"))
+    False
+    """
+    if not hasattr(device, "type"):
+        check(device)
+    # True for "cuda" even on a CPU build, so that using the device raises an error instead of running on the CPU.
+    return device.type == "cuda" or (device.type != "cpu" and device.type == accelerator())
+
+
+def on_accelerator(device: Device) -> torch.device:
+    """``device`` as a ``torch.device``; raises ValueError if the machine does not have it."""
+    check(device)
+    return torch.device(device.type) if device.index is None else torch.device(device.type, device.index)
+
+
 def normalise(device: Device) -> Device:
     """A normal form of ``device``: ``cuda`` becomes the current GPU, and ``cpu:k`` becomes ``cpu``.
 
@@ -34,7 +61,7 @@ def normalise(device: Device) -> Device:
 
 
 def check(device: object, name: str = "device") -> None:
-    """Raise unless ``device`` is a device that this machine has.
+    """Raise unless ``device`` is a device that this machine has; ``name`` names it in the message.
 
     Raises:
         TypeError: it has no ``type`` and ``index``, or cannot be hashed.
@@ -47,14 +74,12 @@ def check(device: object, name: str = "device") -> None:
         )
     if type(device).__hash__ is None:
         raise TypeError(f"{name} must be hashable, to find the worker of a device; got {device!r}")
-    if device.type == "cuda" or (device.type != "cpu" and device.type == accelerator()):
-        _expect_seen(device, name)
-
-
-def _expect_seen(device: Device, name: str) -> None:
-    here = accelerator()
-    if here not in (None, device.type):
-        raise ValueError(f"{name} is {device}, but work on it cannot be ordered while torch.accelerator is {here!r}")
+    if not has_streams(device):
+        return
+    if accelerator() not in (None, device.type):
+        raise ValueError(
+            f"{name} is {device}, but work on it cannot be ordered while torch.accelerator is {accelerator()!r}"
+        )
     count = torch.accelerator.device_count()
     if (device.index or 0) >= count:
         raise ValueError(
@@ -64,6 +89,6 @@ def _expect_seen(device: Device, name: str) -> None:
 
 
 def accelerator() -> str | None:
-    """The type of device that :mod:`torch.accelerator` speaks for; ``None`` without one."""
+    """The device type of :mod:`torch.accelerator`; None if the machine has no accelerator."""
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type

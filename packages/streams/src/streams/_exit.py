@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -26,7 +25,8 @@ _COMPUTING = 0.01 * PATIENCE
 _workers: dict[Thread, tuple[SimpleQueue[Any], int | None]] = {}
 """For each worker the queue of its tasks, and the clock of its processor time.
 
-Workers change this dict at any time; so it is copied in one operation before iteration.
+Workers change this dict at any time; so it is copied in one operation before iteration. In a forked process the workers
+of the parent are in it too, but ``is_alive`` is False for them.
 """
 
 
@@ -42,18 +42,6 @@ def watch(in_queue: SimpleQueue[Any]) -> None:
 def unwatch() -> None:
     """Forget this thread, which ends."""
     _workers.pop(current_thread(), None)
-
-
-def _after_fork() -> None:
-    """In the child of a fork only the thread that forked exists."""
-    own = _workers.get(current_thread())
-    _workers.clear()
-    if own is not None:
-        _workers[current_thread()] = own
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from types import TracebackType
 from typing import NamedTuple
-from weakref import WeakSet
 
 from . import _exit
 from ._context import Context
 from ._device import Device, check, normalise
 from ._task import InQueue, OutQueue
-from ._worker import serve, take
+from ._use import use_device
+from ._worker import serve
 
 Queues = tuple[list[InQueue], list[OutQueue]]
 
@@ -37,8 +37,8 @@ def spawn_workers(
     workers finish the tasks that are queued, and all of them are joined. A KeyboardInterrupt during that wait is raised
     after it; a second one stops the wait. The interpreter's exit waits only for operations of torch that are running.
 
-    A process that is forked inside the block has no workers: there, each out-queue says that its worker has ended,
-    after the answers that it had given.
+    A process that is forked inside the block has no workers, and can leave the block only: then each out-queue says
+    that its worker has ended, after the answers that it had given.
 
     Args:
         devices: objects that are hashable and have ``type`` and ``index``. Equal devices share a worker and its queues;
@@ -66,16 +66,13 @@ class _Workers(AbstractContextManager[Queues]):
         self._shared = shared
         self._context = context
         self._workers: list[_Worker] = []
-        self._entered = False
-        _blocks.add(self)
 
     def __enter__(self) -> Queues:
-        if self._entered:
+        if self._workers:
             raise RuntimeError(
                 "this block of workers is entered already, and its queues belong to whoever did; leave it first, or "
                 "make another one with spawn_workers(...)"
             )
-        self._entered = True
         context = self._context or Context.capture()
         by_device: dict[Device, _Worker] = {}
         pairs = []
@@ -120,42 +117,22 @@ class _Workers(AbstractContextManager[Queues]):
         for each in self._workers:
             each.in_queue.put(None)
         for each in self._workers:
-            if each.thread.ident is not None and each.thread is not current_thread():
+            if each.thread is current_thread():
+                continue  # a worker may leave the block that it belongs to
+            if each.thread.is_alive():
                 # Before Python 3.13, join after an interrupted join returns although the thread still runs.
                 each.ended.wait()
                 each.thread.join()
-        self._workers.clear()
-        self._entered = False
-
-    def after_fork(self) -> None:
-        """In a forked process: no worker exists, except one that has forked."""
-        for each in self._workers:
-            if each.thread is not current_thread():
+            elif not each.ended.is_set():
+                # It could not start, or this is a forked process, in which other threads do not exist.
                 each.out_queue.put((False, None))
-        self._workers = [each for each in self._workers if each.thread is current_thread()]
-
-
-_blocks: WeakSet[_Workers] = WeakSet()
-
-
-def _after_fork() -> None:
-    for block in list(_blocks):
-        block.after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+        self._workers.clear()
 
 
 def _work(context: Context, in_queue: InQueue, out_queue: OutQueue, device: Device, ended: Event) -> None:
     _exit.watch(in_queue)
-
-    def enter(scope: ExitStack) -> None:
-        scope.enter_context(context.applied())
-        take(scope, device, context.grad_mode)
-
     try:
-        serve(in_queue, out_queue, enter)
+        serve(in_queue, out_queue, context.applied, partial(use_device, device))
     finally:
         ended.set()
         _exit.unwatch()

@@ -6,8 +6,7 @@ from typing import TypeAlias, TypeGuard
 
 import torch
 
-from ._accelerator import has_streams, on_accelerator
-from ._device import CPU, Device
+from ._device import CPU, Device, has_streams, on_accelerator
 
 
 class CPUStreamType:
@@ -104,9 +103,7 @@ def get_device(stream: AbstractStream) -> torch.device:
     >>> get_device(CPUStream)
     device(type='cpu')
     """
-    if is_accelerator(stream):
-        return stream.device
-    return CPU
+    return stream.device if is_accelerator(stream) else CPU
 
 
 def is_accelerator(stream: AbstractStream) -> TypeGuard[torch.Stream]:
@@ -129,23 +126,6 @@ def is_accelerator(stream: AbstractStream) -> TypeGuard[torch.Stream]:
         "stream must be CPUStream or a torch.Stream, such as a torch.cuda.Stream; "
         f"got {stream!r} ({type(stream).__name__}); current_stream(device) gives the one of a device"
     )
-
-
-def as_accelerator(stream: AbstractStream) -> torch.Stream:
-    """``stream`` itself, with the type of an accelerator's stream.
-
-    Args:
-        stream: any stream.
-
-    Returns:
-        `stream`.
-
-    Raises:
-        TypeError: `stream` is :data:`CPUStream`, or not a stream.
-    """
-    if is_accelerator(stream):
-        return stream
-    raise TypeError(f"stream must be a torch.Stream here; got {stream!r}; ask is_accelerator(stream) first")
 
 
 def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:

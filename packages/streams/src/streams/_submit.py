@@ -55,12 +55,9 @@ class _Submitted(Task[Result]):
 
     def answer(self, answer: Answer, out_queue: OutQueue) -> None:
         try:
-            self._answer(answer)
+            if answer[0]:
+                self.future.set_result(answer[1][1])
+            else:
+                self.future.set_exception(answer[1][1])
         except BaseException:  # an error of a callback that is not an Exception; futures log the others
             _log.exception("a callback of a future failed; the worker goes on")
-
-    def _answer(self, answer: Answer) -> None:
-        if answer[0]:
-            self.future.set_result(answer[1][1])
-        elif answer[1] is not None:
-            self.future.set_exception(answer[1][1])

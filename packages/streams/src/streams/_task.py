@@ -53,10 +53,9 @@ class Task(Generic[Result]):
         Args:
             result: what :meth:`compute` returned.
         """
-        if self._finalize is None:
-            return
-        with use_stream(self.stream):
-            self._finalize(result)
+        if self._finalize is not None:
+            with use_stream(self.stream):
+                self._finalize(result)
 
     def begin(self) -> bool:
         """Called by the worker before the task. Returns whether the worker should do it."""
@@ -75,10 +74,11 @@ class Task(Generic[Result]):
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
 """What ``sys.exc_info()`` returns inside an ``except`` block."""
 
-Answer: TypeAlias = tuple[Literal[True], tuple[Task[Any], Any]] | tuple[Literal[False], ExcInfo | None]
+Answer: TypeAlias = tuple[Literal[True], tuple[Task[Any], Any]] | tuple[Literal[False], ExcInfo]
+"""What a worker says of a task: ``(True, (task, result))`` or ``(False, exc_info)``."""
 
 InQueue: TypeAlias = SimpleQueue[Task[Any] | None]
 """Tasks for a worker; ``None`` ends it."""
 
-OutQueue: TypeAlias = SimpleQueue[Answer]
-"""Answers of a worker: ``(True, (task, result))``, ``(False, exc_info)``, and ``(False, None)`` when it ends."""
+OutQueue: TypeAlias = SimpleQueue[Answer | tuple[Literal[False], None]]
+"""Answers of a worker; the last is ``(False, None)``, when it ends."""

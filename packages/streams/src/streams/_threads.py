@@ -1,15 +1,21 @@
-"""The number of intra-op threads of one thread."""
+"""The intra-op threads of one thread: their number, and the helper threads that stay after an operation."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import torch
 
-from ._libraries import native
-
-_MOST = 2**31 - 1
+_LIBRARY = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
+_PROCESS = os.getpid()
+_SOFT = 1  # omp_pause_soft of OpenMP 5.0: thread-local data is kept
 
 
 def limit_threads(number: int) -> None:
@@ -27,32 +33,47 @@ def limit_threads(number: int) -> None:
     """
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"number of threads must be an int; got {number!r} ({type(number).__name__})")
-    if number < 1:
-        raise ValueError(f"number of threads must be at least 1, the calling thread itself; got {number}")
-    if number > _MOST:
-        raise ValueError(f"number of threads must be at most {_MOST}, as it becomes an int of C; got {number}")
+    if not 1 <= number < 2**31:
+        raise ValueError(f"number of threads must be from 1, the calling thread itself, to {2**31 - 1}; got {number}")
     # Torch initialises a thread at its first computation or query; that would overwrite a number that was set before.
     before = torch.get_num_threads()
-    setters = _setters()
-    if setters:
-        for setter in setters:
-            setter(number)
-    else:
-        _limit_and_restore(number, before)
-
-
-def _limit_and_restore(number: int, before: int) -> None:
-    # This sets the number of this thread and of the process; a helper thread then restores that of the process.
-    torch.set_num_threads(number)
-    thread = Thread(target=torch.set_num_threads, args=(before,))
-    thread.start()
-    thread.join()
-
-
-def _setters() -> tuple[Callable[..., object], ...]:
-    """Functions that set the number for the calling thread only: of OpenMP, and of MKL if torch is built with it.
-
-    Empty if OpenMP's is not found.
-    """
     openmp, mkl = native("omp_set_num_threads"), native("MKL_Set_Num_Threads_Local")
-    return () if openmp is None else (openmp,) if mkl is None else (openmp, mkl)
+    if openmp is None:
+        # This sets the number of this thread and of the process; a helper thread then restores that of the process.
+        torch.set_num_threads(number)
+        thread = Thread(target=torch.set_num_threads, args=(before,))
+        thread.start()
+        thread.join()
+        return
+    for setter in filter(None, (openmp, mkl)):
+        setter(number)
+
+
+def pause_helpers() -> bool:
+    """End the helper threads that intra-op parallelism has started for this thread.
+
+    After a parallel operation OpenMP's helpers spin for some milliseconds, in case the next operation follows soon.
+    That takes cores away from other threads that are about to compute. The next parallel operation of this thread
+    starts its helpers again, which takes tens of microseconds for each. Helpers of other threads are not affected. Does
+    nothing inside a parallel region, if torch uses another library than OpenMP, and in a forked process.
+
+    Returns:
+        True if OpenMP has a function for this, and it was called.
+    """
+    if os.getpid() != _PROCESS:
+        return False  # OpenMP would wait for the helpers of the parent process, which do not exist here
+    pause = native("omp_pause_resource_all")
+    return pause is not None and pause(_SOFT) == 0
+
+
+@cache
+def native(name: str) -> Callable[..., Any] | None:
+    """The C function ``name`` that torch itself would call; None if it cannot be found.
+
+    It is looked up through torch's own library, since a process may hold several OpenMP runtimes.
+    """
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY))
+    except OSError:
+        return None
+    return getattr(library, name, None)

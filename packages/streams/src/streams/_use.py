@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from ._accelerator import has_streams, on_accelerator
-from ._device import Device
+from ._device import Device, has_streams, on_accelerator
 from ._stream import AbstractStream, is_accelerator
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -43,34 +42,23 @@ def use_stream(stream: AbstractStream) -> AbstractContextManager[object]:
     Raises:
         TypeError: `stream` is not a stream.
     """
-    if is_accelerator(stream):
-        return _OnStream(stream)
-    return _NOTHING
+    return _on_stream(stream) if is_accelerator(stream) else _NOTHING
 
 
-class _OnStream(AbstractContextManager[None]):
-    """The context manager of :func:`use_stream`.
+@contextmanager
+def _on_stream(stream: torch.Stream) -> Iterator[None]:
+    # Not by `with stream`: torch stores on the stream object what was current before. If another thread enters the same
+    # stream meanwhile, that is overwritten, and leaving sets the device and stream of the wrong thread.
+    device = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
+    try:
+        _choose(stream, stream.device.index)
+        yield
+    finally:
+        _choose(before, device)
 
-    Torch stores what was current before on the stream object. If another thread enters the same stream meanwhile, that
-    is overwritten, and leaving sets the device and stream of the wrong thread.
-    """
 
-    __slots__ = ("_before", "_device", "_stream")
-
-    def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._device = torch.accelerator.current_device_index()
-        self._before = torch.accelerator.current_stream(self._stream.device)
-        self._choose(self._stream, self._stream.device.index)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._choose(self._before, self._device)
-
-    def _choose(self, stream: torch.Stream, device: int) -> None:
-        torch.accelerator.set_stream(stream)
-        # Not every backend sets the device of a stream together with it.
-        torch.accelerator.set_device_index(device)
+def _choose(stream: torch.Stream, device: int) -> None:
+    torch.accelerator.set_stream(stream)
+    # Not every backend sets the device of a stream together with it.
+    torch.accelerator.set_device_index(device)

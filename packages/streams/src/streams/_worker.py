@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ import torch
 from ._device import Device
 from ._task import Answer, ExcInfo, InQueue, OutQueue, Task
 from ._use import use_device
+
+Block = Callable[[], AbstractContextManager[object]]
+"""Makes a context manager, in the thread that enters it."""
 
 
 def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bool) -> None:
@@ -27,14 +30,14 @@ def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bo
         device: the current device while tasks run. If it cannot be made current, every task is answered by that error.
         grad_mode: whether grad mode is on while tasks run.
     """
-    serve(in_queue, out_queue, lambda scope: take(scope, device, grad_mode))
+    serve(in_queue, out_queue, partial(use_device, device), partial(torch.set_grad_enabled, grad_mode))
 
 
-def serve(in_queue: InQueue, out_queue: OutQueue, enter: Callable[[ExitStack], None]) -> None:
-    """Answer tasks as :func:`worker` does, inside the contexts that ``enter`` enters; if it raises, by its error."""
+def serve(in_queue: InQueue, out_queue: OutQueue, *blocks: Block) -> None:
+    """Answer tasks as :func:`worker` does, inside ``blocks``; if one of them cannot be entered, by its error."""
     try:
         with ExitStack() as scope:
-            failure = _failure(scope, enter)
+            failure = _failure(scope, blocks)
             while (task := in_queue.get()) is not None:
                 if task.begin():
                     task.answer(failure or _answer(task), out_queue)
@@ -43,20 +46,13 @@ def serve(in_queue: InQueue, out_queue: OutQueue, enter: Callable[[ExitStack], N
         out_queue.put((False, None))
 
 
-def take(scope: ExitStack, device: Device, grad_mode: bool) -> None:
-    """Make ``device`` current, and set the grad mode."""
-    scope.enter_context(use_device(device))
-    # Only if it differs: a torch function mode would see the call.
-    if torch.is_grad_enabled() != grad_mode:
-        scope.enter_context(torch.set_grad_enabled(grad_mode))
-
-
-def _failure(scope: ExitStack, enter: Callable[[ExitStack], None]) -> Answer | None:
-    """The answer to every task if ``enter`` raises; else None."""
+def _failure(scope: ExitStack, blocks: tuple[Block, ...]) -> Answer | None:
+    """Enter ``blocks``. Returns the answer to every task if that raises, else None."""
     try:
-        enter(scope)
-    except BaseException:
-        return False, _exc_info()
+        for block in blocks:
+            scope.enter_context(block())
+    except BaseException as error:
+        return False, _exc_info(error)
     return None
 
 
@@ -65,13 +61,10 @@ def _answer(task: Task[Any]) -> Answer:
     # worker's.
     try:
         return True, (task, task.compute())
-    except BaseException:
-        return False, _exc_info()
+    except BaseException as error:
+        return False, _exc_info(error)
 
 
-def _exc_info() -> ExcInfo:
-    kind, error, traceback = sys.exc_info()
-    assert kind is not None
-    assert error is not None
-    assert traceback is not None
-    return kind, error, traceback
+def _exc_info(error: BaseException) -> ExcInfo:
+    assert error.__traceback__ is not None
+    return type(error), error, error.__traceback__

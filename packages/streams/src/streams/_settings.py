@@ -9,48 +9,38 @@ from collections.abc import Callable, Sequence
 from contextvars import Context as Variables
 from contextvars import ContextVar, Token
 from functools import partial
+from threading import RLock
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import _C
 from torch.overrides import TorchFunctionMode
 
-WayBack: TypeAlias = Callable[[], object]
+Undo: TypeAlias = Callable[[], object]
 
-Flags: TypeAlias = tuple[bool, bool, bool, bool, bool]
-"""Whether a backward may run on the threads of devices (``torch.autograd.set_multithreading_enabled``), forward-mode AD
-computes tangents, views are computed again after an in-place change, ``__torch_function__`` acts, and not even that of
-modes acts (``DisableTorchFunction``)."""
+Flags: TypeAlias = tuple[bool, bool, bool, object]
+"""Whether a backward may run on the threads of devices (``torch.autograd.set_multithreading_enabled``), whether
+forward-mode AD computes tangents, whether views are computed again after an in-place change, and how much of
+``__torch_function__`` acts (``DisableTorchFunction``)."""
 
 Modes: TypeAlias = tuple[TorchFunctionMode, ...]
 """The torch function modes, the outermost first; the default device is one of them."""
 
-Hooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | str | None
-"""The pair of saved-tensor hooks that acts, or why hooks are forbidden here, or ``None``. They nest, but only the
-innermost pair acts, so that is what another thread needs."""
+Hooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+"""A pair of saved-tensor hooks. Pairs nest, but only the innermost acts, so that is what another thread needs."""
 
 DEVICE_TYPES: tuple[str, ...] = tuple(_C._autocast_supported_devices())
-_NONE_ENABLED = (False,) * len(DEVICE_TYPES)
 
 
-class Autocast(NamedTuple):
-    """The autocast state, one entry of ``enabled`` and ``dtypes`` for each of ``DEVICE_TYPES``."""
-
-    enabled: tuple[bool, ...]
-    dtypes: tuple[torch.dtype, ...]
-    cache: bool
-    nested: bool
-
-
-def enter_grad_mode(mode: bool) -> WayBack:
+def enter_grad_mode(mode: bool) -> Undo:
     """Switch grad mode on or off."""
     # Return a way to restore it even if nothing is changed here: code inside may change it and not restore it.
-    way_back = partial(_C._set_grad_enabled, torch.is_grad_enabled())
+    undo = partial(_C._set_grad_enabled, torch.is_grad_enabled())
     _C._set_grad_enabled(mode)
-    return way_back
+    return undo
 
 
-def enter_inference_mode(mode: bool) -> WayBack | None:
+def enter_inference_mode(mode: bool) -> Undo | None:
     """Switch inference mode on or off."""
     if torch.is_inference_mode_enabled() == mode:
         return None
@@ -65,60 +55,80 @@ def read_flags() -> Flags:
         _C._is_multithreading_enabled(),
         _C._is_fwd_grad_enabled(),
         _C._is_view_replay_enabled(),
-        _C._is_torch_function_enabled(),
-        _C._is_torch_function_all_disabled(),
+        _C._get_torch_function_state(),  # type: ignore[attr-defined]
     )
 
 
-def enter_flags(flags: Flags) -> WayBack:
+def enter_flags(flags: Flags) -> Undo:
     """Set the ``flags`` of this thread."""
     found = read_flags()
-    if found != flags:
-        _write_flags(flags)
+    _write_flags(flags)
     # As for the grad mode.
     return partial(_write_flags, found)
 
 
 def _write_flags(flags: Flags) -> None:
-    multithreading, forward_ad, view_replay, enabled, all_disabled = flags
+    multithreading, forward_ad, view_replay, torch_function = flags
     _C._set_multithreading_enabled(multithreading)
     _C._set_fwd_grad_enabled(forward_ad)
     _C._set_view_replay_enabled(view_replay)
-    states = _C._TorchFunctionState  # type: ignore[attr-defined]
-    _C._set_torch_function_state(  # type: ignore[attr-defined]
-        states.ENABLED if enabled else states.ALL_DISABLED if all_disabled else states.SUBCLASSES_DISABLED
-    )
+    _C._set_torch_function_state(torch_function)  # type: ignore[attr-defined]
+
+
+class Autocast(NamedTuple):
+    """The autocast state, one entry of ``enabled`` and ``dtypes`` for each of ``DEVICE_TYPES``."""
+
+    enabled: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
+    cache: bool
+    nested: bool
 
 
 def read_autocast() -> Autocast:
-    """The device types that cast, to which dtype, and whether casts of weights are cached."""
+    """The device types that cast, to which dtype, whether casts of weights are cached, and whether a block is open."""
     # The depth of nesting can only be read by changing it.
     nested = torch.autocast_increment_nesting() > 1
     torch.autocast_decrement_nesting()
-    # _is_any_autocast_enabled() alone is not enough: it ignores some device types (mps, maia).
-    some = nested or _C._is_any_autocast_enabled()
-    enabled = tuple(map(torch.is_autocast_enabled, DEVICE_TYPES)) if some else _NONE_ENABLED
     # Dtypes matter even if nothing is enabled: a later `torch.autocast(type)` without a dtype uses them.
-    dtypes = tuple(map(torch.get_autocast_dtype, DEVICE_TYPES))
-    return Autocast(enabled, dtypes, torch.is_autocast_cache_enabled(), nested)
+    enabled, dtypes = map(torch.is_autocast_enabled, DEVICE_TYPES), map(torch.get_autocast_dtype, DEVICE_TYPES)
+    return Autocast(tuple(enabled), tuple(dtypes), torch.is_autocast_cache_enabled(), nested)
 
 
-def enter_autocast(state: Autocast) -> WayBack | None:
-    """Set the autocast ``state`` of this thread."""
-    found = read_autocast()
-    if found == state:
-        return None
-    _write_autocast(found, state)
-    if state.nested:
+class CastUsers:
+    """Enters the autocast of one context in any number of threads, and counts those that are inside.
+
+    Torch has one cache of casts for all threads, and empties it when a thread leaves its outermost autocast block. If
+    each of several workers did that, those that still compute would cast their weights again, and their graphs would
+    hold every copy. But somebody has to: a kept cast would be used although its weight has changed. So the last one
+    does.
+    """
+
+    __slots__ = ("_inside", "_lock")
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._lock = RLock()  # reentrant, since the garbage collector may run anything while it is held
+
+    def enter(self, wanted: Autocast) -> Undo | None:
+        """Set the autocast state of this thread."""
+        found = read_autocast()
+        if found == wanted:
+            return None
+        _write_autocast(found, wanted)
+        if not wanted.nested:
+            return partial(_write_autocast, wanted, found)
         torch.autocast_increment_nesting()
+        with self._lock:
+            self._inside += 1
+        return partial(self._leave, wanted, found)
 
-    def undo() -> None:
-        # As at the end of any autocast block: cached casts must not outlive the last block, since weights may change.
-        if state.nested and torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        _write_autocast(state, found)
-
-    return undo
+    def _leave(self, wanted: Autocast, found: Autocast) -> None:
+        outermost = torch.autocast_decrement_nesting() == 0
+        with self._lock:
+            self._inside -= 1
+            if outermost and not self._inside:
+                torch.clear_autocast_cache()
+        _write_autocast(wanted, found)
 
 
 def _write_autocast(found: Autocast, wanted: Autocast) -> None:
@@ -130,49 +140,30 @@ def _write_autocast(found: Autocast, wanted: Autocast) -> None:
 
 
 def _differences(found: Sequence[object], wanted: Sequence[object]) -> list[int]:
-    if found == wanted:
-        return []
     return [i for i, (old, new) in enumerate(zip(found, wanted, strict=True)) if old != new]
 
 
 def read_hooks() -> Hooks:
-    """The saved-tensor hooks of this thread that are in effect."""
-    pair = _C._autograd._top_saved_tensors_default_hooks(True)
-    return pair if pair is not None else _C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    """The saved-tensor hooks of this thread that act."""
+    return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def enter_hooks(hooks: Hooks) -> WayBack | None:
+def enter_hooks(hooks: Hooks) -> Undo | None:
     """Make ``hooks`` the only saved-tensor hooks of this thread."""
     if read_hooks() == hooks:
         return None
-    found = _take_hooks()
-    _put_hooks(hooks)
-
-    def undo() -> None:
-        _take_hooks()
-        for each in found:
-            _put_hooks(each)
-
-    return undo
+    return partial(_replace_hooks, _replace_hooks([hooks]))
 
 
-def _take_hooks() -> list[Hooks]:
-    """Remove all saved-tensor hooks, and return them, the innermost last."""
-    taken: list[Hooks] = []
-    while (hooks := read_hooks()) is not None:
-        taken.append(hooks)
-        if isinstance(hooks, str):
-            _C._autograd._saved_tensors_hooks_enable()
-        else:
-            _C._autograd._pop_saved_tensors_default_hooks()
-    return taken[::-1]
-
-
-def _put_hooks(hooks: Hooks) -> None:
-    if isinstance(hooks, str):
-        _C._autograd._saved_tensors_hooks_disable(hooks)
-    elif hooks is not None:
-        _C._autograd._push_saved_tensors_default_hooks(*hooks)
+def _replace_hooks(wanted: Sequence[Hooks]) -> list[Hooks]:
+    """Replace the pairs of this thread, and return those that it had; the innermost comes last."""
+    found: list[Hooks] = []
+    while (pair := read_hooks()) is not None:
+        found.append(pair)
+        _C._autograd._pop_saved_tensors_default_hooks()
+    for pair in filter(None, wanted):
+        _C._autograd._push_saved_tensors_default_hooks(*pair)
+    return found[::-1]
 
 
 def read_modes() -> Modes:
@@ -180,9 +171,9 @@ def read_modes() -> Modes:
     return tuple(map(_C._get_function_stack_at, range(_C._len_torch_function_stack())))
 
 
-def enter_modes(modes: Modes) -> WayBack | None:
+def enter_modes(modes: Modes) -> Undo | None:
     """Make ``modes`` the torch function modes of this thread."""
-    found = read_modes() if _C._len_torch_function_stack() else ()
+    found = read_modes()
     if found == modes:
         return None
     _replace_modes(modes)
@@ -197,7 +188,7 @@ def _replace_modes(modes: Modes) -> None:
         _C._push_on_torch_function_stack(mode)
 
 
-def enter_variables(variables: Variables) -> WayBack | None:
+def enter_variables(variables: Variables) -> Undo | None:
     """Set the context ``variables`` on this thread; others do not change.
 
     They are set one by one, because a ``contextvars.Context`` cannot be entered by two threads at a time.

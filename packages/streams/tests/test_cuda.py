@@ -1,0 +1,333 @@
+"""The vocabulary of streams on a GPU: each wait and each record is seen to matter."""
+
+from threading import Event, Thread
+
+import pytest
+import torch
+
+from streams import (
+    CPUStream,
+    Task,
+    as_cuda,
+    current_stream,
+    default_stream,
+    get_device,
+    is_cuda,
+    new_stream,
+    record_event,
+    record_stream,
+    spawn_workers,
+    submit,
+    use_device,
+    use_stream,
+    wait_event,
+    wait_stream,
+)
+
+from .fakes import PATIENCE, in_thread, take, wait
+
+pytestmark = pytest.mark.cuda
+
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cuda")
+LONG = 200_000_000
+"""Clock ticks: about a tenth of a second, very much longer than any launch."""
+
+
+def sleep() -> None:
+    """Keep the current stream busy for a while; returns at once."""
+    torch.cuda._sleep(LONG)
+
+
+def warm_up() -> None:
+    """Load what a first launch loads, which may wait for the whole device and so hide a missing wait."""
+    torch.cuda._sleep(1)
+    x, y = torch.zeros(1000, device=DEVICE), torch.zeros(1000, device=DEVICE)
+    torch.add(x.fill_(1), 1, out=y)
+    x.copy_(y, non_blocking=True).cpu()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("device", [torch.device("cuda"), DEVICE])
+def test_a_cuda_stream_is_new_and_on_its_device(device):
+    stream = new_stream(device)
+    assert is_cuda(stream)
+    assert as_cuda(stream) is stream
+    assert stream != default_stream(device)
+    assert get_device(stream) == DEVICE
+
+
+def test_the_current_cuda_stream_is_the_default_one_until_another_is_used():
+    assert current_stream(DEVICE) == default_stream(DEVICE) == torch.cuda.default_stream(DEVICE)
+    stream = new_stream(DEVICE)
+    with use_stream(stream):
+        assert current_stream(DEVICE) == stream
+    assert current_stream(DEVICE) == default_stream(DEVICE)
+
+
+def test_the_cuda_device_is_current_inside_and_on_this_thread_only():
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    before = torch.cuda.current_device()
+    with use_device(last):
+        assert torch.cuda.current_device() == last.index
+        assert in_thread(torch.cuda.current_device) == 0
+    assert torch.cuda.current_device() == before
+
+
+def test_using_a_stream_uses_its_device_too():
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    stream = new_stream(last)
+    with use_stream(stream):
+        assert torch.cuda.current_device() == last.index
+        assert in_thread(lambda: current_stream(DEVICE)) == torch.cuda.default_stream(DEVICE)
+
+
+def test_two_threads_in_one_stream_get_back_what_each_had():
+    shared, own = new_stream(DEVICE), new_stream(DEVICE)
+    entered, left = Event(), Event()
+    found = []
+
+    def other():
+        with use_stream(own):
+            with use_stream(shared):
+                entered.set()
+                wait(left)
+            found.append(current_stream(DEVICE))
+
+    thread = Thread(target=other, daemon=True)
+    with use_stream(shared):
+        thread.start()
+        wait(entered)
+    assert current_stream(DEVICE) == torch.cuda.default_stream(DEVICE)
+    left.set()
+    thread.join(PATIENCE)
+    assert found == [own]
+
+
+def late_ones(stream):
+    """Zeros that turn to ones on ``stream``, long after this returns, and room to read them into.
+
+    Everything is allocated before the stream is busy, since an allocation may wait for the device and so hide that
+    nobody else did.
+    """
+    x, room = torch.zeros(1000, device=DEVICE), torch.zeros(1000, device=DEVICE)
+    torch.cuda.synchronize()
+    with use_stream(stream):
+        sleep()
+        x.fill_(1)
+    return x, room
+
+
+def seen_by(stream, x, room):
+    """The sum of ``x`` as ``stream`` finds it now."""
+    with use_stream(stream):
+        room.copy_(x, non_blocking=True)
+    stream.synchronize()
+    return room.cpu().sum().item()
+
+
+def test_without_a_wait_a_stream_overtakes_another():
+    # The witness of the tests below: they could not fail if this did.
+    warm_up()
+    source, target = new_stream(DEVICE), new_stream(DEVICE)
+    assert seen_by(source, *late_ones(target)) == 0
+    target.synchronize()
+
+
+def test_a_cuda_stream_waits_for_another_without_holding_up_the_caller():
+    warm_up()
+    source, target = new_stream(DEVICE), new_stream(DEVICE)
+    x, room = late_ones(target)
+    wait_stream(source, target)
+    assert not target.query(), "the caller was held up"
+    assert seen_by(source, x, room) == 1000
+
+
+def test_the_current_stream_waits_too():
+    warm_up()
+    target = new_stream(DEVICE)
+    x, room = late_ones(target)
+    wait_stream(current_stream(DEVICE), target)
+    assert seen_by(current_stream(DEVICE), x, room) == 1000
+
+
+def test_the_cpu_waits_for_a_cuda_stream():
+    warm_up()
+    target = new_stream(DEVICE)
+    late_ones(target)
+    assert not target.query()
+    wait_stream(CPUStream, target)
+    assert target.query()
+
+
+def test_a_copy_to_pinned_memory_is_there_after_the_cpu_waited():
+    warm_up()
+    stream = new_stream(DEVICE)
+    y = torch.zeros(1000, pin_memory=True)
+    x, _ = late_ones(stream)
+    with use_stream(stream):
+        y.copy_(x, non_blocking=True)
+    assert y.sum().item() == 0
+    wait_stream(CPUStream, stream)
+    assert y.sum().item() == 1000
+
+
+def test_a_cuda_stream_does_not_wait_for_the_cpu():
+    wait_stream(new_stream(DEVICE), CPUStream)
+
+
+@pytest.mark.parametrize("hops", [1, 4])
+def test_a_value_handed_from_stream_to_stream_arrives(hops):
+    warm_up()
+    here, theirs = new_stream(DEVICE), [new_stream(DEVICE) for _ in range(hops)]
+    rooms = [torch.zeros(1000, device=DEVICE) for _ in range(hops)]
+    x, room = late_ones(here)
+    for there, larger in zip(theirs, rooms, strict=True):
+        wait_stream(there, here)
+        with use_stream(there):
+            torch.add(x, 1, out=larger)
+        record_stream(x, there)
+        here, x = there, larger
+    assert seen_by(here, x, room) == 1000 * (hops + 1)
+
+
+def test_a_stream_waits_for_an_event_and_not_for_what_came_after_it():
+    warm_up()
+    source, target = new_stream(DEVICE), new_stream(DEVICE)
+    x, room = late_ones(target)
+    event = record_event(target)
+    with use_stream(target):
+        for _ in range(10):
+            sleep()
+    wait_event(source, event)
+    assert not event.query(), "the caller was held up"
+    assert seen_by(source, x, room) == 1000
+    assert not target.query(), "the source waited for what came after the event"
+    target.synchronize()
+
+
+def test_the_cpu_waits_for_an_event():
+    warm_up()
+    target = new_stream(DEVICE)
+    late_ones(target)
+    event = record_event(target)
+    assert not event.query()
+    wait_event(CPUStream, event)
+    assert event.query()
+
+
+def test_timed_events_tell_how_long_it_took():
+    warm_up()
+    stream = new_stream(DEVICE)
+    start = record_event(stream, timed=True)
+    with use_stream(stream):
+        sleep()
+    end = record_event(stream, timed=True)
+    end.synchronize()
+    assert start.elapsed_time(end) > 10
+    assert start.device == torch.device("cuda", 0)
+
+
+def test_a_cpu_tensor_needs_no_record_on_a_cuda_stream():
+    record_stream(torch.ones(1), new_stream(DEVICE))
+
+
+def reused(view, *, recorded):
+    """Whether the block under ``view`` is handed out again while another stream is still busy."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    reader = new_stream(DEVICE)
+    x = torch.zeros(1024, device=DEVICE)
+    address, seen = x.data_ptr(), view(x)
+    with use_stream(reader):
+        sleep()
+    if recorded:
+        record_stream(seen, reader)
+    del x, seen
+    y = torch.empty(1024, device=DEVICE)
+    assert not reader.query(), "the reader was too fast to prove anything"
+    torch.cuda.synchronize()
+    return y.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x, lambda x: x[256:512], lambda x: x.view(32, 32).t()[3:], lambda x: x.view(torch.int32)[5:]]
+)
+def test_the_block_of_a_recorded_view_is_not_handed_out_while_it_is_read(view):
+    warm_up()
+    assert reused(view, recorded=False), "the allocator did not reuse the block anyway: this proves nothing"
+    assert not reused(view, recorded=True)
+
+
+def test_recording_on_the_tensors_own_stream_costs_no_reuse():
+    x = torch.zeros(1024, device=DEVICE)
+    address = x.data_ptr()
+    record_stream(x, current_stream(DEVICE))
+    del x
+    assert torch.empty(1024, device=DEVICE).data_ptr() == address
+
+
+def test_both_halves_run_under_the_stream():
+    stream, seen = new_stream(DEVICE), []
+    task = Task(
+        stream, compute=lambda: current_stream(DEVICE), finalize=lambda _: seen.append(torch.cuda.current_stream())
+    )
+    assert task.compute() == stream
+    task.finalize(None)
+    assert seen == [stream]
+    assert current_stream(DEVICE) == torch.cuda.default_stream(DEVICE)
+
+
+def test_the_function_runs_under_the_stream():
+    stream = new_stream(DEVICE)
+    with spawn_workers([DEVICE]) as ([in_queue], _):
+        assert submit(in_queue, lambda: current_stream(DEVICE), stream=stream).result(PATIENCE) == stream
+
+
+def test_the_device_and_the_stream_are_current():
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    stream = new_stream(last)
+    run = Task(stream, compute=lambda: (torch.cuda.current_device(), current_stream(last)))
+    with spawn_workers([last]) as ([in_queue], [out_queue]):
+        in_queue.put(run)
+        assert take(out_queue) == (True, (run, (last.index, stream)))
+
+
+def test_results_of_two_workers_streams_meet_after_a_wait():
+    warm_up()
+    here = current_stream(DEVICE)
+    streams = [new_stream(DEVICE) for _ in range(2)]
+    xs = [torch.zeros(1000, device=DEVICE) for _ in streams]
+    torch.cuda.synchronize()
+    with spawn_workers([DEVICE, DEVICE], shared=False) as (in_queues, out_queues):
+        for stream, queue, x in zip(streams, in_queues, xs, strict=True):
+            queue.put(
+                Task(
+                    stream,
+                    compute=lambda x=x: (sleep(), x.fill_(1))[1],
+                    finalize=lambda _, stream=stream: wait_stream(here, stream),
+                )
+            )
+        for queue in out_queues:
+            ok, (done, result) = take(queue)
+            assert ok
+            done.finalize(result)
+    assert sum(x.sum() for x in xs).item() == 2000
+
+
+def test_cuda_without_an_index_is_the_current_gpu():
+    with spawn_workers([torch.device("cuda"), DEVICE]) as (ins, _):
+        assert ins[0] is ins[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_on_cuda_goes_along(dtype):
+    a = torch.ones(4, 4, device=DEVICE)
+    with torch.autocast("cuda", dtype):
+        assert _dtype_on_a_worker(a) == dtype
+    assert _dtype_on_a_worker(a) == torch.float32
+
+
+def _dtype_on_a_worker(a):
+    with spawn_workers([DEVICE]) as ([in_queue], _):
+        return submit(in_queue, lambda: (a @ a).dtype).result(PATIENCE)
