@@ -7,6 +7,7 @@ losses of micro-batches. So a pipe concatenates what the modules next to the los
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -58,13 +59,23 @@ class Ending:
     def __deepcopy__(self, memo: object) -> Ending:
         return self
 
+    def on_cpu(self) -> Ending:
+        """This ending, in which all tensors are on the CPU; ones in the place of those without data."""
+        state = (*self._net.parameters(), *self._net.buffers())
+        if all(tensor.device.type == "cpu" for tensor in state):
+            return self
+        found = copy.copy(self)
+        found._net, found._reel = copy.deepcopy((self._net, self._reel))
+        found._net._apply(lambda t: torch.ones_like(t, device="cpu") if t.is_meta else t.cpu())  # type: ignore[no-untyped-call]
+        return found
+
     def wanted(self) -> AbstractContextManager[None]:
         """A context in which the last layer returns what this ending needs, in place of the model's output."""
-        return with_settings(ending=self)
+        return with_settings(wanted=self)
 
     @property
     def is_wanted(self) -> bool:
-        return settings().ending is self
+        return settings().wanted is self
 
     @contextmanager
     def learning(self) -> Iterator[None]:
@@ -164,11 +175,18 @@ class _Replay(StandIn):
 
 def without_loss_only(inputs: Any) -> Any:
     """``inputs`` for the layers, without arguments that only the loss takes."""
+    return split_loss_only(inputs)[1]
+
+
+def split_loss_only(inputs: Any) -> tuple[dict[str, Any], Any]:
+    """The arguments in ``inputs`` that only the loss takes, and ``inputs`` without them."""
     if isinstance(inputs, Arguments):
-        return Arguments(inputs.args, without_loss_only(inputs.kwargs))
-    if isinstance(inputs, Mapping) and not LOSS_ONLY.isdisjoint(inputs):
-        return {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
-    return inputs
+        found, kwargs = split_loss_only(inputs.kwargs)
+        return found, Arguments(inputs.args, kwargs) if found else inputs
+    if not isinstance(inputs, Mapping) or LOSS_ONLY.isdisjoint(inputs):
+        return {}, inputs
+    found = {name: value for name, value in inputs.items() if name in LOSS_ONLY}
+    return found, {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
 
 
 def ending_of(model: nn.Module, inputs: Inputs, blocks: Collection[nn.Module]) -> Ending | None:

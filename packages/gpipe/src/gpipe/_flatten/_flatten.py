@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.random import fork_rng
 
 from microbatch import unwrap
 
@@ -18,6 +19,7 @@ from ._calls import Calls, watch
 from ._ending import ending_of
 from ._inputs import Inputs
 from ._names import Flattened
+from ._probe import add_own_loss, computes_loss
 from ._script import Script
 from ._segment import Block, Gift, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
@@ -79,7 +81,19 @@ def flatten(
     _turn_off_cache(model)
     if not has_data(model):
         inputs = with_values(inputs)
-    with _evaluating(model), shapes_only(model):
+    with _unchanged(model):
+        return _flattened(model, inputs, blocks, picked, whole=pick is None)
+
+
+def _flattened(
+    model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | None, pick: Pick, *, whole: bool
+) -> Flattened:
+    """The layers.
+
+    Args:
+        whole: whether the pipe may return the whole output.
+    """
+    with shapes_only(model):
         trunks = find_trunks(model, inputs, blocks)
         calls = watch(model, inputs, trunks)
         if calls.between:
@@ -87,12 +101,16 @@ def flatten(
                 f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
                 "call it, or name other lists by blocks="
             )
-    layers = _built(model, inputs, trunks, calls, picked)
-    with _evaluating(model, layers), shapes_only(model) as shapes:
-        expect_equal(model, layers, inputs, picked, shapes)
-        if pick is None:
+    layers = _built(model, inputs, trunks, calls, pick)
+    with _evaluating(layers):
+        with shapes_only(model) as shapes:
+            expect_equal(model, layers, inputs, pick, shapes)
             own = [model.get_submodule(name) for trunk in trunks for name in trunk]
-            add_ending(model, layers, inputs, ending_of(model, inputs, own), shapes)
+            ending = ending_of(model, inputs, own) if whole else None
+            returned = add_ending(model, layers, inputs, ending, shapes)
+            has_loss = computes_loss(layers, inputs)
+        if has_loss:
+            add_own_loss(model, layers, inputs, returned)
     return layers
 
 
@@ -207,6 +225,19 @@ def _turn_off_cache(model: nn.Module) -> None:
         config.use_cache = False  # type: ignore[union-attr]
     if caching:
         _log.warning("use_cache is off now in the config of %s: training needs no cache", type(model).__name__)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """A context in which ``model`` runs in evaluation mode, without a trace: its buffers stay as they are."""
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    with _evaluating(model), fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for buffer, version, before in buffers:
+                if buffer._version != version:
+                    buffer.data.copy_(before)
 
 
 @contextmanager

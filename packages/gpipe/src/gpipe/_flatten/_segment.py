@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from ..skip import Namespace, Skippable, pop, skippable, stash
 from ._calls import BlockCall, Source
-from ._ending import Ending
+from ._ending import Ending, split_loss_only
 from ._inputs import Inputs
 from ._names import Part
+from ._own_loss import OwnLoss
 from ._script import Script, Value, output_name, recipe_of, restored, structure_of
 from ._standins import Reel, Stop, Tape
 from ._tree import flattened
@@ -53,9 +55,11 @@ class Segment(Part):
 
     Attributes:
         ending: how the whole output is made where this is the last segment of a model that computes a loss.
+        own_loss: how the losses of micro-batches are combined in such a segment.
     """
 
     ending: Ending | None = None
+    own_loss: OwnLoss | None = None
 
     def __init__(
         self,
@@ -99,8 +103,11 @@ class Segment(Part):
             for name in self._came:
                 tensors.append((yield pop(name)))
             inputs = Inputs(*restored(carried["inputs"].content, tensors))
+            loss_only = carried["loss_only"]
         else:
-            inputs = _read(args, kwargs)
+            args, kwargs = _read(args, kwargs)
+            loss_only, kwargs = split_loss_only(kwargs)
+            inputs = Inputs(args, kwargs)
             tensors = self._expect_few(inputs.tensors())
         for name, tensor in zip(self._goes, tensors, strict=False):
             yield stash(name, tensor)
@@ -112,9 +119,12 @@ class Segment(Part):
             with self.ending.recording(self.net) as returned:
                 self._run(tape, inputs)
             return returned
-        found = self._run(tape, inputs)
         if self._pick is not None:
-            return self._pick(found)
+            whole = inputs._replace(kwargs={**inputs.kwargs, **loss_only})
+            if self.own_loss is not None and self.own_loss.is_wanted:
+                return self.own_loss.part(partial(self._picked, tape, whole), counted=bool(loss_only))
+            return self._picked(tape, whole)
+        self._run(tape, inputs)
         for gift in self._gives:
             leaves = tape.returned.get(gift.source[:2])
             yield stash(gift.title, None if leaves is None else leaves[gift.source.place])
@@ -126,7 +136,12 @@ class Segment(Part):
             if self._number
             else self._script.note(structure_of(*inputs.leaves(), "the model")),
             "shapes": {name: tuple(calls) for name, calls in tape.shapes.items()},
+            "loss_only": loss_only,
         }
+
+    def _picked(self, tape: Tape, inputs: Inputs) -> Any:
+        assert self._pick is not None
+        return self._pick(self._run(tape, inputs))
 
     def _tape(
         self, carried: dict[str, Any], tensors: Sequence[Tensor | None], given: Mapping[Source, Tensor | None]

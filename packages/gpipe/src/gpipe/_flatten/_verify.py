@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ._ending import Ending
+from ._ending import Ending, Returned
 from ._inputs import Inputs
 from ._segment import Pick
 from ._shapes import Shapes
@@ -69,12 +69,17 @@ def difference(expected: list[Any], found: list[Any], shapes: Shapes | None = No
 
 def add_ending(
     model: nn.Module, layers: nn.Sequential, inputs: Inputs, ending: Ending | None, shapes: Shapes | None = None
-) -> None:
-    """Give the last layer the ``ending``, if that tells the loss as the model does; and which other fields it tells."""
+) -> Returned | None:
+    """Give the last layer the ``ending``, if that tells the loss as the model does; and which other fields it tells.
+
+    Returns:
+        What modules next to the loss returned for ``inputs``; None if there is no ending.
+    """
     if ending is None:
-        return
+        return None
     last = layers[-1]
     last.__dict__["ending"] = ending
+    returned: Returned = {}
     with torch.no_grad():
         expected = inputs.call(model)
         ending.fields = frozenset(expected)
@@ -87,6 +92,8 @@ def add_ending(
     ending.fields = frozenset(name for name, value in found.items() if _is_same(value, expected[name], shapes))
     if "loss" not in ending.fields or _is_nan(expected["loss"]):
         del last.__dict__["ending"]
+        return None
+    return returned
 
 
 def _is_nan(loss: Tensor) -> bool:

@@ -259,7 +259,8 @@ class Rank(Stepping):
 
         def given() -> Any:
             self._expect_fit(kind, call)
-            return called_with(next(self.children()), call)[0] if self._pipeline.begins else None
+            inputs = called_with(next(self.children()), call)[0] if self._pipeline.begins else None
+            return self._with_whole_count(inputs)
 
         with self._heard() if kind is LossStage else nullcontext():
             batches = self._agreed(call.method, schedule, given).batches
@@ -287,7 +288,8 @@ class Rank(Stepping):
         """The losses of the mini-batch, on the rank of the last stage."""
         target = call.arguments.get("target") if call.target is None else call.target
         try:
-            return losses_of(kind, options, target, batches, self._chunks, self._pipeline.stages[-1].device)
+            own, device = self._own_loss(options), self._pipeline.stages[-1].device
+            return losses_of(kind, options, target, batches, self._chunks, device, own)
         except Exception as error:
             self._pipeline.call_off(error)
 

@@ -50,13 +50,13 @@ class Settings(NamedTuple):
     Attributes:
         inline: whether the calling thread computes all stages.
         observer: is notified of the run.
-        ending: for a model that computes its own loss: asks the last layer for what the loss needs, instead of the
-            output.
+        wanted: for a model that computes its own loss: what its last layer returns instead of the output, an object
+            that the layer knows.
     """
 
     inline: bool = False
     observer: Observer | None = None
-    ending: object = None
+    wanted: object = None
 
 
 _settings: ContextVar[Settings] = ContextVar("gpipe.settings", default=Settings())  # noqa: B039 — it cannot change

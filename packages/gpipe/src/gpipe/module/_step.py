@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from microbatch import Batch, Versions
 
 from .._flatten._ending import Ending
+from .._flatten._own_loss import OwnLoss, with_whole_count
 from .._flatten._segment import Segment
 from ..engine._loss import LossStage
 from ..engine._loss_value import LossFunction
@@ -135,9 +137,10 @@ class Stepping(Divided):
         """
         options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
         call = Call("step", (*LossOptions._fields, "schedule"), input, target, arguments)
-        batches, losses = self._with_losses(LossStage, call, options, schedule)
-        self._train(batches, losses, schedule)
-        return self._returned(losses, batches, options)
+        with self._combining(options):
+            batches, losses = self._with_losses(LossStage, call, options, schedule)
+            self._train(batches, losses, schedule)
+            return self._returned(losses, batches, options)
 
     @overload
     def evaluate(
@@ -197,17 +200,32 @@ class Stepping(Divided):
         """
         options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
         call = Call("evaluate", LossOptions._fields, input, target, arguments)
-        batches, losses = self._with_losses(Losses, call, options)
-        self._pipeline.evaluate(batches, losses)
-        return self._returned(losses, batches, options)
+        with self._combining(options):
+            batches, losses = self._with_losses(Losses, call, options)
+            self._pipeline.evaluate(batches, losses)
+            return self._returned(losses, batches, options)
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
         return returned(losses, batches, self.out_spec, options)
 
     def _ending(self) -> Ending | None:
         """How a model that computes its own loss makes its whole output."""
+        last = self._last_segment()
+        return last.ending if last is not None and self.out_spec is None else None
+
+    def _last_segment(self) -> Segment | None:
+        """The end of a flattened model."""
         last = next(reversed(self._modules.values()), None)
-        return last.ending if isinstance(last, Segment) and self.out_spec is None else None
+        return last if isinstance(last, Segment) else None
+
+    def _own_loss(self, options: LossOptions) -> OwnLoss | None:
+        """How losses are combined that a flattened model computes itself."""
+        last = self._last_segment()
+        return last.own_loss if last is not None and options.loss_fn is None else None
+
+    def _combining(self, options: LossOptions) -> AbstractContextManager[None]:
+        own = self._own_loss(options)
+        return nullcontext() if own is None else own.wanted()
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
         batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks)
@@ -220,9 +238,14 @@ class Stepping(Divided):
         """The micro-batches of a step or an evaluation, and what computes their losses."""
         self._expect_fit(kind, call)
         inputs, target = called_with(next(self.children()), call)
-        batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
+        batches, _ = self._cut(checked(pre_hooked(self, self._with_whole_count(inputs)), self.in_spec))
         device = self._pipeline.stages[-1].device
-        return batches, losses_of(kind, options, target, batches, self._chunks, device)
+        return batches, losses_of(kind, options, target, batches, self._chunks, device, self._own_loss(options))
+
+    def _with_whole_count(self, inputs: Any) -> Any:
+        """``inputs`` in which a flattened model's number of items is not cut."""
+        flattened = isinstance(next(self.children()), Segment) and self.in_spec is None
+        return with_whole_count(inputs) if flattened else inputs
 
     def _expect_fit(self, kind: type[Losses], call: Call) -> None:
         """Raise unless this pipe can compute losses here and now."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from microbatch import Batch, map_tensors
 from streams import add_note
 
+from .._flatten._own_loss import OwnLoss
 from ..engine._loss import LossStage
 from ..engine._loss_value import LossFunction, own_loss
 from ..engine._losses import Losses
@@ -42,14 +43,42 @@ def expect_grad_mode() -> None:
 
 
 def losses_of(
-    kind: type[Kind], options: LossOptions, target: Any, batches: Sequence[Batch], chunks: int, device: torch.device
+    kind: type[Kind],
+    options: LossOptions,
+    target: Any,
+    batches: Sequence[Batch],
+    chunks: int,
+    device: torch.device,
+    own: OwnLoss | None = None,
 ) -> Kind:
-    """An object that computes the losses of ``batches``, on ``device``."""
+    """An object that computes the losses of ``batches``, on ``device``.
+
+    Args:
+        own: how the losses are combined that a flattened model computes, if there is no ``loss_fn``.
+    """
     loss_fn = own_loss if options.loss_fn is None else options.loss_fn
     arguments = _arguments(options.loss_fn, target, batches, chunks, device)
     weights = _weights(batches, options.reduction, options.normalizer)
     rows = [batch.rows for batch in batches]
+    if own is not None:
+        own.expect_combined()
+        _expect_defaults(options)
+        return kind(own.whole(), [(share,) for share in weights], [1.0] * len(batches), rows)
     return kind(loss_fn, arguments, weights, rows, keep_outputs=options.return_outputs)
+
+
+def _expect_defaults(options: LossOptions) -> None:
+    """Raise ValueError for options that a loss of the model's own does not have."""
+    if options.reduction != "mean" or options.normalizer is not None:
+        raise ValueError(
+            "reduction= and normalizer= go with a loss_fn; the model computes this loss, which is that of the whole "
+            "mini-batch, also if num_items_in_batch is given: leave them out"
+        )
+    if options.return_outputs:
+        raise ValueError(
+            "return_outputs=True goes with a loss_fn; the output of this pipe is the loss that the model computes: "
+            "leave it out, or call pipe(**batch) for the other fields"
+        )
 
 
 def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, options: LossOptions) -> Any:

@@ -1,0 +1,99 @@
+"""By what the means of a loss are divided, seen while the loss is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Reductions(TorchFunctionMode):
+    """While it is on, it observes the loss functions of ``torch.nn.functional``.
+
+    They compute what they always do, but a mean over nothing is 0 and not nan: a micro-batch in which no label counts
+    adds nothing to the loss of the mini-batch.
+
+    Attributes:
+        counts: for each mean what it divides by, on the device of the loss.
+        sums: how many sums there were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[Tensor] = []
+        self.sums = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = function(*args, **kwargs)
+        if "reduction" not in kwargs or getattr(function, "__module__", None) != F.__name__:
+            return found
+        reduction = _reduction(**kwargs)
+        self.sums += reduction == "sum"
+        count_of = _COUNTS.get(function)
+        if reduction != "mean" or count_of is None:
+            return found
+        # Half precision cannot count.
+        kind = torch.promote_types(found.dtype, torch.float32)
+        count = count_of(*args, **kwargs).detach().to(found.device, kind)
+        self.counts.append(count)
+        # Not a sum divided later: in half precision that overflows where the mean does not.
+        return torch.where(count > 0, found, torch.zeros_like(found))
+
+
+def _reduction(
+    *, reduction: Any, size_average: bool | None = None, reduce: bool | None = None, **others: object
+) -> Any:
+    """The reduction of a call, which older code chooses by two flags."""
+    if size_average is None and reduce is None:
+        return reduction
+    if reduce is False:
+        return "none"
+    return "sum" if size_average is False else "mean"
+
+
+def _labels(
+    input: Tensor,  # noqa: A002 — as in torch
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    **options: object,
+) -> Tensor:
+    """How many labels count, or the sum of the weights of their classes."""
+    if target.is_floating_point():  # a probability for each class
+        return _full(input, input.numel() // input.shape[min(1, input.dim() - 1)])
+    counted = target != ignore_index
+    return counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
+
+
+def _elements(
+    input: Tensor,  # noqa: A002 — as in torch
+    target: Tensor,
+    **options: object,
+) -> Tensor:
+    return _full(input, torch.broadcast_shapes(input.shape, target.shape).numel())  # type: ignore[no-untyped-call]
+
+
+def _full(like: Tensor, value: int) -> Tensor:
+    return torch.full((), value, device=like.device)
+
+
+_COUNTS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.cross_entropy: _labels,
+    F.nll_loss: _labels,
+    F.binary_cross_entropy: _elements,
+    F.binary_cross_entropy_with_logits: _elements,
+    F.kl_div: _elements,
+    F.l1_loss: _elements,
+    F.mse_loss: _elements,
+    F.smooth_l1_loss: _elements,
+    F.huber_loss: _elements,
+}
+"""What the mean of each function divides by."""

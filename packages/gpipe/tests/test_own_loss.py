@@ -1,0 +1,291 @@
+"""The loss that a flattened model computes itself: that of the plain model for all rows, or a refusal by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, flatten, inline
+
+IGNORED, CLASSES = -100, 7
+Loss = Callable[..., Tensor]
+
+
+class Trunk(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, 4, dtype=dtype)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+class Model(nn.Module):
+    """Logits for each token, and a loss of them."""
+
+    def __init__(self, loss: Loss, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.trunk = Trunk(dtype)
+        self.head = nn.Linear(4, CLASSES, dtype=dtype)
+        self.loss = loss
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        ends: Tensor | None = None,
+        num_items_in_batch: Any = None,
+    ) -> dict[str, Tensor]:
+        logits = self.head(self.trunk(tokens))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": self.loss(logits, labels, ends, num_items_in_batch), "logits": logits}
+
+
+class InTheList(Model):
+    """Has its blocks itself, so that its loss is not computed from what modules return."""
+
+    def __init__(self, loss: Loss, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(loss, dtype)
+        self.head = nn.Sequential(*self.trunk.blocks, self.head)
+        self.trunk = self.trunk.embed
+
+
+def tokens(logits: Tensor, labels: Tensor, *_: Any, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+def weighted(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    weight = torch.arange(1, 1 + CLASSES).to(logits)
+    return 2 * tokens(logits, labels, weight=weight, label_smoothing=0.1)
+
+
+def scaled_by_items(logits: Tensor, labels: Tensor, ends: Any, items: Any) -> Tensor:
+    """As the losses of transformers."""
+    return tokens(logits, labels) if items is None else tokens(logits, labels, reduction="sum") / items
+
+
+def by_hand_with_items(logits: Tensor, labels: Tensor, ends: Any, items: Any) -> Tensor:
+    losses = tokens(logits, labels, reduction="none")
+    return losses.sum() / ((labels != IGNORED).sum() if items is None else items)
+
+
+def selected(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    """A mean over elements, of which rows have different numbers."""
+    kept = labels != IGNORED
+    return F.mse_loss(logits[kept].sum(-1), labels[kept].to(logits))
+
+
+def rows(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    return (logits.square().mean((1, 2)) * (labels != IGNORED).sum(1)).mean()
+
+
+def sum_by_rows(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    return tokens(logits, labels, reduction="sum") / len(logits)
+
+
+def two_ends(logits: Tensor, labels: Tensor, ends: Tensor, *_: Any) -> Tensor:
+    """Two means: over tokens, and over rows."""
+    return tokens(logits, labels) + F.cross_entropy(logits.mean(1), ends)
+
+
+def same_counts(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    return (tokens(logits, labels) + tokens(-logits, labels)) / 2
+
+
+def contrast(logits: Tensor, *_: Any) -> Tensor:
+    flat = logits.mean(1)
+    return F.cross_entropy(flat @ flat.T, torch.arange(len(flat), device=flat.device))
+
+
+def by_hand(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    kept = (labels != IGNORED).to(logits)
+    return (logits.square().mean(-1) * kept).sum() / kept.sum()
+
+
+def balancing(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    load = logits.softmax(-1).mean((0, 1))
+    return tokens(logits, labels) + load.square().sum()
+
+
+def weighted_l1(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    """torch itself loses the weight where functions are intercepted."""
+    kept = (labels != IGNORED).to(logits)
+    return F.l1_loss(logits.sum(-1), torch.zeros_like(kept), weight=kept)
+
+
+RIGHT: list[Loss] = [tokens, weighted, scaled_by_items, by_hand_with_items, selected, rows, sum_by_rows, same_counts]
+NEVER: list[Loss] = [contrast, by_hand, balancing, weighted_l1]
+
+
+def batch(count: int, length: int, kept: int) -> dict[str, Tensor]:
+    """``kept`` labels of each row count, fewer and fewer, and none at all in some."""
+    generator = torch.Generator().manual_seed(count)
+    found = torch.randint(CLASSES, (2, count, length), generator=generator)
+    labels = found[1].clone()
+    for k, row in enumerate(labels):
+        row[max(0, kept - k) :] = IGNORED
+    labels[0, 0] = found[1, 0, 0]  # or the plain model has no loss
+    return {"tokens": found[0], "labels": labels, "ends": found[1, :, 0]}
+
+
+@cache
+def both(loss: Loss, kind: type[Model] = Model) -> tuple[GPipe, Model]:
+    torch.manual_seed(0)
+    plain = kind(loss)
+    layers = flatten(copy.deepcopy(plain), batch(2, 3, 3))
+    return GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2), plain
+
+
+def assert_same(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any], schedule: str = "1f1b") -> None:
+    """``evaluate`` and ``step`` give the loss and the gradients of the plain model."""
+    expected = plain(**inputs)["loss"]
+    for model in (pipe, plain):
+        model.zero_grad()
+    expected.backward()
+    for found in (pipe.evaluate(**inputs), pipe.step(**inputs, schedule=schedule)):
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Model, InTheList])
+@pytest.mark.parametrize("loss", RIGHT)
+@given(
+    count=st.integers(1, 7),
+    length=st.integers(1, 5),
+    kept=st.integers(0, 9),
+    chunks=st.integers(1, 8),
+    checkpoint=st.sampled_from(["never", "except_last", "always"]),
+    schedule=st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]),
+    items=st.sampled_from([None, 11, 2.5, torch.tensor(11)]),
+)
+@settings(max_examples=settings.default.max_examples // 3)
+def test_it_is_that_of_the_plain_model(
+    loss: Loss,
+    kind: type[Model],
+    count: int,
+    length: int,
+    kept: int,
+    chunks: int,
+    checkpoint: str,
+    schedule: str,
+    items: Any,
+) -> None:
+    pipe, plain = both(loss, kind)
+    pipe.chunks, pipe.checkpoint = chunks, checkpoint
+    inputs: dict[str, Any] = batch(count, length, kept)
+    if loss is by_hand_with_items:
+        items = 3
+    if items is not None:
+        inputs["num_items_in_batch"] = items
+    with inline():
+        assert_same(pipe, plain, inputs, schedule)
+
+
+@pytest.mark.parametrize("kind", [Model, InTheList])
+@pytest.mark.parametrize("loss", NEVER)
+def test_what_micro_batches_do_not_determine_is_refused_by_name(loss: Loss, kind: type[Model]) -> None:
+    pipe, plain = both(loss, kind)
+    pipe.chunks = 2
+    inputs = batch(4, 3, 2)
+    way_out = r"call pipe\(\*\*batch\)" if kind is Model else "give step"
+    for method in (pipe.step, pipe.evaluate):
+        with pytest.raises(ValueError, match=f"{kind.__name__} computes a loss that cannot be put together.*{way_out}"):
+            method(**inputs)
+    if kind is Model:
+        torch.testing.assert_close(pipe(**inputs)["loss"], plain(**inputs)["loss"])
+
+
+def test_several_means_are_right_where_their_counts_are_in_proportion_and_refused_elsewhere() -> None:
+    pipe, plain = both(two_ends)
+    pipe.chunks = 3
+    assert_same(pipe, plain, batch(6, 4, 99))
+    for method in (pipe.step, pipe.evaluate):
+        with pytest.raises(ValueError, match="several means, whose counts differ in proportion"):
+            method(**batch(6, 4, 3))
+    torch.testing.assert_close(pipe(**batch(6, 4, 3))["loss"], plain(**batch(6, 4, 3))["loss"])
+
+
+def test_labels_that_do_not_count_at_all_are_no_number_as_in_the_plain_model() -> None:
+    pipe, _ = both(tokens)
+    inputs = batch(4, 3, 3)
+    inputs["labels"].fill_(IGNORED)
+    assert pipe.evaluate(**inputs).isnan()
+
+
+@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"normalizer": 3.0, "reduction": "sum"}])
+def test_it_has_no_reduction(options: dict[str, Any]) -> None:
+    pipe, _ = both(tokens)
+    for method in (pipe.step, pipe.evaluate):
+        with pytest.raises(ValueError, match=r"reduction= and normalizer= go with a loss_fn.*leave them out"):
+            method(**batch(4, 3, 3), **options)
+
+
+def test_it_is_the_only_output() -> None:
+    pipe, _ = both(tokens)
+    with pytest.raises(ValueError, match=r"return_outputs=True goes with a loss_fn.*call pipe\(\*\*batch\)"):
+        pipe.step(**batch(4, 3, 3), return_outputs=True)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: GPipe(pipe[:], [1, 4], devices=["cpu"] * 2, chunks=3)])
+def test_copies_and_other_balances_have_it(again: Callable[[GPipe], GPipe]) -> None:
+    torch.manual_seed(0)
+    model = Model(tokens)
+    plain = copy.deepcopy(model)
+    layers = flatten(model, batch(2, 3, 3))
+    pipe = again(GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2))
+    assert_same(pipe, plain, batch(5, 4, 3))
+
+
+def test_a_model_without_data_is_tried_too() -> None:
+    with torch.device("meta"):
+        right, wrong = Model(tokens), Model(contrast)
+    assert flatten(right, batch(2, 3, 3))[-1].own_loss.kinds[False] == "counts"
+    with pytest.raises(ValueError, match="cannot be put together"):
+        flatten(wrong, batch(2, 3, 3))[-1].own_loss.expect_combined()
+
+
+def test_gradients_in_half_precision_are_as_large_as_those_of_the_mean() -> None:
+    """Seeds of sums would overflow: these are 60,000 times those of a mean, at the loss."""
+    torch.manual_seed(0)
+    plain = Model(lambda *arguments: 2000 * tokens(*arguments), torch.float16)
+    pipe = GPipe(flatten(copy.deepcopy(plain), batch(2, 3, 3)), [2, 3], devices=["cpu"] * 2, chunks=4)
+    inputs = batch(60, 40, 99)
+    plain(**inputs)["loss"].backward()
+    assert pipe.step(**inputs).isfinite()
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert p.grad.isfinite().all()
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.05 * float(q.grad.abs().max()))
+
+
+def test_trying_leaves_the_model_as_it_was() -> None:
+    class Counting(InTheList):
+        def __init__(self) -> None:
+            super().__init__(tokens)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, *arguments: Any, **keywords: Any) -> dict[str, Tensor]:
+            self.calls += 1
+            torch.rand(1)
+            return super().forward(*arguments, **keywords)
+
+    model = Counting()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    flatten(model, batch(2, 3, 3))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())
