@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -17,8 +19,7 @@ from torch import Tensor
 if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-from gpipe.distributed import _messages
-from gpipe.distributed._messages import SMALL, Receiver, Sender
+from gpipe.distributed._messages import SMALL, Receiver, Sender, Taken
 from gpipe.values._describe import Cancelled
 from gpipe.values._leaves import Activation
 
@@ -65,7 +66,7 @@ class Direct:
         self.drained += 1
 
 
-def ends(direct: Direct | None) -> tuple[Sender, Receiver]:
+def ends(direct: Direct | None = None) -> tuple[Sender, Receiver]:
     line: Any = Line()
     return Sender(line, direct), Receiver(line, CPU, direct)
 
@@ -116,7 +117,7 @@ def test_messages_of_several_forms_come_as_they_were_sent(messages: list[Any]):
         found, _, payload = receiver.get()
         assert found == i
         came.append((payload, expected))
-        sender.forget(i)
+        sender.arrived(receiver.taken.count)
 
     for i, (kind, size, requires_grad, lags, inference) in enumerate(messages):
         payload = payload_of(kind, i, size, requires_grad)
@@ -146,20 +147,57 @@ def _tensors(payload: Any) -> Sequence[Tensor | None]:
     return payload.tensors if isinstance(payload, Activation) else payload
 
 
-def test_memory_for_messages_of_a_form_is_used_again():
-    """Where all has arrived, the next run needs none of its own; and a form that is forgotten leaves none behind."""
+def test_memory_does_not_grow_with_the_number_of_forms():
+    """As of sequences of another length in each step: what was sent and has arrived is kept for the last form only."""
     line: Any = LateLine()
     sender, receiver = Sender(line), Receiver(line, CPU)
-    frames = set()
-    for run in range(4):
+    kept = WeakSet[Tensor]()
+    for length in range(1, 40):
         receiver.expect(3)
-        for i in range(3):
-            sender.put(i, [torch.ones(4) * i])
-        frames |= {each.data_ptr() for each in line.under_way} if run > 1 else set()
-        for i in range(3):
-            assert receiver.get()[2][0].tolist() == [i] * 4
+        for _ in range(3):
+            sender.put(0, [torch.ones(length)])
+        kept.update(line.under_way)
+        for _ in range(3):
+            assert receiver.get()[2][0].tolist() == [1.0] * length
         sender.flush()
-    assert len(frames) == 3
+    assert len(kept) <= 3
+
+
+def test_a_sender_keeps_what_the_other_end_has_not_taken():
+    """Each message of the other direction says how many have been taken: of 1F1B as many are kept as stages hold."""
+    there, back = LateLine(), LateLine()
+    taken, its = Taken(), Taken()
+    out, its_out = Sender(there, taken=taken), Sender(back, taken=its)
+    into, its_into = Receiver(back, CPU, answers=out, taken=taken), Receiver(there, CPU, answers=its_out, taken=its)
+    values, gradients = WeakSet[Tensor](), WeakSet[Tensor]()
+    for end in (into, its_into):
+        end.expect(20)
+    most = [0, 0]
+    for i in range(20):
+        out.put(i, Activation(torch.ones(SMALL)))
+        values.update(there.under_way)
+        its_into.get()
+        if i >= 3:
+            its_out.put(i - 3, [torch.ones(SMALL)])
+            gradients.update(back.under_way)
+            into.get()
+        most = [max(most[0], len(values)), max(most[1], len(gradients))]
+    assert most[0] <= 2 * 5  # a head and a tensor each
+    assert most[1] <= 2 * 2
+
+
+def test_without_an_answer_a_sender_waits_for_the_other_end():
+    line: Any = LateLine()
+    sender, receiver = Sender(line), Receiver(line, CPU)
+    receiver.expect(4)
+    sender.expect(2)
+    for i in range(4):
+        sender.put(i, [torch.ones(2)])
+        if i:
+            receiver.get()
+    sender.put(4, [torch.ones(2)])
+    with pytest.raises(AssertionError, match="nobody has received it yet"):
+        sender.put(5, [torch.ones(2)])
 
 
 WAYS = pytest.mark.parametrize("direct", [None, Direct()], ids=["host", "direct"])
@@ -178,32 +216,39 @@ def test_what_is_sent_comes(direct: Direct | None, value: Tensor):
         assert torch.equal(payload.value, value)
 
 
+@dataclass
+class Unreadable:
+    """Pickled as what cannot be unpickled."""
+
+    x: Tensor
+
+    def __reduce__(self) -> Any:
+        return _unreadable, ()
+
+
+def _unreadable() -> Any:
+    raise RuntimeError("unreadable")
+
+
 @WAYS
 @pytest.mark.parametrize("size", [1, SMALL])
-def test_what_cannot_be_read_is_taken_all_the_same(monkeypatch, direct: Direct | None, size: int):
+def test_what_cannot_be_read_is_taken_all_the_same(direct: Direct | None, size: int):
     """Each time, and nothing of it is left for the messages after it."""
     sender, receiver = ends(direct)
-    odd, plain = torch.ones(size, dtype=torch.uint8), torch.ones(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(_messages.Form, "parse", _unreadable)
-        for i in range(2):
-            receiver.expect(1)
-            sender.put(i, [odd])
-            with pytest.raises(ValueError, match="unreadable"):
-                receiver.get()
+    for i in range(2):
+        receiver.expect(1)
+        sender.put(i, Activation(Unreadable(torch.ones(size))))
+        with pytest.raises(ValueError, match="unreadable"):
+            receiver.get()
     receiver.expect(1)
-    sender.put(2, [plain])
-    assert torch.equal(receiver.get()[2][0], plain)
+    sender.put(2, [torch.ones(2)])
+    assert torch.equal(receiver.get()[2][0], torch.ones(2))
     sender.poison(b"over")
     with pytest.raises(Cancelled):
         receiver.get()
     assert receiver.poisoned == b"over"
     assert not sender.peer.under_way
     assert direct is None or not direct.under_way
-
-
-def _unreadable(text: str) -> Any:
-    raise ValueError("unreadable")
 
 
 def test_a_head_comes_after_what_it_announces():

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpipe
 from gpipe import GPipe
-from gpipe.distributed import Rank
+from gpipe._current import current
+from gpipe.distributed import Rank, RemoteError
 from gpipe.schedule import SPLIT_SECONDS, Choice, checkpoint_stops
 from gpipe.timeline._chooser import RUNS, Chooser, Plan
 from streams import add_note
@@ -360,6 +362,71 @@ def _expect_hook_refused(who: int, method: str) -> tuple[str, str]:
         hook.remove()
     _expect_right(rank, plain, "1f1b")
     return found
+
+
+class Watches(nn.Module):
+    """Counts how many of its outputs, and of the gradients of its inputs, are in memory; fails on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refs: tuple[list[Any], list[Any]] = [], []
+        self.most = [0, 0]
+        self.fails_at: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if current.microbatch == self.fails_at:
+            raise ArithmeticError("planted")
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.see(gradient, 1))
+        return self.see(x * 1.0, 0)
+
+    def see(self, tensor: Tensor, kind: int) -> Tensor:
+        self.refs[kind].append(StorageWeakRef(tensor.untyped_storage()))
+        self.most[kind] = max(self.most[kind], sum(not ref.expired() for ref in self.refs[kind]))
+        return tensor
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 1]])
+def test_an_evaluation_holds_no_more_than_one_f_one_b(worlds, ranks: list[int]):
+    """Wherever stages are, and also if it fails: nobody waits for ever for a rank to take what it does not need."""
+    worlds(2).run(_expect_short_queues, ranks)
+
+
+def _expect_short_queues(ranks: list[int]) -> None:
+    n, m = len(ranks), 12
+    rank = Rank(nn.Sequential(*[Watches() for _ in ranks]), [1] * n, chunks=m, ranks=ranks)
+    layers = [partition[0] for partition in rank.partitions]
+    x = torch.randn(m, 2**18 + 1)  # of which each row is a message of several transfers
+    for fails in (None, *range(n), None):
+        for j, layer in zip(rank.stages, layers, strict=True):
+            layer.fails_at = 3 if j == fails else None
+        outcome = "right"
+        try:
+            torch.testing.assert_close(rank.evaluate(x, loss_fn=Tensor.mean), x.mean())
+        except ArithmeticError:
+            outcome = "own"
+        except RemoteError:
+            outcome = "another's"
+        assert outcome == ("right" if fails is None else "own" if fails in rank.stages else "another's")
+    chunks, rank._chunks = rank._chunks, m - dist.get_rank()
+    with pytest.raises(ValueError, match="chunks"):
+        rank.evaluate(x, loss_fn=Tensor.mean)
+    rank._chunks = chunks
+    rank.evaluate(x, loss_fn=Tensor.mean)
+    for j, layer in zip(rank.stages, layers, strict=True):
+        assert layer.most[0] <= max(n - j, 2) + 2  # on their way, being computed, and just computed
+
+
+def test_gradients_are_kept_no_longer_than_one_f_one_b_needs_them(worlds):
+    found = worlds(3).run(_most_gradients)
+    assert max(found) <= 3 + 1
+
+
+def _most_gradients() -> int:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), Watches()) for _ in range(3)])
+    rank = Rank(model, [1, 1, 1], chunks=20)
+    rank.step(torch.randn(20, 2**18 + 1, 1), loss_fn=lambda output: output.square().mean())
+    return max(layer.most[1] for layer in rank.modules() if isinstance(layer, Watches))
 
 
 def test_a_step_is_one_meeting(worlds):

@@ -50,6 +50,7 @@ class Crossings:
     def expect(self, microbatches: int, *, backwards: bool) -> None:
         """Prepare for a run, with or without backwards."""
         for crossing in self._crossings.values():
+            crossing.sender.expect(None if backwards else crossing.most)
             crossing.receiver.expect(microbatches if backwards or not crossing.leads_away else 0)
 
     def get(self, number: int) -> Crossing | None:
@@ -61,6 +62,13 @@ class Crossings:
         for crossing in self._crossings.values():
             with suppress(UnreachableError):  # the other neighbours still have to be told
                 crossing.sender.poison(why)
+
+    def take(self, microbatches: int) -> None:
+        """After a failure, before ranks meet: receive all values, so that no rank waits for this one to take them."""
+        for crossing in self._crossings.values():
+            if not crossing.leads_away:
+                with suppress(UnreachableError):  # the meeting finds out who is lost
+                    crossing.receiver.drain(microbatches)
 
     def drain(self) -> None:
         """After a failed run: receive what is still coming, so that the next run does not read it."""
@@ -107,7 +115,7 @@ class Reach:
         sender, receiver = crossing.sender, crossing.receiver
         if crossing.leads_away:
             values: Link[Any] = Outgoing(f"values {name}", sender, self._counts)
-            return RemoteChannel(values, Incoming(f"gradients {name}", receiver, self._failures, self._learn, sender))
+            return RemoteChannel(values, Incoming(f"gradients {name}", receiver, self._failures, self._learn))
         gradients: Link[Any] = Outgoing(f"gradients {name}", sender, self._counts)
         return RemoteChannel(Incoming(f"values {name}", receiver, self._failures, self._learn), gradients)
 
@@ -149,10 +157,9 @@ class Incoming(Link[Payload]):
     Args:
         failures: told when another rank gives the run up.
         learn: called with what the writer knows of the losses.
-        answered: sends to the same stage; its memory for a micro-batch is freed when that stage has answered.
     """
 
-    __slots__ = ("_answered", "_failures", "_learn", "_receiver")
+    __slots__ = ("_failures", "_learn", "_receiver")
 
     def __init__(
         self,
@@ -160,13 +167,11 @@ class Incoming(Link[Payload]):
         receiver: Receiver,
         failures: RankFailures,
         learn: Callable[[bool], None],
-        answered: Sender | None = None,
     ) -> None:
         self.name = name
         self._receiver = receiver
         self._failures = failures
         self._learn = learn
-        self._answered = answered
         self._arrived: dict[int, Any] = {}
 
     def get(self, microbatch: int) -> Payload:
@@ -175,8 +180,6 @@ class Incoming(Link[Payload]):
             self._learn(counts)
             self._arrived[i] = payload
         payload = self._arrived.pop(microbatch)
-        if self._answered is not None:
-            self._answered.forget(microbatch)
         if current.observed is not None:
             current.observed.got(payload, moved=True)
         return payload  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ._groups import Groups
-from ._messages import Peer, Receiver, Sender
+from ._messages import Peer, Receiver, Sender, Taken
 from ._places import Channel, tags
 from ._wires import Wires
 
@@ -21,6 +21,7 @@ class Crossing(NamedTuple):
         member: the other rank.
         leads_away: whether this rank sends values and receives gradients; else the other way round.
         sender, receiver: the two directions.
+        most: how many values may be under way in a run without backwards.
     """
 
     number: int
@@ -28,6 +29,7 @@ class Crossing(NamedTuple):
     leads_away: bool
     sender: Sender
     receiver: Receiver
+    most: int
 
 
 def crossings_of(
@@ -52,6 +54,11 @@ def crossings_of(
             here, there = (a, b) if leads_away else (b, a)
             values, gradients = tags(number)
             out, into = (values, gradients) if leads_away else (gradients, values)
-            sender = Sender(Peer(groups.values, ranks[there], out), wires.get(out))
-            receiver = Receiver(Peer(groups.values, ranks[there], into), devices[here], wires.get(into))
-            yield Crossing(number, ranks[there], leads_away, sender, receiver)
+            taken = Taken()
+            sender = Sender(Peer(groups.values, ranks[there], out), wires.get(out), taken)
+            peer = Peer(groups.values, ranks[there], into)
+            receiver = Receiver(peer, devices[here], wires.get(into), sender, taken)
+            # As many as 1F1B holds. Without backwards stage j computes micro-batch t - j in tick t: a sender that waits
+            # for what is taken in earlier ticks waits for no rank that waits for it.
+            most = max(b - a + 1, len(ranks) - a)
+            yield Crossing(number, ranks[there], leads_away, sender, receiver, most)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from microbatch import flatten, unflatten
+
 from ..engine._loss import LossStage
-from ..engine._scale import Scale
+from ..engine._losses import Losses
+from ..engine._scale import DeviceScale, Scale
 
 
 class Verdict(NamedTuple):
@@ -22,6 +26,16 @@ class Verdict(NamedTuple):
     loss: Tensor
     metrics: dict[str, Any] | None
     scale: float
+
+
+def verdict_of(losses: Losses) -> Verdict:
+    """What the rank of the last stage tells the others, with copies of all tensors on the host."""
+    scale = losses.scale
+    scale = float(scale.on(torch.device("cpu"))) if isinstance(scale, DeviceScale) else scale
+    leaves, tree = flatten((losses.loss, losses.metrics))
+    copies = [leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    loss, metrics = unflatten(copies, tree)
+    return Verdict(loss, metrics, scale)
 
 
 class FarLoss(LossStage):

@@ -1,24 +1,29 @@
 """Messages from one rank to another, in one direction of a channel.
 
-A message has a head, the text of its form if the receiver does not know it yet, and the data of its tensors, unless
-these go from device to device (:mod:`gpipe.distributed._wires`). A small message is one transfer, since each transfer
-costs a wait; the parts of a large one are separate transfers, into memory of their own::
+A message has a head, its form (:mod:`gpipe.distributed._forms`) if that differs from the form of the message before,
+and the bytes of its tensors, unless these go from device to device (:mod:`gpipe.distributed._wires`). A small message
+is one transfer, since each transfer costs a wait. The tensors of a large one are separate transfers, from their own
+memory into that of the tensors that arrive::
 
-    [microbatch, form, bytes of its text, flag, 1 | text | data | data ...]
-    [microbatch, form, bytes of its text, flag, 0]  [text]  [data]  [data] ...
+    [microbatch, bytes of its form, flag, taken, 1 | form | tensor | tensor ...]
+    [microbatch, bytes of its form, flag, taken, 0]  [form]  [tensor]  [tensor] ...
 
-Both ends number the forms (:mod:`gpipe.distributed._forms`) in the order in which they appear, so the text of each is
-sent once. The sizes of the data come before the text, so that a receiver that cannot read the form receives the rest.
+Both ends keep one form and, of the sender, the memory of small messages of that form: no more, whatever is sent.
+
+A sender keeps the memory of a message until it knows that the message was taken: ``taken`` is the number of messages
+that its own rank has taken from the other direction of the channel. Gloo does not tell without waiting. Where nothing
+comes back, in a run without backwards, the sender waits instead when too many messages are under way.
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 import struct
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from itertools import accumulate
 from typing import Any, Final, Protocol
 
 import torch
@@ -27,23 +32,19 @@ from torch import Tensor
 
 from ..values._describe import Cancelled
 from ._errors import UnreachableError
-from ._forms import Form, dense_form, written_form
-from ._frame import Frame, places
+from ._forms import Form, form_of
+from ._tensors import filling
 
 SMALL: Final = 2**20
 """Bytes of the largest message that is sent in one transfer. A receiver keeps that much memory ready."""
 
-_SPARE: Final = 16
-"""The number of frames of one form that a sender keeps for later messages."""
-
 POISON: Final = -1
 """The micro-batch number of a message that says: nothing more comes in this run."""
 
-_MOST = 1024
-"""The number of forms that are remembered. Sparse gradients have another form each time, so old ones are forgotten."""
-
-_LAYOUT = struct.Struct("=5q")
+_LAYOUT = struct.Struct("=5q8x")
 _HEAD = _LAYOUT.size
+_ALIGN: Final = 16  # so that the data of any dtype are aligned, as is the end of a head
+_CPU = torch.device("cpu")
 
 
 class Peer:
@@ -94,84 +95,114 @@ class Direct(Protocol):
     def drain(self) -> None: ...
 
 
+class Taken:
+    """How many messages a rank has taken in this run, from one direction of a channel."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Sender:
-    """The sending end. Only :meth:`forget` and :meth:`flush` wait.
+    """The sending end.
 
     Args:
         peer: the receiving end.
         direct: sends the data of tensors; None if they go through host memory.
+        taken: counts what this rank has taken from the other direction of the channel.
+        small: bytes of the largest message that is sent in one transfer.
     """
 
-    def __init__(self, peer: Peer, direct: Direct | None = None) -> None:
+    def __init__(
+        self, peer: Peer, direct: Direct | None = None, taken: Taken | None = None, small: int = SMALL
+    ) -> None:
         self.peer = peer
         self._direct = direct
-        self._forms: dict[Form, int] = {}
-        self._spare: dict[Form, list[_Typed]] = {}
-        self._under_way: dict[int, list[tuple[Any, Tensor | _Typed]]] = {}
+        self._taken = taken or Taken()
+        self._small = small
+        self._form: Form | None = None
+        self._reuses = False
+        self._spare: list[_Frame] = []
+        self._under_way: deque[list[tuple[Any, Any]]] = deque()
+        self._arrived = 0
+        self._most: int | None = None
+
+    def expect(self, most: int | None) -> None:
+        """Prepare for a run.
+
+        Args:
+            most: how many messages may be under way before :meth:`put` waits for the oldest; None for any number.
+        """
+        self._arrived, self._most = 0, most
 
     def put(self, microbatch: int, payload: Any, *, flag: bool = False) -> None:
         """Start to send the payload of a micro-batch."""
-        form, tensors = dense_form(payload)
-        if form in self._spare:
-            self._send_again(microbatch, form, tensors, flag)
+        form, tensors = form_of(payload)
+        head = microbatch, flag
+        again = form == self._form
+        if again and self._reuses:
+            self._send_again(head, form, tensors)
             return
-        form, data = written_form(payload) if form is None else (form, form.data(tensors))
-        text = b"" if form in self._forms else self._introduced(form)
+        wire = Form(form.tree, tuple([each and filling(each) for each in form.tensors]))
+        pairs = zip(wire.tensors, tensors, strict=True)
+        data = [each.data(tensor) for each, tensor in pairs if each is not None and tensor is not None]
         if self._direct is not None:
             self._direct.send(data)  # before the head, which says that they have been sent
             data = []
-        self._send(microbatch, (microbatch, self._forms[form], len(text), flag), [_bytes(text), *data])
-
-    def _introduced(self, form: Form) -> bytes:
-        """The text of a form that the other end does not know yet; gives the form the next number."""
-        if len(self._forms) >= _MOST:
-            self._forms.clear()
-            self._spare.clear()
-        self._forms[form] = len(self._forms)
-        if self._direct is None and _fits(form):
-            self._spare[form] = []
-        return f"{json.dumps(form.sizes)}\n{form.text}".encode()
-
-    def _send_again(self, microbatch: int, form: Form, tensors: Sequence[Tensor | None], flag: bool) -> None:
-        """Send a message whose form the other end knows, and which fits into one transfer."""
-        spare = self._spare[form]
-        typed = spare.pop() if spare else _Typed(form)
-        _LAYOUT.pack_into(typed.frame.memory, 0, microbatch, self._forms[form], 0, flag, 1)
-        for place, tensor in zip(typed.tensors, tensors, strict=True):
-            if tensor is not None:
-                place.copy_(tensor.detach())
-        self._under_way.setdefault(microbatch, []).append((self.peer.send(typed.frame.data), typed))
+        self._send(head, b"" if again else pickle.dumps(wire), data)
+        if not again:
+            self._form, self._spare = form, []
+            self._reuses = self._direct is None and None not in form.tensors and _size(form) <= self._small
 
     def poison(self, why: bytes) -> None:
         """Tell the other end that nothing more comes in this run, and why."""
-        self._send(POISON, (POISON, 0, len(why), False), [_bytes(why)])
+        self._send((POISON, False), why, ())
 
-    def forget(self, microbatch: int) -> None:
-        """Free the memory of the messages for a micro-batch, which have arrived, or will soon."""
-        for work, memory in self._under_way.pop(microbatch, ()):
-            self.peer.wait(work)
-            if isinstance(memory, _Typed) and len(spare := self._spare.get(memory.form, [])) < _SPARE:
-                spare.append(memory)
+    def arrived(self, count: int) -> None:
+        """Free the memory of the first ``count`` messages of this run, which the other end has taken."""
+        while self._arrived < count:
+            self._forget()
 
-    def flush(self) -> None:
+    def flush(self, timeout: timedelta | None = None) -> None:
         """Wait until everything has been received."""
-        for microbatch in [*self._under_way]:
-            self.forget(microbatch)
+        while self._under_way:
+            self._forget(timeout)
 
-    def _send(self, microbatch: int, head: tuple[int, int, int, bool], parts: Sequence[Tensor]) -> None:
-        parts = [part.cpu() for part in parts if part.numel()]
+    def _send_again(self, head: tuple[int, bool], form: Form, tensors: Sequence[Tensor | None]) -> None:
+        """Send a small message of the form that the other end knows."""
+        frame = self._spare.pop() if self._spare else _Frame(_size(form), form)
+        _LAYOUT.pack_into(frame.memory, 0, head[0], 0, head[1], self._taken.count, 1)
+        for place, tensor in zip(frame.tensors, tensors, strict=True):
+            place.copy_(tensor.detach())  # type: ignore[union-attr]
+        self._began([(self.peer.send(frame.data), frame)])
+
+    def _send(self, head: tuple[int, bool], text: bytes, data: Sequence[Tensor]) -> None:
+        parts = [part.cpu() for part in (_bytes(text), *data) if part.numel()]
         sizes = [part.numel() for part in parts]  # len() of a tensor is slower
         starts, total = places(sizes, _HEAD)
-        small = total <= SMALL
+        small = total <= self._small
         memory = bytearray(total if small else _HEAD)
-        _LAYOUT.pack_into(memory, 0, *head, small)
+        _LAYOUT.pack_into(memory, 0, head[0], len(text), head[1], self._taken.count, small)
         frame = torch.frombuffer(memory, dtype=torch.uint8)
         if small:
             for start, size, part in zip(starts, sizes, parts, strict=True):
                 frame[start : start + size].copy_(part)
-            parts = ()
-        transfers = [(self.peer.send(part), part) for part in (frame, *parts)]
-        self._under_way.setdefault(microbatch, []).extend(transfers)
+            parts = []
+        self._began([(self.peer.send(part), part) for part in (frame, *parts)])
+
+    def _began(self, transfers: list[tuple[Any, Any]]) -> None:
+        self._under_way.append(transfers)
+        while self._most is not None and len(self._under_way) > self._most:
+            self._forget()
+
+    def _forget(self, timeout: timedelta | None = None) -> None:
+        """Wait for the oldest message."""
+        self._arrived += 1
+        for work, memory in self._under_way.popleft():
+            self.peer.wait(work, timeout)
+            if isinstance(memory, _Frame) and memory.form is self._form:
+                self._spare.append(memory)
 
 
 class Receiver:
@@ -181,158 +212,177 @@ class Receiver:
         peer: the sending end.
         device: the device of the tensors that are returned.
         direct: receives the data of tensors; None if they go through host memory.
+        answers: the sender of the other direction of the channel; it learns what has been taken there.
+        small: bytes of the largest message that is sent in one transfer.
 
     Attributes:
         poisoned: the reason why nothing more comes in this run; None as long as messages come.
+        taken: how many messages have been taken in this run.
     """
 
-    def __init__(self, peer: Peer, device: torch.device, direct: Direct | None = None) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        device: torch.device = _CPU,
+        direct: Direct | None = None,
+        answers: Sender | None = None,
+        taken: Taken | None = None,
+        small: int = SMALL,
+    ) -> None:
         self.peer = peer
         self.poisoned: bytes | None = None
+        self.taken = taken or Taken()
         self._device = device
         self._direct = direct
-        self._forms: list[_Known] = []
+        self._answers = answers
+        self._form = Form(b"", ())
+        self._places: list[Tensor | None] = []
         self._expected = 0
-        self._own: Any = Tensor.clone if device.type == "cpu" else partial(Tensor.to, device=device)
-        self._frame = Frame(SMALL)
-        self._posted: Any = _NOTHING_POSTED
+        self._frame = _Frame(small)
+        self._posted: Any = None
 
     def expect(self, messages: int) -> None:
-        """Prepare for a run in which that many messages come."""
+        """Prepare for a run in which that many messages come. If that fails, :meth:`get` raises."""
         self._expected = messages
         self.poisoned = None
+        self.taken.count = 0
         if messages:
-            self._post()
+            with suppress(UnreachableError):
+                self._post()
 
-    def get(self) -> tuple[int, bool, Any]:
+    def get(self, timeout: timedelta | None = None) -> tuple[int, bool, Any]:
         """Wait for the next message: its micro-batch, flag, and payload.
+
+        Args:
+            timeout: how long to wait; the timeout of the group by default.
 
         Raises:
             Cancelled: nothing more comes in this run; ``poisoned`` says why.
+            ValueError: the structure of what has come cannot be read.
+            UnreachableError: the connection has ended, or the message does not arrive in time.
         """
-        if self.poisoned is not None:
-            raise Cancelled
-        self._post()
-        self.peer.wait(self._posted)
-        self._posted = _NOTHING_POSTED
-        microbatch, number, size, flag, small = _LAYOUT.unpack_from(self._frame.memory)
-        known = self._forms[number] if small and not size and microbatch != POISON else None
-        if known is not None and known.places is not None:
-            payload = known.form().copied(known.places, self._own)
-            self._took()
-        else:
-            payload = self._in_parts(microbatch, number, size, small)
-        return microbatch, bool(flag), payload
+        microbatch, flag, tensors = self._take(timeout)
+        return microbatch, flag, self._form.payload(tensors, self._device)
 
-    def _in_parts(self, microbatch: int, number: int, size: int, small: bool) -> Any:
-        """The payload of a message that is read part by part, because its places in the frame are not known.
+    def drain(self, most: int | None = None) -> None:
+        """After a failed run: receive everything up to the message that says that nothing more comes.
 
         Args:
-            microbatch, number, size, small: its head.
+            most: the number of messages of the whole run after which nothing more comes either.
         """
-        parts = _Parts(self.peer, self._frame.data if small else None)
-        text = parts.take([size])[0] if size else _NOTHING
-        if microbatch == POISON:
-            self.poisoned = bytes(text.tolist())
-            raise Cancelled
-        if size:
-            if number == 0:  # the sender has forgotten all forms, and starts numbering again
-                self._forms.clear()
-            self._forms.append(_Known(bytes(text.tolist()).decode()))
-        known = self._forms[number]
-        data = parts.take(known.sizes) if self._direct is None else self._direct.receive(known.sizes)
-        self._took()
-        form = known.form()
-        if self._direct is None and _fits(form):
-            known.places = self._frame.tensors(form, _HEAD)  # for later messages; this one has been read
-        return form.rebuild([part.to(self._device) for part in data])
-
-    def drain(self) -> None:
-        """After a failed run: receive everything up to the message that says that nothing more comes."""
         if self._direct is not None:
             self._direct.drain()
         with suppress(Cancelled):
-            while True:
-                self.get()
+            while most is None or self.taken.count < most:
+                self._take(None)
 
-    def _took(self) -> None:
-        """The frame is free: start to receive the next message into it, if there is one."""
-        self._expected -= 1
-        if self._expected > 0:
-            self._post()
+    def _take(self, timeout: timedelta | None) -> tuple[int, bool, list[Tensor | None]]:
+        """The next message: its micro-batch, flag, and tensors."""
+        if self.poisoned is not None:
+            raise Cancelled
+        self._post()
+        self.peer.wait(self._posted, timeout)
+        self._posted = None
+        microbatch, size, flag, taken, small = _LAYOUT.unpack_from(self._frame.memory)
+        text = self._text(size, small, timeout) if size else b""
+        if microbatch == POISON:
+            self.poisoned = text
+            raise Cancelled
+        if text:
+            self._form = pickle.loads(text)
+            self._places = self._frame.places(self._form, _HEAD) if small and self._direct is None else []
+        tensors = self._tensors(len(text), small, timeout)
+        self.taken.count += 1
+        if self._answers is not None:
+            self._answers.arrived(taken)
+        if self._expected > self.taken.count:
+            self._post()  # the frame is free
+        return microbatch, bool(flag), tensors
+
+    def _text(self, size: int, small: int, timeout: timedelta | None) -> bytes:
+        if small:
+            return bytes(self._frame.memory[_HEAD : _HEAD + size])
+        memory = bytearray(size)
+        self.peer.wait(self.peer.receive(torch.frombuffer(memory, dtype=torch.uint8)), timeout)
+        return bytes(memory)
+
+    def _tensors(self, text: int, small: int, timeout: timedelta | None) -> list[Tensor | None]:
+        """The tensors of a message of the present form, in memory of their own.
+
+        Args:
+            text: bytes of the form that comes before them.
+            small: whether all of them are in the frame.
+            timeout: how long to wait for each.
+        """
+        if self._direct is not None:
+            return self._from_device(self._direct)
+        if small:
+            found = self._frame.places(self._form, _HEAD + text) if text else self._places
+            return [None if each is None else self._own(each) for each in found]
+        memory: list[Any] = [each and each.empty() for each in self._form.tensors]
+        pairs = [(each, tensor) for each, tensor in zip(self._form.tensors, memory, strict=True) if each and each.size]
+        for work in [self.peer.receive(each.data(tensor)) for each, tensor in pairs]:
+            self.peer.wait(work, timeout)
+        return [None if each is None else each.to(self._device) for each in memory]
+
+    def _from_device(self, direct: Direct) -> list[Tensor | None]:
+        sizes = [each.size for each in self._form.tensors if each is not None]
+        parts = iter(direct.receive(sizes))
+        return [None if each is None else each.within(next(parts).untyped_storage(), 0) for each in self._form.tensors]
+
+    def _own(self, place: Tensor) -> Tensor:
+        return place.clone() if self._device.type == "cpu" else place.to(self._device)
 
     def _post(self) -> None:
         """Start to receive the next message, so that it can arrive before :meth:`get` is called."""
-        if self._posted is _NOTHING_POSTED:
+        if self._posted is None:
             self._posted = self.peer.receive(self._frame.data)
 
 
-class _Known:
-    """A form that has arrived. It is parsed at its first use; one that cannot be parsed raises each time.
+class _Frame:
+    """Memory that small messages are sent from, or received into.
 
     Attributes:
-        places: the offsets of its tensors in the frame of the receiver; None before it is parsed, and for messages
-            that do not go through the frame.
+        memory: the memory, for reading and writing.
+        data: the same as a uint8 tensor, for sending.
+        form: the form of the messages that are sent from here.
+        tensors: the tensors of that form, in this memory.
     """
 
-    def __init__(self, text: str) -> None:
-        sizes, _, self._text = text.partition("\n")
-        self.sizes: list[int] = json.loads(sizes)
-        self._form: Form | None = None
-        self.places: list[Tensor | None] | None = None
+    __slots__ = ("data", "form", "memory", "tensors")
 
-    def form(self) -> Form:
-        if self._form is None:
-            self._form = Form.parse(self._text)
-        return self._form
-
-
-class _Parts:
-    """The parts of a message after its head: in its ``frame``, or separate transfers if there is none."""
-
-    def __init__(self, peer: Peer, frame: Tensor | None) -> None:
-        self._peer = peer
-        self._frame = frame
-        self._end = _HEAD
-
-    def take(self, sizes: Sequence[int]) -> list[Tensor]:
-        """The next parts, of these sizes in bytes, each in memory of its own."""
-        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        present = [(size, part) for size, part in zip(sizes, parts, strict=True) if size]
-        if self._frame is None:
-            for work in [self._peer.receive(part) for _, part in present]:
-                self._peer.wait(work)
-        else:
-            starts, self._end = places([size for size, _ in present], self._end)
-            for start, (size, part) in zip(starts, present, strict=True):
-                part.copy_(self._frame[start : start + size])
-        return parts
-
-
-class _Typed:
-    """A frame for messages of a form that the other end knows.
-
-    Attributes:
-        frame: the memory of a whole message.
-        tensors: the tensors of the form, in that memory.
-    """
-
-    __slots__ = ("form", "frame", "tensors")
-
-    def __init__(self, form: Form) -> None:
+    def __init__(self, size: int, form: Form | None = None) -> None:
+        self.memory = bytearray(size)
+        with torch.inference_mode(False):  # inference tensors could not be written to by runs outside of that mode
+            self.data = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.form = form
-        self.frame = Frame(_size(form))
-        self.tensors: list[Any] = self.frame.tensors(form, _HEAD)
+        self.tensors = [] if form is None else self.places(form, _HEAD)
+
+    def places(self, form: Form, begin: int) -> list[Tensor | None]:
+        """The tensors of ``form`` in this memory, from ``begin`` on."""
+        starts = iter(places(_sizes(form), begin)[0])
+        storage = self.data.untyped_storage()
+        return [each and filling(each).within(storage, next(starts) if each.size else 0) for each in form.tensors]
+
+
+def places(sizes: Sequence[int], begin: int) -> tuple[list[int], int]:
+    """The offsets of parts in a frame, and the end of the last.
+
+    Args:
+        sizes: the bytes of each part.
+        begin: the offset after which the first part begins.
+    """
+    ends = [*accumulate(sizes, lambda end, size: -(-end // _ALIGN) * _ALIGN + size, initial=begin)]
+    return [end - size for end, size in zip(ends[1:], sizes, strict=True)], ends[-1]
+
+
+def _sizes(form: Form) -> list[int]:
+    return [each.size for each in form.tensors if each is not None and each.size]
 
 
 def _size(form: Form) -> int:
-    """Bytes of a message of this form in one transfer, without its text."""
-    return places([size for size in form.sizes if size], _HEAD)[1]
-
-
-def _fits(form: Form) -> bool:
-    """Whether messages of this form are sent and received through frames that are used again."""
-    return form.is_dense and _size(form) <= SMALL
+    """Bytes of a message of this form in one transfer, without the form."""
+    return places(_sizes(form), _HEAD)[1]
 
 
 def _bytes(text: bytes) -> Tensor:
@@ -340,4 +390,3 @@ def _bytes(text: bytes) -> Tensor:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_NOTHING_POSTED: Final = object()

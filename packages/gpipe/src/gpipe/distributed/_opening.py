@@ -45,7 +45,7 @@ class Opening:
         return self.first != self.alike
 
     def told(self) -> dict[str, Any]:
-        """What the rank of the first stage tells the others, as JSON holds it."""
+        """What the rank of the first stage tells the others."""
         self.first = self.alike
         rows = [batch.rows for batch in self.batches]
         return {"alike": self.alike, "rows": rows, "seed": self.seed, "plan": _written(self.plan)}
@@ -61,7 +61,7 @@ class Opening:
 
 
 def _written(plan: Plan | None) -> list[Any] | None:
-    """The plan as JSON, without a schedule that the caller has passed: every rank has that itself."""
+    """The plan as it is sent, without a schedule that the caller has passed: every rank has that itself."""
     if plan is None or not isinstance(plan.schedule, Choice):
         return None
     choice = plan.schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,13 +28,14 @@ from ..transport._channels import Connect, Nearby
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._agreement import expect_begun
+from ._announcements import Announcements
 from ._channels import Crossings, Reach
 from ._choosing import RankChooser
 from ._connected import Connected
 from ._crossings import crossings_of
 from ._errors import LostRankError, RemoteError, UnreachableError, text_of
 from ._failures import BEFORE, RankFailures
-from ._far_loss import FarLoss
+from ._far_loss import FarLoss, verdict_of
 from ._groups import Groups
 from ._messages import Peer
 from ._opening import Opening
@@ -41,9 +43,7 @@ from ._places import ties_between
 from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
-from ._texts import Announcements
 from ._tied import Twin, Twins
-from ._verdict import verdict_of, written
 
 _ANNOUNCED = 0
 """The tag of announcements; those of channels begin at 2."""
@@ -311,12 +311,13 @@ class RankPipeline(Pipeline):
             self._keep(run)
             report |= self.chooser.news()
         if self.ends and self.loss is not None:
-            report["verdict"] = written(self.loss)
+            report["verdict"] = pickle.dumps(verdict_of(self.loss))
         return report
 
     def _end(self, run: Run | None, error: BaseException | None, report: Report) -> None:
         if error is not None:
             self._crossings.poison(self._failures.poison())
+            self._crossings.take(len(self._opening.batches))
         reports = self._meet(report)
         failed = [k for k, each in enumerate(reports) if "failed" in each]
         if failed and error is None:
@@ -358,7 +359,7 @@ class RankPipeline(Pipeline):
         if run is not None and run.observer is not None:
             self._share_events(run.observer)
         if isinstance(self.loss, FarLoss):
-            self.loss.verdict = verdict_of(reports[self._ranks[-1]]["verdict"])
+            self.loss.verdict = pickle.loads(reports[self._ranks[-1]]["verdict"])
 
     def _share_events(self, observer: RunObserver) -> None:
         now = time.perf_counter()  # all ranks leave a meeting at nearly the same moment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -12,11 +12,11 @@ import torch
 
 from ._errors import LostRankError, UnreachableError, named
 from ._groups import UNSENT, Groups, end_connections
+from ._mail import Mail
 from ._messages import Peer
-from ._texts import Inbox, joined, sent, wait
 
 Report = dict[str, Any]
-"""A dict that JSON can hold. ``report["silent"]`` lists the members that did not answer its sender in time."""
+"""A dict that can be pickled. ``report["silent"]`` lists the members that did not answer its sender in time."""
 
 _UP, _DOWN = 0, 1
 _GRACE = timedelta(seconds=5)
@@ -35,8 +35,8 @@ class Rendezvous:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         others = range(1, len(groups.members)) if groups.me == 0 else (0,)
-        self._out = {k: Peer(groups.control, k, _DOWN if groups.me == 0 else _UP) for k in others}
-        self._in = {k: Inbox(Peer(groups.control, k, _UP if groups.me == 0 else _DOWN)) for k in others}
+        out, into = (_DOWN, _UP) if groups.me == 0 else (_UP, _DOWN)
+        self._mails = {k: Mail(Peer(groups.control, k, out), Peer(groups.control, k, into)) for k in others}
         self._count = 0
         self._lost: LostRankError | None = None
 
@@ -56,8 +56,8 @@ class Rendezvous:
         if lost:
             self._lost = self._told(self._count) or self.lost(lost)
             raise self._lost
-        for inbox in self._in.values():
-            inbox.post()  # for the next meeting
+        for mail in self._mails.values():
+            mail.expect()  # for the next meeting
         return reports
 
     def expect_open(self) -> None:
@@ -119,46 +119,47 @@ class Rendezvous:
         )
 
     def _gather(self, report: Report) -> list[Any]:
-        texts: dict[int, str] = {0: json.dumps(report)}
-        reports: list[Any] = [report, *[None] * len(self._in)]
+        reports: list[Any] = [report, *[None] * len(self._mails)]
         silent = {*report.get("silent", ())}
-        coming = dict(self._in)
+        coming = dict(self._mails)
         # Receive from all at once: when a wait for one takes too long, gloo closes the connections to all, but what has
         # been received by then stays.
-        for inbox in coming.values():
-            inbox.post()
+        for mail in coming.values():
+            mail.expect()
         while coming:
             # "Silent" does not mean ended: a rank that did not answer may itself be waiting for one that has ended, and
             # reports when that wait is over. So wait for it too, last and for a short time.
             k = min(coming, key=lambda k: (k in silent, k))
             timeout = min(_GRACE, self._groups.timeout) if k in silent else self._groups.timeout + _GRACE
             with suppress(UnreachableError):
-                texts[k] = coming.pop(k).text(timeout)
-                reports[k] = json.loads(texts[k])
+                reports[k] = coming.pop(k).receive(timeout)
                 silent.update(reports[k].get("silent", ()))
         if None in reports:
             self._store_lost(reports)
-        whole = joined([texts.get(k, "null") for k in range(len(reports))])
-        for peer in self._out.values():
-            if reports[peer.member] is not None:
+        whole = pickle.dumps(reports)
+        for k, mail in self._mails.items():
+            if reports[k] is not None:
                 with suppress(UnreachableError):
-                    wait(peer, sent(peer, whole))
+                    mail.send(whole)
+                    mail.flush()
         return reports
 
     def _exchange(self, report: Report) -> list[Any]:
-        self._in[0].post()
+        mail = self._mails[0]
+        mail.expect()
         with suppress(UnreachableError):
-            under_way = sent(self._out[0], json.dumps(report))
+            mail.send(pickle.dumps(report))
             # Wait for the answer before the end of our own sending: member 0 may still be waiting for another member.
-            reports = json.loads(self._in[0].text(2 * (self._groups.timeout + _GRACE)))
-            wait(self._out[0], under_way)
+            reports = mail.receive(2 * (self._groups.timeout + _GRACE))
+            mail.flush()
             return reports  # type: ignore[no-any-return]
         return self._stored_lost()
 
     def _store_lost(self, reports: list[Any]) -> None:
         """Write the missing members to the store too: gloo may have closed the connections to the others."""
         with suppress(RuntimeError):
-            self._groups.store.set(self._key, json.dumps([k for k, each in enumerate(reports) if each is None]))
+            lost = [k for k, each in enumerate(reports) if each is None]
+            self._groups.store.set(self._key, ",".join(map(str, lost)))
 
     def _stored_lost(self) -> list[Any]:
         """Reports with None for missing members, where member 0 did not answer.
@@ -170,7 +171,7 @@ class Rendezvous:
             return [None] * len(self._groups.members)
         with suppress(RuntimeError):
             self._groups.store.wait([self._key], _GRACE)
-            lost = json.loads(self._groups.store.get(self._key))
+            lost = [*map(int, self._groups.store.get(self._key).split(b","))]
         return [None if k in lost else {} for k in range(len(self._groups.members))]
 
     @property
