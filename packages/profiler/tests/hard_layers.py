@@ -118,7 +118,10 @@ HARD = {
     "skip": lambda: (nn.Sequential(Stash(), nn.Linear(6, 6), Pop(), nn.Linear(6, 6)), _rows()),
     "skip without gradient": lambda: (nn.Sequential(Stash(), nn.ReLU(), Pop()), _rows()),
     "checkpoint": lambda: (nn.Sequential(nn.Linear(6, 6), Checkpointed()), _rows()),
-    "attention": lambda: (nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)), torch.rand(4, 3, 6)),
+    "attention": lambda: (
+        nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)),
+        torch.rand(4, 3, 6),
+    ),
     "weight norm": lambda: (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))), _rows()),
     "spectral norm": lambda: (nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))), _rows()),
     "complex": lambda: (nn.Sequential(nn.Linear(6, 6, dtype=torch.cfloat)), torch.rand(4, 6, dtype=torch.cfloat)),

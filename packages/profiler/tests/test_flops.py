@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from profiler import profile
+from profiler import AllocationTracker, profile
 
 from .strategies import fewer
 
@@ -85,3 +85,70 @@ def test_attention_multiplies_queries_keys_and_values(device, rows, times, heads
     scores = 2 * rows * heads * product(times, width, times)
     # Kernels that keep no scores compute them again, for the gradients of queries, keys and values.
     assert flops(Attends(layer), torch.rand(rows, times, heads * width), device) == 3 * projections + 3.5 * scores
+
+
+@fewer
+@given(sizes, sizes, sizes, sizes)
+def test_groups_multiply_each_row_with_one_matrix(experts, rows, width, hidden):
+    """A mixture of experts takes what a dense layer takes for as many rows, whatever the number of experts."""
+    x = torch.rand(rows, 8 * width, dtype=torch.bfloat16, requires_grad=True)
+    matrices = torch.rand(experts, 8 * width, 8 * hidden, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([rows * (k + 1) // experts for k in range(experts)], dtype=torch.int32)
+    with AllocationTracker() as tracker:
+        y = torch.nn.functional.grouped_mm(x, matrices, offs=ends)
+        y.backward(torch.ones_like(y))
+    assert tracker.flops == 3 * product(rows, 8 * width, 8 * hidden)
+    assert not tracker.uncounted
+
+
+@fewer
+@given(sizes, sizes, sizes)
+def test_products_of_equal_groups_and_with_vectors(groups, rows, width):
+    a = torch.rand(groups, 8 * rows, 8 * width, dtype=torch.bfloat16)
+    with AllocationTracker() as tracker:
+        torch.nn.functional.grouped_mm(a, a.transpose(1, 2))
+    assert tracker.flops == groups * product(8 * rows, 8 * width, 8 * rows)
+    matrix, vector = torch.rand(rows, width), torch.rand(width)
+    with AllocationTracker() as tracker:
+        torch.mv(matrix, vector)
+        torch.dot(vector, vector)
+        nn.Linear(width, rows)(vector)
+    assert tracker.flops == 2 * product(rows, width, 1) + product(1, width, 1)
+
+
+@torch.library.custom_op("profiler_tests::fused", mutates_args=())
+def fused(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.T @ x
+
+
+fused.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize(
+    ("compute", "name"),
+    [
+        (lambda x: torch.cdist(x, x), "aten._cdist_forward"),
+        (lambda x: torch.fft.fft(x).real, "aten._fft_r2c"),
+        (fused, "profiler_tests.fused"),
+    ],
+)
+@DEVICES
+def test_an_operation_without_a_formula_is_named_with_its_layer(compute, name, device):
+    class Layer(nn.Module):
+        def forward(self, x):
+            return compute(x)
+
+    with pytest.warns(
+        UserWarning, match=f"layer '1': there is no FLOP formula for {name}.*, so the FLOPs of the layer"
+    ):
+        profile(nn.Sequential(nn.ReLU(), Layer()), torch.rand(4, 4), device=device, timeout=1e-6)
+
+
+def test_operations_that_multiply_no_matrices_need_no_formula(recwarn):
+    layers = [nn.BatchNorm1d(4), nn.GELU(), nn.Dropout(), nn.LayerNorm(4), nn.Softmax(-1), nn.LSTMCell(4, 4)]
+    with AllocationTracker() as tracker:
+        x = torch.rand(4, 4, requires_grad=True)
+        for layer in layers:
+            (layer(x)[0] if isinstance(layer, nn.LSTMCell) else layer(x)).sum().backward()
+        nn.functional.interpolate(x[None, None], scale_factor=2, mode="bilinear").cumsum(0).sum().backward()
+    assert tracker.uncounted == set()

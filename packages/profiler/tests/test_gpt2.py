@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 def gpt2(attention):
     config = transformers.GPT2Config(
-        n_layer=3, n_embd=48, n_head=4, vocab_size=100, n_positions=32, bos_token_id=0, eos_token_id=0
+        n_layer=3, n_embd=48, n_head=4, vocab_size=100, n_positions=32, bos_token_id=0, eos_token_id=0, attn_pdrop=0
     )
     config._attn_implementation = attention
     model = transformers.GPT2Model(config)

@@ -125,3 +125,40 @@ def test_there_is_no_infinity(profile):
 def test_no_key_twice(profile):
     with pytest.raises(ValueError, match="'rows' occurs twice"):
         Profile.from_json('{"rows": 1, ' + profile.to_json().lstrip()[1:])
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from([1e308, 10**99]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@fewer
+@given(profiles(), _values, st.data())
+def test_a_document_that_was_changed_anywhere_is_refused_or_can_be_used(profile, value, data):
+    document = part = json.loads(profile.to_json())
+    while True:
+        key = data.draw(st.sampled_from(sorted(part) if isinstance(part, dict) else range(len(part))))
+        if not isinstance(part[key], (dict, list)) or not part[key] or data.draw(st.booleans()):
+            break
+        part = part[key]
+    part[key] = value
+    try:
+        found = Profile.from_json(json.dumps(document))
+    except ValueError:
+        return
+    assert Profile.from_json(found.to_json()) == found
+    assert str(found).isprintable() or "\n" in str(found)
+    assert found._repr_html_().encode()
+    assert found.at(found.rows or 1) if found.rows else True
+
+
+@pytest.mark.parametrize("depth", [2, 100, 800])
+def test_profiles_inside_of_profiles_are_refused(depth):
+    plain = json.dumps({key: value for key, value in json.loads(TWO.to_json()).items() if key != "schema"})
+    before, after = plain.split('"others": []')
+    text = before.join(['"others": ['] * depth) + plain + after.join(["]"] * depth)
+    document = '{"schema": "gpipe-profiler/3", ' + before[1:] + text + after
+    with pytest.raises(ValueError, match=r"others|no JSON"):
+        Profile.from_json(document)

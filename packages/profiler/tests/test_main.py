@@ -56,3 +56,37 @@ def test_what_cannot_be_used_ends_with_2(
 ) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["no/layers.svg", ".", "profiled_models.py/layers.svg"])
+def test_a_picture_that_cannot_be_saved_is_refused_before_the_work(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("profiler.__main__.profile", lambda *_, **__: pytest.fail("worked"))
+    assert main(["profiled_models:build", "--sample", "8,8", "--svg", target]) == 2
+    assert f"svg: cannot write '{target}'" in capsys.readouterr().err
+
+
+def test_without_a_device_the_picture_is_of_flops(folder: Path) -> None:
+    assert main(["profiled_models:build", "--sample", "8,8", "--device", "meta", "--svg", "layers.svg"]) == 0
+    assert "flops of 3 layers" in (folder / "layers.svg").read_text()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 200])
+def test_lines_fit_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["profiled_models:build", "--sample", "8,8", "--timeout", "0.01"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    heads = [word for line in lines if line.startswith("layer") for word in line.split()[2:]]
+    assert heads == ["forward", "backward", "parameters", "buffers", "saved", "output", "peak", "FLOPs"]
+
+
+@pytest.mark.parametrize(
+    "text", ["80Gb", "8x80", "4:int8:1000", "4:float32:3", "4:int64:0", "4:int65", "4,,3", "99999999,99999999", "1,2:"]
+)
+def test_a_sample_that_means_nothing_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profiled_models:build", "--sample", text]) == 2
+    assert capsys.readouterr().err.startswith("profiler: sample: ")

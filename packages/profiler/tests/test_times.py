@@ -1,4 +1,6 @@
 import itertools
+import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -7,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from microbatch import Batch
-from profiler import profile_seconds, profile_times
+from profiler import profile, profile_seconds, profile_times
 from profiler._clock import HostWatch
 from profiler._times import measure
 
-from .strategies import models, samples
+from .strategies import fewer, models, samples
 
 CPU = torch.device("cpu")
 
@@ -43,38 +45,6 @@ def test_rounds_fill_the_time_and_are_never_too_few(least, timeout):
     assert len(rounds) >= least
     assert clock.now == 1 + len(rounds)
     assert len(rounds) == least or len(rounds) - 1 < timeout
-
-
-def test_forward_and_backward_are_timed_apart():
-    class Slow(nn.Module):
-        """Turns the clock on: 5 seconds in forward, 7 in backward."""
-
-        def forward(self, x):
-            return Turn.apply(x)
-
-    class Turn(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            clock.now += 5
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, gradient):
-            clock.now += 7
-            return gradient
-
-    clock = Clock(step=0.0)
-    model = nn.Sequential(nn.Linear(3, 3), Slow(), nn.ReLU())
-    rounds = measure(
-        model,
-        Batch(torch.rand(2, 3)),
-        CPU,
-        timeout=1,
-        least=2,
-        watch=HostWatch(clock),
-        clock=itertools.count().__next__,
-    )
-    assert [[seconds[:2] for seconds in each] for each in rounds] == [[(0, 0), (5, 7), (0, 0)]] * 2
 
 
 def test_no_backward_takes_no_time():
@@ -231,3 +201,64 @@ def test_a_gradient_is_refused():
     model(sample).norm().backward()
     with pytest.raises(ValueError, match=r"some parameter already has gradient \('0.weight'\)"):
         profile_times(model, sample, 1, "cpu")
+
+
+class Slow(nn.Module):
+    """Takes 5 seconds forward and 7 backward, by the clock of the process."""
+
+    clock = 0.0
+
+    def forward(self, x):
+        return Pass.apply(x)
+
+
+class Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        Slow.clock += 5
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Slow.clock += 7
+        return gradient
+
+
+@fewer
+@given(st.booleans(), st.booleans(), st.integers(1, 3))
+def test_both_ways_give_forward_and_backward_whatever_the_callers_grad_mode(grad, inference, layers):
+    x = torch.rand(2, requires_grad=True)
+    model = nn.Sequential(*(Slow() for _ in range(layers)))
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        patch.setattr("time.perf_counter", lambda: Slow.clock)
+        summed = profile_times(model, x, 30, "cpu")
+        medians = profile_seconds(model, x, timeout=30, device="cpu")
+        found = profile(model, x, device="cpu", timeout=1)
+    # To a second, since what the machine does beside is taken off.
+    assert [round(each / 12e6) for each in summed] == [max(1, -(-30 // (12 * layers)))] * layers
+    assert [round(each) for each in medians] == [12] * layers
+    assert [(round(each.forward_seconds), round(each.backward_seconds)) for each in found] == [(5, 7)] * layers
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open files")
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_no_file_stays_open(error):
+    class Raises(nn.Module):
+        def forward(self, x):
+            if error:
+                raise error
+            return x
+
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(error) if error else nullcontext():
+        profile_seconds(nn.Sequential(Raises()), torch.rand(2), timeout=1e-6, device="cpu")
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_and_wiped_off(is_terminal, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    profile(nn.Sequential(nn.ReLU()), torch.rand(1), device="cpu", timeout=1e-6, progress=True)
+    shown = capsys.readouterr().err
+    assert ("profiling 100%" in shown) == is_terminal
+    assert shown.split("\r")[-1].strip() == ""

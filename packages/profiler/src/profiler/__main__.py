@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from ._profile import profile
+from ._table import profile_table
 from .target import UnusableError, model_of, sample_of
 
 
@@ -22,27 +25,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        if options.svg is not None:
+            _expect_writable(Path(options.svg))
         model, sample = model_of(options.model), sample_of(options.sample)
         if not isinstance(model, nn.Sequential):
             kind = type(model).__name__
             raise UnusableError(
                 f"target: expected an nn.Sequential, got {kind}; `python -m gpipe profile` takes others"
             )
-        found = profile(
-            model,
-            sample,
-            device=torch.device(options.device),
-            chunks=options.chunks,
-            timeout=options.timeout,
-            progress=sys.stderr.isatty(),
-        )
+        device, chunks, timeout = torch.device(options.device), options.chunks, options.timeout
+        found = profile(model, sample, device=device, chunks=chunks, timeout=timeout, progress=True)
         if options.svg is not None:
-            Path(options.svg).write_text(found.picture(), encoding="utf-8")
+            timed = device.type != "meta"
+            Path(options.svg).write_text(found.picture(by="seconds" if timed else "flops"), encoding="utf-8")
     except (UnusableError, TypeError, ValueError, RuntimeError, OSError) as error:
         print(f"profiler: {error}", file=sys.stderr)
         return 2
-    print(found.to_json() if options.json else found)
+    # Lines are as long as they have to be where there is no terminal.
+    width = shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns
+    print(found.to_json() if options.json else profile_table(found, width))
     return 0
+
+
+def _expect_writable(path: Path) -> None:
+    """Raises before the work is done rather than after it."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UnusableError(f"svg: cannot write {str(path)!r}; expected a file in a folder that exists")
 
 
 def _parser() -> argparse.ArgumentParser:

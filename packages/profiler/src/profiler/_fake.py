@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +38,16 @@ class FusedAttention(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        attends = func is functional.scaled_dot_product_attention
-        return (_fused if attends else func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return _fused(*args, **kwargs)
+        # It calls the function above, which is not seen in here.
+        if func is functional.multi_head_attention_forward and not kwargs.get("need_weights", True):
+            args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
+        return func(*args, **kwargs)
+
+
+_DROPOUT = [*signature(functional.multi_head_attention_forward).parameters].index("dropout_p")
 
 
 def _fused(

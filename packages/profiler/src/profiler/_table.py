@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ NOTE = "* the largest of its column"
 
 def profile_table(profile: Profile, width: int | None = None) -> str:
     """A line for each layer and the loss, and one for the total; the largest figure of each column is marked."""
-    return f"{heading(profile)}\n{align(profile_rows(profile), left=2, width=width)}\n{NOTE}"
+    first = textwrap.fill(heading(profile), width) if width else heading(profile)
+    return f"{first}\n{align(profile_rows(profile), left=2, width=width)}\n{NOTE}"
 
 
 def profile_rows(profile: Profile) -> list[list[str]]:

@@ -115,7 +115,7 @@ def measure(
     split: bool = False,
     progress: bool = False,
     watch: Watch | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = lambda: time.perf_counter(),
 ) -> list[Round]:
     """Rounds over all layers until `timeout`, at least `least`, after one to warm up.
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
-_CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward, _aten.native_batch_norm_backward})
+_KERNELS = frozenset({_aten.convolution, _aten.convolution_backward, _aten.native_batch_norm_backward})
 
 
 def workspace(func: Any, args: Any, result: Any) -> int:
@@ -19,16 +19,15 @@ def workspace(func: Any, args: Any, result: Any) -> int:
     channels are last are in a good order already. (Measured on x86 processors by the allocator's events.)
     """
     packet = getattr(func, "_overloadpacket", None)
-    if packet not in _CONVOLUTIONS and not str(packet).startswith("aten.upsample"):
+    if packet not in _KERNELS:
         return 0
     given, made = ([x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)] for tree in (args, result))
     if given[0].device.type != "cpu" or (given[0].dim() == 4 and given[0].stride(1) == 1):
         return 0
     if packet is _aten.convolution:
-        return max(given[0].nbytes + given[1].nbytes, made[0].nbytes)
+        is_transposed = args[6]
+        return max(given[0].nbytes + given[1].nbytes, (1 + is_transposed) * made[0].nbytes)
     if packet is _aten.convolution_backward:
         gradient, x, weight = (each.nbytes for each in given[:3])
         return max(gradient + x + weight, 2 * x if args[-1][0] else 0)
-    if packet is _aten.native_batch_norm_backward:
-        return given[1].nbytes
-    return given[0].nbytes + made[0].nbytes
+    return given[1].nbytes

@@ -124,8 +124,8 @@ def _tensor(text: str, what: str) -> tuple[str | None, Tensor]:
     dtype = getattr(torch, (match["dtype"] if match else None) or "float32", None)
     if match is None or not isinstance(dtype, torch.dtype):
         raise UnusableError(f"{what}: {_EXPECTED}; got {text!r}")
-    if match["below"] and int(match["below"]) < 1:
-        raise UnusableError(f"{what}: expected values below a positive number, got {text!r}")
+    if match["below"] and (int(match["below"]) < 1 or dtype.is_floating_point or dtype.is_complex):
+        raise UnusableError(f"{what}: expected values below a positive number, of a dtype of integers, got {text!r}")
     try:
         return match["name"], _random([int(size) for size in match["shape"].split(",")], dtype, match["below"])
     except (RuntimeError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
@@ -136,4 +136,4 @@ def _tensor(text: str, what: str) -> tuple[str | None, Tensor]:
 def _random(shape: list[int], dtype: torch.dtype, below: str | None) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, dtype=dtype)
-    return torch.randint(int(below or 2), shape).to(dtype)
+    return torch.randint(int(below or 2), shape, dtype=dtype)

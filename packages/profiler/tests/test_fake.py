@@ -1,0 +1,69 @@
+"""Attention without a device: a fused kernel keeps no scores."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from profiler import profile
+
+from .strategies import fewer
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float, value_width: int | None = None, **options: object) -> None:
+        super().__init__()
+        self.dropout, self.value_width, self.options = dropout, value_width, options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x[..., : self.value_width], dropout_p=self.dropout, **self.options)
+
+
+def costs(layer: nn.Module, x: torch.Tensor) -> tuple[int, int, int]:
+    (found,) = profile(nn.Sequential(layer), x, device="meta")
+    return found.saved_bytes, found.peak_bytes, found.flops
+
+
+@fewer
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 64), st.sampled_from([8, 16]), st.booleans())
+def test_dropout_makes_no_difference(rows, heads, times, width, causal):
+    x = torch.rand(rows, heads, times, width, requires_grad=True)
+    with_dropout = costs(Attention(0.1, is_causal=causal), x)
+    assert with_dropout == costs(Attention(0.0, is_causal=causal), x)
+    saved = rows * heads * times * (width + 1) * 4  # what it gives, and a logarithm for each query
+    assert with_dropout[0] == saved
+
+
+def test_narrow_values_keep_no_scores_either():
+    x = torch.rand(1, 2, 512, 16, requires_grad=True)
+    assert costs(Attention(0.0, 8), x)[1] < 2 * 512 * 512 * 4
+
+
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_layers_of_pytorch_keep_no_scores(layer):
+    class Layer(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.inner = layer(32, 4, 32, dropout=dropout, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(*[x] * (1 + isinstance(self.inner, nn.TransformerDecoderLayer)))
+
+    times = 256
+    scores = 4 * times * times * 4
+    x = torch.rand(1, times, 32, requires_grad=True)
+    assert costs(Layer(0.1), x)[0] - costs(Layer(0.0), x)[0] < scores
+
+
+def test_weights_that_are_asked_for_are_counted():
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(32, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x, x, x, need_weights=True)[0]
+
+    assert costs(Weights(), torch.rand(1, 256, 32))[0] > 4 * 256 * 256 * 4
