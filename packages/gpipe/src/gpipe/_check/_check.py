@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,13 @@ from ..module._arguments import checked_chunks
 from ..module._partition import checked_balance
 from ..module._whole import replicated
 from ._findings import Finding
-from ._loss import Loss, uneven
-from ._model import Walked, tied, walk
-from ._pipe import Case, compare
+from ._layer import broken
+from ._loss import Loss, Part, examine_loss
+from ._model import Step, calmed, examine_all, finest, tied, walk
+from ._pipe import Case, judge
 from ._report import Report
-from ._trial import Signal, call_all, seeded
+from ._rows import ROUNDING, Cut, Dims
+from ._trial import Signal, seeded
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
@@ -41,15 +43,17 @@ def check(
 ) -> Report:
     """Check whether ``model`` trains in micro-batches and stages as it does without, and find what differs.
 
-    First, each layer is run alone, in double precision, on the input that it gets in the plain model, once as a whole
-    and once in micro-batches. So a fault shows in its own layer and in no other. Outputs, gradients and buffers are
-    compared; where they differ, the cause is looked for. Then pipes of the whole model, under each schedule and
-    checkpoint mode, are compared with the plain loop over micro-batches.
+    First, the plain model runs once, in double precision. Then each layer is run alone on the input that it got there:
+    once more as a whole, and in micro-batches of uneven sizes. So a fault shows in its own layer and in no other.
+    Outputs, gradients and buffers are compared; where they differ, the cause is looked for. Layers that draw random
+    numbers are compared in evaluation mode, and in training mode with other rows exchanged. At last a pipe of the whole
+    model makes a step, with recomputations, and is compared with a step of the plain model. All of it takes as long as
+    about five steps of the plain model in double precision.
 
     Args:
         model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is copied, not changed.
-        sample: an input of the model with at least two rows; :class:`microbatch.Arguments` for several
-            arguments. A model that is not an ``nn.Sequential`` takes a mapping as named arguments.
+        sample: an input of the model with at least two rows, which should differ; :class:`microbatch.Arguments` for
+            several arguments. A model that is not an ``nn.Sequential`` takes a mapping as named arguments.
         target: what ``loss_fn`` compares with, cut like ``sample``.
         loss_fn: as for :meth:`gpipe.GPipe.step`; by default the loss that the model computes, if it
             returns one, else the mean square of its outputs.
@@ -77,77 +81,89 @@ def check(
     if checked_chunks(chunks) < 2:
         raise ValueError(f"chunks must be at least 2, or there is nothing to compare; got {chunks}")
     with seeded(model):
-        layers, inputs, dtype = _in_double(model, sample)
-        target = _double(target)
-        sizes = _sizes(balance, layers)
-        return _check(layers, inputs, target, loss, sizes, chunks, dtype)
+        record = _in_double(model, sample, target, loss)
+        return _report(record, loss, chunks, _sizes(balance, record.layers))
 
 
-def _check(
-    layers: nn.Sequential,
-    inputs: Any,
-    target: Any,
-    loss: Loss,
-    balance: Sequence[int],
-    chunks: int,
-    dtype: torch.dtype,
-) -> Report:
-    batches = scatter(replicated(inputs, "sample"), chunks)
-    if len(batches) < 2:
-        raise ValueError("sample has a single row; a check compares micro-batches, so give it two or more")
-    targets = [None] * len(batches) if target is None else [each.value for each in scatter(target, chunks)]
-    rows = [batch.rows[0] for batch in batches]
-    tolerance = _TOLERANCE.get(dtype, 5e-2)
-    walked = walk(layers, Signal(unwrap(inputs)[0], {}), [Signal(batch.value, {}) for batch in batches], tolerance)
-    findings = [*walked.findings, *tied(layers)]
-    agreed: list[str] = []
-    if not _broken(findings):
-        findings += _of_loss(loss, walked, target, targets, rows, tolerance)
-    if not _broken(finding for finding in findings if finding.code != "loss"):
-        draws = any(finding.code == "random" for finding in findings)
-        case = Case(layers, balance, chunks, inputs, target, batches, targets, loss, draws)
-        together, agreed = compare(case, tolerance * 100)
-        findings += together
-    names = len(list(layers.children()))
-    return Report(tuple(findings), names, sum(rows), len(batches), str(dtype).removeprefix("torch."), tuple(agreed))
+class _Record(NamedTuple):
+    """The plain model, and its forward.
+
+    Attributes:
+        inputs: what the first layer is called with, perhaps with rules for its parts.
+        steps: a layer each.
+    """
+
+    layers: nn.Sequential
+    inputs: Any
+    target: Any
+    dtype: torch.dtype
+    steps: list[Step]
 
 
-def _broken(findings: Iterable[Finding]) -> bool:
-    """Whether there are errors of single layers, which a whole pipe would show again."""
-    return any(finding.level == "error" for finding in findings)
-
-
-def _of_loss(
-    loss: Loss, walked: Walked, target: Any, targets: Sequence[Any], rows: Sequence[int], tolerance: float
-) -> list[Finding]:
-    parts = [(part.value, y, n) for part, y, n in zip(walked.parts, targets, rows, strict=True)]
-    return list(uneven(loss, (walked.whole.value, target, sum(rows)), parts, tolerance))
-
-
-def _in_double(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any, torch.dtype]:
-    """Copies of the layers and their input in double precision; in their own precision if that fails."""
+def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss) -> _Record:
+    """The forward of a copy in double precision; in the model's own precision if that fails."""
     own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     try:
-        return *_copied(copy.deepcopy(model).double(), _double(sample)), torch.float64
+        loss.to(torch.float64)
+        return _recorded(copy.deepcopy(model).double(), _double(sample), _double(target), torch.float64, loss)
     except Exception:
         # The model cannot compute in double precision; or it fails in any precision, and then this raises.
-        return *_copied(copy.deepcopy(model), sample), own
+        loss.to(own)
+        return _recorded(copy.deepcopy(model), sample, target, own, loss)
 
 
-def _copied(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
-    """The layers of ``model``, which has to work on ``sample``, and what the first of them is called with."""
+def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, loss: Loss) -> _Record:
+    model.zero_grad()
+    layers, inputs = _layers(model, sample)
+    steps = walk(layers, Signal(unwrap(inputs)[0], {}))
+    loss.of([Part(steps[-1].gave.output.value, unwrap(target)[0], 1)])
+    return _Record(layers, inputs, target, dtype, steps)
+
+
+def _layers(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
+    """The layers of ``model``, and what the first of them is called with."""
     if isinstance(model, GPipe):
         model = nn.Sequential(OrderedDict(model.named_children()))
-    if isinstance(model, nn.Sequential):
-        if not len(model):
-            raise ValueError("model has no layers")
-        layers, inputs = model, sample
-    else:
-        layers, inputs = flatten(model, sample), Arguments(*Inputs.of(sample))
-    trial = copy.deepcopy(layers)
-    with torch.no_grad():
-        call_all(trial, unwrap(inputs)[0])
-    return layers, inputs
+    if not isinstance(model, nn.Sequential):
+        return flatten(model, sample), Arguments(*Inputs.of(sample))
+    if not len(model):
+        raise ValueError("model has no layers")
+    return model, sample
+
+
+def _report(record: _Record, loss: Loss, chunks: int, balance: Sequence[int]) -> Report:
+    batches = scatter(replicated(record.inputs, "sample"), chunks)
+    if len(batches) < 2:
+        raise ValueError("sample has a single row; a check compares micro-batches, so give it two or more")
+    real = Cut(tuple(batch.rows[0] for batch in batches))
+    dims = real.dims(record.steps[0].given.tensors(), [Signal(batch.value, {}).tensors() for batch in batches])
+    tolerance = _TOLERANCE.get(record.dtype, 5e-2)
+    findings, where = examine_all(record.layers, record.steps, dims, real, tolerance)
+    findings += tied(record.layers)
+    agreed: list[str] = []
+    if not broken(findings):
+        findings += _of_loss(record, loss, real, where, chunks, tolerance)
+    if not broken(findings):
+        draws = any(finding.code == "random" for finding in findings)
+        own, calm = loss.is_own(record.steps[-1].gave.output.value), calmed(record.layers, record.steps)
+        given = (record.inputs, record.target, sum(real.rows), loss, own, draws, max(ROUNDING, 100 * tolerance))
+        together, agreed = judge(Case(record.layers, calm, balance, chunks, *given))
+        findings += together
+    dtype = str(record.dtype).removeprefix("torch.")
+    return Report(tuple(findings), len(record.steps), sum(real.rows), len(batches), dtype, tuple(agreed))
+
+
+def _of_loss(record: _Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tolerance: float) -> list[Finding]:
+    """The findings for the loss, of the output of the plain model in uneven parts."""
+    output, target = record.steps[-1].gave.output, Signal(unwrap(record.target)[0], {})
+    whole = Signal((output.value, target.value), {})
+    if record.target is not None:
+        targets = scatter(record.target, chunks)
+        dims = [*dims, *real.dims(target.tensors(), [Signal(each.value, {}).tensors() for each in targets])]
+    cut = finest(whole, dims, real)
+    values = [part.value for part in (whole, *cut.signals(whole, dims))]
+    first, *parts = [Part(o, t, rows) for (o, t), rows in zip(values, (sum(real.rows), *cut.rows), strict=True)]
+    return [*examine_loss(loss, first, parts, tolerance)]
 
 
 def _double(value: Any) -> Any:

@@ -1,142 +1,276 @@
-"""Check one layer: whether it computes on micro-batches what it computes on the mini-batch, and if not, why."""
+"""Examine one layer: whether it computes on micro-batches what it computes on the mini-batch."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._findings import Finding
-from ._rows import NoRowsError, cut, difference, dimension
-from ._runs import Runs, Task, figure, run_both, without_masks
+from ._rows import ROUNDING, Cut, Dims, NoRowsError, difference, figure
 from ._trial import Signal, Trial, attempt
-from ._why import explain
+from ._why import cause, mixed, unable
+
+
+class Task(NamedTuple):
+    """A layer, what it did in the plain model, and how it is examined.
+
+    Attributes:
+        layer: in its state before the forward; it is copied.
+        again: the layer in a second copy of the model, which computes the mini-batch.
+        apart: the layer in a third copy of the model, which computes micro-batches. All micro-batches pass one layer
+            before the first passes the next, so a layer that reads what another one keeps finds the last micro-batch's.
+        given: its input in the plain model.
+        gave: what it did there.
+        dims: where the tensors of ``given`` have their rows.
+        cut: uneven micro-batches.
+        parts: ``given`` for each of these.
+        real: the micro-batches of the pipe.
+        tolerance: relative differences up to this are rounding.
+        is_last: whether nothing but the loss comes after the layer.
+    """
+
+    name: str
+    layer: nn.Module
+    again: nn.Module
+    apart: nn.Module
+    given: Signal
+    gave: Trial
+    dims: Dims
+    cut: Cut
+    parts: Sequence[Signal]
+    real: Cut
+    tolerance: float
+    is_last: bool
+
+    def finding(self, code: str, message: str, evidence: str = "") -> Finding:
+        return Finding(code, self.name, type(self.layer).__name__, message, evidence)
+
+    def failure(self, code: str, message: str, error: Exception) -> Finding:
+        return self.finding(code, message, f"{type(error).__name__}: {error}")
+
+    def normalises(self) -> bool:
+        """Whether the layer uses statistics of the batch, as batch norm does."""
+        return any(map(normalises, self.layer.modules()))
+
+    def calmed(self, *, masks: bool = False) -> nn.Module:
+        """A copy of the layer without batch norm, and without masks unless ``masks`` says so."""
+        return calm(copy.deepcopy(self.layer), self.given, self.gave.used.drew and not masks)
+
+
+class Runs(NamedTuple):
+    """Forwards of one copy of a layer on the mini-batch, and of another on micro-batches, one after the other.
+
+    Attributes:
+        cut: the micro-batches.
+        given: their inputs.
+        dims: where the tensors of the outputs have their rows.
+    """
+
+    copies: tuple[nn.Module, nn.Module]
+    whole: Trial
+    parts: Sequence[Trial]
+    cut: Cut
+    given: Sequence[Signal]
+    dims: Dims
 
 
 class Examined(NamedTuple):
-    """The findings for a layer, and its outputs: for the mini-batch, and for each micro-batch."""
+    """The findings for a layer, and what the next layer gets.
+
+    Attributes:
+        dims: where the tensors of the output have their rows.
+        values: the outputs for the micro-batches, of which the next layer gets all but the tensors.
+    """
 
     findings: list[Finding]
-    whole: Signal
-    parts: list[Signal]
+    dims: Dims
+    values: Sequence[Any]
 
 
 def examine(task: Task) -> Examined:
-    """Run copies of the layer on the mini-batch and on micro-batches, and compare outputs, gradients and buffers."""
-    whole = attempt(copy.deepcopy(task.layer), task.whole)
-    findings = [*_remarks(task, whole), *_repeats(task, whole)]
-    # What draws is compared in evaluation, in which most draw nothing. Batch norm stays as it was.
-    layer = without_masks(task.layer) if whole.drew else task.layer
+    """Compare the layer with itself on micro-batches, and its second run on the mini-batch with the first."""
+    findings, runs = [*_remarks(task)], None
     try:
-        runs = run_both(task, layer)
-    except NoRowsError as error:
-        findings.append(task.finding("rows-lost", "its output does not follow the rows of its input", str(error)))
-        return Examined(findings, whole.output, _guessed(task, whole))
+        again = attempt(task.again, task.given)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        findings.append(task.finding("hard-coded-batch", "fails on a micro-batch, and not on the whole", what))
-        return Examined(findings, whole.output, _guessed(task, whole))
-    if task.is_last and not all(tensor.dim() for tensor in runs.whole.output.tensors()):
-        # It computes the loss, whose whole is compared with its parts as that of any loss function.
-        return Examined(findings, runs.whole.output, [part.output for part in runs.parts])
-    if not runs.whole.drew and not any(finding.level == "error" for finding in findings):
-        findings += _compared(task, layer, runs)
-    return Examined(findings, runs.whole.output, _forced(runs))
+        findings.append(task.failure("impure", "fails when other copies of the model have run", error))
+    else:
+        apart = difference(task.gave.tensors(), again.tensors())
+        if task.gave.used.impure:
+            findings.append(task.finding("impure", task.gave.used.impure))
+        elif apart > task.tolerance:
+            message = "gives something else each time, for the same input, state and seed"
+            findings.append(task.finding("impure", message, f"differs by {figure(apart)}"))
+        else:
+            runs = _examine_parts(task, again, findings)
+    if runs is None or runs.cut != task.cut or len(runs.dims) != len(task.gave.tensors()) or broken(findings):
+        dims = task.cut.guessed(task.gave.tensors(), task.dims)
+        return Examined(findings, dims, [task.gave.output.value] * len(task.parts))
+    return Examined(findings, runs.dims, [part.output.value for part in runs.parts])
 
 
-def _remarks(task: Task, whole: Trial) -> Iterator[Finding]:
-    if whole.drew_elsewhere:
-        yield task.finding("impure", "draws from Python's or NumPy's generator")
-    if whole.drew:
+def broken(findings: Sequence[Finding]) -> bool:
+    """Whether there are errors."""
+    return any(finding.level == "error" for finding in findings)
+
+
+def _remarks(task: Task) -> Iterator[Finding]:
+    if task.gave.used.drew:
         yield task.finding("random", "draws random numbers")
-    if whole.in_place:
+    norms = [name or type(module).__name__ for name, module in task.layer.named_modules() if normalises(module)]
+    if norms:
+        yield task.finding("batchnorm", "normalises each micro-batch by statistics of its own", ", ".join(norms))
+    if task.gave.in_place:
         yield task.finding("in-place", "changes its input in place")
     weights = list(task.layer.parameters())
     if weights and not any(weight.requires_grad for weight in weights):
         yield task.finding("frozen", "none of its parameters requires grad")
 
 
-def _repeats(task: Task, whole: Trial) -> Iterator[Finding]:
-    """Check that another copy in the same state gives the same output, and gives it again."""
-    twin = copy.deepcopy(task.layer)
-    apart = _apart(whole, attempt(twin, task.whole))
-    if apart > task.tolerance:
-        message = "gives something else each time, for the same input, state and seed"
-        yield task.finding("impure", message, f"differs by {figure(apart)}")
+def _examine_parts(task: Task, again: Trial, findings: list[Finding]) -> Runs | None:
+    try:
+        runs = _run(task, again)
+        findings += _compared(task, runs)
+        return runs
+    except NoRowsError as error:
+        findings.append(task.finding("rows-lost", "its output does not follow the rows of its input", str(error)))
+    except Exception as error:
+        findings.append(unable(task, error))
+    return None
+
+
+def _run(task: Task, again: Trial) -> Runs:
+    """Run the layer on micro-batches, without masks and batch norm."""
+    whole, copies = again, (task.again, task.apart)
+    if task.gave.used.drew or task.normalises():
+        copies = task.calmed(), calm(task.apart, task.given, task.gave.used.drew)
+        whole = attempt(copies[0], task.given)
+    try:
+        return _run_parts(copies, whole, task.parts, task.cut)
+    except Exception:
+        # A layer may need a multiple of some number of rows, which the micro-batches of the pipe have.
+        return _run_parts((copies[0], task.calmed()), whole, task.real.signals(task.given, task.dims), task.real)
+
+
+def _run_parts(copies: tuple[nn.Module, nn.Module], whole: Trial, given: Sequence[Signal], cut: Cut) -> Runs:
+    parts = [attempt(copies[1], part) for part in given]
+    return Runs(copies, whole, parts, cut, given, cut.dims(whole.tensors(), [part.tensors() for part in parts]))
+
+
+def normalises(module: nn.Module) -> bool:
+    """Whether ``module`` uses statistics of the batch."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def calm(layer: nn.Module, given: Signal, drew: bool) -> nn.Module:
+    """``layer``, changed: batch norm uses running statistics; all of it is in evaluation mode if it ``drew``."""
+    like = next((tensor for tensor in given.tensors() if tensor.is_floating_point()), torch.zeros(()))
+    for module in layer.modules():
+        if isinstance(module, _BatchNorm) and normalises(module):
+            if module.running_mean is None:
+                module.running_mean = like.new_zeros(module.num_features)
+                module.running_var = like.new_ones(module.num_features)
+            module.training = False
+        module.training &= not drew
+    return layer
+
+
+def _compared(task: Task, runs: Runs) -> Iterator[Finding]:
+    """What differs: outputs, random numbers in training, gradients or state. The first of these is reported."""
+    if not runs.whole.used.drew:
+        apart = max([difference(*pair) for pair in _outputs(task, runs)], default=0.0)
+        by = mixed(task, runs) if runs.cut != task.cut else 0.0
+        if max(apart, by) > task.tolerance:
+            yield cause(task, runs, apart)
+            return
+    if task.gave.used.drew and (found := [*_in_training(task, runs)]):
+        yield from found
+    elif not runs.whole.used.drew:
+        yield from _gradients_and_state(task, runs)
+
+
+def _outputs(task: Task, runs: Runs) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Each tensor that the layer gives, as pieces of the whole and as micro-batches; without the loss."""
+    for k, (tensor, dim) in enumerate(zip(runs.whole.tensors(), runs.dims, strict=True)):
+        if not _is_loss(task, tensor):
+            yield runs.cut.pieces(tensor, dim), [part.tensors()[k] for part in runs.parts]
+
+
+def _is_loss(task: Task, tensor: Tensor) -> bool:
+    return task.is_last and not tensor.dim()
+
+
+def _in_training(task: Task, runs: Runs) -> Iterator[Finding]:
+    """With masks, for one seed, a second call must give what a first one gives, and no row may depend on others."""
+    try:
+        first = attempt(copy.deepcopy(task.layer), runs.given[0])
+        apart = difference(first.tensors(), attempt(task.again, runs.given[0]).tensors())
+    except Exception as error:
+        yield task.failure("stateful", "fails on a micro-batch in training, after another one", error)
         return
-    apart = _apart(whole, attempt(twin, task.whole))
     if apart > task.tolerance:
-        message = "a second call gives something else, for the same input and seed"
-        yield task.finding("stateful", message, f"differs by {figure(apart)}")
+        yield task.finding("stateful", "a second call gives something else", f"differs by {figure(apart)}")
+    elif mixed(task, runs, masks=True) > task.tolerance:
+        yield cause(task, runs, 0.0, masks=True)
 
 
-def _apart(one: Trial, other: Trial) -> float:
-    return difference(one.output.tensors(), other.output.tensors())
-
-
-def _forced(runs: Runs) -> list[Signal]:
-    """What the plain model gives to the next layer, for each micro-batch: structure of its own, values of the whole."""
-    columns = [whole for whole, _ in runs.pairs()]
-    rows = zip(*columns, strict=True) if columns else [()] * len(runs.parts)
-    return [part.output.replaced(row) for part, row in zip(runs.parts, rows, strict=True)]
-
-
-def _guessed(task: Task, whole: Trial) -> list[Signal]:
-    """The same where the micro-batches of this layer say nothing: tensors with as many rows as its input are cut."""
-    rows = [_rows(part) for part in task.parts]
-    columns = [
-        torch.split(tensor, rows) if tensor.dim() and tensor.shape[0] == sum(rows) else [tensor] * len(rows)
-        for tensor in whole.output.tensors()
-    ]
-    return [whole.output.replaced(row) for row in zip(*columns, strict=True)] or [whole.output] * len(rows)
-
-
-def _rows(signal: Signal) -> int:
-    return max([tensor.shape[0] for tensor in signal.tensors() if tensor.dim()], default=0)
-
-
-def _compared(task: Task, layer: nn.Module, runs: Runs) -> list[Finding]:
-    apart = runs.difference()
-    if apart > task.tolerance:
-        return [explain(task, layer, runs, apart)]
-    runs.backward()
-    return _gradients_and_buffers(task, runs)
-
-
-def _gradients_and_buffers(task: Task, runs: Runs) -> list[Finding]:
+def _gradients_and_state(task: Task, runs: Runs) -> Iterator[Finding]:
     """Outputs agree: do gradients, and what the layer remembers? Sums over rows, in another order, round more."""
-    tolerance = 100 * task.tolerance
+    tolerance = max(100 * task.tolerance, ROUNDING)
+    try:
+        _backward(task, runs)
+    except Exception as error:
+        yield task.failure("gradient", "its backward fails on micro-batches", error)
+        return
     compared = {"its parameters": _of_parameters(runs), "its input": _of_input(task, runs)}
     wrong = [f"of {what}: by {figure(apart)} of the largest" for what, apart in compared.items() if apart > tolerance]
     if wrong:
-        return [task.finding("gradient", "gradients differ, though outputs agree", "\n".join(wrong))]
-    changed = [name for name, apart in _of_buffers(runs) if apart > tolerance]
+        yield task.finding("gradient", "gradients differ, though outputs agree", "\n".join(wrong))
+    one, other = ({**dict(layer.named_parameters()), **dict(layer.named_buffers())} for layer in runs.copies)
+    changed = [name for name in one if difference([one[name]], [other.get(name)]) > 100 * task.tolerance]
     if changed:
         message = "buffers end with other values than after the whole mini-batch"
-        return [task.finding("buffers", message, ", ".join(changed))]
-    return []
+        yield task.finding("buffers", message, ", ".join(changed))
+
+
+def _backward(task: Task, runs: Runs) -> None:
+    """The backward of the whole, and those of the micro-batches, from the same gradients."""
+    for layer in runs.copies:
+        layer.zero_grad()  # of other layers, with which it shares parameters
+    gradients = [None if _is_loss(task, tensor) else _gradient(tensor, k) for k, tensor in enumerate(runs.whole.roots)]
+    runs.whole.backward(gradients)
+    shares = [_shares(runs, gradient, dim) for gradient, dim in zip(gradients, runs.dims, strict=True)]
+    for k, part in enumerate(runs.parts):
+        part.backward([share[k] for share in shares])
+
+
+def _gradient(tensor: Tensor, k: int) -> Tensor:
+    """A gradient with a value of its own for every element, so that none can make up for another."""
+    values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+    return values.to(tensor.device, tensor.dtype)
+
+
+def _shares(runs: Runs, gradient: Tensor | None, dim: int | None) -> Sequence[Tensor | None]:
+    """The gradients of micro-batches. What is the same for all of them has equal shares in that of the whole."""
+    if gradient is None or dim is None:
+        return [None if gradient is None else gradient / len(runs.parts)] * len(runs.parts)
+    return runs.cut.pieces(gradient, dim)
 
 
 def _of_parameters(runs: Runs) -> float:
     whole, parts = ([parameter.grad for parameter in layer.parameters()] for layer in runs.copies)
-    return difference(whole, parts)
+    return difference(whole, parts, alike=True)
 
 
 def _of_input(task: Task, runs: Runs) -> float:
     apart = [0.0]
-    for k, whole in enumerate(task.whole.tensors()):
-        pieces = [part.tensors()[k] for part in task.parts]
-        dim, gradient = dimension(whole, pieces), runs.whole.leaves[k].grad
-        if gradient is not None and dim is not None:
-            apart.append(difference(cut(gradient, dim, pieces), [part.leaves[k].grad for part in runs.parts]))
+    for k, (leaf, dim) in enumerate(zip(runs.whole.leaves, task.dims, strict=True)):
+        if leaf.grad is not None and dim is not None:
+            found = [part.leaves[k].grad for part in runs.parts]
+            apart.append(difference(runs.cut.pieces(leaf.grad, dim), found, alike=True))
     return max(apart)
-
-
-def _of_buffers(runs: Runs) -> Iterator[tuple[str, float]]:
-    there = dict(runs.copies[1].named_buffers())
-    for name, buffer in runs.copies[0].named_buffers():
-        if buffer.is_floating_point():
-            yield name, difference([buffer], [there.get(name)])

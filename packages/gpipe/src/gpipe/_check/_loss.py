@@ -1,27 +1,38 @@
-"""The loss function of a check, the caller's or a substitute, and the test that it is a mean over rows."""
+"""The loss of a check, the caller's or a substitute, and the test that it is a mean over rows."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from microbatch import Batch
 
 from ..engine._loss_value import LossFunction, loss_value, own_loss
 from ..module._training import takes_output_alone
 from ._findings import Finding
-from ._rows import difference
-from ._runs import figure
+from ._rows import ROUNDING, difference, figure
+from ._trial import seeded
+
+
+class Part(NamedTuple):
+    """A mini-batch or micro-batch: what the model gives, the target, and the number of rows."""
+
+    output: Any
+    target: Any
+    rows: int
 
 
 class Loss:
     """Calls ``loss_fn`` as :meth:`gpipe.GPipe.step` does.
 
     Args:
-        loss_fn: without one, the loss in the model's output if there is one, else :func:`mean_square`.
+        loss_fn: without one, the loss in the model's output if there is one, else :func:`mean_square`. A module is
+            copied.
         target: what ``loss_fn`` takes beside the output, or None.
 
     Raises:
@@ -29,28 +40,36 @@ class Loss:
     """
 
     def __init__(self, loss_fn: LossFunction | None, target: Any) -> None:
-        self._loss_fn: LossFunction = loss_fn or _own_or_mean_square
         self._alone = takes_output_alone(loss_fn, target)
+        self._loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
 
     def __call__(self, output: Any, target: Any) -> Any:
+        if self._loss_fn is None:
+            return own_loss(output) if self.is_own(output) else mean_square(output)
         return self._loss_fn(output) if self._alone else self._loss_fn(output, target)
 
-    def parts(self, output: Any, target: Any, rows: int) -> tuple[Tensor, Any]:
-        """The loss as a sum and a count, whose quotient is the mean.
+    def to(self, dtype: torch.dtype) -> None:
+        """Convert what the loss function contains, such as weights of classes."""
+        if isinstance(self._loss_fn, nn.Module):
+            self._loss_fn.to(dtype)
 
-        The count is ``rows`` if the loss function returns a mean without a count.
+    def is_own(self, output: Any) -> bool:
+        """Whether the model has computed the loss, so that a pipe takes it from its output."""
+        with suppress(TypeError):
+            return self._loss_fn is None and own_loss(output) is not None
+        return False
+
+    def of(self, parts: Sequence[Part]) -> Tensor:
+        """The loss of a mini-batch that consists of ``parts``: the sum of their losses by the sum of their counts.
+
+        The count is the number of rows if the loss function returns a mean without a count.
         """
-        loss = loss_value(self(output, target))
-        return (loss.total * rows, rows) if loss.count is None else (loss.total, loss.count)
-
-
-def _own_or_mean_square(output: Any) -> Tensor:
-    """The loss in the model's output if there is one, else the mean square of the output."""
-    try:
-        loss: Tensor = own_loss(output)
-    except TypeError:
-        loss = mean_square(output)
-    return loss
+        losses = [(loss_value(self(part.output, part.target)), part.rows) for part in parts]
+        totals = [loss.total * rows if loss.count is None else loss.total for loss, rows in losses]
+        mean: Tensor = sum(totals[1:], totals[0]) / sum(
+            rows if loss.count is None else loss.count for loss, rows in losses
+        )
+        return mean
 
 
 def mean_square(output: Any) -> Tensor:
@@ -59,27 +78,26 @@ def mean_square(output: Any) -> Tensor:
     return sum(squares, torch.zeros(()))
 
 
-def uneven(
-    loss: Loss, whole: tuple[Any, Any, int], parts: Sequence[tuple[Any, Any, int]], tolerance: float
-) -> Iterator[Finding]:
-    """Check that the loss of the mini-batch is the mean of the losses of its micro-batches, weighted by rows.
-
-    Args:
-        loss: the loss function.
-        whole: output, target and number of rows of the mini-batch.
-        parts: the same of each micro-batch.
-        tolerance: the largest relative difference that counts as rounding.
-
-    Yields:
-        A finding if the loss does not require grad, and one if the two losses differ.
-    """
-    total, count = loss.parts(*whole)
+def examine_loss(loss: Loss, whole: Part, parts: Sequence[Part], tolerance: float) -> Iterator[Finding]:
+    """Check that the loss of the mini-batch requires grad, and is the mean of the losses of its micro-batches."""
+    with seeded(nn.Module()) as used:
+        total = loss.of([whole])
     if not total.requires_grad:
         yield Finding("untrained", None, "", "the loss does not require grad: nothing can be trained by it")
-    with torch.no_grad():
-        losses = [loss.parts(*part) for part in parts]
-    found = sum(part for part, _ in losses) / sum(number for _, number in losses)
-    apart = difference([total / count], [found])
-    if apart > tolerance:
+    if used.drew and not used.impure:
+        yield Finding("random", None, "", "the loss draws random numbers")
+    elif used.impure or difference([total], [loss.of([whole])]) > tolerance:
+        yield Finding("impure", None, "", f"the loss {used.impure or 'is another one each time'}")
+    elif not loss.is_own(whole.output):  # a pipe knows more of what a model computes itself, and is the judge of it
+        yield from _uneven(loss, total, parts)
+
+
+def _uneven(loss: Loss, total: Tensor, parts: Sequence[Part]) -> Iterator[Finding]:
+    try:
+        apart = difference([total], [loss.of(parts)])
+    except Exception as error:
+        yield Finding("loss", None, "", "the loss fails on a micro-batch", f"{type(error).__name__}: {error}")
+        return
+    if apart > ROUNDING:
         message = "the loss of the mini-batch is not the mean of those of its micro-batches, by rows"
         yield Finding("loss", None, "", message, f"differs by {figure(apart)}")

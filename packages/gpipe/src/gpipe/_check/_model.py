@@ -1,61 +1,94 @@
-"""Check the layers one by one: each gets the input that it has in the plain model, so a fault shows in its own layer
-only.
-"""
+"""Run the layers of a model one after the other, and examine each on what it got in the plain model."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..skip import Skippable
 from ..skip._store import Key
 from ._findings import Finding
-from ._layer import examine
-from ._runs import Task
-from ._trial import Signal, popped
+from ._layer import Task, calm, examine
+from ._rows import Cut, Dims, NoRowsError, uneven
+from ._trial import Signal, Trial, attempt
 
 
-class Walked(NamedTuple):
-    """What was found, and what the last layer gives: of the whole mini-batch, and of each micro-batch."""
+class Step(NamedTuple):
+    """A layer in the forward of the plain model: its name, its input, and what it did."""
 
-    findings: list[Finding]
-    whole: Signal
-    parts: list[Signal]
+    name: str
+    given: Signal
+    gave: Trial
 
 
-def walk(layers: nn.Sequential, whole: Signal, parts: Sequence[Signal], tolerance: float) -> Walked:
-    """Examine all ``layers``, the first of which is given ``whole``, and ``parts`` for micro-batches."""
-    findings: list[Finding] = []
-    signals = [whole, *parts]
-    waiting: list[dict[Key, Tensor | None]] = [{} for _ in signals]
-    last = next(reversed(layers))
-    for name, layer in layers.named_children():
-        for signal, skips in zip(signals, waiting, strict=True):
-            skips.update(signal.skips)
-        needed = popped(layer)
-        given = [
-            Signal(signal.value, {key: skips.pop(key) for key in needed if key in skips})
-            for signal, skips in zip(signals, waiting, strict=True)
-        ]
-        found = examine(Task(name, layer, given[0], given[1:], tolerance, layer is last))
-        findings += found.findings
-        signals = [found.whole, *found.parts]
-    return Walked(findings, signals[0], signals[1:])
+def walk(layers: nn.Sequential, inputs: Signal) -> list[Step]:
+    """The forward of a copy of ``layers``."""
+    signal, waiting, steps = inputs, dict[Key, Tensor | None](), []
+    for name, layer in copy.deepcopy(layers).named_children():
+        waiting.update(signal.skips)
+        pops = [key for module in layer.modules() if isinstance(module, Skippable) for key in module.poppable()]
+        given = Signal(signal.value, {key: waiting.pop(key) for key in pops if key in waiting})
+        steps.append(Step(name, given, attempt(layer, given)._replace(roots=(), leaves=())))
+        signal = steps[-1].gave.output
+    return steps
+
+
+def examine_all(
+    layers: nn.Sequential, steps: Sequence[Step], dims: Dims, real: Cut, tolerance: float
+) -> tuple[list[Finding], Dims]:
+    """The findings for all layers, and where the last output has its rows.
+
+    Args:
+        layers: in their state before the forward.
+        steps: of all layers.
+        dims: where the first input has its rows.
+        real: the micro-batches of the pipe.
+        tolerance: the largest relative difference that counts as rounding.
+    """
+    cut, findings = finest(steps[0].given, dims, real), list[Finding]()
+    again, apart = copy.deepcopy(layers), copy.deepcopy(layers)
+    values: Sequence[Any] = [steps[0].given.value] * len(cut.rows)
+    # Tensors are known by identity: what a layer gives, another one gets, also as a skip.
+    rows = dict(zip(map(id, steps[0].given.tensors()), dims, strict=True))
+    for step, layer, one, other in zip(steps, layers.children(), again.children(), apart.children(), strict=True):
+        where, is_last = [rows[id(tensor)] for tensor in step.given.tensors()], step is steps[-1]
+        pieces = [signal.tensors() for signal in cut.signals(step.given, where)]
+        parts = [Signal(v, step.given.skips).replaced(p) for v, p in zip(values, pieces, strict=True)]
+        run = (step.given, step.gave, where, cut, parts, real, tolerance, is_last)
+        found, dims, values = examine(Task(step.name, layer, one, other, *run))
+        findings += found
+        rows.update(zip(map(id, step.gave.tensors()), dims, strict=True))
+    return findings, dims
+
+
+def finest(whole: Signal, dims: Dims, real: Cut) -> Cut:
+    """Uneven micro-batches, if all tensors can be cut into them; else the real ones."""
+    cut = uneven(real)
+    try:
+        cut.signals(whole, dims)
+    except NoRowsError:
+        return real
+    return cut
+
+
+def calmed(layers: nn.Sequential, steps: Sequence[Step]) -> nn.Sequential:
+    """A copy of the layers without masks and batch norm."""
+    copied = copy.deepcopy(layers)
+    for layer, step in zip(copied.children(), steps, strict=True):
+        calm(layer, step.given, step.gave.used.drew)
+    return copied
 
 
 def tied(layers: nn.Sequential) -> Iterator[Finding]:
     """A note for each parameter that several layers share."""
-    names: dict[int, list[str]] = {}
+    names = dict[int, list[str]]()
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    owners = {id(p): name for name, layer in reversed(list(layers.named_children())) for p in layer.parameters()}
-    for key, shared in names.items():
-        if len(shared) > 1 and len(_owning(layers, key)) > 1:
-            owner = owners[key]
+    for shared in names.values():
+        owner, *others = dict.fromkeys(name.partition(".")[0] for name in shared)
+        if others:
             kind = type(layers.get_submodule(owner)).__name__
             yield Finding("tied", owner, kind, "shares a parameter with a later layer", ", ".join(shared))
-
-
-def _owning(layers: nn.Sequential, key: int) -> list[str]:
-    return [name for name, layer in layers.named_children() if any(id(p) == key for p in layer.parameters())]

@@ -1,143 +1,107 @@
-"""Compare pipes of the whole model, under each schedule and checkpoint mode, with a loop over micro-batches."""
+"""Compare a step of a pipe of the whole model with one of the plain model."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from microbatch import Batch
+from microbatch import unwrap
 
 from .._gpipe import GPipe
 from ..engine._settings import inline
-from ..schedule import Schedule, zero_bubble
 from ..values._leaves import Activation, as_nonleaf, clone_leaves
 from ._findings import Finding
-from ._loss import Loss
-from ._rows import difference
-from ._runs import figure, without_masks
-from ._trial import SEED, Generators, call_all
+from ._loss import Loss, Part
+from ._rows import difference, figure
+from ._trial import SEED, call_all, seeded
 
 Results = dict[str, Tensor | None]
 """The loss and the gradients of a step, by name."""
-
-
-class Way(NamedTuple):
-    """One way to run a pipe."""
-
-    schedule: str
-    checkpoint: str
-    threads: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.schedule} with {self.checkpoint!r}{'' if self.threads else ' inline'}"
-
-
-KEEPING, RECOMPUTING = Way("1f1b", "never"), Way("1f1b", "always")
-WAYS = (
-    Way("1f1b", "never", threads=False),
-    RECOMPUTING,
-    Way("fill_drain", "except_last"),
-    Way("zero_bubble", "never"),
-    Way("interleaved", "never"),
-)
-"""Each schedule and each checkpoint mode, with threads and without."""
 
 
 class Case(NamedTuple):
     """A model and a mini-batch to train with.
 
     Attributes:
-        layers: the plain model; it is copied.
+        layers: the model; it is copied.
+        calm: a copy without masks and batch norm, which differ by design.
         balance: layers of each stage.
-        batches: ``inputs`` cut into ``chunks`` micro-batches.
-        targets: those of ``target``.
-        draws: whether a layer draws random numbers.
+        inputs: as they were given, perhaps with rules for their parts.
+        own: whether the model computes its loss.
+        draws: whether a layer or the loss draws random numbers.
+        tolerance: the largest relative difference that counts as rounding.
     """
 
     layers: nn.Sequential
+    calm: nn.Sequential
     balance: Sequence[int]
     chunks: int
     inputs: Any
     target: Any
-    batches: Sequence[Batch]
-    targets: Sequence[Any]
+    rows: int
     loss: Loss
+    own: bool
     draws: bool
+    tolerance: float
 
-    def ways(self) -> list[Way]:
-        """Interleaving needs as many stages for each of two workers."""
-        stages = len(self.balance)
-        return [way for way in WAYS if way.schedule != "interleaved" or (stages > 2 and stages % 2 == 0)]
+    def plain(self) -> tuple[Results, bool]:
+        """Loss and gradients of a plain step, and whether it drew random numbers all the same."""
+        layers = copy.deepcopy(self.calm)
+        value = as_nonleaf(clone_leaves(Activation(unwrap(self.inputs)[0]))).value
+        with seeded(layers) as used:
+            loss = self.loss.of([Part(call_all(layers, value), unwrap(self.target)[0], self.rows)])
+        torch.autograd.backward(loss)
+        return _results(layers, loss.detach()), used.drew
 
-    def step(self, layers: nn.Module, way: Way) -> Results:
-        """Loss and gradients of one step of a pipe of ``layers``, which are copied."""
-        devices = [f"cpu:{j % 2}" if way.schedule == "interleaved" else "cpu" for j in range(len(self.balance))]
-        schedule: Schedule | str = way.schedule
-        if schedule == "zero_bubble":  # under its name, only stages are split where that pays
-            schedule = zero_bubble(len(self.batches), len(self.balance))
-        copied = copy.deepcopy(layers)
-        pipe = GPipe(copied, self.balance, devices=devices, chunks=self.chunks, checkpoint=way.checkpoint)
+    def piped(self, layers: nn.Sequential, checkpoint: str) -> Results:
+        """Loss and gradients of a step of a pipe of ``layers``, which are copied."""
+        devices = ["cpu"] * len(self.balance)
+        pipe = GPipe(copy.deepcopy(layers), self.balance, devices=devices, chunks=self.chunks, checkpoint=checkpoint)
         torch.manual_seed(SEED)
-        with closing(pipe), nullcontext() if way.threads else inline():
-            found = pipe.step(self.inputs, self.target, loss_fn=self.loss, schedule=schedule)
+        with closing(pipe), inline():
+            found = pipe.step(self.inputs, self.target, loss_fn=None if self.own else self.loss)
         return _results(pipe, found[0] if isinstance(found, tuple) else found)  # there may be metrics
 
-    def loop(self, layers: nn.Sequential) -> Results:
-        """Loss and gradients of a plain loop over micro-batches."""
-        plain = copy.deepcopy(layers)
-        losses = []
-        for batch, target in zip(self.batches, self.targets, strict=True):
-            value = as_nonleaf(clone_leaves(Activation(batch.value))).value
-            losses.append(self.loss.parts(call_all(plain, value), target, batch.rows[0]))
-        loss = sum(total for total, _ in losses) / sum(count for _, count in losses)
-        torch.autograd.backward(loss)
-        return _results(plain, loss.detach())
+    def problem(self, expected: Results, run: Callable[[], Results]) -> str:
+        """How what ``run`` gives differs from what is ``expected``, or why it fails; empty if it agrees."""
+        try:
+            found = run()
+        except Exception as error:
+            return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        apart = difference(list(expected.values()), [found[name] for name in expected], alike=True)
+        return f"loss or gradients differ by {figure(apart)} of the largest" if apart > self.tolerance else ""
 
 
 def _results(model: nn.Module, loss: Tensor) -> Results:
-    return {"loss": loss, **{name: parameter.grad for name, parameter in model.named_parameters()}}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: value if value is None else value.cpu() for name, value in {"loss": loss, **gradients}.items()}
 
 
-def compare(case: Case, tolerance: float) -> tuple[list[Finding], list[str]]:
-    """What was found, and the names of the ways to run a pipe that agree with the loop."""
-    quiet = without_masks(case.layers)
-    before = Generators(torch.device("cpu"))
-    expected = case.loop(quiet)
-    if before.drew():  # in evaluation too: other numbers than a pipe, but all pipes draw the same
-        expected = case.step(quiet, case.ways()[0])
-    problems: dict[str, list[str]] = {}
-    for way in case.ways():
-        problems.setdefault(_problem(expected, partial(case.step, quiet, way), tolerance), []).append(str(way))
-    agreed = problems.pop("", [])
-    findings = [
-        Finding("pipeline", None, "", f"the pipe differs from the micro-batch loop under {', '.join(ways)}", problem)
-        for problem, ways in problems.items()
-    ]
-    return [*findings, *([] if findings else _recomputed(case, tolerance))], agreed
+def judge(case: Case) -> tuple[list[Finding], list[str]]:
+    """What was found, and the settings under which a pipe of the whole model agreed with the plain model."""
+    expected, drew = case.plain()
+    agreed = []
+    if not drew:
+        if problem := case.problem(expected, partial(case.piped, case.calm, "always")):
+            repeats = case.problem(expected, partial(case.piped, case.calm, "never"))
+            code = "loss" if case.own and repeats else "pipeline" if repeats else "recompute"
+            return [Finding(code, None, "", _MESSAGES[code], problem)], []
+        agreed.append("1f1b with 'always'")
+    if case.draws:  # With all masks, as in training, checkpointing must change nothing.
+        if problem := case.problem(case.piped(case.layers, "never"), partial(case.piped, case.layers, "always")):
+            return [Finding("recompute", None, "", _MESSAGES["recompute"], problem)], []
+        agreed.append("1f1b with 'always' as with 'never'")
+    return [], agreed
 
 
-def _recomputed(case: Case, tolerance: float) -> Iterator[Finding]:
-    """With all masks, as in training, checkpointing must change nothing."""
-    if not case.draws:  # then there are no masks, and it has been compared
-        return
-    kept = case.step(case.layers, KEEPING)
-    problem = _problem(kept, partial(case.step, case.layers, RECOMPUTING), tolerance)
-    if problem:
-        yield Finding("recompute", None, "", "checkpointing changes the gradients", problem)
-
-
-def _problem(expected: Results, run: Callable[[], Results], tolerance: float) -> str:
-    """How what ``run`` gives differs from what is ``expected``, or why it fails; empty if it agrees."""
-    try:
-        found = run()
-    except Exception as error:
-        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-    # All by one scale: a gradient that is nothing but rounding, as of a bias before batch norm, has none of its own.
-    apart = difference(list(expected.values()), [found[name] for name in expected])
-    return "" if apart <= tolerance else f"loss or gradients differ by {figure(apart)} of the largest"
+_MESSAGES = {
+    "loss": "a pipe does not compute the model's own loss as the model does",
+    "pipeline": "a pipe of the layers differs from the model",
+    "recompute": "checkpointing changes the gradients",
+}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 
 from profiler import html
+from profiler.svg import escaped
 
 from .._saving import save
 from ._findings import Finding
-from ._page import body
 
 _LEVELS = ("error", "warning", "note")
 
@@ -26,8 +27,8 @@ class Report:
         rows: the number of rows of the sample.
         microbatches: the number of micro-batches that it was cut into.
         dtype: the dtype of the computations; ``"float64"`` unless the model cannot compute in it.
-        compared: the settings under which a pipe of the whole model agreed with the loop over micro-batches; empty if
-            there are errors of single layers, in which case no pipe is run.
+        compared: the settings under which a pipe of the whole model agreed with the plain model; empty if there are
+            errors.
     """
 
     findings: tuple[Finding, ...]
@@ -57,10 +58,8 @@ class Report:
         Raises:
             ValueError: ``path`` has another ending.
         """
-        save(
-            path,
-            {".html": lambda: html.page("Check", self._body()), ".json": self.to_json, ".txt": lambda: f"{self}\n"},
-        )
+        page = partial(html.page, "Check", self._body())
+        save(path, {".html": page, ".json": self.to_json, ".txt": lambda: f"{self}\n"})
 
     def __str__(self) -> str:
         return "\n\n".join([*map(str, self._ordered()), self._summary()])
@@ -69,7 +68,8 @@ class Report:
         return html.fragment(self._body())
 
     def _body(self) -> str:
-        return body(self._ordered(), self._summary())
+        findings = "".join(map(_in_html, self._ordered()))
+        return f"<h1>Check</h1>{findings}<p>{escaped(self._summary())}</p>"
 
     def _ordered(self) -> list[Finding]:
         """The findings, errors first."""
@@ -83,7 +83,12 @@ class Report:
             f"in {self.dtype}"
         ]
         if self.compared:
-            lines.append(f"the whole pipe equals the micro-batch loop under {', '.join(self.compared)}")
+            lines.append(f"the whole pipe equals the plain model under {', '.join(self.compared)}")
         else:
-            lines.append("the whole pipe was not run; fix the errors first")
+            lines.append("the whole pipe was not compared; fix the errors first")
         return "\n".join(lines)
+
+
+def _in_html(finding: Finding) -> str:
+    first, _, others = str(finding).partition("\n")
+    return f'<pre style="white-space: pre-wrap"><b>{escaped(first)}</b>\n{escaped(others)}</pre>'

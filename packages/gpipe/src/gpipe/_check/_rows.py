@@ -1,80 +1,160 @@
-"""Find the dimension of rows of a tensor, and measure the difference of two tensors."""
+"""Cut tensors by rows, exchange some of their rows, and measure how far tensors differ."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._trial import Signal
 
-class NoRowsError(Exception):
-    """The parts of a tensor do not make up the whole of it."""
+Dims = list[int | None]
+"""For each tensor of a value the dimension of its rows; None if all micro-batches get it whole."""
+
+ROUNDING = 1e-4
+"""Differences below this, where no row depends on others, come from computing in a lower precision."""
+
+_HUGE = 1e8
+"""Values from here on, as in masks, are compared by their own size, and set no scale for smaller ones."""
 
 
-def dimension(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
-    """The dimension along which ``parts`` make up ``whole``; None if each has the shape of the whole.
+class NoRowsError(ValueError):
+    """The micro-batches of a tensor do not make up the whole of it."""
 
-    Raises NoRowsError if there is none.
+
+class Cut(NamedTuple):
+    """A division of a mini-batch into micro-batches, by rows. Tensors with more rows are divided in proportion."""
+
+    rows: tuple[int, ...]
+
+    def pieces(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
+        """``tensor`` for each micro-batch."""
+        return (
+            [tensor] * len(self.rows) if dim is None else list(torch.split(tensor, self._sizes(tensor.shape[dim]), dim))
+        )
+
+    def signals(self, whole: Signal, dims: Dims) -> list[Signal]:
+        """``whole`` for each micro-batch."""
+        columns = [self.pieces(tensor, dim) for tensor, dim in zip(whole.tensors(), dims, strict=True)]
+        return [whole.replaced(row) for row in zip(*columns, strict=True)] or [whole] * len(self.rows)
+
+    def dims(self, whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Dims:
+        """The dimensions along which the tensors of micro-batches make up those of the whole.
+
+        Raises:
+            NoRowsError: there is none, or the number of tensors differs.
+        """
+        if {len(part) for part in parts} != {len(whole)}:
+            raise NoRowsError("micro-batches give another number of tensors than the whole")
+        return [self._dim(tensor.shape, [part[k].shape for part in parts]) for k, tensor in enumerate(whole)]
+
+    def guessed(self, tensors: Sequence[Tensor], dims: Dims) -> Dims:
+        """The dimensions of rows of ``tensors`` if rows stay in those that they have in other tensors, ``dims``."""
+        known = sorted({dim for dim in dims if dim is not None})
+        return [next((dim for dim in known if _entries(t, dim, sum(self.rows))), None) for t in tensors]
+
+    def _sizes(self, size: int) -> list[int]:
+        """The entries of micro-batches in a dimension of ``size``; none if the proportions cannot be kept."""
+        if size * math.gcd(*self.rows) % sum(self.rows):
+            return []
+        return [rows * size // sum(self.rows) for rows in self.rows]
+
+    def _dim(self, whole: torch.Size, parts: Sequence[torch.Size]) -> int | None:
+        if all(shape == whole for shape in parts):
+            return None
+        for dim, size in enumerate(whole):
+            if [shape[dim] for shape in parts if len(shape) == len(whole)] == self._sizes(size):
+                return dim
+        raise NoRowsError(
+            f"the whole has shape {tuple(whole)}, its micro-batches {', '.join(map(str, map(tuple, parts)))}"
+        )
+
+
+def uneven(real: Cut) -> Cut:
+    """Micro-batches of other sizes than the real ones, without a common divisor if possible: no groups of rows fit."""
+    alone = (1,) if min(real.rows) == 1 and len(real.rows) > 2 else ()  # some layers fail on a single row
+    rows = sum(real.rows) - sum(alone)
+    if rows < 9:
+        first = min(max(2, (rows - 1) // 2), rows - 1)
+        return Cut((*alone, first, rows - first))
+    first, second = rows * 2 // 7, rows // 3
+    odd = math.gcd(first, second, rows) > 1
+    return Cut((*alone, first + odd, second, rows - first - second - odd))
+
+
+def exchanged(whole: Signal, dims: Dims, chosen: Tensor) -> Signal:
+    """``whole`` with copies of other rows in place of the ``chosen`` ones: values that the layer surely takes."""
+    rows = torch.arange(len(chosen))
+    others = (rows + torch.randint(1, len(chosen), rows.shape, generator=torch.Generator().manual_seed(1))) % len(rows)
+    changed = _selected(whole.tensors(), dims, len(rows), torch.where(chosen, others, rows))
+    pairs = zip(whole.tensors(), changed, strict=True)
+    return whole.replaced(
+        [(old if new is None else new).detach().requires_grad_(old.requires_grad) for old, new in pairs]
+    )
+
+
+def kept(tensors: Sequence[Tensor], dims: Dims, chosen: Tensor) -> list[Tensor | None]:
+    """The rows of ``tensors`` that are not ``chosen``."""
+    return _selected(tensors, dims, len(chosen), (~chosen).nonzero().flatten())
+
+
+def _selected(tensors: Sequence[Tensor], dims: Dims, count: int, rows: Tensor) -> list[Tensor | None]:
+    """Some ``rows`` of tensors; None for those without rows."""
+    found: list[Tensor | None] = []
+    for tensor, dim in zip(tensors, dims, strict=True):
+        entries = _entries(tensor, dim, count)
+        offsets = rows[:, None] * entries + torch.arange(entries)
+        found.append(
+            tensor.index_select(dim, offsets.flatten().to(tensor.device)) if dim is not None and entries else None
+        )
+    return found
+
+
+def _entries(tensor: Tensor, dim: int | None, rows: int) -> int:
+    """How many entries along ``dim`` belong to each of the ``rows``; 0 if the tensor is not divided like that."""
+    return 0 if dim is None or dim >= tensor.dim() or tensor.shape[dim] % rows else tensor.shape[dim] // rows
+
+
+def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None], *, alike: bool = False) -> float:
+    """The largest difference, relative to the largest expected value of its tensor; inf if shapes or types differ.
+
+    Args:
+        alike: relative to the largest value of all tensors. A gradient that is nothing but rounding, as that of a bias
+            before a norm, has no scale of its own.
     """
-    if all(part.shape == whole.shape for part in parts):
-        return None
-    for dim in range(whole.dim()):
-        alike = all(part.dim() == whole.dim() and _without(part, dim) == _without(whole, dim) for part in parts)
-        if alike and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
-            return dim
-    shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-    raise NoRowsError(f"the whole has shape {tuple(whole.shape)}, its micro-batches {shapes}")
-
-
-def _without(tensor: Tensor, dim: int) -> torch.Size:
-    return tensor.shape[:dim] + tensor.shape[dim + 1 :]
-
-
-def cut(whole: Tensor, dim: int | None, parts: Sequence[Tensor]) -> list[Tensor]:
-    """``whole`` in pieces of the sizes of ``parts``; itself for each if ``dim`` is None."""
-    if dim is None:
-        return [whole] * len(parts)
-    return list(torch.split(whole, [part.shape[dim] for part in parts], dim))
-
-
-def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
-    """The largest difference, relative to the largest expected value of all tensors; inf if shapes differ."""
     if len(expected) != len(found):
         return math.inf
-    pairs = list(zip(expected, found, strict=True))
-    scale = max([_largest(tensor) for tensor in expected if tensor is not None], default=0.0)
-    return max([_difference(a, b, scale) for a, b in pairs], default=0.0)
+    scales = [0.0 if tensor is None else _scale(tensor) for tensor in expected]
+    least = max(scales, default=0.0) * (1 if alike else 1e-6)
+    return max([_difference(a, b, max(s, least)) for a, b, s in zip(expected, found, scales, strict=True)], default=0.0)
 
 
 def _difference(expected: Tensor | None, found: Tensor | None, scale: float) -> float:
-    if expected is None or found is None:
-        # A gradient of zeros is as good as none.
-        return _relative(_largest(found if expected is None else expected), scale)
+    if expected is None or found is None:  # a gradient of zeros is as good as none
+        there = found if expected is None else expected
+        return 0.0 if there is None else _difference(torch.zeros_like(there), there, scale)
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return math.inf
-    if not _has_fractions(expected):
-        return 0.0 if torch.equal(expected, found) else math.inf
-    if not torch.equal(expected.isfinite(), found.isfinite()):
+    one, other = _wide(expected), _wide(found)
+    if not torch.equal(one.isfinite(), other.isfinite()):
         return math.inf
-    return _relative(_largest(_finite(expected) - _finite(found)), scale)
+    gap = (one - other).abs().nan_to_num(0, 0)
+    return float((gap / one.abs().clamp(min=scale))[gap > 0].max()) if gap.any() else 0.0
 
 
-def _relative(size: float, scale: float) -> float:
-    return 0.0 if size == 0 else size / scale if scale else math.inf
+def _scale(tensor: Tensor) -> float:
+    sizes = _wide(tensor).abs().nan_to_num(0, 0).flatten()
+    small = sizes[sizes < _HUGE]
+    return float((small if small.numel() else sizes).max()) if sizes.numel() else 0.0
 
 
-def _largest(tensor: Tensor | None) -> float:
-    if tensor is None or not tensor.numel():
-        return 0.0
-    return float(_finite(tensor).abs().max()) if _has_fractions(tensor) else 0.0
+def _wide(tensor: Tensor) -> Tensor:
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    return dense.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _finite(tensor: Tensor) -> Tensor:
-    wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
-    return torch.where(wide.isfinite(), wide, 0)
-
-
-def _has_fractions(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def figure(apart: float) -> str:
+    return "another shape, type or not-a-number" if math.isinf(apart) else f"{apart:.1e}"

@@ -1,4 +1,4 @@
-"""One run of a layer alone: what it gives, what it does to its input, and the gradients."""
+"""One run of a layer alone: what it gives, what it does to its input and to the generators, and its gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from microbatch import Arguments
 
 from ..checkpoint._device_generator import module_of
-from ..skip import Skippable
 from ..skip._store import Key, routed
 from ..values._leaves import Activation, as_nonleaf, clone_leaves, versions
 
@@ -22,7 +21,7 @@ SEED = 20_041_911
 
 
 class Signal(NamedTuple):
-    """What goes into a layer: its argument, and the skips that it pops."""
+    """What goes into a layer, or comes out of it: a value, and the skips that it pops or stashes."""
 
     value: Any
     skips: dict[Key, Tensor | None]
@@ -44,42 +43,42 @@ class Trial(NamedTuple):
     """What a forward showed, and what a backward starts from.
 
     Attributes:
-        output: what it gave on: its return value, and the skips that it stashed; detached, but with requires_grad.
-        drew: whether it used a generator of PyTorch.
-        drew_elsewhere: whether it used Python's or NumPy's.
+        output: what it gave; detached, but with requires_grad.
+        used: how it used the generators.
         in_place: whether it changed what went in.
         roots: the tensors of ``output``, with their graph.
         leaves: those that went in.
     """
 
     output: Signal
-    drew: bool
-    drew_elsewhere: bool
+    used: Used
     in_place: bool
-    roots: list[Tensor]
-    leaves: list[Tensor]
+    roots: Sequence[Tensor]
+    leaves: Sequence[Tensor]
 
-    def backward(self, cotangents: Sequence[Tensor]) -> None:
-        """Accumulate gradients in the parameters and in ``leaves``, from one gradient for each of ``roots``."""
-        pairs = [(y, g) for y, g in zip(self.roots, cotangents, strict=True) if y.requires_grad]
+    def tensors(self) -> list[Tensor]:
+        return self.output.tensors()
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """Accumulate gradients in the parameters and in ``leaves``, from those of ``roots``."""
+        pairs = [(y, g) for y, g in zip(self.roots, gradients, strict=True) if y.requires_grad and g is not None]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
 
 
 def attempt(layer: nn.Module, signal: Signal) -> Trial:
-    """Run the forward of ``layer``, with all generators in the same state as for every other attempt."""
+    """Run the forward of ``layer``, with PyTorch's generators in the same state as for every other attempt."""
     leaves = clone_leaves(signal.activation())
     entered = as_nonleaf(leaves)
     before = versions(entered)
     value, *skips = entered.value
     store = dict(zip(signal.skips, skips, strict=True))
-    with seeded(layer) as generators, routed(store):
+    with seeded(layer) as used, routed(store):
         output = call(layer, value)
-        drew, drew_elsewhere = generators.drew(), generators.drew_elsewhere()
     given = Signal(output, {key: skip for key, skip in store.items() if key not in signal.skips})
     roots = given.tensors()
     detached = given.replaced([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in roots])
-    return Trial(detached, drew, drew_elsewhere, versions(entered) != before, roots, list(leaves.tensors))
+    return Trial(detached, used, versions(entered) != before, roots, leaves.tensors)
 
 
 def call(layer: nn.Module, value: Any) -> Any:
@@ -94,58 +93,51 @@ def call_all(layers: nn.Sequential, value: Any) -> Any:
     return value
 
 
-def popped(layer: nn.Module) -> list[Key]:
-    """The skips that modules of ``layer`` pop; some may come from other modules of it."""
-    return [key for module in layer.modules() if isinstance(module, Skippable) for key in module.poppable()]
+class Used:
+    """How a block used the generators.
+
+    Attributes:
+        drew: whether the states of PyTorch's changed.
+        impure: uses that a pipeline does not repeat; empty if there are none.
+        states: of PyTorch's generators, after the block.
+    """
+
+    drew = False
+    impure = ""
+    states: Sequence[Tensor] = ()
 
 
-class Generators:
-    """The generators of PyTorch, Python and NumPy, and whether they were used."""
+@contextmanager
+def seeded(layer: nn.Module) -> Iterator[Used]:
+    """PyTorch's generators start from a fixed seed; after the block they, Python's and NumPy's are as before."""
+    tensor = next(iter((*layer.parameters(), *layer.buffers())), torch.zeros(()))
+    module, numpy, used = module_of(tensor.device), sys.modules.get("numpy"), Used()
+    devices = [] if module is None else [tensor.device.index or 0]
+    python, arrays = random.getstate(), numpy and numpy.random.get_state()
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._torch, self._python, self._numpy = _states(device), random.getstate(), _numpy_state()
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *([] if module is None else [module.get_rng_state(tensor.device)])]
 
-    def drew(self) -> bool:
-        return any(not torch.equal(a, b) for a, b in zip(self._torch, _states(self._device), strict=True))
-
-    def drew_elsewhere(self) -> bool:
-        numpy = _numpy_state()
-        same = numpy is None or self._numpy is None or _plain(numpy) == _plain(self._numpy)
-        return random.getstate() != self._python or not same
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch[0])
-        for state in self._torch[1:]:
-            module_of(self._device).set_rng_state(state, self._device)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-
-def _states(device: torch.device) -> list[Tensor]:
-    module = module_of(device)
-    return [torch.get_rng_state()] if module is None else [torch.get_rng_state(), module.get_rng_state(device)]
+    with torch.random.fork_rng(devices, device_type=tensor.device.type if devices else "cuda"):
+        torch.manual_seed(SEED)
+        before = states()
+        try:
+            yield used
+        finally:
+            used.states = states()
+            used.drew = not same(before, used.states)
+            others = random.getstate() != python or (numpy and _plain(numpy.random.get_state()) != _plain(arrays))
+            reseeded = "seeds PyTorch's global generator" if torch.initial_seed() != SEED else ""
+            used.impure = "draws from Python's or NumPy's generator" if others else reseeded
+            random.setstate(python)
+            if numpy:
+                numpy.random.set_state(arrays)
 
 
-def _numpy_state() -> Any:
-    """The state of NumPy's global generator; None if nobody has imported it."""
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether states of generators are equal."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def _plain(state: Any) -> tuple[Any, ...]:
     return (state[1].tobytes(), *state[2:])
-
-
-@contextmanager
-def seeded(layer: nn.Module) -> Iterator[Generators]:
-    """PyTorch's generators begin at a fixed seed; afterwards all are as they were."""
-    tensor = next(iter((*layer.parameters(), *layer.buffers())), None)
-    device = torch.device("cpu") if tensor is None else tensor.device
-    before = Generators(device)
-    torch.manual_seed(SEED)
-    try:
-        yield Generators(device)
-    finally:
-        before.restore()

@@ -2,81 +2,64 @@
 
 from __future__ import annotations
 
-import copy
-import math
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+import torch
 
 from ._findings import Finding
-from ._rows import NoRowsError, difference, dimension
-from ._runs import Runs, Task, dims_of, figure
-from ._trial import attempt
+from ._rows import ROUNDING, difference, exchanged, figure, kept
+from ._trial import attempt, same
 
-_REASSOCIATION = 1e-3
-"""Below this, a layer that computes in a lower precision than its input has just rounded differently."""
+if TYPE_CHECKING:
+    from ._layer import Runs, Task
 
 
-def explain(task: Task, layer: nn.Module, runs: Runs, apart: float) -> Finding:
-    """Why micro-batches of ``layer`` give something else than the whole, by ``apart``."""
-    mixed = _mixed(task, layer)
+def cause(task: Task, runs: Runs, apart: float, *, masks: bool = False) -> Finding:
+    """Why outputs of micro-batches differ from that of the mini-batch by ``apart``; in training if ``masks``."""
     differs = f"micro-batches differ from the whole by {figure(apart)} of the largest value"
-    if mixed > task.tolerance:
-        proof = f"changing row 0 of the input changes other rows of the output, by {figure(mixed)}; {differs}"
-        if _normalises(layer) and _mixed(task, _without_norms(layer)) <= task.tolerance:
-            return task.finding("batchnorm", "normalises each micro-batch by statistics of its own", differs)
+    if not masks and difference(runs.whole.tensors(), attempt(runs.copies[0], task.given).tensors()) > task.tolerance:
+        return task.finding("stateful", "a second call gives something else, for the same input and seed", differs)
+    by = mixed(task, runs, masks=masks)
+    if by > task.tolerance:
+        proof = f"changing some rows of the input changes other rows of the output, by {figure(by)}"
         return task.finding("mixes-rows", "an output row depends on other rows of the input", proof)
-    if apart < _REASSOCIATION:
+    if apart < ROUNDING:
         return task.finding("reassociation", "computes in less than double precision", differs)
-    if None in runs.dims and _whole_differs(task, runs):
+    if None in runs.dims:
         return task.finding("rows-lost", "reduces over rows: each micro-batch gives a value of its own", differs)
     return task.finding("rows", "depends on how many rows there are, or on which of them a row is", differs)
 
 
-def _whole_differs(task: Task, runs: Runs) -> bool:
-    pairs = zip(runs.pairs(), runs.dims, strict=True)
-    return any(dim is None and difference(*pair) > task.tolerance for pair, dim in pairs)
+def mixed(task: Task, runs: Runs, *, masks: bool = False) -> float:
+    """How far rows of the output change when other rows of the input do, for the same random numbers.
+
+    Args:
+        masks: whether the layer draws as in training.
+    """
+    before, dims = runs.whole, runs.dims
+    if masks:
+        before = attempt(task.calmed(masks=True), task.given) if task.normalises() else task.gave
+    if len(dims) != len(before.tensors()):
+        dims = task.cut.guessed(before.tensors(), task.dims)
+    rows = sum(task.cut.rows)
+    chosen = torch.rand(rows, generator=torch.Generator().manual_seed(rows)) < 0.5
+    chosen[:2] = torch.tensor([True, False])
+    found = [0.0]
+    for half in (chosen, ~chosen):
+        try:
+            after = attempt(task.calmed(masks=masks), exchanged(task.given, task.dims, half))
+        except Exception:  # a layer may refuse rows in another order, which says nothing about how it mixes them
+            continue
+        if same(before.used.states, after.used.states):  # else the same rows get other random numbers
+            found.append(difference(kept(before.tensors(), dims, half), kept(after.tensors(), dims, half)))
+    return max(found)
 
 
-def _mixed(task: Task, layer: nn.Module) -> float:
-    """How far other rows of the output change with row 0 of the input."""
-    inputs = [part.tensors() for part in task.parts]
-    dims = [dimension(tensor, parts) for tensor, *parts in zip(task.whole.tensors(), *inputs, strict=True)]
-    changed = task.whole.replaced([_changed(t, dim) for t, dim in zip(task.whole.tensors(), dims, strict=True)])
-    before, after = attempt(copy.deepcopy(layer), task.whole), attempt(copy.deepcopy(layer), changed)
-    outputs = [trial.output.tensors() for trial in (before, after)]
+def unable(task: Task, error: Exception) -> Finding:
+    """Why micro-batches fail with ``error``: each of them alone, or one after another."""
     try:
-        probe = copy.deepcopy(layer)
-        to = dims_of(before, [attempt(probe, part) for part in task.parts])
-    except NoRowsError:
-        return 0.0
-    others = [[_others(t, dim) for t, dim in zip(each, to, strict=True) if dim is not None] for each in outputs]
-    return difference(*others) if len(outputs[0]) == len(outputs[1]) else math.inf
-
-
-def _changed(tensor: Tensor, dim: int | None) -> Tensor:
-    if dim is None or tensor.shape[dim] < 2:
-        return tensor
-    changed = tensor.detach().clone()
-    first = changed.select(dim, 0)
-    # Whole numbers may be indices, which have to stay in range: those of the last row are.
-    first.copy_(first * 1.5 + 0.1 if tensor.is_floating_point() else changed.select(dim, -1))
-    return changed.requires_grad_(tensor.requires_grad)
-
-
-def _others(tensor: Tensor, dim: int) -> Tensor:
-    return tensor.narrow(dim, 1, tensor.shape[dim] - 1)
-
-
-def _normalises(layer: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) and module.training for module in layer.modules())
-
-
-def _without_norms(layer: nn.Module) -> nn.Module:
-    """A copy that normalises nothing over the batch."""
-    whole = nn.ModuleList([copy.deepcopy(layer)])
-    for parent in list(whole.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, _BatchNorm):
-                setattr(parent, name, nn.Identity())
-    return whole[0]
+        for part in task.parts:
+            attempt(task.calmed(), part)
+    except Exception:
+        return task.failure("hard-coded-batch", "fails on a micro-batch, and not on the whole", error)
+    return task.failure("stateful", "fails on a second micro-batch, and not alone on the same", error)

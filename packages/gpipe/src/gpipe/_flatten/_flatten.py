@@ -93,7 +93,7 @@ def _flattened(
     Args:
         whole: whether the pipe may return the whole output.
     """
-    with shapes_only(model):
+    with _evaluating(model), shapes_only(model):
         trunks = find_trunks(model, inputs, blocks)
         calls = watch(model, inputs, trunks)
         if calls.between:
@@ -101,8 +101,8 @@ def _flattened(
                 f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
                 "call it, or name other lists by blocks="
             )
-    layers = _built(model, inputs, trunks, calls, pick)
-    with _evaluating(layers):
+    layers = _built(model, inputs, trunks, calls, pick)  # its copies of modules have the modes of the model
+    with _evaluating(model, layers):
         with shapes_only(model) as shapes:
             expect_equal(model, layers, inputs, pick, shapes)
             own = [model.get_submodule(name) for trunk in trunks for name in trunk]
@@ -229,15 +229,15 @@ def _turn_off_cache(model: nn.Module) -> None:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """A context in which ``model`` runs in evaluation mode, without a trace: its buffers stay as they are."""
+    """A context in which runs of ``model`` leave no trace: its buffers and random numbers stay as they are."""
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    with _evaluating(model), fork_rng(devices=[]):
-        try:
+    try:
+        with fork_rng(devices=[]):
             yield
-        finally:
-            for buffer, version, before in buffers:
-                if buffer._version != version:
-                    buffer.data.copy_(before)
+    finally:
+        for buffer, version, before in buffers:
+            if buffer._version != version:
+                buffer.data.copy_(before)
 
 
 @contextmanager

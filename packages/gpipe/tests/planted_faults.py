@@ -1,0 +1,435 @@
+"""Faults of layers and losses that train differently in micro-batches: where ``gpipe.check`` has to find each."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+WIDTH, ROWS = 16, 32
+
+
+class Fault(NamedTuple):
+    """A model, a mini-batch, and the only layer that findings may name; None for the loss and the whole model."""
+
+    model: nn.Module
+    sample: Any
+    layer: str | None = "2"
+    target: Tensor | None = None
+    loss_fn: Callable[..., Any] | None = None
+
+
+class Layer(nn.Module):
+    """A layer that is a function of itself and its input, with modules that it may use."""
+
+    def __init__(self, function: Callable[..., Any], *modules: nn.Module, **attributes: Any) -> None:
+        super().__init__()
+        self.function, self.m = function, nn.ModuleList(modules)
+        for name, value in attributes.items():
+            self.register_buffer(name, value) if isinstance(value, Tensor) else setattr(self, name, value)
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(self, *values)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH)
+
+
+def between(layer: nn.Module) -> nn.Sequential:
+    return nn.Sequential(linear(), nn.GELU(), layer, linear())
+
+
+def planted(layer: nn.Module) -> Fault:
+    return Fault(between(layer), rows())
+
+
+def function(forward: Callable[[Tensor], Tensor], *parts: nn.Module) -> Fault:
+    """A layer that is a function of its input, after ``parts``."""
+    return planted(Layer(lambda s, x: forward(nn.Sequential.forward(s.m, x) if len(s.m) else x), *parts))
+
+
+def backward(change: Callable[[Tensor], Tensor], *, at: str = "input") -> Fault:
+    """A layer that changes its gradient: that of its input, of its output, or the one that reaches its weight."""
+
+    class Changes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return change(gradient)
+
+    if at == "weight":
+        return planted(Layer(lambda s, x: F.linear(x, Changes.apply(s.m[0].weight)), linear()))
+    return planted(
+        Layer(lambda s, x: Changes.apply(s.m[0](x)) if at == "output" else s.m[0](Changes.apply(x)), linear())
+    )
+
+
+def hooked(change: Callable[[Tensor], Tensor]) -> Fault:
+    def forward(s: Layer, x: Tensor) -> Tensor:
+        y = s.m[0](x)
+        y.register_hook(change)
+        return y
+
+    return planted(Layer(forward, linear()))
+
+
+def counted(s: Layer, x: Tensor) -> Tensor:
+    s.calls += 1
+    return x * (1 + s.calls)
+
+
+def averaged(s: Layer, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        s.mean.mul_(0.9).add_(0.1 * x.mean(0))
+    return x
+
+
+def cached(s: Layer, x: Tensor) -> Tensor:
+    if not s.masks:
+        s.masks.append((torch.rand_like(x) > 0.5).detach())
+    return x * s.masks[0] if s.training else x
+
+
+def carried(s: Layer, x: Tensor) -> Tensor:
+    s.last = (x.detach().mean() if s.last is None else s.last) * 0.5 + 1
+    return x * s.last
+
+
+def first_differs(s: Layer, x: Tensor) -> Tensor:
+    first, s.first = s.first, False
+    return x * 2 if first else x
+
+
+def turns_itself_off(s: Layer, x: Tensor) -> Tensor:
+    y = s.m[0](x)
+    s.eval()
+    return y
+
+
+def seeds(s: Layer, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return F.dropout(x)
+
+
+def centred(s: Layer, x: Tensor) -> Tensor:
+    return x - x.mean(0) if s.training else x
+
+
+def scaled(s: Layer, x: Tensor) -> Tensor:
+    """By a factor that weighs less in evaluation, as some sampling layers do."""
+    return x / len(x) if s.training else x
+
+
+def grouped(x: Tensor, size: int, *, strided: bool = False) -> Tensor:
+    """Rows less the mean of their group."""
+    groups = x.view(-1, size, WIDTH) if not strided else x.view(size, -1, WIDTH).transpose(0, 1)
+    less = groups - groups.mean(1, keepdim=True)
+    return (less if not strided else less.transpose(0, 1)).reshape(len(x), WIDTH)
+
+
+def deviation(x: Tensor) -> Tensor:
+    """What critics of images append: the deviation in groups of four."""
+    return x + x.view(4, -1, WIDTH).std(0).mean(1).repeat(4)[:, None]
+
+
+def mixup(x: Tensor) -> Tensor:
+    share = torch.distributions.Beta(0.4, 0.4).sample()
+    return share * x + (1 - share) * x[torch.randperm(len(x))]
+
+
+def cutmix(x: Tensor) -> Tensor:
+    width = int(torch.randint(4, 12, ()))
+    return torch.cat([x[torch.randperm(len(x)), :width], x[:, width:]], 1)
+
+
+def attend(x: Tensor) -> Tensor:
+    return F.softmax(x @ x.T / 4, -1) @ x
+
+
+def unpadded(s: Layer, x: Tensor) -> Tensor:
+    lengths = torch.arange(1, 1 + len(x)) % 7 + 1
+    packed = pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False)
+    return pad_packed_sequence(s.m[0](packed)[0], batch_first=True)[0]
+
+
+STORE: dict[str, Tensor] = {}
+
+
+class Keeps(nn.Module):
+    """A layer that keeps something of its input for others."""
+
+    def __init__(self, what: Callable[[Tensor], Any], where: dict[str, Any]) -> None:
+        super().__init__()
+        self.what, self.where = what, where
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.where["kept"] = self.what(x)
+        return x.tanh()
+
+
+class Reads(nn.Module):
+    """A layer that uses what another one has kept."""
+
+    def __init__(self, where: dict[str, Any]) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.where["kept"]
+
+
+class Global(nn.Module):
+    """Keeps and reads in a variable of the module, which no copy of the model copies."""
+
+    def __init__(self, what: Callable[[Tensor], Any] | None) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what is None:
+            return x + STORE["kept"]
+        STORE["kept"] = self.what(x)
+        return x.tanh()
+
+
+def kept(what: Callable[[Tensor], Any]) -> Fault:
+    where: dict[str, Any] = {}
+    return Fault(nn.Sequential(linear(), Keeps(what, where), Reads(where), linear()), rows())
+
+
+def kept_globally(what: Callable[[Tensor], Any]) -> Fault:
+    return Fault(nn.Sequential(linear(), Global(what), Global(None), linear()), rows())
+
+
+def embedded(s: Layer, x: Tensor) -> Tensor:
+    return x + s.m[0].weight[: len(x)]
+
+
+def with_loss(loss_fn: Callable[..., Any], *, labels: bool = False) -> Fault:
+    target = torch.arange(ROWS) % WIDTH if labels else rows()
+    return Fault(nn.Sequential(linear(), nn.GELU(), linear()), rows(), None, target, loss_fn)
+
+
+def padded(loss_fn: Callable[..., Any]) -> Fault:
+    fault = with_loss(loss_fn, labels=True)
+    return fault._replace(target=torch.where(torch.arange(ROWS) % 5 == 0, -100, fault.target))
+
+
+def own(loss: Callable[[Tensor], Tensor]) -> Fault:
+    """A model that ends with its loss."""
+    return Fault(nn.Sequential(linear(), nn.GELU(), Layer(lambda s, x: loss(x))), rows(), None)
+
+
+def contrast(one: Tensor, other: Tensor) -> Tensor:
+    """Each row is told from all others of the batch."""
+    return F.cross_entropy(F.normalize(one) @ F.normalize(other).T, torch.arange(len(one)))
+
+
+def hardest(y: Tensor, labels: Tensor) -> Tensor:
+    apart, alike = torch.cdist(y, y), labels[:, None] % 4 == labels % 4
+    return ((apart * alike).amax(1) - (apart + 1e3 * alike).amin(1) + 1).relu().mean()
+
+
+def dice(y: Tensor, target: Tensor) -> Tensor:
+    y, truth = y.sigmoid(), (target > 0).to(y.dtype)
+    return 1 - 2 * (y * truth).sum() / (y.sum() + truth.sum())
+
+
+def discrepancy(y: Tensor, target: Tensor) -> Tensor:
+    return torch.exp(-torch.cdist(y, y)).mean() - 2 * torch.exp(-torch.cdist(y, target)).mean()
+
+
+class Warms(nn.Module):
+    """A loss that weighs more at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(y, target) * self.calls
+
+
+FAULTS: dict[str, dict[str, Callable[[], Fault]]] = {
+    "batch norm": {
+        "in training": lambda: planted(nn.BatchNorm1d(WIDTH)),
+        "without running statistics": lambda: planted(nn.BatchNorm1d(WIDTH, track_running_stats=False)),
+        "without them, in evaluation": lambda: planted(nn.BatchNorm1d(WIDTH, track_running_stats=False).eval()),
+        "beside dropout": lambda: planted(nn.Sequential(nn.Dropout(), nn.BatchNorm1d(WIDTH))),
+    },
+    "statistics of the batch": {
+        "softmax over rows": lambda: planted(nn.Softmax(0)),
+        "centred": lambda: function(lambda x: x - x.mean(0)),
+        "normalised over rows": lambda: function(lambda x: F.normalize(x, dim=0)),
+        "by the largest value": lambda: function(lambda x: x / x.abs().max()),
+        "clipped at a quantile": lambda: function(lambda x: x.clamp(max=x.quantile(0.9).item())),
+        "own batch norm after dropout": lambda: function(lambda x: (x - x.mean(0)) / x.std(0), nn.Dropout()),
+    },
+    "rows that meet": {
+        "attention across rows": lambda: function(attend),
+        "attention with the wrong dimension": lambda: planted(
+            Layer(lambda s, x: s.m[0](x[:, None], x[:, None], x[:, None])[0][:, 0], nn.MultiheadAttention(WIDTH, 2))
+        ),
+        "attention across rows with dropout": lambda: planted(
+            Layer(lambda s, x: s.m[0](x, x, x)[0], nn.MultiheadAttention(WIDTH, 2, dropout=0.2))
+        ),
+        "rows are time": lambda: planted(Layer(lambda s, x: s.m[0](x)[0], nn.LSTM(WIDTH, WIDTH))),
+        "convolution over rows": lambda: (
+            function(lambda x: x.T, nn.Conv1d(WIDTH, ROWS, 1), Layer(lambda s, x: x.T))
+            and function(lambda x: F.avg_pool1d(x.T, 3, 1, 1).T)
+        ),
+        "sums up to a row": lambda: function(lambda x: x.cumsum(0)),
+    },
+    "order of rows": {
+        "shifted": lambda: function(lambda x: x.roll(1, 0)),
+        "sorted": lambda: function(lambda x: x.sort(0).values),
+        "flipped": lambda: function(lambda x: x.flip(0)),
+        "shuffled": lambda: function(lambda x: x[torch.randperm(len(x))]),
+    },
+    "mixtures of rows": {
+        "mixup": lambda: function(mixup),
+        "mixup in training alone": lambda: planted(Layer(lambda s, x: mixup(x) if s.training else x)),
+        "cutmix": lambda: function(cutmix),
+    },
+    "noise by the batch": {
+        "by its deviation": lambda: function(lambda x: x + torch.randn_like(x) * x.std()),
+        "by its mean, in training": lambda: planted(
+            Layer(lambda s, x: x * (1 + torch.rand_like(x) * x.mean(0)) if s.training else x)
+        ),
+        "masks by its median": lambda: function(lambda x: F.dropout(x) * (x > x.median())),
+    },
+    "groups of rows": {
+        "of eight, one after the other": lambda: function(lambda x: grouped(x, 8)),
+        "of two": lambda: function(lambda x: grouped(x, 2)),
+        "of four, far apart": lambda: function(lambda x: grouped(x, 4, strided=True)),
+        "of four after dropout": lambda: function(lambda x: grouped(x, 4), nn.Dropout()),
+        "deviation": lambda: function(deviation),
+    },
+    "number of rows": {
+        "divided by it": lambda: function(lambda x: x / len(x)),
+        "divided by it after dropout": lambda: function(lambda x: x / len(x), nn.Dropout()),
+        "another way for large batches": lambda: function(lambda x: x.tanh() if len(x) > 16 else x.sin()),
+        "norm of everything": lambda: function(lambda x: F.layer_norm(x, x.shape)),
+    },
+    "place of a row": {
+        "an embedding of rows": lambda: planted(Layer(embedded, nn.Embedding(64, WIDTH))),
+        "counted": lambda: function(lambda x: x + torch.arange(len(x))[:, None]),
+        "the first one is special": lambda: function(lambda x: torch.cat([2 * x[:1], x[1:]])),
+    },
+    "rows that are lost": {
+        "summed up": lambda: function(lambda x: x.sum(0)),
+        "half of them": lambda: function(lambda x: x[: ROWS // 2]),
+        "twice": lambda: function(lambda x: torch.cat([x, x])),
+        "chosen by the batch": lambda: function(lambda x: x[x.sum(1) > x.sum(1).median()]),
+        "as long as the longest": lambda: Fault(
+            nn.Sequential(linear(), Layer(unpadded, nn.LSTM(1, 1, batch_first=True)), nn.Flatten(2)), rows(), "1"
+        ),
+    },
+    "a fixed number of rows": {
+        "view of all": lambda: function(lambda x: x.view(ROWS, WIDTH)),
+        "view of half": lambda: Fault(
+            nn.Sequential(linear(), Layer(lambda s, x: x.view(16, -1)), nn.Linear(2 * WIDTH, WIDTH)), rows(), "1"
+        ),
+        "a state for all": lambda: planted(
+            Layer(lambda s, x: s.m[0](x, s.h), nn.GRUCell(WIDTH, WIDTH), h=torch.zeros(ROWS, WIDTH))
+        ),
+        "a bias for each": lambda: planted(Layer(lambda s, x: x + s.b, b=torch.randn(ROWS, 1))),
+        "after dropout": lambda: function(lambda x: x.view(ROWS, WIDTH), nn.Dropout()),
+    },
+    "gradients": {
+        "by the number of rows": lambda: backward(lambda g: g * len(g)),
+        "clipped over rows": lambda: backward(lambda g: g / g.norm(), at="output"),
+        "centred by a hook": lambda: hooked(lambda g: g - g.mean(0)),
+        "of a fixed number of rows": lambda: backward(lambda g: g.view(ROWS, WIDTH)),
+        "of a weight, by their norm": lambda: backward(lambda g: g / (1 + g.norm()), at="weight"),
+    },
+    "state": {
+        "a counter": lambda: planted(Layer(counted, calls=0)),
+        "a counter in a buffer": lambda: planted(Layer(counted, calls=torch.zeros(()))),
+        "spectral norm": lambda: planted(nn.utils.parametrizations.spectral_norm(linear())),
+        "a mask for ever": lambda: planted(Layer(cached, masks=[])),
+        "carried on": lambda: planted(Layer(carried, last=None)),
+        "another first call": lambda: planted(Layer(first_differs, first=True)),
+        "own generator": lambda: planted(Layer(lambda s, x: x * torch.rand(WIDTH, generator=s.g), g=torch.Generator())),
+    },
+    "a running mean": {
+        "that nothing uses": lambda: planted(Layer(averaged, mean=torch.zeros(WIDTH))),
+        "beside dropout": lambda: planted(nn.Sequential(nn.Dropout(), Layer(averaged, mean=torch.zeros(WIDTH)))),
+        "that the output uses": lambda: planted(Layer(lambda s, x: averaged(s, x) - s.mean, mean=torch.zeros(WIDTH))),
+    },
+    "Python and clocks": {
+        "its random numbers": lambda: function(lambda x: x * random.random()),
+        "NumPy's random numbers": lambda: function(lambda x: x * np.random.rand()),
+        "the clock": lambda: function(lambda x: x * (time.perf_counter() % 1)),
+        "the system's random numbers": lambda: function(lambda x: x + os.urandom(1)[0] + os.urandom(1)[0] / 256),
+        "a counter outside": lambda: (lambda numbers: function(lambda x: x + next(numbers)))(itertools.count()),
+    },
+    "global generators": {
+        "seeded for dropout": lambda: planted(Layer(seeds)),
+        "seeded and not used": lambda: function(lambda x: (torch.manual_seed(1), x.tanh())[1]),
+    },
+    "training and evaluation differ": {
+        "centred": lambda: planted(Layer(centred)),
+        "centred after dropout": lambda: planted(nn.Sequential(nn.Dropout(), Layer(centred))),
+        "divided by rows": lambda: planted(Layer(scaled)),
+        "turns itself off": lambda: planted(Layer(turns_itself_off, nn.Dropout())),
+    },
+    "state of other layers": {
+        "their input": lambda: kept(lambda x: x.detach()),
+        "a statistic of it": lambda: kept(lambda x: x.detach().mean()),
+        "their input, globally": lambda: kept_globally(lambda x: x.detach()),
+        "a statistic of it, globally": lambda: kept_globally(lambda x: x.detach().mean()),
+    },
+    "losses that are no mean over rows": {
+        "padding": lambda: padded(F.cross_entropy),
+        "weights of classes": lambda: with_loss(nn.CrossEntropyLoss(torch.linspace(1, 3, WIDTH)), labels=True),
+        "a sum": lambda: with_loss(nn.MSELoss(reduction="sum")),
+        "the root of a mean": lambda: with_loss(lambda y, t: F.mse_loss(y, t).sqrt()),
+        "by a fixed number of rows": lambda: with_loss(lambda y, t: (y - t).square().sum() / ROWS),
+        "the largest": lambda: with_loss(lambda y, t: (y - t).square().max()),
+        "overlap": lambda: with_loss(dice),
+        "a wrong count": lambda: with_loss(lambda y, t: (F.mse_loss(y, t), len(y))),
+    },
+    "losses in which rows meet": {
+        "in-batch negatives": lambda: with_loss(contrast),
+        "hardest triplets": lambda: with_loss(hardest, labels=True),
+        "correlation": lambda: with_loss(
+            lambda y, t: 1 - torch.corrcoef(torch.stack([y.flatten(), t.flatten()]))[0, 1]
+        ),
+        "discrepancy": lambda: with_loss(discrepancy),
+        "decorrelated columns": lambda: with_loss(lambda y, t: F.mse_loss(y, t) + torch.cov(y.T).square().mean()),
+        "pairs": lambda: with_loss(lambda y, t: (y - y.view(-1, 2, WIDTH).flip(1).view_as(y)).square().mean()),
+    },
+    "losses with a state": {
+        "of calls": lambda: with_loss(Warms()),
+        "of Python's generator": lambda: with_loss(lambda y, t: F.mse_loss(y, t) * random.random()),
+        "of the clock": lambda: with_loss(lambda y, t: F.mse_loss(y, t) * (time.perf_counter() % 1)),
+    },
+    "losses of the model": {
+        "a sum": lambda: own(lambda y: y.square().sum()),
+        "in-batch negatives": lambda: own(lambda y: contrast(y, y.tanh())),
+        "the root of a mean": lambda: own(lambda y: y.square().mean().sqrt()),
+    },
+    "nothing to train": {
+        "detached": lambda: Fault(nn.Sequential(linear(), Layer(lambda s, x: x.detach())), rows(), None),
+        "whole numbers": lambda: Fault(nn.Sequential(linear(), Layer(lambda s, x: x.argmax(1))), rows(), None),
+    },
+}
