@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from contextlib import closing
 from dataclasses import replace
@@ -656,3 +657,45 @@ def test_schedules_of_several_stages_a_rank(worlds, schedule: str):
 def _expect_schedule(schedule: str, ranks: list[int]) -> None:
     plain = network()
     _expect_right(Rank(copy.deepcopy(plain), [2, 2, 2, 2], chunks=4, ranks=ranks), plain, schedule)
+
+
+def test_a_rank_is_not_copied(worlds):
+    worlds(1).run(_expect_not_copied)
+
+
+def _expect_not_copied() -> None:
+    rank = Rank(network(), [8])
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="connected to other processes"):
+            copied(rank)
+
+
+class UnspeakableError(ArithmeticError):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_without_a_text_reaches_all_ranks(worlds):
+    """And where there were gradients, all are told what to do with them."""
+    found = worlds(2).run(_fails_without_a_text)
+    assert [name for name, _ in found] == ["RemoteError", "UnspeakableError"]
+    assert found[0][1].startswith("rank 1 failed: UnspeakableError")
+    assert all("zero_grad()" in text for _, text in found)
+
+
+def _fails_without_a_text() -> tuple[str, str]:
+    rank = Rank(network(), [4, 4], chunks=2)
+    rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+
+    def fail(*_: Any) -> None:
+        raise UnspeakableError
+
+    try:
+        rank.step(*batch(), loss_fn=fail)
+    except Exception as error:
+        notes = "\n".join(getattr(error, "__notes__", []))
+        text = "" if isinstance(error, UnspeakableError) else str(error)
+        return type(error).__name__, f"{text}\n{notes}"
+    raise AssertionError("it has not failed")

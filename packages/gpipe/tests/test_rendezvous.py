@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.distributed import LostRankError, Rank, RemoteError
 from gpipe.distributed._errors import UnreachableError
-from gpipe.distributed._groups import open_groups
+from gpipe.distributed._groups import UNSENT, open_groups
 from gpipe.distributed._messages import Peer
 from gpipe.distributed._rendezvous import Rendezvous
 from gpipe.distributed._tied import Twins
@@ -103,6 +103,40 @@ def _expect_named(who: int, phase: str, number: signal.Signals, timeout: float) 
     for succeeded, text in told:
         assert succeeded, text
         assert text.startswith(f"rank {who} has ended, or did not answer within {timeout:g} s")
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(3, marks=pytest.mark.long)])
+def test_a_rank_that_has_ended_between_two_steps_is_named_by_all(who: int):
+    """Long before the timeout, and also by those that have found its connections closed before their step."""
+    with world(4, 1800.0) as ranks:
+        for connection in ranks.connections:
+            connection.send((_step_after_an_end, (who,)))
+        told = [ranks.answer(k) for k in range(4) if k != who]
+    for succeeded, text in told:
+        assert succeeded, text
+        assert text.startswith(f"rank {who} has ended")
+
+
+def _step_after_an_end(who: int) -> str:
+    rank = Rank(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), [1, 1, 1, 1], chunks=3)
+    rank.step(torch.randn(6, 6), loss_fn=Tensor.mean)
+    if dist.get_rank() == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    groups = rank._pipeline._groups
+    for group in (groups.control, groups.values):
+        while not _is_closed(group, who):
+            threading.Event().wait(0.01)
+    with pytest.raises(LostRankError) as caught:
+        rank.step(torch.randn(6, 6), loss_fn=Tensor.mean)
+    return str(caught.value)
+
+
+def _is_closed(group: Any, member: int) -> bool:
+    try:
+        Peer(group, member, UNSENT).receive(torch.empty(1, dtype=torch.uint8))
+    except UnreachableError:
+        return True
+    return False
 
 
 class Shares(nn.Module):

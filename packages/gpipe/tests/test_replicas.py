@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import gpipe
 import gpipe.distributed._sharded as sharded
 from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
+from gpipe.schedule import Choice
+from gpipe.timeline._chooser import Plan
 
 from .worlds import world
 
@@ -340,3 +342,49 @@ def _lose_before_gradients_are_reduced(who: int) -> str:
             with pytest.raises(LostRankError) as caught:
                 rank.step(x, y, loss_fn=nn.functional.mse_loss)
     return str(caught.value).partition(",")[0]
+
+
+@pytest.mark.parametrize("what", ["weight", "running_mean"])
+def test_replicas_that_begin_with_other_weights_are_refused(worlds: Any, what: str) -> None:
+    for text in worlds(2).run(_begin_apart, what):
+        assert f"'1.{what}'" in text
+
+
+def _begin_apart(what: str) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            getattr(model[1], what)[2] += 0.5
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "stages"))
+    with pytest.raises(ValueError, match="the ranks disagree: the checksum of") as caught:
+        Rank(model, [2], group=mesh["stages"].get_group(), replicas=mesh["replicas"].get_group())
+    return str(caught.value)
+
+
+def test_replicas_choose_the_same_schedule(worlds: Any) -> None:
+    """That of the first, whatever each of them has measured; and none waits for those that do not choose."""
+    found = worlds(4).run(_choose)
+    assert found == [found[0]] * 4
+    assert "zero_bubble" in found[0]
+
+
+def _choose() -> list[str]:
+    mesh = _mesh()
+    rank = _rank(mesh)
+    names = iter(
+        ["1f1b", "zero_bubble", "fill_drain"] if dist.get_rank() == 0 else ["fill_drain", "1f1b", "zero_bubble"]
+    )
+
+    def plan(schedule: Any, *_: Any) -> Plan:
+        return Plan(Choice(next(names)))
+
+    found = []
+    rank._pipeline.chooser.plan = plan
+    for _ in range(3):
+        _step(rank, mesh, schedule="auto")
+        found.append(rank.last_schedule.name)
+    rank._pipeline.chooser.plan = lambda schedule, *_: Plan(Choice("1f1b"))
+    with pytest.raises((ValueError, RemoteError), match="the replicas disagree"):
+        _step(rank, mesh, schedule="auto" if mesh["replicas"].get_local_rank() else "1f1b")
+    return found

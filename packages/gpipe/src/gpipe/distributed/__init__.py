@@ -5,5 +5,16 @@ from ._checkpoints import load, save
 from ._errors import LostRankError, RemoteError
 from ._export import Exported, export
 from ._rank import Rank
+from ._scaler import GradScaler
 
-__all__ = ["Exported", "LostRankError", "Rank", "RemoteError", "average_gradients", "export", "load", "save"]
+__all__ = [
+    "Exported",
+    "GradScaler",
+    "LostRankError",
+    "Rank",
+    "RemoteError",
+    "average_gradients",
+    "export",
+    "load",
+    "save",
+]

@@ -88,8 +88,11 @@ def _expect_alike(first: dict[str, Any], other: dict[str, Any], ranks: tuple[int
         if other.get(name) != expected:
             raise ValueError(
                 f"the ranks disagree: {name} is {expected!r} on rank {ranks[0]}, but {other.get(name)!r} on rank "
-                f"{ranks[1]}; give all of them the same"
+                f"{ranks[1]}; give all of them the same" + _SEED * name.startswith("the checksum")
             )
+
+
+_SEED = ": call torch.manual_seed() before the model is made, or load a checkpoint into it first"
 
 
 def described(module: nn.Sequential) -> dict[str, Any]:
@@ -105,6 +108,26 @@ def described(module: nn.Sequential) -> dict[str, Any]:
         "version of gpipe": _version(),
         "version of Python": ".".join(map(str, sys.version_info[:2])),
     }
+
+
+def checksums(module: nn.Module) -> dict[str, int]:
+    """What replicas compare of their parameters and buffers: for each, by its name, a sum over its bytes."""
+    with torch.no_grad():
+        return {
+            f"the checksum of {name!r}": _checksum(tensor)
+            for own in (module.named_parameters(), module.named_buffers())
+            for name, tensor in own
+        }
+
+
+def _checksum(tensor: Any) -> int:
+    if tensor.is_meta:
+        return 0
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    data = tensor.detach().to_dense().reshape(-1).clone().view(torch.uint8)
+    rest = len(data) % 4
+    words, rest = data[: len(data) - rest].view(torch.int32), data[len(data) - rest :]
+    return int(words.sum(dtype=torch.int64)) + int(rest.sum(dtype=torch.int64))
 
 
 def _digest(facts: Iterator[tuple[Any, ...]]) -> str:

@@ -35,8 +35,12 @@ def named(ranks: Sequence[int]) -> str:
 
 def text_of(error: BaseException) -> str:
     """What other ranks are told of an error: its type, its text, and its notes."""
-    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-    return f"{type(error).__name__}: {error}{notes}"
+    kind = type(error).__name__
+    try:
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+        return f"{kind}: {error}{notes}"
+    except Exception as failed:  # others wait for the report of this error, whatever it is
+        return f"{kind}, whose text cannot be made: {type(failed).__name__}"
 
 
 def is_of_gloo(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ def open_groups(group: dist.ProcessGroup | None, timeout: timedelta | None) -> G
     members, me = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
     timeout = _timeout_of(group) if timeout is None else timeout
     count = _count(group, me, 1)
-    store = _torch.PrefixStore(f"gpipe/{count}", group.get_group_store())
+    store = _torch.PrefixStore(f"{_prefix()}/{count}", group.get_group_store())
     try:
         values, control = (
             dist.ProcessGroupGloo(_torch.PrefixStore(name, store), me, len(members), timeout=timeout)
@@ -83,7 +84,12 @@ def _count(group: dist.ProcessGroup, member: int, more: int) -> int:
 
     The store counts that, not the process: a process may be in its second world, together with others in their first.
     """
-    return int(group.get_group_store().add(f"gpipe/{member}", more))
+    return int(group.get_group_store().add(f"{_prefix()}/{member}", more))
+
+
+def _prefix() -> str:
+    """Where keys in a store of torch's begin: torchrun may keep the store, and what is counted there, at a restart."""
+    return f"gpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
 def group_for_collectives(groups: Groups) -> Any:

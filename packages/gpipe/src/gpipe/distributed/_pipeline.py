@@ -146,6 +146,10 @@ class RankPipeline(Pipeline):
     def tied_elsewhere(self, stage: Stage) -> list[Tensor]:
         return self._twins.trained(stage.module)
 
+    def twins_elsewhere(self) -> set[Tensor]:
+        """The tensors of this rank that count as another's, which has a stage with them before the stages here."""
+        return self._twins.of_others()
+
     def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
         with self._sharing():
             leaves, whole = run.whole()
@@ -178,11 +182,13 @@ class RankPipeline(Pipeline):
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """A context for messages outside of a run."""
+        """A context for messages outside of a run: if a rank is lost, the others hear of it where they wait for us."""
         try:
             yield
         except UnreachableError as error:
-            raise self._lose(self._rendezvous.left() or self._rendezvous.lost([error.member])) from None
+            lost = self._lose(self._rendezvous.left() or self._rendezvous.lost([error.member]))
+            self._rendezvous.leave(lost)
+            raise lost from None
 
     def _lose(self, error: LostRankError) -> LostRankError:
         """Remember that a rank is lost, so that no run begins any more."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from microbatch import Batch, unwrap
+from streams import add_note
 
 from .._batchnorm import DeferredBatchNorm
 from .._flatten._ending import without_loss_only
@@ -36,10 +38,11 @@ from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
 from ..timeline._chooser import Plan, Size, choice_of
 from ..values._gather import gathered
-from ._agreement import agreement, described
+from ._agreement import agreement, checksums, described
 from ._connected import connected, told_of
 from ._far_loss import FarLoss
 from ._groups import Groups, end_collectives, open_groups
+from ._norm import clip, norm_over
 from ._opening import Opening
 from ._own import Share, own_share
 from ._pipeline import RankPipeline
@@ -70,11 +73,14 @@ class Rank(Stepping):
             has stage j, as for ``"interleaved"``; ``[0, 1, 1, 0]`` is the placement of a V-shaped schedule.
         group: the processes that take part; all by default. A gloo group of the same processes carries the messages.
         replicas: if the pipe has replicas, the group of the processes with the same stages, one of each replica. Then
-            all replicas end each :meth:`step` together: if it fails in one, it raises in all.
+            all replicas end each :meth:`step` together: if it fails in one, it raises in all. They must begin with the
+            same weights and buffers, and schedules that are chosen by measures are those of the first replica.
         device: the device of this rank's stages, or a list with one for each of them; the CPU by default.
         in_spec, out_spec: see :class:`gpipe.GPipe`.
         init: see :class:`gpipe.GPipe`; called for this rank's layers alone.
-        timeout: how long to wait for another rank before it counts as lost; the timeout of ``group`` by default.
+        timeout: how long to wait for another rank before it counts as lost; the timeout of ``group`` by default. It
+            must be longer than a whole step, and what comes between two steps, takes on any rank: the last of four
+            stages waits for three others before its first micro-batch.
         transport: how tensors on accelerators go to other ranks. ``"auto"``: from device to device where PyTorch has a
             backend for both, such as NCCL, and they are not the same device. ``"host"``: by way of host memory.
 
@@ -120,6 +126,7 @@ class Rank(Stepping):
         super().__init__()
         self.in_spec, self.out_spec = in_spec, out_spec
         groups = open_groups(group, _seconds(timeout))
+        self._group = group
         rendezvous, self._replicas = Rendezvous(groups), Replicas(replicas, groups.timeout)
         with self._replicas.agreement() as shared:
             with agreement(rendezvous, groups.members) as found:
@@ -136,11 +143,11 @@ class Rank(Stepping):
                 if self._deferred:
                     DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
                 placed.told = told_of(share, transport)
-            shared.alike = found.alike
             self.training = layers.training
             self._take(share.partitions)
             self._devices = share.devices
             self._pipeline = self._connected(share, groups, rendezvous, placed.heard)
+            shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
             self._sharding = Sharding(share.partitions, share.twins)
             self._synced, self._members = synced_layers(self), groups.members
         self._last: Choice | None = None
@@ -235,6 +242,32 @@ class Rank(Stepping):
         found = gathered(outputs, batches, self.out_spec)
         return found if ending is None else ending(Inputs.of(unwrap(given)[0]), found, self.training)
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of all stages by the norm of all of them, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        All ranks call this together, after gradients were averaged over replicas, if there are any. A weight that
+        stages of several ranks share counts once; of sharded gradients all shards count. On accelerators the host does
+        not wait.
+
+        Args:
+            max_norm: the largest norm; smaller gradients stay as they are.
+
+        Returns:
+            The norm of all gradients before, the 2-norm; the same on all ranks.
+
+        Raises:
+            LostRankError: another rank has ended.
+        """
+        norm = self._gradient_norm()
+        clip(self.parameters(), max_norm, norm)
+        return norm
+
+    def _gradient_norm(self) -> Tensor:
+        """The norm of the gradients of all ranks. All of them call this together."""
+        others = self._pipeline.twins_elsewhere()
+        own = [p.grad for p in self.parameters() if p.grad is not None and p not in others]
+        return norm_over(self._group, own, self._devices[0])
+
     def close(self) -> None:
         """Close the connections to other ranks; without this call, they close when this object is freed.
 
@@ -244,6 +277,12 @@ class Rank(Stepping):
         """
         with self._pipeline.workers.section.entered():
             self._pipeline.close()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Rank cannot be copied or pickled, because it is connected to other processes; copy its state_dict(), or "
+            "the model before the Rank is made of it"
+        )
 
     def extra_repr(self) -> str:
         return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
@@ -296,10 +335,21 @@ class Rank(Stepping):
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         plan = self._plan
         naming = self._replicas.naming(self._end_reductions)
-        with naming, self._sharding.reduced_once(loss), self._heard():
+        with naming, self._advised(), self._sharding.reduced_once(loss), self._heard():
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, plan.schedule, plan.recorder)
         if self._pipeline.begins:
             self._pipeline.chooser.learn(plan)
+
+    @contextmanager
+    def _advised(self) -> Iterator[None]:
+        """A context for a step: if it fails where there were gradients before, the error says what to do with them."""
+        try:
+            yield
+        except BaseException as error:
+            told = any("zero_grad" in note for note in getattr(error, "__notes__", ()))
+            if not told and any(parameter.grad is not None for parameter in self.parameters()):
+                add_note(error, "other ranks may have added gradients of this step; call zero_grad() on all of them")
+            raise
 
     def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
         if not self._pipeline.ends:
@@ -350,6 +400,8 @@ class Rank(Stepping):
         if schedule is not None:
             size = Size(len(found.batches), tuple(self._ranks), self._checkpoint_stops(len(found.batches)))
             found.plan = self._pipeline.chooser.plan(schedule, found.batches, size)
+            if found.is_chosen:
+                found.plan = replace(found.plan, schedule=self._replicas.same(found.plan.schedule))
 
 
 def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:

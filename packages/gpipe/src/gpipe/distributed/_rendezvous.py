@@ -115,7 +115,8 @@ class Rendezvous:
         who = named([self._groups.members[k] for k in members])
         return LostRankError(
             f"{who} ended, or did not answer within {self._groups.timeout.total_seconds():g} s; start the processes "
-            "again, from the last checkpoint"
+            "again, from the last checkpoint; if it was only slow, with a timeout longer than a whole step, and what "
+            "comes between two, may take"
         )
 
     def _gather(self, report: Report) -> list[Any]:

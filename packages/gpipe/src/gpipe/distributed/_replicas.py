@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from threading import Timer
+from typing import Any
 
 import torch.distributed as dist
 
@@ -36,6 +37,11 @@ class Replicas:
         self._meeting = None if self._groups is None else Rendezvous(self._groups)
         self._met = True
         self._lost: LostRankError | None = None
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there is more than one replica."""
+        return self._groups is not None and len(self._groups.members) > 1
 
     def agreement(self) -> AbstractContextManager[Agreement]:
         """A context for work that each replica does by itself: if it raises in one, it raises in all."""
@@ -117,19 +123,40 @@ class Replicas:
         """Close the connections. No step begins any more."""
         self._groups = self._meeting = None
 
+    def same(self, choice: Any) -> Any:
+        """The ``choice`` of the first replica, for all, before the ranks of each replica begin a step.
+
+        Raises:
+            RemoteError, LostRankError, ValueError: as :meth:`meet`.
+        """
+        if self._meeting is None:
+            return choice
+        found = self._expect_same_way(self._meet({"choice": choice}))
+        self._met = False  # they meet again, at the end of the step
+        return found[0]["choice"]
+
     def meet(self) -> None:
         """Meet at the end of a step.
 
         Raises:
             RemoteError: another one has failed.
             LostRankError: a rank has ended, or does not answer.
+            ValueError: only some replicas choose a schedule.
         """
-        reports = self._meet({})
+        self._expect_same_way(self._meet({}))
+
+    def _expect_same_way(self, reports: list[Report]) -> list[Report]:
+        """``reports``, none of which tells of a failure."""
         if any("lost" in report for report in reports):
             self.begin()
         told = _first(reports)
         if told is not None:
             raise RemoteError(f"another replica has failed: {told}")
+        if len({"choice" in report for report in reports}) > 1:
+            raise ValueError(
+                "the replicas disagree: only some of them were given a schedule that is chosen by measures"
+            )
+        return reports
 
     def _meet(self, report: Report) -> list[Report]:
         self._met = True

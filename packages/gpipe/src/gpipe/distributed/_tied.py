@@ -94,6 +94,10 @@ class Twins:
         """Whether this rank shares any tensors."""
         return bool(self._ways)
 
+    def of_others(self) -> set[Tensor]:
+        """The tensors of this rank that another one has before."""
+        return {twin.tensor for twin in self._others}
+
     def spread_values(self) -> None:
         """Send the values of the first rank that has each tensor to the others."""
         for twin in self._owned:

@@ -1,0 +1,61 @@
+"""The norm of the gradients of all stages, wherever they are, and what is clipped by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ._gathering import gathering_of
+from ._groups import expect_group
+
+
+def norm_over(group: dist.ProcessGroup | None, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The 2-norm of the gradients of all members of ``group``, which call this together.
+
+    Args:
+        group: all processes by default.
+        gradients: those of this member, each of which no other member has; none at all is possible. Of those that are
+            sharded, each member of the mesh has a part.
+        device: where the norm is returned.
+
+    Raises:
+        LostRankError: a member has ended.
+    """
+    with torch.no_grad():
+        dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+        kinds = [[each for each in dense if hasattr(each, "to_local") is sharded] for sharded in (False, True)]
+        squares = [_whole(get_total_norm(kind)).to(device, torch.float64).square() for kind in kinds if kind]
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        return _summed(expect_group(group), sum(squares, start=none)).sqrt().float()
+
+
+def _whole(norm: Any) -> Tensor:
+    """The norm of sharded gradients, over all shards; collective over their mesh."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+
+
+def _summed(group: dist.ProcessGroup, square: Tensor) -> Tensor:
+    """The sum over all members, on the device of ``square``."""
+    if square.device.type != "cpu" and f"{square.device.type}:" in dist.get_backend_config(group):
+        dist.all_reduce(square, group=group)  # queued on the device: the host does not wait
+        return square
+    together = gathering_of(group)
+    if together.group is None:
+        return square
+    whole = square.cpu()
+    with together.collectives():
+        dist.all_reduce(whole, group=together.group)
+    return whole.to(square.device)
+
+
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients of ``parameters`` down if the ``norm`` of all is larger than ``max_norm``."""
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    sparse = [parameter for parameter in trained if parameter.grad.is_sparse]  # type: ignore[union-attr]
+    clip_grads_with_norm_([p for p in trained if not any(p is each for each in sparse)], max_norm, norm)
+    clip_grads_with_norm_(sparse, max_norm, norm, foreach=False)

@@ -1,0 +1,93 @@
+"""Scaling of losses in float16, where gradients may overflow on one rank and not on another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from ._rank import Rank
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` for a :class:`Rank`: if gradients overflow on any rank, all skip the step.
+
+    All ranks call the same methods in the same order, with one optimizer each, after gradients were averaged over
+    replicas, if there are any. Only the rank of the last stage calls :meth:`scale`, in its ``loss_fn``.
+
+    Args:
+        rank: the rank whose parameters the optimizer has.
+        options: those of ``torch.amp.GradScaler``, such as ``init_scale``; the same on all ranks.
+
+    >>> scaler = GradScaler(rank)  # doctest: +SKIP
+    >>> rank.step(x, y, loss_fn=lambda output, y: scaler.scale(loss_fn(output, y)))  # doctest: +SKIP
+    >>> scaler.unscale_(optimizer)  # doctest: +SKIP
+    >>> rank.clip_grad_norm_(1.0)  # doctest: +SKIP
+    >>> scaler.step(optimizer)  # doctest: +SKIP
+    >>> scaler.update()  # doctest: +SKIP
+    """
+
+    def __init__(self, rank: Rank, **options: Any) -> None:
+        device = next((p.device for p in rank.parameters()), torch.device("cpu"))
+        super().__init__(device.type, **options)
+        self._rank = rank
+        # Parameters may have no gradient on a rank, and a scaler finds no overflow then, nor that there is none.
+        self._found = nn.Parameter(torch.zeros((), device=device))
+        self._finder = SGD([self._found], lr=0.0)
+        self._agreed = False  # whether this step's overflows are known
+        self.scale(torch.zeros((), device=device))  # makes the scale, also on ranks without a loss
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the scale, and find out whether any rank has an overflow.
+
+        Args:
+            optimizer: the optimizer of this rank.
+        """
+        if not self.is_enabled():
+            return
+        self._agreed = True
+        norm = self._rank._gradient_norm()
+        # Not finite where the norm is not, on all ranks. Of what is not finite, 0 times it is nan.
+        self._found.grad = (norm * 0.0).to(self._found.device)
+        super().unscale_(self._finder)
+        with torch.no_grad():
+            for gradient in _gradients(optimizer)[:1]:
+                _spoil(gradient, self._found.grad.to(gradient.device))
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Call ``optimizer.step`` unless any rank has an overflow.
+
+        Args:
+            optimizer: the optimizer of this rank; one without any gradient does nothing.
+            args, kwargs: those of ``optimizer.step``.
+
+        Returns:
+            What ``optimizer.step`` returns, or None.
+        """
+        if self.is_enabled() and not self._agreed:
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs) if _gradients(optimizer) else None
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Change the scale, in the same way on all ranks: less after an overflow, more after many steps without one.
+
+        Args:
+            new_scale: the new scale, instead.
+        """
+        super().update(new_scale)
+        self._agreed = False
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _spoil(gradient: Any, by: Tensor) -> None:
+    """Add ``by`` to one element."""
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    local = local._values() if local.is_sparse else local
+    if local.numel():
+        local[(0,) * local.dim()].add_(by)
