@@ -272,10 +272,10 @@ def test_workers_that_did_start_end_when_another_cannot(monkeypatch):
     def start(self):
         if threading.active_count() > before + 1:
             raise RuntimeError("can't start new thread")
-        Thread.start(self)
+        begin(self)
 
-    before = threading.active_count()
-    monkeypatch.setattr(_spawn, "Thread", type("Reluctant", (Thread,), {"start": start}))
+    before, begin = threading.active_count(), Thread.start
+    monkeypatch.setattr(Thread, "start", start)
     with pytest.raises(RuntimeError, match="start new thread"), spawn_workers([CPU] * 4, shared=False):
         pytest.fail("there is no third worker")
     assert threading.active_count() == before

@@ -6,8 +6,6 @@ end before that: those that wait for a task end at once, those that compute one 
 operation cannot be interrupted, so the exit waits for its end.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import time

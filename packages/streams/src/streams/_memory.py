@@ -3,8 +3,6 @@
 This matters for workers: threads that get memory from the system at the same time wait for each other.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 

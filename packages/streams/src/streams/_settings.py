@@ -3,8 +3,6 @@
 A function that sets returns a function that restores the setting, or None if nothing was changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextvars import Context as Variables
 from contextvars import ContextVar, Token
