@@ -1,7 +1,7 @@
 """Cut one tensor: the number of rows of each part, and parts with version counters of their own."""
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from ._versions import Versions, counter
 
 Sizes = tuple[int, ...]
-Chunks = int | Iterable[int]
+Chunks = int | list[int] | tuple[int, ...]
 """The largest number of micro-batches to make, or the rows of each."""
 Cut = Callable[[Tensor, Sizes, int], Sequence[Tensor]]
 
@@ -21,25 +21,18 @@ def counted(chunks: Any) -> int | Sizes:
     Raises:
         TypeError, ValueError: `chunks` is neither an integer of at least 1 nor some sizes of at least 0.
     """
-    # Tested rather than tried: torch.compile of PyTorch 2.11 cannot trace a TypeError of operator.index.
-    if not isinstance(chunks, list | tuple):
-        try:
-            number = operator.index(chunks)
-        except TypeError:
-            pass
-        else:
-            if number < 1:
-                raise ValueError(f"chunks is {number!r}; expected at least 1")
-            return number
+    listed = isinstance(chunks, list | tuple)
     try:
-        sizes = () if isinstance(chunks, str) else tuple(map(operator.index, chunks))
+        numbers = tuple(map(operator.index, chunks if listed else (chunks,)))
     except TypeError:
-        sizes = ()
-    if not sizes:
-        raise TypeError(f"chunks is {chunks!r}; expected an integer of at least 1, or the rows of each micro-batch")
-    if min(sizes) < 0:
-        raise ValueError(f"chunks is {list(sizes)}; no micro-batch can have fewer than 0 rows")
-    return sizes
+        numbers = ()
+    if not numbers:
+        raise TypeError(f"chunks is {chunks!r}; expected an integer of at least 1, or a list of the rows of each")
+    if listed and min(numbers) < 0:
+        raise ValueError(f"chunks is {chunks}; no micro-batch can have fewer than 0 rows")
+    if not listed and numbers[0] < 1:
+        raise ValueError(f"chunks is {chunks!r}; expected at least 1")
+    return numbers if listed else numbers[0]
 
 
 def dealt(rows: int, chunks: int | Sizes) -> Sizes:

@@ -96,9 +96,4 @@ def is_flat(value: Any) -> bool:
 
 def is_tensors(value: Any) -> bool:
     """Whether `value` is a plain tuple of tensors."""
-    if type(value) is not tuple:
-        return False
-    for each in value:  # noqa: SIM110 — a loop costs half of all(...)
-        if not isinstance(each, Tensor):
-            return False
-    return True
+    return type(value) is tuple and all(isinstance(each, Tensor) for each in value)
