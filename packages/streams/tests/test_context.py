@@ -164,14 +164,6 @@ def test_no_mode_sees_the_change(blocks, others):
         assert LOG == []
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
-def test_no_mode_sees_a_worker_begin(mode):
-    LOG.clear()
-    with mode(), Logging("x"):
-        LOG.clear()
-        assert in_worker(lambda: list(LOG)) == []
-
-
 class Wrapped(torch.Tensor):
     """A subclass that tells of what is done to it."""
 
@@ -338,11 +330,6 @@ def test_inside_a_transform_capturing_is_refused(transform):
     with pytest.raises(RuntimeError, match=r"inside a torch\.func transform"):
         transform(work)(torch.ones(2))
     Context.capture()
-
-
-def test_inside_a_transform_no_worker_is_spawned():
-    with pytest.raises(RuntimeError, match=r"inside a torch\.func transform"):
-        torch.vmap(lambda x: in_worker(lambda: x))(torch.ones(2))
 
 
 def test_process_wide_settings_are_none_of_its_business():
