@@ -47,6 +47,12 @@ def test_numbers() -> None:
     assert gather(parts[:1], (Mean(), Sum())) == (2.0, 1)
 
 
+@pytest.mark.parametrize("rule", [Mean(), Sum()])
+def test_what_is_no_number_is_not_reduced(rule: Any) -> None:
+    with pytest.raises(TypeError, match=r"^output\[1\] is of type str, which cannot be split"):
+        gather([Batch((2.0, "text"), (1,))] * 2, rule)
+
+
 def test_none_stays_none() -> None:
     assert gather([Batch((None, torch.ones(2)), (2,))] * 2, (Mean(), None))[0] is None
 

@@ -1,6 +1,6 @@
 """Join what micro-batches have in one place: concatenate tensors, reduce values, or expect them to be equal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,14 +43,18 @@ def _rows_joined(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], pl
     try:
         return concatenate(parts, dim)
     except (RuntimeError, TypeError) as error:
-        _expect_same(parts, place, lambda part: (part.device, part.layout, _without(part.shape, dim)))
+        for i, part in enumerate(parts):
+            if _but_rows(part, dim) != _but_rows(first, dim):
+                raise _unlike(first, part, i, place) from None
         if first.is_quantized or type(first) is not Tensor:  # torch cannot concatenate every kind of tensor
             raise TypeError(f"{place} is {_kind(first)}, which torch cannot concatenate: {error}") from error
         raise
 
 
-def _without(shape: Sequence[int], dim: int) -> list[int]:
-    return [size for i, size in enumerate(shape) if i != dim % len(shape)]
+def _but_rows(tensor: Tensor, dim: int) -> tuple[object, ...]:
+    shape = list(tensor.shape)
+    del shape[dim]
+    return tensor.device, tensor.layout, shape
 
 
 def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -81,7 +85,9 @@ def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], p
     first = parts[0]
     if isinstance(first, Tensor):
         _expect_alike(parts, place)
-        _expect_same(parts, place, lambda part: (part.shape, part.device))
+        for i, part in enumerate(parts):
+            if part.shape != first.shape or part.device != first.device:
+                raise _unlike(first, part, i, place)
         if isinstance(rule, Mean) and not (first.is_floating_point() or first.is_complex()):
             raise TypeError(
                 f"{place} is of dtype {first.dtype}, which has no Mean(); make it floating point, or Sum() it"
@@ -107,23 +113,21 @@ def _weights(batches: Sequence[Batch], place: Place) -> list[float]:
 
 def _expect_alike(parts: Sequence[Any], place: Place) -> None:
     """TypeError or ValueError unless all are tensors of one dtype and as many dimensions."""
+    first = parts[0]
     for i, part in enumerate(parts):
         if not isinstance(part, Tensor):
             raise TypeError(
                 f"{place} is a tensor in micro-batch 0 but of type {type(part).__name__} in micro-batch {i}"
             )
-    # torch.cat would promote the first and skip the second without an error.
-    _expect_same(parts, place, lambda part: (part.dtype, part.dim()))
+        # torch.cat would promote the first and skip the second without an error.
+        if part.dtype is not first.dtype or part.dim() != first.dim():
+            raise _unlike(first, part, i, place)
 
 
-def _expect_same(parts: Sequence[Tensor], place: Place, of: Callable[[Tensor], object]) -> None:
-    first = of(parts[0])
-    for i, part in enumerate(parts):
-        if of(part) != first:
-            raise ValueError(
-                f"{place} is {_kind(parts[0])} in micro-batch 0 but {_kind(part)} in micro-batch {i}; they may differ "
-                "in rows only"
-            )
+def _unlike(first: Tensor, part: Tensor, i: int, place: Place) -> ValueError:
+    return ValueError(
+        f"{place} is {_kind(first)} in micro-batch 0 but {_kind(part)} in micro-batch {i}; they may differ in rows only"
+    )
 
 
 def _kind(tensor: Tensor) -> str:

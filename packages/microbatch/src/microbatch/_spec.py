@@ -104,7 +104,7 @@ def cut_rules(value: Any, spec: Any) -> Ruled:
 def ruled(value: Any, spec: Any, root: str) -> Ruled:
     """The leaves of a value without rules in it, and the rules that `spec` has for them."""
     leaves, tree = flatten(value)
-    asked = list(_broadcast(value, spec, root))
+    asked: list[Rule] = [None] * len(leaves) if spec is None else list(_broadcast(value, spec, root))
     _refuse_packed(value, asked, root)
     pairs = enumerate(zip(leaves, asked, strict=True))
     return Ruled(value, leaves, [_rule(leaf, rule, Place(value, i, root)) for i, (leaf, rule) in pairs], tree)
