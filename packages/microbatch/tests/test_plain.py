@@ -34,8 +34,9 @@ class Frozen:
 class Derived:
     words: Any
     length: Any = field(init=False)
+    how: InitVar[str] = ""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, how: str) -> None:
         self.length = self.words.sum(1)
         self.words = self.words * 2
 
@@ -184,16 +185,6 @@ def test_what_cannot_be_put_together_says_how_to(value: Any) -> None:
     kind = type(value).__name__
     with pytest.raises(TypeError, match=rf"^a {kind} cannot be made of its parts \S+, \S+: .*register_pytree_node"):
         scatter(value, 2)
-
-
-@dataclass
-class Initialised:
-    words: Any
-    how: InitVar[str]
-
-
-def test_what_only_a_constructor_sees_is_not_needed_again() -> None:
-    assert gather(scatter(Initialised(x, "so"), 2)).words.equal(x)
 
 
 def test_a_class_is_no_value() -> None:

@@ -1,17 +1,19 @@
-"""Rules as values, and around values."""
+"""The rules of a spec: as values, around values, and for each leaf of a value."""
 
 import pickle
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from hypothesis import given
+from torch import nn
 
-from microbatch import Mean, Replicate, Split, Sum, check, gather, rules, scatter, scatter_views, unwrap
+from microbatch import Arguments, Mean, Replicate, Split, Sum, check, gather, rules, scatter, scatter_views, unwrap
 
 from .same import assert_same
-from .strategies import Problem, problems
+from .strategies import Output, Pair, Problem, Sample, problems
 
 x = torch.arange(12.0).view(3, 4)
 
@@ -20,6 +22,8 @@ x = torch.arange(12.0).view(3, 4)
 def test_around_a_value_is_as_in_a_spec(problem: Problem) -> None:
     value, chunks, spec = problem
     told = rules(value, spec)
+    assert [rule is None for rule in told] == [leaf is None for leaf in problem.leaves]
+    assert rules(value, Replicate()) == [Replicate()] * len(problem.leaves)
     leaves, tree = pytree.tree_flatten(value)
     around = [
         Split(leaf, dim=rule.dim) if isinstance(rule, Split) else Replicate(leaf) if rule else leaf
@@ -98,3 +102,108 @@ def test_text_and_copies() -> None:
     again = pickle.loads(pickle.dumps(everything))
     assert [repr(rule) for rule in again] == texts
     assert again == everything
+
+
+def test_a_prefix_holds_for_everything_below_it_and_none_is_the_default() -> None:
+    value = {"a": x, "b": (x, [x, None]), "c": (3, "text"), "d": x}
+    spec = {"a": Split(1), "b": Split(-1), "c": Replicate(), "d": None}
+    expected = [Split(1), Split(-1), Split(-1), None, Replicate(), Replicate(), Split(0)]
+    assert rules(value, spec) == expected
+
+
+def test_any_mapping_with_the_same_keys_does_in_any_order() -> None:
+    assert rules(Output(a=x, n=3), {"n": Replicate(), "a": Split(1)}) == [Split(1), Replicate()]
+
+
+def test_a_dataclass_may_have_fields_that_are_none() -> None:
+    assert rules(Sample(x, 3), Sample(None, Replicate())) == [Split(0), Replicate()]
+    batches = scatter(Sample(x, None), 2, Sample(Split(1), Split(0)))
+    assert batches[0].value.image.shape == (3, 2)
+    assert gather(batches, Sample(Split(1), None)).image.equal(x)
+
+
+@pytest.mark.parametrize(
+    ("value", "spec", "path"),
+    [
+        ((x, x), (None,), "input"),
+        ((x,), (None, None), "input"),
+        ({"a": x}, {"b": None}, "input"),
+        ({"a": x, "b": x}, {"a": None}, "input"),
+        (x, (None,), "input"),
+        ((x, {"a": [x]}), (None, {"a": [None, None]}), r"input\[1\]\['a'\]"),
+        (Pair(x, x), (None, None), "input"),
+    ],
+)
+def test_a_spec_that_does_not_fit(value: Any, spec: Any, path: str) -> None:
+    with pytest.raises(ValueError, match=rf"^spec does not fit {path}: spec has .*, {path} has "):
+        scatter(value, 2, spec)
+    with pytest.raises(ValueError, match=rf"^spec does not fit {path}"):
+        check(value, spec)
+
+
+@pytest.mark.parametrize("wrong", [0, "rows", Split, Replicate])
+def test_a_spec_of_something_else(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^spec for input\['a'\] is .*; expected Split\(dim\), Replicate\(\), None"):
+        scatter({"a": x}, 2, {"a": wrong})
+
+
+@pytest.mark.parametrize("dim", [None, 1.0, "1", True])
+def test_the_dimension_is_an_integer(dim: Any) -> None:
+    with pytest.raises(TypeError, match=r"dim of Split is .*; expected an integer"):
+        Split(dim)
+
+
+def test_rules_are_values() -> None:
+    assert Split() == Split(0) != Split(1)
+    assert Replicate() == Replicate()
+    assert len({Split(1), Split(1), Replicate(), Replicate()}) == 2
+    with pytest.raises(FrozenInstanceError):
+        Split().dim = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [x, (x,), (x, x), (), None, (x, None), [x], {"a": {"b": x}}, Sample(x, None)])
+def test_tensors_and_none_pass_by_themselves(value: Any) -> None:
+    check(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "kind"),
+    [
+        (42, "input", "int"),
+        ("str", "input", "str"),
+        ((x, 2), r"input\[1\]", "int"),
+        ((x, (None, 2.5)), r"input\[1\]\[1\]", "float"),
+        ({"mask": [x, "causal"], "z": 1}, r"input\['mask'\]\[1\]", "str"),
+        ({3: object()}, r"input\[3\]", "object"),
+        (Pair(x, {1, 2}), r"input\.right", "set"),
+        (Sample(x, 3), r"input\.label", "int"),
+        (Output(logits=x, n=3), r"input\['n'\]", "int"),
+        ((i for i in "x"), "input", "generator"),
+    ],
+)
+def test_the_first_other_thing_is_named(value: Any, path: str, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{path} is of type {kind}, which cannot be split; .*Replicate\(\)"):
+        check(value)
+
+
+def test_packed_sequences_do_not_pass() -> None:
+    with pytest.raises(TypeError, match=r"^input\['x'\]\.data belongs to a PackedSequence"):
+        check({"x": nn.utils.rnn.pack_sequence([torch.ones(2, 1)])})
+
+
+def test_arguments_are_cut_together() -> None:
+    x, mask = torch.randn(7, 3), torch.rand(7, 3)
+    value = Arguments((x,), {"mask": mask, "scale": Replicate(2.0)})
+    check(value)
+    batches = scatter(value, 4)
+    result = gather(
+        [batch.call(lambda given: given.args[0] * given.kwargs["mask"] * given.kwargs["scale"]) for batch in batches]
+    )
+    torch.testing.assert_close(result, x * mask * 2.0)
+    assert all(type(batch.value) is Arguments and batch.value.kwargs["scale"] == 2.0 for batch in batches)
+
+
+def test_they_are_a_spec_for_themselves() -> None:
+    value = Arguments((torch.ones(4),), {"mask": torch.ones(3)})
+    a, b = scatter(value, 2, Arguments((None,), {"mask": Replicate()}))
+    assert a.value.kwargs["mask"] is b.value.kwargs["mask"]

@@ -5,7 +5,7 @@ import torch
 import torch.utils._pytree as pytree
 from hypothesis import given
 
-from microbatch._tree import Place, children, leaf_paths
+from microbatch._paths import Place, children, leaf_paths
 
 from .strategies import Output, Pair, Problem, problems
 

@@ -164,14 +164,6 @@ def test_no_mode_sees_the_change(blocks, others):
         assert LOG == []
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
-def test_no_mode_sees_a_worker_begin(mode):
-    LOG.clear()
-    with mode(), Logging("x"):
-        LOG.clear()
-        assert in_worker(lambda: list(LOG)) == []
-
-
 class Wrapped(torch.Tensor):
     """A subclass that tells of what is done to it."""
 
@@ -276,7 +268,7 @@ class SharedCasts(RuleBasedStateMachine):
 
     @initialize(cache=st.booleans())
     def open(self, cache):
-        self.block = spawn_workers([CPU] * 3, shared=False, context=Context.plain())
+        self.block = spawn_workers([CPU] * 2, shared=False, context=Context.plain())
         self.in_queues, _ = self.block.__enter__()
         with torch.autocast("cpu", cache_enabled=cache):
             self.context = Context.capture()
@@ -286,7 +278,7 @@ class SharedCasts(RuleBasedStateMachine):
     def on(self, worker, call):
         return submit(self.in_queues[worker], call).result(PATIENCE)
 
-    @rule(worker=st.integers(0, 2))
+    @rule(worker=st.integers(0, 1))
     def enter_or_leave(self, worker):
         if worker in self.inside:
             self.on(worker, lambda: self.inside.pop(worker).__exit__(None, None, None))
@@ -295,7 +287,7 @@ class SharedCasts(RuleBasedStateMachine):
             self.on(worker, self.inside[worker].__enter__)
         self.kept = self.kept and bool(self.inside)
 
-    @rule(worker=st.integers(0, 2), autocast=st.booleans())
+    @rule(worker=st.integers(0, 1), autocast=st.booleans())
     def use(self, worker, autocast):
         def casts():
             x = torch.ones(1, 1, dtype=torch.bfloat16)
@@ -326,7 +318,7 @@ class SharedCasts(RuleBasedStateMachine):
 
 
 TestSharedCasts = SharedCasts.TestCase
-TestSharedCasts.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=20)
+TestSharedCasts.settings = settings(stateful_step_count=30)
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, torch.func.functionalize])
@@ -338,11 +330,6 @@ def test_inside_a_transform_capturing_is_refused(transform):
     with pytest.raises(RuntimeError, match=r"inside a torch\.func transform"):
         transform(work)(torch.ones(2))
     Context.capture()
-
-
-def test_inside_a_transform_no_worker_is_spawned():
-    with pytest.raises(RuntimeError, match=r"inside a torch\.func transform"):
-        torch.vmap(lambda x: in_worker(lambda: x))(torch.ones(2))
 
 
 def test_process_wide_settings_are_none_of_its_business():

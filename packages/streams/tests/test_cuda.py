@@ -143,14 +143,6 @@ def test_a_cuda_stream_waits_for_another_without_holding_up_the_caller():
     assert seen_by(source, x, room) == 1000
 
 
-def test_the_current_stream_waits_too():
-    warm_up()
-    target = new_stream(DEVICE)
-    x, room = late_ones(target)
-    wait_stream(current_stream(DEVICE), target)
-    assert seen_by(current_stream(DEVICE), x, room) == 1000
-
-
 def test_the_cpu_waits_for_a_cuda_stream():
     warm_up()
     target = new_stream(DEVICE)
@@ -170,10 +162,6 @@ def test_a_copy_to_pinned_memory_is_there_after_the_cpu_waited():
     assert y.sum().item() == 0
     wait_stream(CPUStream, stream)
     assert y.sum().item() == 1000
-
-
-def test_a_cuda_stream_does_not_wait_for_the_cpu():
-    wait_stream(new_stream(DEVICE), CPUStream)
 
 
 @pytest.mark.parametrize("hops", [1, 4])
@@ -228,10 +216,6 @@ def test_timed_events_tell_how_long_it_took():
     assert start.device == torch.device("cuda", 0)
 
 
-def test_a_cpu_tensor_needs_no_record_on_a_cuda_stream():
-    record_stream(torch.ones(1), new_stream(DEVICE))
-
-
 def reused(view, *, recorded):
     """Whether the block under ``view`` is handed out again while another stream is still busy."""
     torch.cuda.synchronize()
@@ -259,14 +243,6 @@ def test_the_block_of_a_recorded_view_is_not_handed_out_while_it_is_read(view):
     assert not reused(view, recorded=True)
 
 
-def test_recording_on_the_tensors_own_stream_costs_no_reuse():
-    x = torch.zeros(1024, device=DEVICE)
-    address = x.data_ptr()
-    record_stream(x, current_stream(DEVICE))
-    del x
-    assert torch.empty(1024, device=DEVICE).data_ptr() == address
-
-
 def test_both_halves_run_under_the_stream():
     stream, seen = new_stream(DEVICE), []
     task = Task(
@@ -276,12 +252,6 @@ def test_both_halves_run_under_the_stream():
     task.finalize(None)
     assert seen == [stream]
     assert current_stream(DEVICE) == torch.cuda.default_stream(DEVICE)
-
-
-def test_the_function_runs_under_the_stream():
-    stream = new_stream(DEVICE)
-    with spawn_workers([DEVICE]) as ([in_queue], _):
-        assert submit(in_queue, lambda: current_stream(DEVICE), stream=stream).result(PATIENCE) == stream
 
 
 def test_the_device_and_the_stream_are_current():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 
 import pytest
 
 from streams import keep_memory
-from streams._memory import _is_gnu
 
 STEPS = """
 import resource, threading, torch
@@ -44,7 +44,7 @@ def faults(preparation: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(not _is_gnu(), reason="needs the GNU C library")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the GNU C library")
 def test_steps_find_the_memory_of_the_ones_before() -> None:
     pages = 5 * 96 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     kept = faults("assert keep_memory()")
@@ -55,10 +55,25 @@ def test_steps_find_the_memory_of_the_ones_before() -> None:
     assert without > 10 * (kept + 1)
 
 
-def test_another_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> str:
-        raise ValueError("unrecognized configuration name")
-
-    monkeypatch.setattr(os, "confstr", refuse, raising=False)
+def test_another_system_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr(ctypes, "CDLL")
     assert keep_memory() is False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is called")
+@pytest.mark.parametrize("refused", [-1, -2, -3])
+def test_every_setting_is_asked_for_and_a_refusal_is_said(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    asked: list[int] = []
+
+    class Library:
+        def __init__(self, name: None) -> None: ...
+
+        @staticmethod
+        def mallopt(setting: int, value: int) -> int:
+            asked.append(setting)
+            return int(setting != refused)
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    assert keep_memory() is False
+    assert sorted(asked) == [-3, -2, -1]

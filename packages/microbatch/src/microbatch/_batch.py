@@ -80,53 +80,38 @@ class Batch:
         return tuple(leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
     def __len__(self) -> int:
-        return 1 if isinstance(self.value, Tensor) else len(self._tensors())
+        return len(self._tensors())
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.value,) if isinstance(self.value, Tensor) else self._tensors())
+        return iter(self._tensors())
 
     def __getitem__(self, index: int) -> Tensor:
         try:
             return self._tensors()[index]
         except IndexError:
-            raise self._out_of_range(index) from None
+            raise IndexError(f"batch[{index}] is out of range; this batch holds {len(self)} tensors") from None
 
     def __setitem__(self, index: int | slice, value: Tensor | Sequence[Tensor]) -> None:
         """`batch[i] = t` replaces one tensor, `batch[:] = ts` all of them."""
+        tensors: list[Any] = list(self)
         if not isinstance(index, slice):
-            tensors = list(self._tensors())
-            try:
-                tensors[index] = _expect_tensor(value, f"batch[{index}]")
-            except IndexError:
-                raise self._out_of_range(index) from None
+            _ = self[index]  # raises if it is out of range
+            tensors[index] = value
         elif index == slice(None):
-            tensors = [_expect_tensor(each, f"batch[:][{i}]") for i, each in enumerate(value)]
+            tensors = list(value)
         else:
             raise NotImplementedError(f"batch[{index}] = ... is not supported; use batch[i] = t or batch[:] = ts")
-        self._replace(tensors)
-
-    def _replace(self, tensors: list[Tensor]) -> None:
+        for i, each in enumerate(tensors):
+            if not isinstance(each, Tensor):
+                raise TypeError(f"batch[{i}] is set to a {type(each).__name__}; expected a tensor")
         if is_tensors(self.value):
             self.value = tuple(tensors)  # a plain tuple may change its length
             return
         if len(tensors) != len(self):
             raise IndexError(f"this batch holds {len(self)} tensors, got {len(tensors)} to replace them; give as many")
-        if isinstance(self.value, Tensor):
-            (self.value,) = tensors
-            return
         leaves, tree = flatten(self.value)
         fresh = iter(tensors)
-        leaves = [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.value = unflatten(leaves, tree)
-
-    def _out_of_range(self, index: int) -> IndexError:
-        return IndexError(f"batch[{index}] is out of range; this batch holds {len(self)} tensors")
+        self.value = unflatten([next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
 
     def __repr__(self) -> str:
         return f"Batch({self.value!r})"
-
-
-def _expect_tensor(value: Any, path: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{path} is set to a {type(value).__name__}; expected a tensor")
-    return value

@@ -1,8 +1,7 @@
 """Cut one tensor: the number of rows of each part, and parts with version counters of their own."""
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,69 +10,40 @@ from torch import Tensor
 from ._versions import Versions, counter
 
 Sizes = tuple[int, ...]
-Chunks = int | Iterable[int]
+Chunks = int | list[int] | tuple[int, ...]
 """The largest number of micro-batches to make, or the rows of each."""
-Deal = Callable[[int], Sizes]
-"""A function from the rows of a tensor to those of each of its micro-batches."""
 Cut = Callable[[Tensor, Sizes, int], Sequence[Tensor]]
 
 
-def dealer(chunks: Any) -> Deal:
-    """A function that divides rows into `chunks` micro-batches, or into the sizes that `chunks` lists.
+def counted(chunks: Any) -> int | Sizes:
+    """`chunks` as an int, or as a tuple of sizes.
 
     Raises:
         TypeError, ValueError: `chunks` is neither an integer of at least 1 nor some sizes of at least 0.
     """
-    # Tested rather than tried: torch.compile of PyTorch 2.11 cannot trace a TypeError of operator.index.
-    if isinstance(chunks, list | tuple):
-        return _sizes(_explicit(chunks))
+    listed = isinstance(chunks, list | tuple)
     try:
-        return partial(_evenly, _count(operator.index(chunks)))
+        numbers = tuple(map(operator.index, chunks if listed else (chunks,)))
     except TypeError:
-        return _sizes(_explicit(chunks))
+        numbers = ()
+    if not numbers:
+        raise TypeError(f"chunks is {chunks!r}; expected an integer of at least 1, or a list of the rows of each")
+    if listed and min(numbers) < 0:
+        raise ValueError(f"chunks is {chunks}; no micro-batch can have fewer than 0 rows")
+    if not listed and numbers[0] < 1:
+        raise ValueError(f"chunks is {chunks!r}; expected at least 1")
+    return numbers if listed else numbers[0]
 
 
-def _sizes(sizes: Sizes) -> Deal:
-    return lambda rows: sizes
-
-
-def remembering(deal: Deal) -> Deal:
-    """``deal``, called once for each number of rows. Not by functools.cache, which torch.compile cannot trace."""
-    known: dict[int, Sizes] = {}
-
-    def remembered(rows: int) -> Sizes:
-        if rows not in known:
-            known[rows] = deal(rows)
-        return known[rows]
-
-    return remembered
-
-
-def _evenly(chunks: int, rows: int) -> Sizes:
-    """Sizes as those of `torch.chunk`: rows / chunks rounded up, until none are left."""
+def dealt(rows: int, chunks: int | Sizes) -> Sizes:
+    """The rows of each micro-batch, as by `torch.chunk`: rows / chunks rounded up, until none are left."""
+    if isinstance(chunks, tuple):
+        return chunks
     if not rows:
         return (0,) * chunks
     size = -(-rows // chunks)
     full, rest = divmod(rows, size)
     return (size,) * full + ((rest,) if rest else ())
-
-
-def _count(chunks: int) -> int:
-    if chunks < 1:
-        raise ValueError(f"chunks is {chunks!r}; expected at least 1")
-    return chunks
-
-
-def _explicit(chunks: Any) -> Sizes:
-    try:
-        sizes = () if isinstance(chunks, str) else tuple(map(operator.index, chunks))
-    except TypeError:
-        sizes = ()
-    if not sizes:
-        raise TypeError(f"chunks is {chunks!r}; expected an integer of at least 1, or the rows of each micro-batch")
-    if min(sizes) < 0:
-        raise ValueError(f"chunks is {list(sizes)}; no micro-batch can have fewer than 0 rows")
-    return sizes
 
 
 def copies(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
@@ -87,7 +57,8 @@ def copies(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
     copy = tensor.clone()
     if copy.grad_fn is not None:
         copy.grad_fn.register_prehook(_Unchanged(tensor))
-    return _own_versions(copy, sizes, dim)
+    # Views with a version counter each: the copy is nobody else's, so nobody misses a change.
+    return copy.unsafe_split_with_sizes(sizes, dim)
 
 
 def views(versions: Versions) -> Cut:
@@ -97,16 +68,12 @@ def views(versions: Versions) -> Cut:
         source = tensor.detach()
         if len(sizes) == 1:
             return (source,)  # a single part: it shares the version counter of its source
-        parts = _own_versions(source, sizes, dim)
+        # Autograd does not know that these share memory, so `versions` has to.
+        parts = source.unsafe_split_with_sizes(sizes, dim)
         versions.add(source, parts)
         return parts
 
     return view
-
-
-def _own_versions(tensor: Tensor, sizes: Sizes, dim: int) -> Sequence[Tensor]:
-    """Views with a version counter each: autograd does not know that they share memory, so `versions` has to."""
-    return tensor.unsafe_split_with_sizes(sizes, dim)
 
 
 class _Unchanged:

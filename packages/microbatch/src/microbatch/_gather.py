@@ -1,18 +1,17 @@
 """Join micro-batches into a mini-batch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from ._alike import aligned, expect_rows, expect_tensors, kind, same, unlike
 from ._batch import Batch
-from ._concatenate import concatenate
-from ._reduce import reduced
-from ._rules import ROWS, Mean, Rule, Split, Sum
+from ._join import joined
+from ._paths import Place, children, describe
+from ._rules import ROWS
 from ._spec import ruled
-from ._tree import Place, flatten, is_tensors, unflatten
+from ._tree import flatten, is_tensors, unflatten
 
 
 def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
@@ -25,7 +24,7 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
 
     Args:
         batches: the micro-batches, in order. A single one is returned as it is, not copied.
-    spec: how leaves are joined, as a tree of rules that is a prefix of the value. `Split(dim)`: concatenated
+        spec: how leaves are joined, as a tree of rules that is a prefix of the value. `Split(dim)`: concatenated
             along `dim`, whatever the sizes. `Mean()`: averaged by rows. `Sum()`: added up. `Replicate()`: the leaves
             must be equal, and the first is returned; comparing tensors waits for their device, unless they are one
             object. None must be None everywhere.
@@ -42,78 +41,50 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
     >>> import torch
     >>> gather([Batch(torch.tensor([0, 1])), Batch(torch.tensor([2]))])
     tensor([0, 1, 2])
+    >>> from microbatch import Mean
     >>> gather([Batch(torch.tensor(1.0), rows=(2,)), Batch(torch.tensor(4.0), rows=(1,))], Mean())
     tensor(2.)
     """
-    batches = [batch if isinstance(batch, Batch) else _no_batch(batch, i) for i, batch in enumerate(batches)]
+    batches = list(batches)
+    for i, batch in enumerate(batches):
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"micro-batch {i} is of type {type(batch).__name__}; expected a Batch, as scatter makes them"
+            )
     if not batches:
         raise ValueError("gather got no micro-batches; expected at least one")
     values = [batch.value for batch in batches]
     first = values[0]
-    if spec is None and isinstance(first, Tensor):
-        return _cat(values, ROWS, batches, Place(first, 0, "output"))
+    if spec is None and all(isinstance(value, Tensor) for value in values):
+        return joined(values, ROWS, batches, Place(first, 0, "output"))
     if spec is None and is_tensors(first) and all(is_tensors(value) and len(value) == len(first) for value in values):
         columns = enumerate(zip(*values, strict=True))
-        return tuple([_cat(column, ROWS, batches, Place(first, i, "output")) for i, column in columns])
-    return _gather_tree(values, batches, spec)
-
-
-def _no_batch(batch: Any, i: int) -> Any:
-    raise TypeError(f"micro-batch {i} is of type {type(batch).__name__}; expected a Batch, as scatter makes them")
-
-
-def _gather_tree(values: Sequence[Any], batches: Sequence[Batch], spec: Any) -> Any:
-    first = values[0]
-    first, leaves, chosen, tree = ruled(first, spec, "output")
+        return tuple([joined(column, ROWS, batches, Place(first, i, "output")) for i, column in columns])
+    first, leaves, rules, tree = ruled(first, spec, "output")
     rows = [leaves, *[_leaves_like(first, tree, value, i) for i, value in enumerate(values) if i]]
-    columns = enumerate(zip(chosen, zip(*rows, strict=True), strict=True))
-    return unflatten([_leaf(column, rule, batches, Place(first, i, "output")) for i, (rule, column) in columns], tree)
+    columns = enumerate(zip(*rows, strict=True))
+    return unflatten([joined(column, rules[i], batches, Place(first, i, "output")) for i, column in columns], tree)
 
 
 def _leaves_like(first: Any, tree: TreeSpec, value: Any, i: int) -> list[Any]:
-    """The leaves of the value of micro-batch i, in the order of those of the first."""
+    """The leaves of the value of micro-batch i, whose tree must be that of the first."""
     leaves, its = flatten(value)
-    return (
-        leaves if its == tree else list(aligned(first, value, f"micro-batch {i} is unlike micro-batch 0: ", "output"))
-    )
+    if its != tree:
+        raise ValueError(f"micro-batch {i} is unlike micro-batch 0: {_difference(first, value, 'output')}")
+    return leaves
 
 
-def _leaf(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: Place) -> Any:
-    if isinstance(rule, Split):
-        return _cat(parts, rule, batches, place)
-    if isinstance(rule, Mean | Sum):
-        return reduced(parts, rule, batches, place)
-    return same(parts, place)
-
-
-def _cat(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], place: Place) -> Tensor:
-    first, dim = parts[0], rule.dim
-    expect_tensors(parts, place)
-    if not -first.dim() <= dim < first.dim():
-        raise ValueError(
-            f"{place} has shape {tuple(first.shape)} and no dimension {dim} to concatenate along; give it a row for "
-            "each sample, or declare in the spec what it is: Mean() or Sum() for one value of each micro-batch, "
-            "Replicate() if it is the same for all"
+def _difference(first: Any, other: Any, path: str) -> str:
+    """The first place where two trees differ, and how. Empty if they do not."""
+    ours, theirs = children(first), children(other)
+    if flatten(first)[1] == flatten(other)[1]:
+        return ""
+    labels, others = ([label for label, _ in found or ()] for found in (ours, theirs))
+    if type(first) is not type(other) or ours is None or theirs is None or labels != others:
+        return (
+            f"{path} is a {type(other).__name__} with {describe(theirs)} instead of a {type(first).__name__} with "
+            f"{describe(ours)}"
         )
-    if rule is ROWS:
-        expect_rows(parts, batches, place)
-    return first if len(parts) == 1 else _concatenate(parts, dim, place)
-
-
-def _concatenate(parts: Sequence[Tensor], dim: int, place: Place) -> Tensor:
-    try:
-        return concatenate(parts, dim)
-    except (RuntimeError, TypeError) as error:
-        first = parts[0]
-        for i, part in enumerate(parts):
-            if _but_rows(part, dim) != _but_rows(first, dim):
-                raise unlike(first, part, i, place) from None
-        if first.is_quantized or type(first) is not Tensor:  # these may not implement the operators that follow
-            raise TypeError(f"{place} is {kind(first)}, which torch cannot concatenate: {error}") from error
-        raise
-
-
-def _but_rows(tensor: Tensor, dim: int) -> tuple[object, ...]:
-    shape = list(tensor.shape)
-    del shape[dim]
-    return tensor.device, tensor.layout, shape
+    pairs = zip(ours, theirs, strict=True)
+    inside = (_difference(mine, its, path + label) for (label, mine), (_, its) in pairs)
+    return next(filter(None, inside), f"{path} is a {type(other).__name__} with other constants")

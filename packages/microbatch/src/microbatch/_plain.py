@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -10,14 +10,7 @@ from torch import Tensor
 from ._rules import Mean, Replicate, Split, Sum
 
 
-class Shape(NamedTuple):
-    """Such a value without its branches."""
-
-    type: type
-    names: tuple[Any, ...]
-
-
-class Opened:
+class _Opened:
     """Such a value as a node of torch's pytrees: its branches are children, and unflattening makes the value again."""
 
     __slots__ = ("value",)
@@ -28,38 +21,43 @@ class Opened:
 
 def is_plain(leaf: Any) -> bool:
     """Whether a leaf of torch's pytrees is a dataclass or a mapping."""
-    if isinstance(leaf, Tensor) or leaf is None:
+    if isinstance(leaf, Tensor) or leaf is None:  # the usual ones first: a value may have thousands of leaves
         return False
-    if is_dataclass(leaf):
-        return not isinstance(leaf, type | Split | Replicate | Mean | Sum)
-    return isinstance(leaf, Mapping)
-
-
-def branches(value: Any) -> list[tuple[str, Any]]:
-    """The fields of a dataclass, or the items of a mapping, in order, with their labels in a path."""
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", value[key]) for key in value]
-    return [(f".{field.name}", getattr(value, field.name)) for field in fields(value)]
+    return isinstance(leaf, Mapping) or (
+        is_dataclass(leaf) and not isinstance(leaf, type | Split | Replicate | Mean | Sum)
+    )
 
 
 def opened(value: Any) -> Any:
     """`value` with every such leaf wrapped, so that torch flattens it completely."""
-    return pytree.tree_map(lambda leaf: Opened(leaf) if is_plain(leaf) else leaf, value)
+    return pytree.tree_map(lambda leaf: _Opened(leaf) if is_plain(leaf) else leaf, value)
 
 
-def _flatten(node: Opened) -> tuple[list[Any], Shape]:
-    value = node.value
-    names = tuple(value) if isinstance(value, Mapping) else tuple(field.name for field in fields(value))
-    return [opened(branch) for _, branch in branches(value)], Shape(type(value), names)
+def branches(value: Any) -> list[tuple[str, Any]]:
+    """The fields of a dataclass, or the items of a mapping, in order, with their labels in a path."""
+    label = "[{!r}]" if isinstance(value, Mapping) else ".{}"
+    return [(label.format(name), branch) for name, branch in _named(value).items()]
 
 
-def _unflatten(values: Any, shape: Shape) -> Any:
-    named = dict(zip(shape.names, values, strict=True))
+def _named(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in value}
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _flatten(node: _Opened) -> tuple[list[Any], tuple[type, tuple[Any, ...]]]:
+    named = _named(node.value)
+    return list(map(opened, named.values())), (type(node.value), tuple(named))
+
+
+def _unflatten(values: Any, shape: tuple[type, tuple[Any, ...]]) -> Any:
+    kind, names = shape
+    named = dict(zip(names, values, strict=True))
     try:
-        return _mapping(shape.type, named) if issubclass(shape.type, Mapping) else _dataclass(shape.type, named)
+        return _mapping(kind, named) if issubclass(kind, Mapping) else _dataclass(kind, named)
     except Exception as error:
         raise TypeError(
-            f"a {shape.type.__name__} cannot be made of its parts {', '.join(map(str, shape.names))}: {error}; "
+            f"a {kind.__name__} cannot be made of its parts {', '.join(map(str, names))}: {error}; "
             "register it with torch.utils._pytree.register_pytree_node, which says how"
         ) from error
 
@@ -79,4 +77,4 @@ def _mapping(kind: Any, named: dict[Any, Any]) -> Any:
     return value
 
 
-pytree.register_pytree_node(Opened, _flatten, _unflatten)
+pytree.register_pytree_node(_Opened, _flatten, _unflatten)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from ._batch import Batch
-from ._cut import Chunks, Cut, Deal, Sizes, copies, dealer, remembering, views
+from ._cut import Chunks, Cut, Sizes, copies, counted, dealt, views
+from ._paths import Place
 from ._rules import ROWS, Rule, Split
 from ._spec import cut_rules
-from ._tree import Place, is_tensors, leaves_of, unflatten
+from ._tree import is_flat, is_tensors, leaves_of, unflatten
 from ._versions import Versions
 
 
@@ -77,38 +78,81 @@ def scatter_views(value: Any, chunks: Chunks, spec: Any = None) -> tuple[list[Ba
     return _scatter(value, chunks, spec, views(versions)), versions
 
 
+def check(value: Any, spec: Any = None) -> None:
+    """Raise unless `value` can be a mini-batch: tensors, None, and trees of them.
+
+    Numbers, strings and other objects are allowed only inside `Replicate(...)`, or with this rule in `spec`. Reads no
+    data.
+
+    Args:
+        value: the value that is to be cut.
+        spec: rules, as for `scatter`.
+
+    Raises:
+        TypeError: a leaf cannot be cut; the message names the path of the first, as in `input['mask'][1]`.
+        ValueError: `spec` has another shape than `value`.
+
+    >>> check((torch.ones(2), None))
+    >>> check((torch.ones(2), 42))
+    Traceback (most recent call last):
+    TypeError: input[1] is of type int, which cannot be split; expected a tensor, None or a tree of them; \
+Replicate() around it, or in the spec, hands it whole to every micro-batch
+    """
+    if spec is not None or not is_flat(value):
+        cut_rules(value, spec)
+
+
 def _scatter(value: Any, chunks: Chunks, spec: Any, cut: Cut) -> list[Batch]:
+    number = counted(chunks)
     if spec is None and isinstance(value, Tensor):
-        sizes, parts = _column(value, ROWS, dealer(chunks), cut, Place(value, 0, "input"))
+        sizes, parts = _column(value, ROWS, number, cut, Place(value, 0, "input"))
         return [Batch(part, (rows,)) for part, rows in zip(parts, sizes, strict=True)]
     if spec is None and value and is_tensors(value):
-        return [Batch(*row) for row in _dealt(value, [ROWS] * len(value), value, chunks, cut)]
+        return [Batch(*row) for row in _rows(value, [ROWS] * len(value), value, number, cut)]
     bare, leaves, rules, tree = cut_rules(value, spec)
-    dealt = _dealt(leaves, rules, bare, chunks, cut)
-    return [Batch(unflatten(row, tree), rows) for row, rows in dealt]
+    return [Batch(unflatten(row, tree), rows) for row, rows in _rows(leaves, rules, bare, number, cut)]
 
 
-def _dealt(
-    leaves: Sequence[Any], rules: Sequence[Rule], value: Any, chunks: Chunks, cut: Cut
+def _rows(
+    leaves: Sequence[Any], rules: Sequence[Rule], value: Any, chunks: int | Sizes, cut: Cut
 ) -> Iterator[tuple[tuple[Any, ...], Sizes]]:
     """The leaves of each micro-batch, and its rows: one number for each number of rows among the tensors."""
-    deal = remembering(dealer(chunks))  # there are many leaves, with few different numbers of rows
     columns = {
-        i: _column(leaf, rule, deal, cut, Place(value, i, "input"))
+        i: _column(leaf, rule, chunks, cut, Place(value, i, "input"))
         for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True))
         if isinstance(rule, Split)
     }
-    count = _expect_same_count({i: len(sizes) for i, (sizes, _) in columns.items()}, value, chunks)
-    whole = [columns[i][1] if i in columns else (leaf,) * count for i, leaf in enumerate(leaves)]
+    if not columns:
+        raise ValueError("input has no tensor to split; a mini-batch needs at least one, whose rows are its samples")
+    (first, (sizes, _)), *others = columns.items()
+    for i, (other, _) in others:
+        if len(other) != len(sizes):
+            raise ValueError(
+                f"chunks={chunks} makes {_story(value, first, sizes)} but {_story(value, i, other)}; "
+                "all tensors of a mini-batch must give equally many"
+            )
+    whole = [columns[i][1] if i in columns else (leaf,) * len(sizes) for i, leaf in enumerate(leaves)]
     rows = dict.fromkeys(sizes for sizes, _ in columns.values())
     return zip(zip(*whole, strict=True), zip(*rows, strict=True), strict=True)
 
 
-def _column(tensor: Tensor, rule: Split, deal: Deal, cut: Cut, place: Place) -> tuple[Sizes, Sequence[Tensor]]:
+def _story(value: Any, index: int, sizes: Sizes) -> str:
+    shape = tuple(leaves_of(value)[index].shape)
+    return f"{len(sizes)} micro-batches of {Place(value, index, 'input')} with shape {shape}"
+
+
+def _column(tensor: Tensor, rule: Split, chunks: int | Sizes, cut: Cut, place: Place) -> tuple[Sizes, Sequence[Tensor]]:
     """One leaf of every micro-batch, and its number of rows in each."""
-    _expect_divisible(tensor, rule.dim, place)
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        raise TypeError(f"{place} is {kind}, which cannot be cut; make it dense, or Replicate() it in the spec")
+    if not -tensor.dim() <= rule.dim < tensor.dim():
+        raise ValueError(
+            f"{place} has shape {tuple(tensor.shape)} and no dimension {rule.dim} to split; give it one, "
+            "or Replicate() it in the spec"
+        )
     rows = tensor.size(rule.dim)
-    sizes = deal(rows)
+    sizes = dealt(rows, chunks)
     if sum(sizes) != rows:
         raise ValueError(
             f"chunks={list(sizes)} deals {sum(sizes)} rows, but {place} with shape {tuple(tensor.shape)} has {rows} "
@@ -118,32 +162,3 @@ def _column(tensor: Tensor, rule: Split, deal: Deal, cut: Cut, place: Place) -> 
         return sizes, cut(tensor, sizes, rule.dim)
     except (TypeError, NotImplementedError) as error:  # a subclass of Tensor may not implement every operator
         raise TypeError(f"{place} is of type {type(tensor).__name__}, which torch cannot cut: {error}") from error
-
-
-def _expect_divisible(tensor: Tensor, dim: int, place: Place) -> None:
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-        raise TypeError(f"{place} is {kind}, which cannot be cut; make it dense, or Replicate() it in the spec")
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(
-            f"{place} has shape {tuple(tensor.shape)} and no dimension {dim} to split; give it one, "
-            "or Replicate() it in the spec"
-        )
-
-
-def _expect_same_count(counts: dict[int, int], value: Any, chunks: Chunks) -> int:
-    if not counts:
-        raise ValueError("input has no tensor to split; a mini-batch needs at least one, whose rows are its samples")
-    first = next(iter(counts))
-    for i, count in counts.items():
-        if count != counts[first]:
-            raise ValueError(
-                f"chunks={chunks} makes {_story(value, first, counts[first])} but {_story(value, i, count)}; "
-                "all tensors of a mini-batch must give equally many"
-            )
-    return counts[first]
-
-
-def _story(value: Any, index: int, count: int) -> str:
-    shape = tuple(leaves_of(value)[index].shape)
-    return f"{count} micro-batches of {Place(value, index, 'input')} with shape {shape}"

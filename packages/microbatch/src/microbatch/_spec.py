@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec
 
+from ._paths import Place, children, describe
 from ._rules import ROWS, Mean, Replicate, Rule, Split, Sum, wraps
-from ._tree import Place, children, describe, flatten, leaves_of, unflatten
+from ._tree import flatten, leaves_of, unflatten
 
 
 class Leafwise(tuple[Rule, ...]):
@@ -40,49 +41,6 @@ def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
     return ruled(tree, spec, root).rules
 
 
-class Ruled(NamedTuple):
-    """The leaves of a value, with the rule of each."""
-
-    value: Any
-    leaves: list[Any]
-    rules: list[Rule]
-    tree: TreeSpec
-
-
-def ruled(value: Any, spec: Any, root: str) -> Ruled:
-    """See `rules`. Computes all that is needed of a value in one walk, since it may have thousands of leaves."""
-    return _ruled(value, *flatten(value), spec, root)
-
-
-def cut_rules(value: Any, spec: Any) -> Ruled:
-    """An input without rules in it, and the rules by which it is cut."""
-    leaves, tree = flatten(value)
-    if any(map(wraps, leaves)):
-        value, spec = _unwrapped(value, leaves, tree, spec)
-        leaves, tree = flatten(value)
-    found = _ruled(value, leaves, tree, spec, "input")
-    for i, rule in enumerate(found.rules):
-        if isinstance(rule, Mean | Sum):
-            raise TypeError(
-                f"the spec says {rule!r} for {Place(value, i, 'input')}, which puts outputs together; an input needs "
-                "Split(dim) or Replicate()"
-            )
-    return found
-
-
-def _ruled(value: Any, leaves: list[Any], tree: TreeSpec, spec: Any, root: str) -> Ruled:
-    if spec is None:
-        _refuse_packed(value, root)
-        asked: list[Rule] = [None] * len(leaves)
-    else:
-        asked = list(_broadcast(value, spec, root))
-    settled = [
-        ROWS if rule is None and isinstance(leaf, Tensor) else _settle(leaf, rule, Place(value, i, root))
-        for i, (leaf, rule) in enumerate(zip(leaves, asked, strict=True))
-    ]
-    return Ruled(value, leaves, settled, tree)
-
-
 def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
     """Separate a value from the rules in it.
 
@@ -102,42 +60,63 @@ def unwrap(value: Any, spec: Any = None) -> tuple[Any, Any]:
     if isinstance(value, Tensor):
         return value, spec
     leaves, tree = flatten(value)
-    return _unwrapped(value, leaves, tree, spec) if any(map(wraps, leaves)) else (value, spec)
+    if not any(map(wraps, leaves)):
+        return value, spec
+    asked = enumerate(zip(leaves, _broadcast(value, spec, "input"), strict=True))
+    told = [rule for i, (leaf, outer) in asked for rule in _inner_rules(leaf, outer, Place(value, i, "input"))]
+    # A rule may be around a value that has rules in it.
+    return unwrap(unflatten([leaf.value if wraps(leaf) else leaf for leaf in leaves], tree), Leafwise(told))
 
 
-def _unwrapped(value: Any, leaves: list[Any], tree: TreeSpec, spec: Any) -> tuple[Any, Any]:
-    asked = _broadcast(value, spec, "input")
-    told = [
-        _told(leaf, rule, Place(value, i, "input")) for i, (leaf, rule) in enumerate(zip(leaves, asked, strict=True))
-    ]
-    bare = unflatten([leaf.value if wraps(leaf) else leaf for leaf in leaves], tree)
-    return unwrap(bare, Leafwise(rule for rules in told for rule in rules))
-
-
-def _told(leaf: Any, rule: Rule, place: Place) -> list[Rule]:
+def _inner_rules(leaf: Any, rule: Rule, place: Place) -> list[Rule]:
     """The rules of the leaves in a leaf, which may be a value with a rule of its own."""
     if not wraps(leaf):
         return [rule]
     own = Split(leaf.dim) if isinstance(leaf, Split) else Replicate()
-    if rule not in (None, own) and not _is_uncuttable(leaf.value):
+    inner = leaves_of(leaf.value)
+    # What has no tensors can only be replicated, so any rule of its branch is meant for the rest of that.
+    if rule not in (None, own) and any(isinstance(each, Tensor) or wraps(each) for each in inner):
         raise ValueError(f"{place} is given as {own!r}, but the spec says {rule!r}; declare it in one place")
-    if isinstance(own, Split):
-        _refuse_packed(leaf.value, str(place))
-    return [own] * len(leaves_of(leaf.value))
+    return [own] * len(inner)
 
 
-def _is_uncuttable(value: Any) -> bool:
-    """Whether ``value`` has no tensors, so that ``Replicate()`` is its only possible rule."""
-    return not any(isinstance(leaf, Tensor) or wraps(leaf) for leaf in leaves_of(value))
+class Ruled(NamedTuple):
+    """The leaves of a value, with the rule of each."""
+
+    value: Any
+    leaves: list[Any]
+    rules: list[Rule]
+    tree: TreeSpec
 
 
-def _settle(leaf: Any, rule: Rule, place: Place) -> Rule:
+def cut_rules(value: Any, spec: Any) -> Ruled:
+    """An input without rules in it, and the rules by which it is cut."""
+    found = ruled(*unwrap(value, spec), "input")
+    for i, rule in enumerate(found.rules):
+        if isinstance(rule, Mean | Sum):
+            raise TypeError(
+                f"the spec says {rule!r} for {Place(found.value, i, 'input')}, which puts outputs together; an input "
+                "needs Split(dim) or Replicate()"
+            )
+    return found
+
+
+def ruled(value: Any, spec: Any, root: str) -> Ruled:
+    """The leaves of a value without rules in it, and the rules that `spec` has for them."""
+    leaves, tree = flatten(value)
+    asked: list[Rule] = [None] * len(leaves) if spec is None else list(_broadcast(value, spec, root))
+    _refuse_packed(value, asked, root)
+    pairs = enumerate(zip(leaves, asked, strict=True))
+    return Ruled(value, leaves, [_rule(leaf, rule, Place(value, i, root)) for i, (leaf, rule) in pairs], tree)
+
+
+def _rule(leaf: Any, rule: Rule, place: Place) -> Rule:
+    if isinstance(leaf, Tensor):
+        return ROWS if rule is None else rule
     if isinstance(rule, Replicate):
         return rule
     if leaf is None:
         return None
-    if isinstance(leaf, Tensor):
-        return rule
     if isinstance(rule, Mean | Sum) and isinstance(leaf, int | float | complex):
         return rule
     raise TypeError(
@@ -147,12 +126,11 @@ def _settle(leaf: Any, rule: Rule, place: Place) -> Rule:
 
 
 def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
+    """The rule of each leaf, where `spec` is a prefix of `tree`; None where it says nothing."""
     if isinstance(spec, Leafwise):
         yield from spec
         return
     if spec is None or (isinstance(spec, Split | Replicate | Mean | Sum) and not wraps(spec)):
-        if not isinstance(spec, Replicate):
-            _refuse_packed(tree, path)
         yield from [spec] * len(leaves_of(tree))
         return
     wanted = children(spec)
@@ -161,9 +139,10 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
             f"spec for {path} is {spec!r}; expected Split(dim), Replicate(), None or a tree of them (for an output "
             "also Mean() or Sum())"
         )
-    found = children(tree)
-    by_label = dict(wanted)
-    if found is None or not (_is_same_dataclass(tree, spec) or by_label.keys() == {label for label, _ in found}):
+    found, by_label = children(tree), dict(wanted)
+    # Of the same dataclass branches may differ, since torch leaves out fields that are None.
+    alike = is_dataclass(spec) and type(tree) is type(spec)
+    if found is None or not (alike or by_label.keys() == {label for label, _ in found}):
         raise ValueError(
             f"spec does not fit {path}: spec has {describe(wanted)}, {path} has {describe(found)}; "
             "give one rule for all of it, or a rule for each branch"
@@ -172,22 +151,14 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
         yield from _broadcast(branch, by_label.get(label), path + label)
 
 
-def _is_same_dataclass(tree: Any, spec: Any) -> bool:
-    """Whether both are the same dataclass. Their branches may differ, since torch leaves out fields that are None."""
-    return is_dataclass(spec) and type(tree) is type(spec)
-
-
-def _refuse_packed(tree: Any, path: str) -> None:
-    """Raise for a PackedSequence: consecutive rows belong to different samples, so cutting it would mix them."""
-    if isinstance(tree, Tensor):
-        return
-    for i, leaf in enumerate(leaves_of(tree, is_leaf=_is_packed)):
-        if _is_packed(leaf):
+def _refuse_packed(tree: Any, rules: list[Rule], path: str) -> None:
+    """Raise for a PackedSequence that is to be cut: its consecutive rows belong to different samples."""
+    at = 0
+    for node in leaves_of(tree, is_leaf=lambda node: isinstance(node, PackedSequence)):
+        count = len(leaves_of(node)) if isinstance(node, PackedSequence) else 1
+        if isinstance(node, PackedSequence) and not all(isinstance(rule, Replicate) for rule in rules[at : at + count]):
             raise TypeError(
-                f"{Place(tree, i, path)} belongs to a PackedSequence, whose rows are no samples; pad it, "
+                f"{Place(tree, at, path)} belongs to a PackedSequence, whose rows are no samples; pad it, "
                 "or Replicate() it in the spec"
             )
-
-
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)
+        at += count

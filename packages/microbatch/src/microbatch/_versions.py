@@ -1,7 +1,6 @@
 """In-place changes of a tensor and of the parts that share its memory."""
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -41,9 +40,6 @@ class Versions:
             tie.sync()
 
 
-_version = attrgetter("_version")
-
-
 class _Tie:
     __slots__ = ("_chunks", "_seen", "_source")
 
@@ -55,16 +51,18 @@ class _Tie:
     def sync(self) -> None:
         source, chunks = self._seen
         source_moved = self._source._version != source
-        chunks_moved = tuple(map(_version, self._chunks)) != chunks
+        chunks_moved = self._chunk_versions() != chunks
         if source_moved:
             increment_version(self._chunks)
         if chunks_moved:
-            self._chunks = [
-                chunk.detach() for chunk in self._chunks
-            ]  # in-place operations may have connected them to a graph
+            # In-place operations may have connected them to a graph, which would be kept.
+            self._chunks = [chunk.detach() for chunk in self._chunks]
             increment_version(self._source)
         if source_moved or chunks_moved:
-            self._seen = self._source._version, tuple(map(_version, self._chunks))
+            self._seen = self._source._version, self._chunk_versions()
+
+    def _chunk_versions(self) -> tuple[int, ...]:
+        return tuple([chunk._version for chunk in self._chunks])
 
 
 def counter(tensor: Tensor) -> Tensor:

@@ -12,20 +12,7 @@ from typing import Any
 
 import torch
 
-from ._settings import (
-    CastUsers,
-    Undo,
-    enter_flags,
-    enter_grad_mode,
-    enter_hooks,
-    enter_inference_mode,
-    enter_modes,
-    enter_variables,
-    read_autocast,
-    read_flags,
-    read_hooks,
-    read_modes,
-)
+from . import _settings
 
 
 class Context:
@@ -47,26 +34,15 @@ class Context:
     False
     """
 
-    __slots__ = (
-        "_cast_users",
-        "autocast",
-        "flags",
-        "function_modes",
-        "grad_mode",
-        "inference_mode",
-        "saved_tensors_hooks",
-        "variables",
-    )
-
     def __init__(self) -> None:
         self.grad_mode = torch.is_grad_enabled()
         self.inference_mode = torch.is_inference_mode_enabled()
-        self.flags = read_flags()
-        self.autocast = read_autocast()
-        self.saved_tensors_hooks = read_hooks()
-        self.function_modes = read_modes()
+        self.flags = _settings.read_flags()
+        self.autocast = _settings.read_autocast()
+        self.saved_tensors_hooks = _settings.read_hooks()
+        self.function_modes = _settings.read_modes()
         self.variables = copy_context()
-        self._cast_users = CastUsers()
+        self._cast_users = _settings.CastUsers()
 
     @classmethod
     def capture(cls) -> Context:
@@ -97,7 +73,7 @@ class Context:
         Context variables that were not set in the captured context keep their values. Casts of weights that autocast
         keeps are freed when the last of the threads that apply this context leaves it.
         """
-        undos: list[Undo] = []
+        undos: list[_settings.Undo] = []
         try:
             self._enter(undos)
             yield
@@ -105,18 +81,18 @@ class Context:
             while undos:
                 undos.pop()()
 
-    def _enter(self, undos: list[Undo]) -> None:
+    def _enter(self, undos: list[_settings.Undo]) -> None:
         steps: tuple[tuple[Any, Any], ...] = (
             # Modes are switched off first: no mode of either context may see the other changes.
-            (enter_modes, ()),
+            (_settings.enter_modes, ()),
             # Then inference mode, since entering and leaving it sets the grad mode and the flags too.
-            (enter_inference_mode, self.inference_mode),
-            (enter_grad_mode, self.grad_mode),
-            (enter_flags, self.flags),
+            (_settings.enter_inference_mode, self.inference_mode),
+            (_settings.enter_grad_mode, self.grad_mode),
+            (_settings.enter_flags, self.flags),
             (self._cast_users.enter, self.autocast),
-            (enter_hooks, self.saved_tensors_hooks),
-            (enter_variables, self.variables),
-            (enter_modes, self.function_modes),
+            (_settings.enter_hooks, self.saved_tensors_hooks),
+            (_settings.enter_variables, self.variables),
+            (_settings.enter_modes, self.function_modes),
         )
         for enter, wanted in steps:
             undo = enter(wanted)

@@ -1,7 +1,5 @@
 """Devices: which objects are devices, which of them are equal, and which have streams."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import Protocol
 

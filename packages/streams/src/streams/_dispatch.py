@@ -1,7 +1,5 @@
 """A dispatch mode that is cheap to import, and applies to one thread only."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,12 +6,9 @@ end before that: those that wait for a task end at once, those that compute one 
 operation cannot be interrupted, so the exit waits for its end.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
@@ -47,7 +44,9 @@ def unwatch() -> None:
 @atexit.register
 def _send_all_away() -> None:
     for in_queue, _ in list(_workers.values()):
-        _drop(in_queue)
+        with suppress(Empty):  # the end of the loop: asking whether it is empty first could miss a task
+            while True:
+                in_queue.get_nowait()
         in_queue.put(None)
     while _wait():
         pass
@@ -57,17 +56,14 @@ def _wait() -> bool:
     """Interrupt all workers and wait for them. Returns whether any that still runs has computed meanwhile."""
     clocks = {thread: clock for thread, (_, clock) in list(_workers.items()) if thread.is_alive()}
     before = {thread: _seconds(clock) for thread, clock in clocks.items()}
-    for thread in before:
-        _interrupt(thread)
-    _join(before)
-    left = {thread: seconds for thread, seconds in before.items() if thread.is_alive()}
-    return any(_seconds(clocks[thread]) - seconds > _COMPUTING for thread, seconds in left.items())
-
-
-def _join(threads: Collection[Thread]) -> None:
+    for thread in clocks:
+        # Raises SystemExit in the thread at its next line of Python.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
     deadline = time.monotonic() + PATIENCE
-    for thread in threads:
+    for thread in clocks:
         thread.join(max(0.0, deadline - time.monotonic()))
+    left = [thread for thread in clocks if thread.is_alive()]
+    return any(_seconds(clocks[thread]) - before[thread] > _COMPUTING for thread in left)
 
 
 def _seconds(clock: int | None) -> float:
@@ -76,15 +72,3 @@ def _seconds(clock: int | None) -> float:
         return 0.0 if clock is None else time.clock_gettime(clock)
     except OSError:  # the thread has just ended, and its clock with it
         return 0.0
-
-
-def _drop(queue: SimpleQueue[Any]) -> None:
-    with suppress(Empty):  # the end of the loop: asking whether it is empty first could miss a task
-        while True:
-            queue.get_nowait()
-
-
-def _interrupt(thread: Thread) -> None:
-    """Raise SystemExit in ``thread`` at its next line of Python."""
-    if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))

@@ -3,10 +3,8 @@
 This matters for workers: threads that get memory from the system at the same time wait for each other.
 """
 
-from __future__ import annotations
-
 import ctypes
-import os
+import sys
 
 # The numbers are of the GNU C library's malloc.h; its manual has a page on each (mallopt).
 _SETTINGS = {
@@ -26,15 +24,8 @@ def keep_memory() -> bool:
     Returns:
         True if the C library took all settings.
     """
-    if not _is_gnu():
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
         return False
-    mallopt = ctypes.CDLL(None).mallopt
     taken = [mallopt(setting, value) == 1 for setting, value in _SETTINGS.items()]
     return all(taken)
-
-
-def _is_gnu() -> bool:
-    try:
-        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
-    except (AttributeError, ValueError, OSError):  # there is no such function, or it refuses the name or value
-        return False

@@ -1,7 +1,5 @@
 """Notes on exceptions, on every version of Python."""
 
-from __future__ import annotations
-
 
 def add_note(error: BaseException, note: str) -> None:
     """``error.add_note(note)``. On Python 3.10, which has no notes, it is appended to ``error.__notes__``.

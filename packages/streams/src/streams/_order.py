@@ -1,7 +1,5 @@
 """The order of work on different streams: events, waits, and memory that another stream still reads."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import torch

@@ -3,8 +3,6 @@
 A function that sets returns a function that restores the setting, or None if nothing was changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextvars import Context as Variables
 from contextvars import ContextVar, Token
@@ -132,15 +130,12 @@ class CastUsers:
 
 
 def _write_autocast(found: Autocast, wanted: Autocast) -> None:
-    for i in _differences(found.enabled, wanted.enabled):
-        torch.set_autocast_enabled(DEVICE_TYPES[i], wanted.enabled[i])
-    for i in _differences(found.dtypes, wanted.dtypes):
-        torch.set_autocast_dtype(DEVICE_TYPES[i], wanted.dtypes[i])
+    for i, kind in enumerate(DEVICE_TYPES):
+        if found.enabled[i] != wanted.enabled[i]:
+            torch.set_autocast_enabled(kind, wanted.enabled[i])
+        if found.dtypes[i] != wanted.dtypes[i]:
+            torch.set_autocast_dtype(kind, wanted.dtypes[i])
     torch.set_autocast_cache_enabled(wanted.cache)
-
-
-def _differences(found: Sequence[object], wanted: Sequence[object]) -> list[int]:
-    return [i for i, (old, new) in enumerate(zip(found, wanted, strict=True)) if old != new]
 
 
 def read_hooks() -> Hooks:

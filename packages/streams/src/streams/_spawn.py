@@ -1,14 +1,11 @@
 """Worker threads for the length of a ``with`` block, one for each device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from types import TracebackType
-from typing import NamedTuple
 
 from . import _exit
 from ._context import Context
@@ -20,11 +17,22 @@ from ._worker import serve
 Queues = tuple[list[InQueue], list[OutQueue]]
 
 
-class _Worker(NamedTuple):
-    thread: Thread
-    in_queue: InQueue
-    out_queue: OutQueue
-    ended: Event
+class _Worker(Thread):
+    def __init__(self, device: Device, context: Context) -> None:
+        # A daemon thread, since the interpreter waits for other threads before its exit.
+        super().__init__(name=f"worker of {device}", daemon=True)
+        self.in_queue: InQueue = SimpleQueue()
+        self.out_queue: OutQueue = SimpleQueue()
+        self.ended = Event()
+        self._blocks = context.applied, partial(use_device, device)
+
+    def run(self) -> None:
+        _exit.watch(self.in_queue)
+        try:
+            serve(self.in_queue, self.out_queue, *self._blocks)
+        finally:
+            self.ended.set()
+            _exit.unwatch()
 
 
 def spawn_workers(
@@ -102,37 +110,22 @@ class _Workers(AbstractContextManager[Queues]):
             each.in_queue.put(None)
 
     def _start(self, device: Device, context: Context) -> _Worker:
-        in_queue: InQueue = SimpleQueue()
-        out_queue: OutQueue = SimpleQueue()
-        ended = Event()
-        # A daemon thread, since the interpreter waits for other threads before its exit.
-        arguments = (context, in_queue, out_queue, device, ended)
-        thread = Thread(target=_work, args=arguments, name=f"worker of {device}", daemon=True)
-        each = _Worker(thread, in_queue, out_queue, ended)
+        each = _Worker(device, context)
         self._workers.append(each)
-        thread.start()
+        each.start()
         return each
 
     def _end_all(self) -> None:
         for each in self._workers:
             each.in_queue.put(None)
         for each in self._workers:
-            if each.thread is current_thread():
+            if each is current_thread():
                 continue  # a worker may leave the block that it belongs to
-            if each.thread.is_alive():
+            if each.is_alive():
                 # Before Python 3.13, join after an interrupted join returns although the thread still runs.
                 each.ended.wait()
-                each.thread.join()
+                each.join()
             elif not each.ended.is_set():
                 # It could not start, or this is a forked process, in which other threads do not exist.
                 each.out_queue.put((False, None))
         self._workers.clear()
-
-
-def _work(context: Context, in_queue: InQueue, out_queue: OutQueue, device: Device, ended: Event) -> None:
-    _exit.watch(in_queue)
-    try:
-        serve(in_queue, out_queue, context.applied, partial(use_device, device))
-    finally:
-        ended.set()
-        _exit.unwatch()

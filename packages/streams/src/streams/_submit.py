@@ -1,7 +1,5 @@
 """Call a function on a worker, and return its result as a future."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """The intra-op threads of one thread: their number, and the helper threads that stay after an operation."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

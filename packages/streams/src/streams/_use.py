@@ -1,7 +1,5 @@
 """Set the current device or stream of this thread for the length of a ``with`` block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

@@ -1,7 +1,5 @@
 """The loop of a worker: it computes the tasks of one queue in order, and answers each once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial

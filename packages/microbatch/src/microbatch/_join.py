@@ -1,0 +1,146 @@
+"""Join what micro-batches have in one place: concatenate tensors, reduce values, or expect them to be equal."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._batch import Batch
+from ._paths import Place
+from ._rows import expect_rows
+from ._rules import ROWS, Mean, Rule, Split, Sum
+
+
+def joined(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: Place) -> Any:
+    """One leaf of all `batches`, by its rule. Gradients flow back into each part."""
+    if isinstance(rule, Split):
+        return _rows_joined(parts, rule, batches, place)
+    if isinstance(rule, Mean | Sum):
+        return _reduced(parts, rule, batches, place)
+    for i, part in enumerate(parts):
+        if not _equal(parts[0], part):
+            raise ValueError(
+                f"{place} is not the same in micro-batch {i} as in micro-batch 0; what is not split must be"
+            )
+    return parts[0]
+
+
+def _rows_joined(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], place: Place) -> Tensor:
+    first, dim = parts[0], rule.dim
+    _expect_alike(parts, place)
+    if not -first.dim() <= dim < first.dim():
+        raise ValueError(
+            f"{place} has shape {tuple(first.shape)} and no dimension {dim} to concatenate along; give it a row for "
+            "each sample, or declare in the spec what it is: Mean() or Sum() for one value of each micro-batch, "
+            "Replicate() if it is the same for all"
+        )
+    if rule is ROWS:
+        expect_rows(parts, batches, place)
+    if len(parts) == 1:
+        return first  # type: ignore[no-any-return]
+    try:
+        return concatenate(parts, dim)
+    except (RuntimeError, TypeError) as error:
+        for i, part in enumerate(parts):
+            if _but_rows(part, dim) != _but_rows(first, dim):
+                raise _unlike(first, part, i, place) from None
+        if first.is_quantized or type(first) is not Tensor:  # torch cannot concatenate every kind of tensor
+            raise TypeError(f"{place} is {_kind(first)}, which torch cannot concatenate: {error}") from error
+        raise
+
+
+def _but_rows(tensor: Tensor, dim: int) -> tuple[object, ...]:
+    shape = list(tensor.shape)
+    del shape[dim]
+    return tensor.device, tensor.layout, shape
+
+
+def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat`, also for dtypes that it refuses under autocast.
+
+    Under autocast to bfloat16, `torch.cat` refuses float16 and float8, and under float16 it refuses bfloat16.
+
+    Args:
+        tensors: at least one, on one device.
+        dim: the dimension along which they are concatenated.
+
+    Returns:
+        A tensor of their dtype; of the widest if they differ.
+
+    >>> half = torch.ones(1, dtype=torch.float16)
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     concatenate([half, half])
+    tensor([1., 1.], dtype=torch.float16)
+    """
+    device = tensors[0].device.type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if casts else nullcontext():
+        return torch.cat(tuple(tensors), dim)
+
+
+def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], place: Place) -> Any:
+    """The sum of `parts`, or their mean weighted by rows."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        _expect_alike(parts, place)
+        for i, part in enumerate(parts):
+            if part.shape != first.shape or part.device != first.device:
+                raise _unlike(first, part, i, place)
+        if isinstance(rule, Mean) and not (first.is_floating_point() or first.is_complex()):
+            raise TypeError(
+                f"{place} is of dtype {first.dtype}, which has no Mean(); make it floating point, or Sum() it"
+            )
+    if len(parts) == 1:
+        return first
+    if isinstance(rule, Mean):
+        parts = [part * weight for part, weight in zip(parts, _weights(batches, place), strict=True)]
+    return sum(parts[1:], start=parts[0])
+
+
+def _weights(batches: Sequence[Batch], place: Place) -> list[float]:
+    """The share of each micro-batch in all rows."""
+    for i, batch in enumerate(batches):
+        if not batch.rows:
+            raise ValueError(
+                f"{place} is to be a Mean() by rows, but micro-batch {i} does not know how many it has; make it by "
+                "batch.call(...) of one that scatter made, or make Batch(value, rows=(n,))"
+            )
+    whole = sum(batch.rows[0] for batch in batches)
+    return [batch.rows[0] / max(1, whole) for batch in batches]  # without any rows, each mean is NaN, and so is theirs
+
+
+def _expect_alike(parts: Sequence[Any], place: Place) -> None:
+    """TypeError or ValueError unless all are tensors of one dtype and as many dimensions."""
+    first = parts[0]
+    for i, part in enumerate(parts):
+        if not isinstance(part, Tensor):
+            raise TypeError(
+                f"{place} is a tensor in micro-batch 0 but of type {type(part).__name__} in micro-batch {i}"
+            )
+        # torch.cat would promote the first and skip the second without an error.
+        if part.dtype is not first.dtype or part.dim() != first.dim():
+            raise _unlike(first, part, i, place)
+
+
+def _unlike(first: Tensor, part: Tensor, i: int, place: Place) -> ValueError:
+    return ValueError(
+        f"{place} is {_kind(first)} in micro-batch 0 but {_kind(part)} in micro-batch {i}; they may differ in rows only"
+    )
+
+
+def _kind(tensor: Tensor) -> str:
+    name = "" if type(tensor) is Tensor else type(tensor).__name__ + " "
+    return f"{name}{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def _equal(first: Any, other: Any) -> bool:
+    """Whether two leaves are the same, where NaN equals NaN."""
+    if first is other:
+        return True
+    facts = ("__class__", "shape", "dtype", "device")
+    if any(getattr(first, name, None) != getattr(other, name, None) for name in facts):
+        return False
+    found = (first == other) | ((first != first) & (other != other))
+    return bool(found.all() if hasattr(found, "all") else found)
