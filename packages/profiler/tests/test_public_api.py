@@ -9,7 +9,7 @@ import pytest
 
 import profiler
 
-PUBLIC_MODULES = {"html", "svg", "target", "text"}
+PUBLIC_MODULES = {"html", "split", "svg", "target", "text"}
 
 
 def test_the_public_names_are_those_in_all():
@@ -25,7 +25,7 @@ def test_examples_in_docstrings(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_public_modules_are_those_that_others_draw_with():
+def test_public_modules_are_those_that_others_use():
     assert {name for name in MODULES if not name.startswith("profiler._")} == {
         f"profiler.{name}" for name in PUBLIC_MODULES
     }

@@ -10,7 +10,7 @@ from torch import nn
 
 from microbatch import Batch
 from profiler import profile, profile_seconds, profile_times
-from profiler._clock import HostWatch
+from profiler._clock import host_watch
 from profiler._times import measure
 
 from .strategies import fewer, models, samples
@@ -49,7 +49,7 @@ def test_rounds_fill_the_time_and_are_never_too_few(least, timeout):
 
 def test_no_backward_takes_no_time():
     rounds = measure(
-        nn.Sequential(nn.ReLU()), Batch(torch.rand(3)), CPU, timeout=1e-6, least=1, watch=HostWatch(Clock())
+        nn.Sequential(nn.ReLU()), Batch(torch.rand(3)), CPU, timeout=1e-6, least=1, watch=host_watch(Clock())
     )
     assert rounds == [[(1, 0, None)]]
 
@@ -70,7 +70,7 @@ def test_rounds_that_are_not_owed_end_within_one_and_a_half_times_the_timeout(le
         CPU,
         timeout=timeout,
         least=0,
-        watch=HostWatch(clock),
+        watch=host_watch(clock),
         clock=clock,
     )
     assert [[(length, 0, None)]] * len(rounds) == rounds
@@ -137,7 +137,7 @@ def test_the_part_of_the_backward_for_the_inputs(layer, requires_grad, expected)
         timeout=1e-6,
         least=1,
         split=True,
-        watch=HostWatch(clock),
+        watch=host_watch(clock),
         clock=itertools.count().__next__,
     )
     assert rounds[0] == [expected]
@@ -158,7 +158,7 @@ def test_what_makes_gradients_to_start_from_is_no_backward(monkeypatch):
         CPU,
         timeout=1e-6,
         least=1,
-        watch=HostWatch(clock),
+        watch=host_watch(clock),
         clock=itertools.count().__next__,
     )
     assert rounds == [[(0, 0, None)]]

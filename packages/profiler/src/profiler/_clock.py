@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,46 +16,37 @@ import streams
 _STATISTICS = "/proc/thread-self/schedstat"
 
 
-class Watch(Protocol):
-    """Sets marks behind all work given to a device so far. The seconds between two marks are the device's."""
+class Watch(NamedTuple):
+    """Sets marks behind all work given to a device so far.
 
-    def mark(self) -> Any: ...
+    Attributes:
+        mark: sets a mark, and returns it.
+        seconds: between two marks, by the device.
+    """
 
-    def seconds(self, start: Any, end: Any) -> float: ...
-
-
-class HostWatch:
-    """For devices that have done their work when a call returns."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.mark = clock
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
-class StreamWatch:
-    """Events on the current stream of an accelerator: correct although the host runs ahead."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> streams.AbstractEvent:
-        return streams.record_event(streams.current_stream(self._device), timed=True)
-
-    def seconds(self, start: torch.Event, end: torch.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
+    mark: Callable[[], Any]
+    seconds: Callable[[Any, Any], float]
 
 
 @contextmanager
 def watch_for(device: torch.device) -> Iterator[Watch]:
     """The watch for what this thread runs on `device`."""
     if streams.has_streams(device):
-        yield StreamWatch(device)
+        # Events on the current stream: correct although the host runs ahead.
+        yield Watch(lambda: streams.record_event(streams.current_stream(device), timed=True), _between)
         return
     with undisturbed_clock() as clock:
-        yield HostWatch(clock)
+        yield host_watch(clock)
+
+
+def host_watch(clock: Callable[[], float]) -> Watch:
+    """For devices that have done their work when a call returns."""
+    return Watch(clock, lambda start, end: end - start)
+
+
+def _between(start: torch.Event, end: torch.Event) -> float:
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 @contextmanager

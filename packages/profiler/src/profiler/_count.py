@@ -13,8 +13,8 @@ from microbatch import Batch
 
 from ._allocations import GradientTracker
 from ._allocator import Meter, no_meter
-from ._eager import uncompiled
 from ._enter import copied, enter_batch
+from ._isolation import uncompiled
 from ._loose import Loose, Watched
 from ._partings import Parting, partings
 from ._storages import tensor_bytes

@@ -4,8 +4,9 @@ autocast's cache.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -26,3 +27,9 @@ def isolated(device: torch.device) -> Iterator[None]:
         if device.type != "meta":
             stack.enter_context(streams.use_device(device))
         yield
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """A context in which compiled modules run uncompiled: what their code creates is not seen by dispatch modes."""
+    # Unless the compiler's front end was imported, which takes long, nothing can have been compiled.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

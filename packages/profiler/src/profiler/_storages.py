@@ -11,33 +11,23 @@ from torch.utils._pytree import tree_leaves
 
 from microbatch import flatten
 
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
 
 def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     """The storages of all tensors in `tree`; one may occur several times."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
-            yield from _storages_of(leaf)
-
-
-def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    parts = _parts(tensor)
-    if parts is None:
-        yield tensor.untyped_storage()
-    else:
-        yield from storages(parts)
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return [getattr(tensor, name) for name in names]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return None
+            if is_traceable_wrapper_subclass(leaf):
+                yield from storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+            elif leaf.layout in _PARTS:
+                yield from storages([getattr(leaf, part)() for part in _PARTS[leaf.layout]])
+            else:
+                yield leaf.untyped_storage()
 
 
 def tensor_bytes(tree: Any) -> int:

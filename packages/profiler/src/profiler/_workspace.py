@@ -26,8 +26,8 @@ def workspace(func: Any, args: Any, result: Any) -> int:
         return 0
     if packet is _aten.convolution:
         is_transposed = args[6]
-        return max(given[0].nbytes + given[1].nbytes, (1 + is_transposed) * made[0].nbytes)
+        return int(max(given[0].nbytes + given[1].nbytes, (1 + is_transposed) * made[0].nbytes))
     if packet is _aten.convolution_backward:
         gradient, x, weight = (each.nbytes for each in given[:3])
-        return max(gradient + x + weight, 2 * x if args[-1][0] else 0)
-    return given[1].nbytes
+        return int(max(gradient + x + weight, 2 * x if args[-1][0] else 0))
+    return int(given[1].nbytes)
