@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,15 +52,6 @@ CODES = {
     "nothing to train": "untrained",
 }
 """The code of all faults of a kind, where they have one."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Layers this small lose time to threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @each_fault
@@ -270,7 +261,8 @@ class TestBadInput:
         ("changes", "error", "message"),
         [
             ({"model": "model"}, TypeError, "model must be an nn.Module; got str"),
-            ({"sample": torch.randn(1, WIDTH)}, ValueError, "sample has a single row"),
+            ({"sample": torch.randn(1, WIDTH)}, ValueError, "sample has 1 rows"),
+            ({"sample": torch.randn(0, WIDTH)}, ValueError, "sample has 0 rows"),
             ({"chunks": 1}, ValueError, "chunks must be at least 2"),
             ({"chunks": "4"}, TypeError, "chunks"),
             ({"balance": [1]}, ValueError, "balance"),

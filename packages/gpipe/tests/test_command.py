@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("cyclopts", reason="the command line is an extra")
 
@@ -51,6 +53,20 @@ answer = 42
 
 def leaving():
     raise SystemExit(0)
+
+class Leaves(nn.Module):
+    def forward(self, x):
+        raise SystemExit(0)
+
+class Shouts(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("one line [bold]\\nand another")
+
+def leaving_later():
+    return nn.Sequential(Leaves())
+
+def shouting():
+    return nn.Sequential(Shouts())
 """
 
 
@@ -128,7 +144,25 @@ def test_plan_ends_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str], fo
     given = ["--sample", "8,8", "--devices", "cpu", "cpu", "--memory", "1KB", "--quick", "--html", "plan.html"]
     assert run(["plan", "some_models:clean", *given]) == 1
     assert "memory" in capsys.readouterr().out
+    assert run(["plan", "some_models:clean", *given, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out).keys() == {"error", "device", "short", "changes"}
     assert not (folder / "plan.html").exists()
+
+
+def test_text_is_wrapped_at_words_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["check", "some_models:mixing", "--sample", "8,8"]
+    assert run(given) == 1
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run(given) == 1
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 40 < max(map(len, wide.splitlines()))
+    assert len(narrow.split()) == len(wide.split())  # figures differ, as the sample is random
+    assert run([*given, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)
 
 
 def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -161,7 +195,7 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
         (["check", "some_models:clean", "--sample", "8,8", "--chunks", "1"], "chunks"),
         (["timeline", "some_models:clean", "--sample", "8,8", "--devices", "gpu"], "cuda"),
         (["timeline", "some_models:clean", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
-        (["check", "some_models:clean", "--sample", "8,8", "--html", "check.pdf"], "ends in .html, .json or .txt"),
+        (["check", "some_models:clean", "--sample", "8,8", "--html", "check.pdf"], "ends in .html or .json or .txt"),
         (["timeline", "some_models:clean", "--sample", "8,8", "--schedule", "fastest"], "schedule"),
         (["simulate", "some_models:clean", "--sample", "8,8", "--balance", "9", "9"], "balance"),
         (["profile", "some_models:clean", "--sample", "8,8", "--timeout", "-1"], "timeout"),
@@ -180,8 +214,25 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
         (["plan", "some_models:clean", "--sample", "0,8", "--devices", "cpu"], "sample: expected a mini-batch"),
         (["plan", "some_models:clean", "--sample", "8,8:int64:0", "--devices", "cpu"], "sample: expected values below"),
         (["plan", "some_models:clean", "--sample", f"{9**30},8", "--devices", "cpu"], "sample: cannot make a tensor"),
+        (["timeline", "some_models:shouting", "--sample", "8,8", "--devices", "cpu"], "one line [bold]; and another; "),
+        (["check", "some_models:leaving_later", "--sample", "8,8"], "SystemExit"),
+        (["check", "some_models:failing", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
+        (["check", "some_models:failing", "--sample", "8,8", "--html", "folder.html"], "it is a folder"),
+        (["check", "some_models:failing", "--sample", "8,8", "--html", "\0.html"], "cannot write"),
+        (["check", "some_models:failing", "--sample", "8,8", "--html", "x" * 999 + ".html"], "cannot write"),
+        (["plan", "some_models:failing", "--sample", "8,8", "--devices", "cpu", "--html", "no/a.html"], "cannot write"),
+        (["profile", "some_models:failing", "--sample", "8,8", "--svg", "no/layers.svg"], "cannot write"),
+        (["profile", "some_models:failing", "--sample", "8,8", "--svg", "layers.html"], "ends in .svg"),
+        (["simulate", "some_models:failing", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
+        (["check", "some_models:clean", "--sample"], "expected at least one"),
+        (["check", "some_models:clean", "--sample", "0,8"], "sample has 0 rows"),
+        (["simulate", "some_models:clean", "--sample", "8,8", "--devices"], "expected at least one"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "80Gb"], "80GB"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "80"], "with their unit"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "8x80"], "with their unit"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2x8x80Gb"], "with their unit"),
         (["plan", "some_models:clean", "--sample", "8,8", "--devices", "meta"], "nothing runs on 'meta'"),
-        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "-1GB"], "-1GB"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "-1GB"], "memory"),
         (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--quick", "--html", "p.pdf"], ".html"),
         (["conquer"], "conquer"),
     ],
@@ -189,11 +240,55 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
 def test_what_cannot_be_used_ends_with_2_and_a_line_that_says_why(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
+    (folder / "folder.html").mkdir()
     assert run(arguments) == 2
     told = capsys.readouterr()
-    assert message in told.out + told.err
-    assert "Traceback" not in told.err
-    assert sorted(file.name for file in folder.iterdir() if file.name != "__pycache__") == ["some_models.py"]
+    assert told.out == ""
+    assert message in told.err
+    assert told.err.startswith("gpipe: ")
+    assert told.err.count("\n") == 1
+    left = {"some_models.py", "folder.html", "__pycache__"}
+    assert {file.name for file in folder.iterdir()} <= left
+    assert not [*(folder / "folder.html").iterdir()]
+
+
+WORDS = [
+    "check",
+    "plan",
+    "some_models:clean",
+    "--sample",
+    "8,8",
+    "8,8:int64",
+    "--chunks",
+    "-1",
+    "--balance",
+    "1",
+    "\0",
+    "",
+]
+WORDS += [
+    "--html",
+    "no/x.html",
+    "--json",
+    "--devices",
+    "cpu",
+    "--fake",
+    "2x",
+    "--memory",
+    "[/]",
+    "🙂",
+    "--loss",
+    "os:x",
+]
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=9))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_words_lead_to_a_traceback(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    status = run(words)
+    told = capsys.readouterr()
+    assert status in (0, 1) or (status == 2 and told.err.count("\n") == 1)
+    assert "Traceback" not in told.out + told.err
 
 
 def test_it_runs_as_a_module() -> None:

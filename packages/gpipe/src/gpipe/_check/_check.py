@@ -133,9 +133,9 @@ def _layers(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
 
 def _report(record: _Record, loss: Loss, chunks: int, balance: Sequence[int]) -> Report:
     batches = scatter(replicated(record.inputs, "sample"), chunks)
-    if len(batches) < 2:
-        raise ValueError("sample has a single row; a check compares micro-batches, so give it two or more")
     real = Cut(tuple(batch.rows[0] for batch in batches))
+    if sum(real.rows) < 2:
+        raise ValueError(f"sample has {sum(real.rows)} rows; a check compares micro-batches, so give it two or more")
     dims = real.dims(record.steps[0].given.tensors(), [Signal(batch.value, {}).tensors() for batch in batches])
     tolerance = _TOLERANCE.get(record.dtype, 5e-2)
     findings, where = examine_all(record.layers, record.steps, dims, real, tolerance)

@@ -25,15 +25,16 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line.
 
     Returns:
-        The exit status: 0 if all is well, 1 if a check found something, 2 if what was asked for cannot be used.
+        The exit status: 0 if all is well, 1 if a check found something or no plan fits, 2 if what was asked for cannot
+        be used, 130 after an interrupt.
     """
     try:
-        status: int = app(arguments, exit_on_error=False, result_action="return_value") or 0
-        return status
-    except cyclopts.CycloptsError:
-        return 2  # it has been printed
-    except Exception as error:  # models fail on samples that are not theirs in any way they like
-        kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
-        lines = [f"gpipe: {kind}{error}", *getattr(error, "__notes__", [])]
-        Console(stderr=True).print("\n".join(lines), style="red", markup=False, highlight=False, soft_wrap=True)
+        return app(arguments, exit_on_error=False, print_error=False, result_action="return_value") or 0
+    except KeyboardInterrupt:
+        return 130
+    except (Exception, SystemExit) as error:  # models fail on samples that are not theirs in any way they like
+        plain = isinstance(error, (TypeError, ValueError, cyclopts.CycloptsError))
+        lines = [f"gpipe: {'' if plain else f'{type(error).__name__}: '}{error}", *getattr(error, "__notes__", [])]
+        text = "; ".join(line.strip() for line in "\n".join(lines).splitlines() if line.strip())
+        Console(stderr=True).print(text, style="red", markup=False, highlight=False, emoji=False, soft_wrap=True)
         return 2

@@ -6,7 +6,7 @@ from profiler.target import load, model_of, sample_of
 
 from .._check import check as check_model
 from ._inputs import Json, Loss, LossTarget, Numbers, Sample, Target, busy
-from ._output import save
+from ._output import expect_writable, finish
 
 
 def check(
@@ -29,12 +29,11 @@ def check(
         chunks: Micro-batches.
         html: Save the report there, as a page.
     """
+    expect_writable(html, ".html", ".json", ".txt")
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")
     loss_fn = None if loss is None else load(loss, "loss")
     with busy("checking"):
         report = check_model(model, mini_batch, target=goal, loss_fn=loss_fn, balance=balance, chunks=chunks)
-    print(report.to_json() if json else report)
-    if html is not None:
-        save(html, report.save)
+    finish(report, report.to_json if json else None, html, report.save)
     return 0 if report.ok else 1

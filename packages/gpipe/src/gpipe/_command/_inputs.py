@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -13,7 +14,13 @@ from torch import nn
 import profiler
 from profiler import Profile
 
-_MANY = Parameter(consume_multiple=True, negative="")
+
+def _not_empty(kind: Any, values: Sequence[Any] | None) -> None:
+    if values is not None and not len(values):
+        raise ValueError("expected at least one value")
+
+
+_MANY = Parameter(consume_multiple=True, negative="", validator=_not_empty)
 _YES = Parameter(negative="")
 _SAMPLE = "A mini-batch: a shape such as 64,3,224,224 or input_ids=8,128:int64:50257, or package.module:function."
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from json import dumps
+
 from profiler.target import load, model_of, sample_of
 
 from .._plan import Infeasible
 from .._plan import plan as make_plan
 from .._plan._fake import read_fake
 from ._inputs import Devices, Figures, Json, Loss, LossTarget, Numbers, Sample, Switch, Target, Texts, busy
-from ._output import save
+from ._output import expect_writable, finish
 
 
 def plan(
@@ -49,6 +53,8 @@ def plan(
         quick: Do not train a copy for a few steps to correct the costs.
         html: Save the plan there, as a page.
     """
+    expect_writable(html, ".html", ".json", ".txt")
+    _expect_units("memory", memory or ())
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")
     try:
@@ -69,11 +75,10 @@ def plan(
                 latency=latency,
             )
     except Infeasible as error:
-        print(f"gpipe: {error}")
+        facts = {"error": str(error), "device": error.device, "short": error.short, "changes": error.changes}
+        finish(f"gpipe: {error}", (lambda: dumps(facts, indent=2)) if json else None, None, str)
         return 1
-    print(found.to_json() if json else found)
-    if html is not None:
-        save(html, found.save)
+    finish(found, found.to_json if json else None, html, found.save)
     return 0
 
 
@@ -82,9 +87,17 @@ def _given(devices: tuple[str, ...] | None, fake: str | None) -> tuple[str, ...]
         return devices
     if fake is None or devices:
         raise ValueError(f"devices: give either --devices or --fake, got {'both' if fake else 'neither'}")
+    _expect_units("fake", [fake.rpartition("x")[2]])
     if read_fake(fake) is None:
         raise ValueError(f"fake: expected devices such as 8x80GB, 8xH100 or 64x8x80GB, got {fake!r}")
     return fake
+
+
+def _expect_units(name: str, sizes: Sequence[str]) -> None:
+    """Raise ValueError for a size without a unit, or in bits: 80 and 80Gb may be mistaken for 80GB."""
+    for size in sizes:
+        if re.fullmatch(r"\s*[\d.]+\s*([A-Z]i?b|bits?|[A-Z]i?bits?)?\s*", size):
+            raise ValueError(f"{name}: expected bytes with their unit, such as 80GB or 24GiB, got {size!r}")
 
 
 def _one_or_all(texts: list[str] | None) -> str | list[str] | None:

@@ -6,7 +6,7 @@ from profiler.target import model_of, sample_of
 
 from ..module._sequential import as_sequential
 from ._inputs import Json, Sample, Target, profiled
-from ._output import save
+from ._output import expect_writable, finish
 
 
 def profile(
@@ -27,9 +27,8 @@ def profile(
         timeout: Seconds to measure for.
         svg: Save a picture there.
     """
+    expect_writable(svg, ".svg")
     mini_batch = sample_of(sample)
     layers = as_sequential(model_of(target), mini_batch)
     found = profiled(layers, mini_batch, device, chunks, timeout)
-    print(found.to_json() if json else found)
-    if svg is not None:
-        save(svg, lambda path: path.write_text(found.picture(), encoding="utf-8"))
+    finish(found, found.to_json if json else None, svg, lambda path: path.write_text(found.picture(), encoding="utf-8"))

@@ -10,8 +10,9 @@ from ..module._arguments import checked_devices
 from ..module._sequential import as_sequential
 from ..simulate import simulate as simulate_schedule
 from ..simulate import stage_costs
+from ..timeline._chrome import trace
 from ._inputs import Devices, Json, Numbers, Sample, Target, profiled
-from ._output import show
+from ._output import expect_writable, finish
 
 
 def simulate(
@@ -39,6 +40,7 @@ def simulate(
         timeout: Seconds to measure for.
         html: Save the timeline there, as a page.
     """
+    expect_writable(html, ".html", ".json", ".svg")
     mini_batch = sample_of(sample)
     layers = as_sequential(model_of(target), mini_batch)
     places = checked_devices(devices, len(devices))
@@ -46,4 +48,5 @@ def simulate(
     sizes = balance_cost(measured.seconds, len(places)) if balance is None else balance
     costs = stage_costs(measured, sizes)
     placed = placement(places)
-    show(simulate_schedule(schedule, costs, microbatches=chunks, checkpoint=checkpoint, placement=placed), json, html)
+    found = simulate_schedule(schedule, costs, microbatches=chunks, checkpoint=checkpoint, placement=placed)
+    finish(found, (lambda: trace(found)) if json else None, html, found.save)

@@ -11,8 +11,9 @@ from .._gpipe import GPipe
 from ..balance import balance_by_parameters
 from ..module._sequential import as_sequential
 from ..timeline import record
+from ..timeline._chrome import trace
 from ._inputs import Devices, Json, Numbers, Sample, Target
-from ._output import show
+from ._output import expect_writable, finish
 
 
 def timeline(
@@ -40,6 +41,7 @@ def timeline(
         checkpoint: never, except_last or always.
         html: Save the timeline there, as a page.
     """
+    expect_writable(html, ".html", ".json", ".svg")
     mini_batch = sample_of(sample)
     layers = as_sequential(model_of(target), mini_batch)
     sizes = balance_by_parameters(len(devices), layers) if balance is None else balance
@@ -48,4 +50,4 @@ def timeline(
         for _ in range(2):
             with record() as recorded:
                 pipe.step(mini_batch, loss_fn=mean_square, schedule=schedule)
-    show(recorded, json, html)
+    finish(recorded, (lambda: trace(recorded)) if json else None, html, recorded.save)
