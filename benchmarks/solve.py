@@ -24,7 +24,6 @@ from typing import Any
 
 import blockpartition
 from blockpartition import Stage, place, solve
-from blockpartition._uncollected import uncollected
 
 from .measure import interleaved, ratios, repeats_within, spread, timed
 from .report import Report, Table
@@ -149,7 +148,6 @@ def _placements(n: int, k: int) -> Iterator[tuple[str, Callable[[], object]]]:
     room = sum(memory) // k * 105 // 100 + 1000
     alike = [Stage(1, room)] * k
     unlike = [Stage(random.choice([1, 2, 3]), 2 * room) for _ in range(k)]
-    kinds = [Stage(1, 2 * room), Stage(2, 3 * room)] * (k // 2)
     deep = [Stage(1, 8 * room)] * k
     yield "none", lambda: place(costs, k)
     yield "capacities", lambda: place(costs, alike, memory=memory)
@@ -159,7 +157,6 @@ def _placements(n: int, k: int) -> Iterator[tuple[str, Callable[[], object]]]:
         lambda: place(costs, deep, memory=memory, activations=activations, in_flight="1f1b"),
     )
     yield "capacities, transfer", lambda: place(costs, alike, memory=memory, transfer=transfer)
-    yield "capacities, two kinds in free order", lambda: place(costs, kinds, memory=memory, order="free")
     common = {"memory": memory, "transfer": transfer, "objective": "makespan", "microbatches": 8}
     yield "makespan, exact", lambda: place(costs, unlike, **common)
     yield "makespan, gap 1 %", lambda: place(costs, unlike, **common, gap=0.01)
@@ -252,8 +249,7 @@ def _bisect_each(costs: list[Any], k: int) -> list[int]:
 def _cut(costs: list[Any], k: int) -> list[list[Any]]:
     """What is left when all ends are known."""
     width = len(costs) // k
-    with uncollected():
-        return [costs[start : start + width] for start in range(0, width * k, width)]
+    return [costs[start : start + width] for start in range(0, width * k, width)]
 
 
 _FLOORS = {"one bisection and one append a block": _bisect_each, "cutting the list, all ends known": _cut}

@@ -37,10 +37,8 @@ def placing(random: Random, max_layers: int) -> Placing:
         "boundary": random.choice([None, None, _vector(random, random.choice([n, n - 1]), random.choice(SMALL))]),
         "in_flight": random.choice([None, "1f1b", "fill_drain", [random.randrange(4) for _ in range(k)]]),
         "transfer": random.choice([None, _vector(random, random.choice([n, n - 1]), small)]),
-        "overlap": random.random() < 0.5,
         "forbid": forbid,
         "pin": [cut for cut in range(1, n) if random.random() < 0.1 and cut not in forbid],
-        "order": random.choice(["fixed", "free"]),
         "microbatches": random.randrange(1, 6),
     }
     return Placing(_vector(random, n, random.choice([small, *NUMBERS])), _stages(random, n, k), constraints)

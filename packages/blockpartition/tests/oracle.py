@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations, pairwise, permutations, product
+from itertools import combinations, pairwise, product
 
 from blockpartition import Mode, Stage
 
@@ -33,46 +33,18 @@ def least_squares(costs: list, k: int) -> Fraction:
     return min(sum((load**2 for load in choice), Fraction(0)) for choice in choices if max(choice) == bottleneck)
 
 
-def taut_string(low: list[int], high: list[int]) -> list[Fraction]:
-    """Heights of the shortest path through the gates: from each bend, look along all gates for the next one."""
-    heights = [Fraction(low[0])]
-    while len(heights) < len(low):
-        at, start = len(heights) - 1, heights[-1]
-        turn, goal = _line_of_sight(low, high, at, start)
-        heights += [start + (goal - start) * Fraction(i - at, turn - at) for i in range(at + 1, turn + 1)]
-    return heights
-
-
-def _line_of_sight(low: list[int], high: list[int], at: int, start: Fraction) -> tuple[int, int]:
-    """The gate, and the height there, at which the string that starts at (at, start) bends first."""
-
-    def slope(i: int, height: int) -> Fraction:
-        return Fraction(height - start, i - at)
-
-    floor = ceiling = at + 1
-    for i in range(at + 1, len(low)):
-        if slope(i, low[i]) > slope(ceiling, high[ceiling]):
-            return ceiling, high[ceiling]
-        if slope(i, high[i]) < slope(floor, low[floor]):
-            return floor, low[floor]
-        floor = max(floor, i, key=lambda gate: (slope(gate, low[gate]), gate))
-        ceiling = min(ceiling, i, key=lambda gate: (slope(gate, high[gate]), -gate))
-    return len(low) - 1, low[-1]
-
-
 @dataclass
 class Outcome:
     """What a placement comes to."""
 
     times: list[Fraction]
-    latency: Fraction
 
     @property
     def slowest(self) -> Fraction:
         return max(self.times)
 
     def makespan(self, microbatches: int) -> Fraction:
-        return self.latency + (microbatches - 1) * self.slowest
+        return sum(self.times, Fraction(0)) + (microbatches - 1) * self.slowest
 
 
 def outcomes(
@@ -84,10 +56,8 @@ def outcomes(
     boundary=None,
     in_flight=None,
     transfer=None,
-    overlap=False,
     forbid=(),
     pin=(),
-    order="fixed",
     microbatches=None,
 ) -> Iterator[Outcome]:
     """Every placement that keeps the constraints."""
@@ -96,31 +66,26 @@ def outcomes(
     alone = memory is None and activations is None and boundary is None and not lists
     held, kept = costs if alone else memory or [0] * n, activations or [0] * n
     entering = [0] * n if boundary is None else [0] * (n - len(boundary)) + list(boundary)
-    orders = [tuple(range(k))] if order == "fixed" else permutations(range(k))
     factors = {
         None: [1] * k,
         "1f1b": [min(k - j, microbatches or k) for j in range(k)],
         "fill_drain": [microbatches] * k,
     }.get(in_flight if not isinstance(in_flight, list) else "", in_flight)
-    for devices in orders:
-        for ends in all_ends(n, k):
-            if set(ends) & set(forbid) or set(pin) - set(ends):
-                continue
-            for modes in product(*(stages[device].modes or (Mode("plain"),) for device in devices)):
-                outcome = Outcome([], Fraction(0))
-                for device, mode, factor, (start, end) in zip(devices, modes, factors, pairwise(ends), strict=True):
-                    need = total(held[start:end]) + factor * amount(mode.saved, kept, start, end)
-                    need += factor * Fraction(mode.boundary) * Fraction(entering[start])
-                    need += amount(mode.transient, kept, start, end)
-                    capacity = stages[device].capacity
-                    if capacity is not None and need > Fraction(capacity):
-                        break
-                    compute = amount(mode.time, costs, start, end) / Fraction(stages[device].speed)
-                    sent = Fraction(transfer[end - 1]) if transfer and end < n else Fraction(0)
-                    outcome.times.append(max(compute, sent) if overlap else compute + sent)
-                    outcome.latency += compute + sent
-                else:
-                    yield outcome
+    for ends in all_ends(n, k):
+        if set(ends) & set(forbid) or set(pin) - set(ends):
+            continue
+        for modes in product(*(stage.modes or (Mode("plain"),) for stage in stages)):
+            outcome = Outcome([])
+            for stage, mode, factor, (start, end) in zip(stages, modes, factors, pairwise(ends), strict=True):
+                need = total(held[start:end]) + factor * amount(mode.saved, kept, start, end)
+                need += factor * Fraction(mode.boundary) * Fraction(entering[start])
+                need += amount(mode.transient, kept, start, end)
+                if stage.capacity is not None and need > Fraction(stage.capacity):
+                    break
+                sent = Fraction(transfer[end - 1]) if transfer and end < n else Fraction(0)
+                outcome.times.append(amount(mode.time, costs, start, end) / Fraction(stage.speed) + sent)
+            else:
+                yield outcome
 
 
 def amount(given, values: list, start: int, end: int) -> Fraction:

@@ -35,7 +35,7 @@ def test_the_smallest_factor_would_do_and_no_smaller_one(problem):
     assert refusal(problem.costs, less, **problem.constraints) is not None
 
 
-@given(placings(order="fixed"))
+@given(placings())
 @example(Placing([1.0, 1.7976931348623157e308], [Stage(1)], {}))
 def test_the_smallest_common_capacity_would_do(problem):
     stages = [replace(stage, capacity=0.25) for stage in problem.stages]
@@ -81,7 +81,7 @@ def test_of_several_layers_that_fit_nowhere_the_first_is_named():
     assert refusal([1, 7, 1, 9, 8], [Stage(1, 4), Stage(1, 5)]).layer == 1
 
 
-@given(placings(max_layers=6, forbid=[], order="fixed", boundary=None, modes=False))
+@given(placings(max_layers=6, forbid=[], boundary=None, modes=False))
 def test_the_first_layer_that_fits_on_no_stage_is_named(problem):
     """Each layer by itself, on each stage with what is in flight there, against a problem of that layer alone."""
     error = refusal(problem.costs, problem.stages, **problem.constraints)
@@ -156,10 +156,10 @@ def test_a_capacity_is_never_rounded_below_what_would_do():
 @cases(
     ("arguments", "message"),
     [
-        ({"pin": [1, 2], "stages": 2}, "2 pinned cuts make 3 blocks, and there are 2 stages"),
-        ({"pin": [1], "stages": 1}, "1 pinned cut makes 2 blocks, and there is 1 stage"),
-        ({"forbid": [1, 3], "stages": 3}, "the forbidden cuts leave 2 blocks, which cannot fill 3 stages"),
-        ({"forbid": [1, 2, 3], "stages": 2}, "the forbidden cuts leave 1 block, which cannot fill 2 stages"),
+        ({"pin": [1, 2], "stages": 2}, "the pinned cuts make 3 blocks for 2 stages"),
+        ({"pin": [1], "stages": 1}, "the pinned cuts make 2 blocks for 1 stage"),
+        ({"forbid": [1, 3], "stages": 3}, "the forbidden cuts leave 2 blocks for 3 stages"),
+        ({"forbid": [1, 2, 3], "stages": 2}, "the forbidden cuts leave 1 block for 2 stages"),
     ],
 )
 def test_too_many_cuts_or_too_few(arguments, message):

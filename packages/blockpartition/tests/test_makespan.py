@@ -38,15 +38,6 @@ def test_the_stated_gap_is_true_of_the_exact_answer(costs, data, m):
     assert rough.gap <= 0.5
 
 
-def test_a_gap_is_never_rounded_beyond_what_was_asked_for():
-    """The search ends with a floor of 10 under 21/2: one twentieth exactly."""
-    call = {"transfer": [0, 2, 2, 1, 1, 3], "overlap": True, "forbid": [4], "order": "free", "microbatches": 3}
-    stages = [Stage(2, 29), Stage(1, 26), Stage(2, 42)]
-    for gap in (0.05, Fraction(1, 20)):
-        found = place([1, 2, 1, 2, 0, 2, 0], stages, **call, objective="makespan", gap=gap)
-        assert (found.makespan, found.gap) == (Fraction(21, 2), gap)
-
-
 @pytest.mark.timeout(60)
 def test_no_more_gap_is_stated_than_is_left():
     for costs in ([1, 2, 3], [0, 0]):

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpartition import Infeasible, Mode, Stage, _bottleneck, partition, place, verify
-from blockpartition._bottleneck import _closest
-from blockpartition._reach import Reach
+from blockpartition import Infeasible, Mode, Stage, partition, place, verify
 
 from . import oracle
 from .instances import placing
@@ -93,7 +91,7 @@ def test_without_constraints_the_bottleneck_is_that_of_partition(costs, data):
     assert place(costs, [Stage()] * k) == found
 
 
-@given(placings(in_flight=None, order="fixed", transfer=None, boundary=None, modes=False))
+@given(placings(in_flight=None, transfer=None, boundary=None, modes=False))
 def test_mirrored_problems_have_the_same_bottleneck(problem):
     n = len(problem.costs)
     constraints = {**problem.constraints}
@@ -145,22 +143,8 @@ def test_the_last_layer_before_one_that_does_not_fit_may_be_a_block():
 @given(placings(forbid=[]), st.data())
 def test_constraints_never_help(problem, data):
     free = place(problem.costs, [replace(stage, capacity=None) for stage in problem.stages])
-    found = placed(Placing(problem.costs, problem.stages, {**problem.constraints, "order": "fixed"}))
+    found = placed(Placing(problem.costs, problem.stages, problem.constraints))
     assert found is None or found.bottleneck >= free.bottleneck
-
-
-@given(placings())
-def test_a_free_order_is_never_worse(problem):
-    fixed = placed(replace(problem, constraints={**problem.constraints, "order": "fixed"}))
-    free = placed(replace(problem, constraints={**problem.constraints, "order": "free"}))
-    if fixed is not None:
-        assert free.bottleneck <= fixed.bottleneck
-
-
-@given(placings(transfer=None))
-def test_overlap_needs_transfers_to_matter(problem):
-    other = {**problem.constraints, "overlap": not problem.constraints["overlap"]}
-    assert placed(problem) == placed(replace(problem, constraints=other))
 
 
 @given(placings(), st.sampled_from(["bottleneck", "makespan"]))
@@ -171,19 +155,17 @@ def test_the_result_describes_itself(problem, objective):
     costs, stages, constraints = problem.costs, problem.stages, problem.constraints
     n, ends = len(costs), [0, *found.cuts, len(costs)]
     loads = oracle.loads(costs, ends)
-    assert sorted(found.order) == list(range(len(stages)))
-    assert constraints["order"] == "free" or found.order == tuple(range(len(stages)))
     assert not set(constraints["forbid"]) & set(found.cuts)
     assert set(constraints["pin"]) <= set(found.cuts)
     assert all(map(oracle.agrees, found.loads, loads))
     transfer = [*(constraints["transfer"] or [0] * n), 0][:n]
     times = []
-    for j, (name, stage, end) in enumerate(zip(found.modes, found.order, ends[1:], strict=True)):
-        mode = {mode.name: mode for mode in stages[stage].modes or [Mode("")]}[name or ""]
-        assert (name is None) == (not stages[stage].modes)
-        compute = oracle.amount(mode.time, costs, ends[j], end) / Fraction(stages[stage].speed)
+    for j, (name, stage, end) in enumerate(zip(found.modes, stages, ends[1:], strict=True)):
+        mode = {mode.name: mode for mode in stage.modes or [Mode("")]}[name or ""]
+        assert (name is None) == (not stage.modes)
+        compute = oracle.amount(mode.time, costs, ends[j], end) / Fraction(stage.speed)
         sent = Fraction(transfer[end - 1]) if end < n else Fraction(0)
-        times.append(max(compute, sent) if constraints["overlap"] else compute + sent)
+        times.append(compute + sent)
     assert all(map(oracle.agrees, found.times, times))
     assert found.bottleneck == max(found.times)
     assert found.lower_bound <= found.bottleneck
@@ -204,7 +186,6 @@ def test_examples():
     assert place([4, 4, 4, 4, 4, 4], 2, forbid=[3, 4]).sizes == (2, 4)
     assert place([4, 4, 4, 4, 4, 4], 2, transfer=[20, 20, 20, 20, 0]).sizes == (5, 1)
     assert place([4, 4, 4, 4, 4, 4], 2, transfer=[20, 9, 20, 20, 20]).times == (17, 16)
-    assert place([4, 4, 4, 4, 4, 4], 2, transfer=[20, 9, 20, 20, 20], overlap=True).times == (9, 16)
 
 
 def test_cuts_follow_the_speeds_where_the_optimum_leaves_a_choice():
@@ -235,11 +216,6 @@ def test_no_more_microbatches_are_in_flight_than_there_are():
         place([1] * 6, stages, activations=activations, in_flight="1f1b")
 
 
-def test_equal_stages_of_a_free_order_keep_their_order():
-    found = place([2, 1, 1], [Stage(1), Stage(2), Stage(1)], order="free")
-    assert (found.order, found.times) == ((1, 0, 2), (1, 1, 1))
-
-
 def test_makespan_may_prefer_a_slower_slowest_stage():
     call = {"costs": [4, 2, 2, 4], "stages": 2, "transfer": [1, 8, 1]}
     assert place(**call, microbatches=2).sizes in {(1, 3), (3, 1)}
@@ -258,8 +234,7 @@ def test_large_placements_prove_themselves(n):
     for stages, constraints in [
         (fixed, {"memory": memory}),
         (fixed, {"memory": memory, "transfer": transfer}),
-        (fixed, {"memory": memory, "transfer": transfer, "overlap": True}),
-        (sorted(fixed, key=str), {"memory": memory, "order": "free", "forbid": [7, 9], "pin": [n // 2]}),
+        (fixed, {"memory": memory, "forbid": [7, 9], "pin": [n // 2]}),
     ]:
         verify(place(costs, stages, **constraints), costs, stages, **constraints)
 
@@ -272,20 +247,3 @@ def test_very_large_placements_prove_themselves(n):
     costs, memory = ([random.randrange(1000) for _ in range(n)] for _ in range(2))
     stages = [Stage(random.choice([1, 2, Fraction(3, 2)]), sum(memory) // 4) for _ in range(8)]
     verify(place(costs, stages, memory=memory), costs, stages, memory=memory)
-
-
-@given(st.sets(st.integers(0, 12)), st.integers(-2, 15), st.integers(0, 12), st.integers(0, 12))
-def test_a_cut_is_the_reachable_one_closest_to_its_target(positions, target, first, last):
-    """Whichever side of the target it lies on, and of two the earlier."""
-    intervals = [(p, p) for p in sorted(positions)]
-    allowed = [p for p in sorted(positions) if first <= p <= last]
-    assert _closest(intervals, target, first, last) == min(allowed, key=lambda p: abs(p - target), default=None)
-
-
-@given(placings())
-def test_ends_without_hope_are_in_no_placement(problem):
-    """With them, the search finds the same."""
-    found = placed(problem)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_bottleneck, "Hopeful", Reach)
-        assert placed(problem) == found

@@ -1,14 +1,13 @@
 from fractions import Fraction
+from itertools import accumulate
 from random import Random
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpartition import Stage, _exact, partition, place, solve, verify
-from blockpartition._grid import read
-from blockpartition._refill import Fills
-from blockpartition._sums import exact_sums
+from blockpartition import Stage, _search, partition, place, solve, verify
+from blockpartition._numbers import read
 
 from . import instances, oracle
 from .cases import cases
@@ -48,18 +47,6 @@ def test_tens_of_thousands_of_drawn_problems(seed):
     check_many(seed, 8_000)
 
 
-@given(large_problems(), st.sampled_from([1, 8]), st.sampled_from([1, 4]))
-def test_bounds_that_parts_of_the_costs_suggest_first_lead_to_the_same_bottleneck(problem, sample, chunks):
-    costs, k = problem
-    expected = partition(costs, k).bottleneck
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_exact, "_SAMPLE", sample)
-        patched.setattr(_exact, "_CHUNKS", chunks)
-        found = partition(costs, k)
-    assert found.bottleneck == expected
-    verify(found, costs, partitions=k)
-
-
 @given(large_problems())
 def test_as_many_blocks_as_layers(problem):
     costs, _ = problem
@@ -73,20 +60,19 @@ def test_as_many_blocks_as_layers(problem):
 def test_the_search_takes_few_passes(problem):
     """Floats are ints of up to two thousand bits to it: it must not go from one to the next."""
     costs, k = problem
-    passes = 0
+    passes, filled = 0, _search.filled
 
-    class Counted(Fills):
-        def fill(self, bound):
-            nonlocal passes
-            passes += 1
-            assert passes <= limit
-            return super().fill(bound)
+    def counted(*arguments):
+        nonlocal passes
+        passes += 1
+        assert passes <= limit
+        return filled(*arguments)
 
-    sums = exact_sums(read(costs).units)
-    limit = 6 * sums.total.bit_length() + 12
+    units = read(costs).units
+    limit = 2 * sum(units).bit_length() + 12
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_exact, "Fills", Counted)
-        _exact.least_bottleneck(sums, k)
+        patched.setattr(_search, "filled", counted)
+        _search.least_bottleneck(list(accumulate(units, initial=0)), max(units), k)
 
 
 @given(problems() | large_problems())

@@ -1,12 +1,10 @@
 """How the work grows, counted in lines run: seconds depend on the machine."""
 
-from itertools import accumulate
 from random import Random
 
 import pytest
 
 from blockpartition import partition, place, verify
-from blockpartition._even import bends
 
 from .cases import cases
 from .counting import steps
@@ -19,11 +17,11 @@ def drawn(n: int, limit: int) -> list[int]:
     return [random.randrange(1, limit) for _ in range(n)]
 
 
-@cases("constraints", [{}, {"transfer": 300}, {"transfer": 300, "overlap": True}, {"memory": 1000}])
+@cases("constraints", [{}, {"transfer": 300}, {"memory": 1000}])
 def test_placements_and_their_proofs_grow_with_layers_and_stages_not_with_their_product(constraints):
     counts = []
     for n, k in ((500, 20), (4000, 160)):
-        call = {name: drawn(n, value) if value is not True else True for name, value in constraints.items()}
+        call = {name: drawn(n, value) for name, value in constraints.items()}
         costs = drawn(n, 1000)
         found = place(costs, k, **call)
         counts.append((steps(place, costs, k, **call), steps(verify, found, costs, k, **call)))
@@ -36,13 +34,7 @@ def test_the_proof_of_a_makespan_looks_at_each_position_a_few_times_for_each_sta
     n, k = 200, 6
     costs, call = drawn(n, 1000), {"transfer": drawn(n, 300), "microbatches": 8, "objective": "makespan"}
     found = place(costs, k, **call)
-    assert steps(verify, found, costs, k, **call) < 40 * n * k * len(found.witness)
-
-
-def test_the_most_even_partition_is_looked_for_near_the_string():
-    """Also where one heavy layer leaves a wide choice of ends to all others."""
-    n = 2000
-    assert steps(partition, [*drawn(n, 1000), 100_000], 100, even="exact") < 100 * n
+    assert steps(verify, found, costs, k, **call) < 60 * n * k * (len(found.witness) + 1)
 
 
 HEAVY = {
@@ -86,18 +78,3 @@ def test_eight_times_as_many_layers_and_blocks_take_about_eight_times_as_many_st
     costs = GROWTHS[growth]
     few, many = (sum(steps(partition, costs(n), n // share) for n in (m, m + m // 4)) for m in (300, 2400))
     assert many < 8 * 1.6 * few
-
-
-def test_the_string_takes_few_steps_a_gate():
-    """Through gates that bend it at each of them, late or never."""
-    n = 2000
-    rising = list(accumulate(range(n)))
-    falling = list(accumulate(range(n, 0, -1)))
-    for low, high in [
-        (rising, rising),
-        (rising, [*(height + 10**6 for height in rising[:-1]), rising[-1]]),
-        ([0, *falling[1:]], [0, *(height + 5 for height in falling[1:-1]), falling[-1]]),
-        ([0] * (n - 1) + [10**9], [0, *range(1, n - 1), 10**9]),
-        ([*range(n - 1), 10**9], [0, *(10**9 for _ in range(n - 1))]),
-    ]:
-        assert steps(bends, dict(enumerate(low)), dict(enumerate(high))) < 80 * n

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from decimal import Context, Decimal
 from fractions import Fraction
-from itertools import accumulate, cycle, pairwise, zip_longest
+from itertools import accumulate, cycle, pairwise
 
-from ._grid import Number
-from ._partition import Partition, Placement
+from ._numbers import Number
+from ._results import Partition
 
 BLOCKS = "█▓"
 ASCII = "#="
 
 
 def draw(partition: Partition, costs: Sequence[Number], width: int = 80, shades: str = BLOCKS) -> str:
-    """A bar for each block, and a line about the bottleneck; no line is longer than `width`.
-
-    The bars of a placement are times, and their labels say the stage's mode too.
-    """
-    ends = list(accumulate(partition.sizes, initial=0))
-    lengths = [Fraction(x) for x in (partition.times if isinstance(partition, Placement) else partition.loads)]
-    labels = _aligned([_label(partition, j, start, end) for j, (start, end) in enumerate(pairwise(ends))])
-    room = max(1, width - max(map(len, labels)) - 2)
-    scale = room / (max(lengths) or Fraction(1))
-    bars = [
-        _bar(costs[start:end], scale * length, shades)
-        for length, (start, end) in zip(lengths, pairwise(ends), strict=True)
-    ]
+    """A bar for each block, and a sentence about the bottleneck, in lines of `width` if labels leave room."""
+    spans = list(pairwise(accumulate(partition.sizes, initial=0)))
+    lengths = [Fraction(load) for load in partition.loads]
+    layers = [f"{start}" if start + 1 == end else f"{start}-{end - 1}" for start, end in spans]
+    labels = list(map("  ".join, zip(_aligned(layers), _aligned(list(map(_short, partition.loads))), strict=True)))
+    scale = max(1, width - max(map(len, labels)) - 2) / (max(lengths) or Fraction(1))
+    bars = [_bar(costs[start:end], scale * length, shades) for length, (start, end) in zip(lengths, spans, strict=True)]
+    summary = (
+        f"bottleneck {_short(partition.bottleneck)}, at least {_short(partition.lower_bound)} for anyone; "
+        f"{_short(partition.imbalance)} times the mean"
+    )
     lines = [f"{label}  {bar}".rstrip() for label, bar in zip(labels, bars, strict=True)]
-    return "\n".join([*lines, _summary(partition)])
-
-
-def _label(partition: Partition, j: int, start: int, end: int) -> list[str]:
-    layers = f"{start}" if start + 1 == end else f"{start}-{end - 1}"
-    if not isinstance(partition, Placement):
-        return [layers, _short(partition.loads[j])]
-    mode = partition.modes[j]
-    return [f"stage {partition.order[j]}", layers, _short(partition.times[j]), *([] if mode is None else [mode])]
+    return "\n".join([*lines, *textwrap.wrap(summary, max(1, width))])
 
 
 def _bar(costs: Sequence[Number], length: Fraction, shades: str) -> str:
@@ -46,21 +38,17 @@ def _bar(costs: Sequence[Number], length: Fraction, shades: str) -> str:
     return "".join(shade * (end - start) for shade, (start, end) in zip(cycle(shades), pairwise(ends), strict=False))
 
 
-def _summary(partition: Partition) -> str:
-    return (
-        f"bottleneck {_short(partition.bottleneck)}, at least {_short(partition.lower_bound)} for anyone; "
-        f"{_short(partition.imbalance)} times the mean"
-    )
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """Columns of equal width; the rows may differ in number."""
-    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
-    return ["  ".join(f"{word:>{width}}" for word, width in zip_longest(row, widths, fillvalue="")) for row in rows]
+def _aligned(words: list[str]) -> list[str]:
+    width = max(map(len, words))
+    return [word.rjust(width) for word in words]
 
 
 def _short(value: Number) -> str:
-    try:
-        return str(value) if isinstance(value, int) else f"{float(value):.6g}"
-    except OverflowError:
+    """Ints of up to 15 digits as they are, other numbers to six digits."""
+    if isinstance(value, int) and value < 10**15:
         return str(value)
+    try:
+        return f"{float(value):.6g}"
+    except OverflowError:
+        exact = Fraction(value)
+        return f"{Context(prec=6).divide(Decimal(exact.numerator), Decimal(exact.denominator)).normalize():g}"

@@ -1,108 +1,108 @@
 """The placement that finishes m micro-batches first: latency + (m - 1) · slowest.
 
 The two terms are in conflict: a faster slowest stage may need a slow stage or an expensive cut elsewhere. The search
-goes over bounds on the slowest stage. Below each bound the least latency is computed; together with a lower bound on
-the slowest stage it is a lower bound on the makespan.
+lowers a limit on the slowest stage. Within each limit the least latency is computed; together with a lower bound on the
+slowest stage it is a lower bound on the makespan.
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, field
+from bisect import bisect_left
 from fractions import Fraction
+from math import ceil
+from typing import NamedTuple
 
-from ._bottleneck import Chosen, least_slowest, slowest
-from ._latency import latency, least_latency
-from ._problem import Bound, Problem
-
-
-@dataclass(frozen=True)
-class Makespan:
-    """The best placement found, a lower bound for all placements, and the bounds on the slowest stage that prove it."""
-
-    blocks: list[Chosen]
-    value: Fraction
-    floor: Fraction
-    thresholds: list[Fraction]
+from ._problem import Block, Problem, Slot, makespan, slowest
+from ._reach import Reach, least_slowest, positions
 
 
-@dataclass(frozen=True, order=True)
-class _Range:
-    """Placements whose slowest block takes at least `floor` and less than `ceiling`; their makespan is at least
-    `makespan`.
-    """
+class Makespan(NamedTuple):
+    """The best placement found, a lower bound for all, and the times of the slowest block between which it holds."""
 
-    makespan: Fraction
-    floor: Fraction = field(compare=False)
-    ceiling: Fraction = field(compare=False)
-    latency: Fraction = field(compare=False)
-
-
-def makespan(problem: Problem, blocks: list[Chosen], microbatches: int) -> Fraction:
-    """The time at which the last micro-batch leaves a pipeline of these blocks: latency + (m - 1) · slowest.
-
-    A pipeline is a flow shop of equal jobs.
-
-    Args:
-        problem: what layers and cuts cost.
-        blocks: of layers, with the mode of each.
-        microbatches: m.
-
-    Returns:
-        The time, in the unit of the costs.
-    """
-    return latency(problem, blocks) + (microbatches - 1) * slowest(problem, blocks)
+    blocks: list[Block]
+    floor: int
+    thresholds: list[int]
 
 
 def least_makespan(problem: Problem, microbatches: int, gap: Fraction) -> Makespan | None:
-    """A placement whose makespan is at most 1 + gap times the least; None if nothing fits.
-
-    With gap 0 the bound descends from one occurring time to the next; with a gap ranges are halved, best floor first.
-    """
-    least = least_slowest(problem)
-    if least is None:
+    """A placement whose makespan is at most 1 + gap times the least; None if nothing fits."""
+    best = least_slowest(problem)
+    if best is None:
         return None
-    floor, blocks = least
-    return _Search(problem, microbatches, gap, blocks).run(floor)
+    low, high, value = slowest(best), problem.endless, makespan(best, microbatches)
+    floor, thresholds = value, [high]
+    while low < high:
+        blocks = least_latency(problem, high - 1)
+        assert blocks is not None, problem  # `best` is within the limit
+        latency = makespan(blocks, 1)
+        best = min(best, blocks, key=lambda found: makespan(found, microbatches))
+        value = makespan(best, microbatches)
+        # With a slowest block that takes as long as this one, or so long that the gap is kept, none is better.
+        enough = ceil((value / (1 + gap) - latency) / max(1, microbatches - 1))
+        high = max(low, min(slowest(blocks), enough))
+        thresholds.append(high)
+        floor = min(floor, latency + (microbatches - 1) * high)
+    return Makespan(best, min(floor, value), thresholds[::-1])
 
 
-class _Search:
-    def __init__(self, problem: Problem, microbatches: int, gap: Fraction, blocks: list[Chosen]) -> None:
-        self.problem = problem
-        self.microbatches = microbatches
-        self.gap = gap
-        self.blocks = blocks
-        self.value = makespan(problem, blocks, microbatches)
-        self.open: list[_Range] = []
-        self.thresholds: set[Fraction] = set()
+class _Arrival(NamedTuple):
+    """The least latency of blocks that end at a position, and the last of them."""
 
-    def run(self, floor: Fraction) -> Makespan:
-        self._look(floor, self.problem.unbounded.value)
-        while self.open and self.open[0].makespan * (1 + self.gap) < self.value:
-            self._split(heapq.heappop(self.open))
-        proven = min([self.value, *(part.makespan for part in self.open)])
-        return Makespan(self.blocks, self.value, proven, sorted(self.thresholds))
+    latency: int
+    block: Block | None
 
-    def _split(self, part: _Range) -> None:
-        """A slowest block at or above `useful` cannot win: look right below, or in the lower half of the rest."""
-        useful = min(part.ceiling, (self.value - part.latency) / (self.microbatches - 1))
-        middle = (part.floor + useful) / 2 if self.gap else useful
-        self._open(middle, useful, part.latency)
-        self._look(part.floor, middle)
 
-    def _look(self, floor: Fraction, ceiling: Fraction) -> None:
-        """Find the least latency below the ceiling: what is slower than its own slowest block is no better."""
-        self.thresholds |= {floor, ceiling}
-        blocks = least_latency(self.problem, Bound(ceiling, strict=True))
-        if blocks is not None:
-            self.blocks, self.value = min(
-                (self.blocks, self.value),
-                (blocks, makespan(self.problem, blocks, self.microbatches)),
-                key=lambda found: found[1],
-            )
-            self._open(floor, slowest(self.problem, blocks), latency(self.problem, blocks))
+def least_latency(problem: Problem, limit: int) -> list[Block] | None:
+    """Blocks within the limit with the least latency; None if nothing fits. O(k n log n).
 
-    def _open(self, floor: Fraction, ceiling: Fraction, least: Fraction) -> None:
-        self.thresholds |= {floor, ceiling}
-        if floor < ceiling:
-            heapq.heappush(self.open, _Range(least + (self.microbatches - 1) * floor, floor, ceiling, least))
+    With needs at the start of blocks, each start that the limit allows is looked at.
+    """
+    reach = Reach(problem, limit, hopeful=True)
+    if not reach.complete:
+        return None
+    tables = [{0: _Arrival(0, None)}]
+    for modes, ends in zip(problem.slots, reach.ends[1:], strict=True):
+        table: dict[int, _Arrival] = {}
+        for slot in modes:
+            _extend(problem, tables[-1], slot, list(positions(ends)), limit, table)
+        tables.append(table)
+    blocks, end = list[Block](), problem.n
+    for table in reversed(tables[1:]):
+        block = table[end].block
+        assert block is not None, table
+        blocks.append(block)
+        end = block.start
+    return blocks[::-1]
+
+
+def _extend(
+    problem: Problem, before: dict[int, _Arrival], slot: Slot, ends: list[int], limit: int, table: dict[int, _Arrival]
+) -> None:
+    """Enter into the table what one more block makes better.
+
+    The latency splits into a part of the end and a part of the start. So the best start is a minimum over the starts
+    from the first one allowed: candidates are kept in order, each dropped once a later one is as good. With an entry
+    none is dropped, since the earlier may need less.
+    """
+    time, need, coming = slot.time, slot.need, iter([*sorted(before), problem.n])
+    start = next(coming)
+    starts: list[int] = []
+    costs: list[int] = []
+    for end in ends:
+        while start < end:
+            cost = before[start].latency - time.prefix[start]
+            while costs and costs[-1] >= cost and not need.entry:
+                starts.pop()
+                costs.pop()
+            starts.append(start)
+            costs.append(cost)
+            start = next(coming)
+        first = max(time.first_start(end, limit), need.first_start(end, slot.room), problem.last_pin[end])
+        best = bisect_left(starts, first)
+        if need.entry:
+            fitting = (i for i in range(best, len(starts)) if need.of(starts[i], end) <= slot.room)
+            best = min(fitting, key=costs.__getitem__, default=len(starts))
+        if best < len(starts):
+            latency = costs[best] + time.prefix[end] + (time.leave[end] if time.leave else 0)
+            if end not in table or latency < table[end].latency:
+                table[end] = _Arrival(latency, Block(starts[best], end, slot))

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import lcm
 from typing import Any, Literal
 
 from ._arguments import InFlight, choice
-from ._bottleneck import Chosen, least_slowest, slowest
-from ._even import sizes_of
-from ._explain import explain
-from ._grid import Number, ceiling, number, ratio
-from ._makespan import least_makespan, makespan
+from ._makespan import least_makespan
 from ._model import Model, read_model
-from ._partition import Placement
-from ._problem import Bound
-from ._reach import Reach
+from ._numbers import Number, ceiling, number, ratio, shown
+from ._problem import Block, Measure, Problem, makespan, slowest
+from ._reach import Reach, least_slowest
+from ._results import Infeasible, Placement
 from ._stages import Stage
-from ._sums import prefix_sums
 
 
 def place(
@@ -30,15 +28,13 @@ def place(
     boundary: Iterable[Any] | None = None,
     in_flight: InFlight | None = None,
     transfer: Iterable[Any] | None = None,
-    overlap: bool = False,
     forbid: Iterable[int] = (),
     pin: Iterable[int] = (),
-    order: Literal["fixed", "free"] = "fixed",
     microbatches: int | None = None,
     objective: Literal["bottleneck", "makespan"] = "bottleneck",
     gap: Number = 0,
 ) -> Placement:
-    """Place one non-empty block on each stage, so that the slowest stage is as fast as possible.
+    """Place one non-empty block on each stage, in order, so that the slowest stage is as fast as possible.
 
     With `objective="makespan"` the last micro-batch is done as early as possible. The result is exact, as for `solve`.
 
@@ -53,9 +49,8 @@ def place(
         in_flight: the number of micro-batches that each stage holds: a list, "1f1b" (k - j on stage j, but at most
             `microbatches`) or "fill_drain" (all); 1 by default.
         transfer: the time of a cut after each layer. It is added to the stage before the cut, whose time is load/speed
-            + transfer, or the longer of the two with `overlap=True`.
+            + transfer.
         forbid, pin: cuts that are not allowed, and cuts that are required. A cut is named by the layer right after it.
-        order: "free" also chooses the order of the stages; fast if there are few kinds of stages.
         objective: "bottleneck" minimises the time of the slowest stage; "makespan" minimises Σ (load/speed + transfer)
             + (microbatches - 1)·slowest, the time until the last micro-batch is done.
         gap: for the makespan, the relative distance from the optimum that is good enough; `Placement.gap` is the
@@ -87,22 +82,18 @@ def place(
     ((2, 2), ('recompute', 'keep'))
     """
     choice(objective, "objective", ["bottleneck", "makespan"])
+    slack = ratio(gap, "gap")
     model = read_model(
         costs, stages, memory=memory, activations=activations, boundary=boundary, in_flight=in_flight,
-        transfer=transfer, overlap=overlap, forbid=forbid, pin=pin, order=order, microbatches=microbatches,
+        transfer=transfer, forbid=forbid, pin=pin, microbatches=microbatches,
     )  # fmt: skip
-    slack = Fraction(*ratio(gap, "gap"))
-    return _by_makespan(model, slack) if objective == "makespan" else _by_bottleneck(model)
-
-
-def _by_bottleneck(model: Model) -> Placement:
-    found = least_slowest(model.problem)
-    if found is None:
-        raise explain(model)
-    value, blocks = found
-    below = Reach(model.problem, Bound(value, strict=True)).ends
-    at = model.positions
-    return _describe(model, blocks, tuple(tuple((at[a], at[b]) for a, b in ends) for ends in below), 0.0)
+    if objective == "makespan":
+        return _by_makespan(model, slack)
+    blocks, at = least_slowest(model.problem), model.positions
+    if blocks is None:
+        raise _explained(model)
+    below = Reach(model.problem, slowest(blocks) - 1).ends
+    return _described(model, blocks, tuple(tuple((at[a], at[b]) for a, b in ends) for ends in below), 0.0)
 
 
 def _by_makespan(model: Model, gap: Fraction) -> Placement:
@@ -110,33 +101,67 @@ def _by_makespan(model: Model, gap: Fraction) -> Placement:
         raise ValueError("objective='makespan' depends on how many micro-batches there are: pass microbatches=…")
     found = least_makespan(model.problem, model.microbatches, gap)
     if found is None:
-        raise explain(model)
-    thresholds = tuple(threshold / model.scale for threshold in found.thresholds)
-    proven = found.value / found.floor - 1 if found.floor else Fraction(0)
-    # Rounded up, so that it promises no more than is proven; but at most the gap that was asked for, which is proven
-    # too.
-    return _describe(model, found.blocks, thresholds, min(ceiling(proven, 1, float), gap))
+        raise _explained(model)
+    thresholds = tuple(Fraction(threshold, model.unit) for threshold in found.thresholds)
+    proven = Fraction(makespan(found.blocks, model.microbatches), found.floor) - 1 if found.floor else Fraction(0)
+    # Rounded up, so that it promises no more than is proven, but no more than was asked for, which is proven too.
+    return _described(model, found.blocks, thresholds, min(ceiling(proven, float), gap))
 
 
-def _describe(model: Model, blocks: list[Chosen], witness: tuple[Any, ...], gap: Number) -> Placement:
-    problem, m = model.problem, model.microbatches
+def _described(model: Model, blocks: list[Block], witness: tuple[Any, ...], gap: Number) -> Placement:
+    sums, m = list(accumulate(model.costs.units, initial=0)), model.microbatches
     ends = [0, *(model.positions[block.end] for block in blocks)]
-    sums = prefix_sums(model.costs.units)
     return Placement(
-        sizes=sizes_of(ends),
+        sizes=tuple(end - start for start, end in pairwise(ends)),
         loads=tuple(model.costs.value(sums[end] - sums[start]) for start, end in pairwise(ends)),
-        bottleneck=model.time(slowest(problem, blocks)),
-        lower_bound=model.time(max(model.mean_time, model.heaviest_time)),
-        imbalance=_quotient(slowest(problem, blocks), model.mean_time),
+        bottleneck=model.time(slowest(blocks)),
+        lower_bound=model.time(model.lower_bound),
+        imbalance=model.imbalance(slowest(blocks)),
         witness=witness,
         gap=gap,
-        order=model.stages_of(blocks),
-        times=tuple(model.time(problem.time(block.start, block.end, block.slot)) for block in blocks),
-        makespan=None if m is None else model.time(makespan(problem, blocks, m)),
-        modes=model.modes_of(blocks),
+        times=tuple(model.time(block.time) for block in blocks),
+        makespan=None if m is None else model.time(makespan(blocks, m)),
+        modes=tuple(block.slot.mode for block in blocks),
     )
 
 
-def _quotient(slow: Fraction, mean: Fraction) -> Number:
-    share = slow / mean if mean else Fraction(1)
-    return number(share.numerator, share.denominator, float)
+def _explained(model: Model) -> Infeasible:
+    """The error if only the capacities can be the reason: a layer that fits nowhere, and what would be enough."""
+    scale, problem, at = _least_scale(model.problem), model.problem, model.positions
+    slots = [slot for modes in problem.slots for slot in modes]
+    misfit = min(set.intersection(*(set(slot.need.heavier(slot.room)) for slot in slots)), default=None)
+    reason, layer, capacity = "no placement fits the capacities", None, None
+    if misfit is not None:
+        layer, last = at[misfit], at[misfit + 1] - 1
+        need = number(min(slot.need.lightest[misfit] for slot in slots), model.memory_unit, model.memory_kind)
+        who = f"layer {layer} needs" if layer == last else f"layers {layer} to {last}, which no cut may part, need"
+        reason = f"{who} {shown(need, str)} at least and fit{'s' * (layer == last)} on no stage"
+    if scale is None:
+        advice = "no factor on the capacities would do: a stage with capacity 0 is in the way"
+    elif len(set(model.capacities)) == 1:
+        capacity = ceiling(scale * (model.capacities[0] or 0), model.memory_kind)
+        advice = f"a capacity of {shown(capacity, str)} on each stage is the least that would do"
+    else:
+        factor = number(*scale.as_integer_ratio(), float)
+        advice = f"capacities {shown(factor, str)} times as large are the least that would do"
+    return Infeasible(f"{reason}; {advice}", layer=layer, scale=scale, capacity=capacity)
+
+
+def _least_scale(problem: Problem) -> Fraction | None:
+    """The least factor on all capacities: the same search, with memory as time and room as speed."""
+    slots = [slot for modes in problem.slots for slot in modes]
+    unit, nothing = lcm(*(slot.room for slot in slots if slot.room)), Measure([0] * (problem.n + 1))
+    endless = 1 + unit * max(slot.need.prefix[-1] + max(slot.need.entry or [0]) for slot in slots)
+
+    def times(values: list[int], room: int) -> list[int]:
+        return [x * (unit // room if room else endless) for x in values]
+
+    def as_time(need: Measure, room: int) -> Measure:
+        return Measure(times(need.prefix, room), need.entry and times(need.entry, room))
+
+    swapped = [
+        [replace(slot, time=as_time(slot.need, slot.room), need=nothing, room=0) for slot in modes]
+        for modes in problem.slots
+    ]
+    found = least_slowest(replace(problem, slots=swapped, least=nothing.prefix))
+    return None if found is None or slowest(found) >= endless else Fraction(slowest(found), unit)

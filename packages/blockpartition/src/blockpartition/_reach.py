@@ -1,4 +1,4 @@
-"""Which ends the first blocks can reach under a bound: a few intervals for each set of used stages.
+"""Which ends the first blocks can reach within a limit: a few intervals for each number of stages.
 
 Greedy would keep only the furthest end. That is wrong here: a block must not be empty, and a layer that one stage
 cannot hold may have to wait for the next.
@@ -6,172 +6,163 @@ cannot hold may have to wait for the next.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from fractions import Fraction
+from bisect import bisect_left
+from collections.abc import Iterator
 from itertools import pairwise
 
-from ._problem import Bound, Problem, Slot
+from ._problem import Block, Problem, Slot, slowest
 
 Interval = tuple[int, int]
 
 
 class Reach:
-    """The reachable ends under a bound, and the least bound that would reach more."""
+    """The ends that blocks can reach if none takes longer than the limit.
 
-    def __init__(self, problem: Problem, bound: Bound) -> None:
+    problem, limit: what was asked.
+    ends: for each number of stages, intervals of positions.
+    beyond: no limit below this one reaches more.
+    """
+
+    def __init__(self, problem: Problem, limit: int, *, hopeful: bool = False) -> None:
+        """Find the ends.
+
+        hopeful: leave out ends from which the other stages could not do the rest within the limit, even if layers
+            could be divided. Where cuts are expensive, ends fall into thousands of intervals, and few of them matter.
+        """
         self.problem = problem
-        self.bound = bound
+        self.limit = limit
+        self.beyond = problem.endless
         self.ends: list[list[Interval]] = [[(0, 0)]]
-        self._beyond: dict[int, int] = {}  # for each speed the least work that exceeds the bound
-        for state in range(1, len(problem.into)):
-            self.ends.append(self._kept(state, self._into(state)))
-
-    def _kept(self, state: int, ends: list[Interval]) -> list[Interval]:
-        """All of them: whoever proves that nothing is within the bound has to show each."""
-        return ends
+        for j, modes in enumerate(problem.slots, 1):
+            found: list[Interval] = []
+            for slot in modes:
+                advance = self._search if slot.need.entry or slot.time.entry else self._advance
+                found += advance(self.ends[-1], slot)
+            ends = _union(found, problem.n - len(problem.slots) + j)
+            speed = problem.speeds[-1] - problem.speeds[j]
+            self.ends.append(self._hopeful(ends, speed) if hopeful and speed else ends)
 
     @property
     def complete(self) -> bool:
         """Whether all stages together can reach the end."""
         return bool(self.ends[-1]) and self.ends[-1][-1][1] == self.problem.n
 
-    @property
-    def next_bound(self) -> Fraction | None:
-        """No bound below this one reaches more; None where no bound does."""
-        return min((Fraction(work, speed) for speed, work in self._beyond.items() if speed), default=None)
+    def _advance(self, starts: list[Interval], slot: Slot) -> Iterator[Interval]:
+        """Each end from its nearest start: that makes the smallest block, and the cut before it is not this stage's.
 
-    def _into(self, state: int) -> list[Interval]:
-        ends: list[Interval] = []
-        for step in self.problem.into[state]:
-            advance = self._way(step.slot)
-            ends += advance(self.ends[step.before], step.slot, self.bound.limit(step.slot.speed))
-        return _union(ends, self.problem.last_position(state))
-
-    def _way(self, slot: Slot) -> Callable[[list[Interval], Slot, int], Iterator[Interval]]:
-        if slot.need.entry or slot.work.entry:
-            return self._search
-        return self._advance if self.problem.transfer is None else self._pay
-
-    def _advance(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
-        """Without transfer costs a block may always be shortened, so the starts of one run reach one interval."""
-        heavy = slot.work.heavier(limit)
-        if heavy:
-            self._note(slot.speed, slot.work.of(heavy[0], heavy[0] + 1))
-        for first, last in _runs(starts, sorted({*heavy, *slot.misfits})):
-            end = slot.work.last_end(last, limit)
-            fence = min(slot.need.last_end(last, slot.room), self.problem.next_pin[last])
-            if end < fence:
-                self._note(slot.speed, slot.work.of(last, end + 1))
-            yield first + 1, min(end, fence)
-
-    def _pay(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
-        """With transfer costs, one end may be out of reach where a later one is not: each end from its nearest start.
-
-        The nearest is the best: it makes the smallest block, and the cost of the cut before it is not this stage's.
-        Only the last ends in reach of a start have to be looked at one by one.
+        Within an interval of starts, that is a block of one layer; behind it, the start is its last.
         """
-        problem, paid = self.problem, self.problem.paid(slot)
-        heavy = paid.singles.above(limit)
+        time, heavy = slot.time, slot.time.heavier(self.limit)
         if heavy:
-            self._note(slot.speed, problem.occupied(heavy[0], heavy[0] + 1, slot))
-        alone = sorted({layer + 1 for layer in [*heavy, *slot.misfits]})
-        for (first, last), (until, _) in pairwise([*starts, (problem.n, problem.n)]):
-            yield from _runs([(first + 1, last)], alone)
-            fence = min(slot.need.last_end(last, slot.room), problem.next_pin[last], until)
-            furthest = max(last, slot.work.last_end(last, limit))
-            if furthest < fence:
-                self._note(slot.speed, paid.least_beyond(last, furthest))
-            furthest = min(furthest, fence)
-            sure = max(last, min(furthest, paid.sure_end(last, limit)))
-            if last < sure:
-                yield last + 1, sure
-            for end in range(sure + 1, furthest + 1):
-                work = problem.occupied(last, end, slot)
-                if work <= limit:
+            self._within(time.lightest[heavy[0]])
+        alone = sorted({*heavy, *slot.need.heavier(slot.room)})
+        for (first, last), (until, _) in pairwise([*starts, (self.problem.n, self.problem.n)]):
+            for layer in alone[bisect_left(alone, first) : bisect_left(alone, last)]:
+                yield first + 1, layer
+                first = layer + 1
+            stop = min(slot.need.last_end(last, slot.room), self.problem.next_pin[last], until)
+            furthest = time.last_end(last, self.limit)
+            if furthest < stop:
+                self._within(time.prefix[furthest + 1] - time.prefix[last])
+            sure = min(time.last_end(last, self.limit - time.most_leave), stop)
+            yield first + 1, max(last, sure)
+            for end in range(max(last, sure) + 1, min(furthest, stop) + 1):
+                if self._within(time.of(last, end)):
                     yield end, end
-                else:
-                    self._note(slot.speed, work)
 
-    def _search(self, starts: list[Interval], slot: Slot, limit: int) -> Iterator[Interval]:
-        """Where blocks need something at their start, a shorter one may need more: find the best start for each end.
-
-        A start is of no more use once a later one needs no more. What is left is in order of start and of need, so the
-        nearest start from which a block fits is found by bisection; of those that fit, it makes the least work. If the
-        need at the start is work, it is the first that is left.
-        """
-        measure = slot.need if slot.need.entry else slot.work
-        assert measure.entry is not None, slot
-        useful: list[int] = []
-        needs: list[int] = []
-        reached = _each(starts)
-        coming = next(reached, None)
-        for end in range(1, self.problem.n + 1):
-            if coming == end - 1:
-                need = measure.entry[coming] - measure.prefix[coming]
-                while needs and needs[-1] >= need:
-                    useful.pop()
-                    needs.pop()
-                useful.append(coming)
-                needs.append(need)
-                coming = next(reached, None)
-            best = bisect_left(useful, self.problem.last_pin[end])
-            if slot.need.entry:
-                fitting = bisect_right(needs, slot.room - slot.need.prefix[end])
-                best = fitting - 1 if fitting > best else len(needs)
-            if best < len(needs):
-                work = self.problem.occupied(useful[best], end, slot)
-                if work <= limit:
+    def _search(self, starts: list[Interval], slot: Slot) -> Iterator[Interval]:
+        """Each end from any start: where blocks need something at their start, a shorter one may need more."""
+        time, need, reached = slot.time, slot.need, list(positions(starts))
+        if not reached:
+            return
+        furthest = time.last_end(reached[-1], self.limit)
+        if furthest < self.problem.n:
+            self._within(time.prefix[furthest + 1] - time.prefix[reached[-1]])
+        for end in range(reached[0] + 1, min(furthest, need.last_end(reached[-1], slot.room)) + 1):
+            for i in range(bisect_left(reached, end) - 1, -1, -1):
+                start = reached[i]
+                if start < self.problem.last_pin[end] or need.prefix[end] - need.prefix[start] > slot.room:
+                    break
+                if not self._within(time.prefix[end] - time.prefix[start]):
+                    break
+                if need.of(start, end) <= slot.room and self._within(time.of(start, end)):
                     yield end, end
-                else:
-                    self._note(slot.speed, work)
+                    break
 
-    def _note(self, speed: int, work: int) -> None:
-        self._beyond[speed] = min(work, self._beyond.get(speed, work))
+    def _hopeful(self, ends: list[Interval], speed: int) -> list[Interval]:
+        """Without those from which stages of this speed together could not do the rest."""
+        least = self.problem.least
+        first = bisect_left(least, least[-1] - self.limit * speed)
+        hopeless = [min(b, first - 1) for a, b in ends if a < first]
+        if hopeless:  # a larger limit may bring back the last of them
+            self._within(-(-(least[-1] - least[hopeless[-1]]) // speed))
+        return [(max(a, first), b) for a, b in ends if b >= first]
+
+    def _within(self, time: int) -> bool:
+        """Whether the time is within the limit; if not, a limit that is as large may reach more."""
+        if self.limit < time < self.beyond:
+            self.beyond = time
+        return time <= self.limit
 
 
-class Hopeful(Reach):
-    """Only ends from which the other stages could do the rest within the bound, if layers could be divided.
+def least_slowest(problem: Problem) -> list[Block] | None:
+    """Blocks of which the slowest takes the least time; None if nothing fits.
 
-    Where cuts are dear, what can be reached falls into thousands of pieces. Few of them matter.
+    Exact, as the search without stages: a success lowers the upper end to the time of a block, a failure raises the
+    lower end to the least time that may reach more.
     """
+    reach = Reach(problem, problem.endless)
+    if not reach.complete:
+        return None
+    blocks = _trace(reach)
+    low, high = -(-problem.least[-1] // problem.speeds[-1]), slowest(blocks)
+    while low < high:
+        reach = Reach(problem, (low + high) // 2, hopeful=True)
+        if reach.complete:
+            blocks = _trace(reach)
+            high = slowest(blocks)
+        else:
+            low = reach.beyond
+    return blocks
 
-    def _kept(self, state: int, ends: list[Interval]) -> list[Interval]:
-        problem = self.problem
-        speed = problem.speeds[-1] - problem.speeds[state]
-        if not speed or not ends:
-            return ends
-        sums = problem.least_sums
-        first = bisect_left(sums, sums[-1] - self.bound.limit(speed))
-        kept = [(max(a, first), b) for a, b in ends if b >= first]
-        if ends[0][0] < first:  # a larger bound may bring back the last one that is left out
-            last = max(min(b, first - 1) for a, b in ends if a < first)
-            self._note(speed, sums[-1] - sums[last])
-        return kept
+
+def _trace(reach: Reach) -> list[Block]:
+    """Blocks that end at the last layer, found from the end backwards."""
+    blocks, end = list[Block](), reach.problem.n
+    for j in reversed(range(len(reach.problem.slots))):
+        found = (_block(reach, j, slot, end) for slot in reach.problem.slots[j])
+        blocks.append(next(block for block in found if block))
+        end = blocks[-1].start
+    return blocks[::-1]
 
 
-def _each(intervals: list[Interval]) -> Iterator[int]:
+def _block(reach: Reach, j: int, slot: Slot, end: int) -> Block | None:
+    """The block from a reachable start to this end whose cut is the closest to where the speeds would put it."""
+    problem, limit, prefix = reach.problem, reach.limit, slot.time.prefix
+    target = bisect_left(prefix, prefix[end] * problem.speeds[j] // problem.speeds[j + 1])
+    first = max(slot.time.first_start(end, limit), slot.need.first_start(end, slot.room), problem.last_pin[end])
+    spans = [(max(a, first), min(b, end - 1)) for a, b in reach.ends[j]]
+    if slot.need.entry or slot.time.entry:
+        fits = (p for p in positions(spans) if slot.need.of(p, end) <= slot.room and slot.time.of(p, end) <= limit)
+        spans = [(start, start) for start in fits]
+    nearest = [max(a, min(target, b)) for a, b in spans if a <= b]
+    return Block(min(nearest, key=lambda start: abs(start - target)), end, slot) if nearest else None
+
+
+def positions(intervals: list[Interval]) -> Iterator[int]:
+    """All positions in the intervals."""
     return (position for first, last in intervals for position in range(first, last + 1))
 
 
-def _runs(starts: Iterable[Interval], excluded: list[int]) -> Iterator[Interval]:
-    """The intervals without the excluded positions."""
-    for first, last in starts:
-        for hole in excluded[bisect_left(excluded, first) : bisect_right(excluded, last)]:
-            if first < hole:
-                yield first, hole - 1
-            first = hole + 1
-        if first <= last:
-            yield first, last
-
-
-def _union(intervals: Iterable[Interval], limit: int) -> list[Interval]:
+def _union(intervals: list[Interval], limit: int) -> list[Interval]:
     """Disjoint intervals, in order, of what lies in any and not beyond the limit."""
     merged: list[Interval] = []
     for first, last in sorted(intervals):
         last = min(last, limit)
+        if first > last:
+            continue
         if merged and first <= merged[-1][1] + 1:
             merged[-1] = (merged[-1][0], max(merged[-1][1], last))
-        elif first <= last:
+        else:
             merged.append((first, last))
     return merged

@@ -1,111 +1,106 @@
-"""Among the partitions with the least bottleneck, the one with the least sum of squared loads."""
+"""Among the partitions with the least bottleneck, the one with the least sum of squared loads.
+
+A price on each block takes the place of the number of blocks. The least sum for k blocks is convex in k, since squares
+are: so there is a price at which k blocks are among the best, and it is found by a search. At each price one pass over
+all positions does (Aggarwal, Schieber and Tokuyama 1994). Prices are odd halves, between those at which another number
+of blocks is as good.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from itertools import pairwise
 from math import isqrt
 
-from ._even import bends, gates, near_string_exactly, taut_string
-from ._fill import fill_back
-from ._priced import least_squares
-from ._sums import Sums
-
-_MANY = 10  # ends to look at, for each layer: a search by prices is quicker
-_NEAR = 4  # positions to either side of a good end that the first search tries
+from ._search import filled_back
 
 
-def most_even(sums: Sums, bottleneck: int, highest: list[int]) -> list[int]:
-    """Ends of the optimal partition with the least sum of squared loads; the sums are ints.
+def most_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
+    """Ends of the optimal partition with the least sum of squared loads, in O(n) a price."""
+    positions = _useful(prefix, bottleneck, blocks)
+    ends = least_squares([prefix[p] for p in positions], bottleneck, blocks)
+    return [positions[end] for end in ends]
 
-    Two searches: one close to the string, for a partition that is good, and one among all ends that a better partition
-    could have. With w ends a gate left, O(k w log w); where these are many, by prices on blocks, O(n log n) or so.
+
+def _useful(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
+    """The positions at which some block of an optimal partition can end."""
+    n, useful, highest = len(prefix) - 1, [0], 0
+    for j, lowest in enumerate(filled_back(prefix, bottleneck, blocks)[1:], 1):
+        highest = bisect_right(prefix, prefix[highest] + bottleneck) - 1
+        first = max(j, useful[-1] + 1, bisect_left(prefix, lowest))
+        useful += range(first, min(n - blocks + j, highest) + 1)
+    return useful
+
+
+def least_squares(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
+    """The ends of so many blocks up to the bottleneck with the least sum of squared loads."""
+    # Prices less a half: at the higher there are at most so many blocks, at the lower at least.
+    high, low = prefix[-1] ** 2 + 1, -1
+    coarse, fine = [0], list(range(len(prefix)))
+    price = (prefix[-1] // blocks) ** 2
+    while len(coarse) - 1 < blocks < len(fine) - 1 and high - low > 1:
+        price, width = min(max(price, low + 1), high - 1), high - low
+        ends = cheapest(prefix, bottleneck, 2 * price + 1)
+        if len(ends) - 1 > blocks:
+            low, fine = price, ends
+        else:
+            high, coarse = price, ends
+        stalls = 2 * (high - low) > width
+        price = isqrt((low + 1) * (high + 1)) if stalls else _between(low, len(fine), high, len(coarse), blocks + 1)
+    if len(coarse) == 1:  # no price was tried at which there are so few
+        coarse = cheapest(prefix, bottleneck, 2 * high + 1)
+    return _spliced(coarse, fine, blocks)
+
+
+def _between(low: int, most: int, high: int, least: int, wanted: int) -> int:
+    """The price for the number that is wanted, if numbers fall in a straight line with the root of the price."""
+    start, end = isqrt(low + 1), isqrt(high + 1)
+    root: int = start + (end - start) * (most - wanted) // (most - least)
+    return root**2
+
+
+def _spliced(coarse: list[int], fine: list[int], blocks: int) -> list[int]:
+    """Of two paths that are the best at a price, one with so many blocks: it begins as the finer, ends as the coarser.
+
+    They are joined in a block of the coarser that holds one of the finer: what the two blocks exchange makes their
+    squares no larger, and neither could be smaller.
     """
-    prefix, blocks, n = sums.prefix, len(highest), sums.layers
-    lowest = fill_back(prefix, bottleneck, blocks)
-    low, high = gates(sums, lowest, highest, range(blocks))
-    firsts = [max(bisect_left(prefix, height), j) for j, height in low.items()]
-    lasts = [min(bisect_right(prefix, height) - 1, n - blocks + j) for j, height in high.items()]
-    turns = bends(low, high)
-    heights, parts = taut_string(turns)
-    near = near_string_exactly(prefix, bottleneck, lowest, turns)
-    lows = [max(first, end - _NEAR) for first, end in zip(firsts, near, strict=True)]
-    highs = [min(last, end + _NEAR) for last, end in zip(lasts, near, strict=True)]
-    good = _least_squares(prefix, bottleneck, lows, highs)
-    radii = _radii(_squares(prefix, good) - _floor(heights, parts), len(good) - 1)
-    for j, (height, part, radius) in enumerate(zip(heights, parts, radii, strict=True)):
-        lows[j] = bisect_left(prefix, -((radius * part - height) // part), firsts[j], lasts[j])
-        highs[j] = bisect_right(prefix, height // part + radius + 1, lows[j], lasts[j] + 1) - 1
-    if sum(highs) - sum(lows) > _MANY * n:
-        return least_squares(prefix, bottleneck, blocks)
-    return _least_squares(prefix, bottleneck, lows, highs)
+    ahead = blocks - len(coarse) + 1
+    x = next(x for x in range(len(coarse) - 1) if fine[x + ahead + 1] <= coarse[x + 1])
+    return [*fine[: x + ahead + 1], *coarse[x + 1 :]]
 
 
-def _squares(prefix: list[int], ends: list[int]) -> int:
-    return sum((prefix[end] - prefix[start]) ** 2 for start, end in pairwise(ends))
+def cheapest(prefix: list[int], bottleneck: int, price: int) -> list[int]:
+    """The ends of blocks up to the bottleneck with the least sum of twice the squared loads and a price for each.
 
-
-def _floor(heights: list[int], parts: list[int]) -> int:
-    """The sum of the squared steps of the string, or a little less: nothing within the gates has a smaller sum."""
-    steps = (
-        (end * before - start * part, before * part)
-        for (start, end), (before, part) in zip(pairwise(heights), pairwise(parts), strict=True)
-    )
-    precise = 2**40
-    return sum(precise * step * step // (part * part) for step, part in steps) // precise
-
-
-def _radii(slack: int, blocks: int) -> list[int]:
-    """How far from the string the ends of a partition can be that is no worse than the string by more than the slack.
-
-    The string h is the least of a convex set. So if x is within the gates, Σ Δx² ≥ Σ Δh² + Σ Δ(x - h)², and where x - h
-    is d at the j-th of k ends, the last sum is at least d²/j + d²/(k - j).
+    With a last block from i to j it is best[i] + 2(pⱼ - pᵢ)² + price: in pⱼ, but for 2pⱼ², a line for each i. Once a
+    later start is the better one it stays so, since its line is steeper, and since a start that is too far away for the
+    bottleneck stays so. The queue holds the starts that are the best from some height on, with that height.
     """
-    return [isqrt(slack * j * (blocks - j) // blocks) + 1 for j in range(blocks + 1)]
-
-
-def _least_squares(prefix: list[int], bottleneck: int, lows: list[int], highs: list[int]) -> list[int]:
-    """The ends with the least sum of squares among those with the j-th end in lows[j] … highs[j]."""
-    best, first = [0], 0
-    firsts, origins = [0], []
-    for low, high in zip(lows[1:], highs[1:], strict=True):
-        # A layer never exceeds the bottleneck: what lies between the nearest and the furthest end can be reached.
-        furthest = bisect_right(prefix, prefix[first + len(best) - 1] + bottleneck) - 1
-        here = range(max(low, first + 1), min(high, furthest) + 1)
-        best, origin = _row(prefix, bottleneck, best, first, here)
-        first = here[0]
-        firsts.append(first)
-        origins.append(origin)
+    values, origin = [0], [0]  # values[i] is best[i] + 2pᵢ²
+    starts, since, front = [0], [0], 0
+    for j in range(1, len(prefix)):
+        total = prefix[j]
+        while front + 1 < len(starts) and since[front + 1] <= total:
+            front += 1
+        i = starts[front]
+        origin.append(i)
+        value = values[i] + 4 * total * (total - prefix[i]) + price
+        values.append(value)
+        while True:
+            i = starts[-1]
+            rise, more = total - prefix[i], value - values[i]
+            height = prefix[i] + bottleneck + 1
+            if rise:
+                height = min(height, -(-more // (4 * rise)))
+            elif more <= 0:
+                height = total
+            if height > since[-1] or len(starts) - front == 1:
+                break
+            starts.pop()
+            since.pop()
+        starts.append(j)
+        since.append(height)
     ends = [len(prefix) - 1]
-    for first, origin in zip(reversed(firsts[1:]), reversed(origins), strict=True):
-        ends.append(origin[ends[-1] - first])
+    while ends[-1]:
+        ends.append(origin[ends[-1]])
     return ends[::-1]
-
-
-def _row(prefix: list[int], bottleneck: int, best: list[int], first: int, ends: range) -> tuple[list[int], list[int]]:
-    """Least sum of squares up to each of the ends, and where its last block starts.
-
-    best: the same up to `first` and each position after it. The squared load of a block is convex in its length, so the
-    best start never moves left as the end moves right: the middle end's start splits the search for the others.
-    """
-    starts = prefix[first : first + len(best)]
-    # (e - s)² = e² - 2es + s²: the part without e is added only once.
-    known = [least + total * total for least, total in zip(best, starts, strict=True)]
-    sums, origin = [0] * len(ends), [0] * len(ends)
-    todo = [(0, len(ends) - 1, 0, len(best) - 1)]
-    while todo:
-        low, high, left, right = todo.pop()
-        i = (low + high) // 2
-        end, total = ends[i], prefix[ends[i]]
-        fits = max(left, bisect_left(starts, total - bottleneck, left, right + 1))
-        stop = min(right + 1, end - first)
-        twice = 2 * total
-        values = [least - twice * start for least, start in zip(known[fits:stop], starts[fits:stop], strict=True)]
-        least = min(values)
-        best_start = fits + values.index(least)
-        sums[i], origin[i] = least + total * total, first + best_start
-        if low < i:
-            todo.append((low, i - 1, left, best_start))
-        if i < high:
-            todo.append((i + 1, high, best_start, right))
-    return sums, origin

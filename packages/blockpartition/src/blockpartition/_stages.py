@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._grid import Number, shown
+from ._numbers import Number, shown
 
 
 @dataclass(frozen=True)

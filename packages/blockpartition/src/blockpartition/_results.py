@@ -1,13 +1,14 @@
-"""The results: the cuts, the load of each block, and the proof that no other cuts are better."""
+"""The results: the cuts, the load of each block, and the proof that no other cuts are better; or why there are none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from ._grid import Number
+from ._numbers import Number
 
 T = TypeVar("T")
 
@@ -62,24 +63,30 @@ class Placement(Partition):
     Here `bottleneck`, `lower_bound` and `imbalance` are times: of the slowest block; max(Σ/Σ speeds, heaviest layer on
     the fastest stage); and the slowest block divided by Σ/Σ speeds.
 
-    order: the number of the stage of each block.
     times: the time of each block: load / speed, with the cost of the cut after it.
     modes: the name of the mode of each block; None on a stage without modes.
     makespan: the time at which the last micro-batch is done; None if `microbatches` was not given.
-    witness: for the bottleneck, the ends that faster blocks can reach at most, as intervals for each set of stages; for
-        the makespan, the bounds between which no placement finishes earlier. See `verify`.
+    witness: for the bottleneck, the ends that faster blocks can reach at most, as intervals for each number of stages;
+        for the makespan, the times of the slowest block between which no placement finishes earlier. See `verify`.
     """
 
-    order: tuple[int, ...] = ()
     times: tuple[Number, ...] = ()
     makespan: Number | None = None
     modes: tuple[str | None, ...] = ()
 
 
-def check_sizes(sizes: tuple[int, ...], n: int) -> None:
-    """ValueError unless these are the sizes of non-empty blocks of n layers."""
-    for j, size in enumerate(sizes):
-        if size < 1:
-            raise ValueError(f"sizes[{j}] is {size}; every block needs at least one layer")
-    if sum(sizes) != n:
-        raise ValueError(f"the sizes add up to {sum(sizes)} layers, there are {n} costs")
+class Infeasible(ValueError):  # noqa: N818 — a finding about the problem rather than a mistake in the call
+    """No placement satisfies the constraints.
+
+    layer: the number of the first layer that fits on no stage; None if each fits on some stage.
+    scale: the smallest factor on all capacities that would be enough; None if no factor would.
+    capacity: the smallest capacity that would be enough, if all stages have the same one; None otherwise.
+    """
+
+    def __init__(
+        self, reason: str, *, layer: int | None = None, scale: Fraction | None = None, capacity: Number | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.layer = layer
+        self.scale = scale
+        self.capacity = capacity

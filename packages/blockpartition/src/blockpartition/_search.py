@@ -1,0 +1,122 @@
+"""The least possible bottleneck, by a search between what fits and what provably does not.
+
+Pınar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning" (2004), after Nicol (1994). Heights are
+elements of the prefix sums: sums of all costs before an end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from operator import sub
+
+_SHORT = 16  # layers of a block; a bisection takes about as long as a look at so many
+
+
+def least_bottleneck(prefix: list[int], heaviest: int, blocks: int) -> int:
+    """The smallest bound under which `blocks` blocks hold everything.
+
+    Both ends of the search are sums that occur: a success lowers the upper end to the largest block it made, a failure
+    raises the lower end to the smallest sum that would have changed it. So the search ends on the optimum, exactly.
+    """
+    total = prefix[-1]
+    low, high = max(-(-total // blocks), heaviest), min(total, total // blocks + heaviest)
+    # Where layers come in no order, a block lacks half a layer, drawn by its cost.
+    bound, width, tried = max(low, total // blocks + heaviest // 3), 4 * high, dict[bool, tuple[int, int]]()
+    while low < high:
+        heights, beyond = filled(prefix, bound, blocks)
+        if fits := len(heights) <= blocks and heights[-1] == total:
+            high = max(map(sub, heights, [0, *heights]))
+            start = heights[-2] if len(heights) > 1 else 0
+            over = (blocks - len(heights)) * start // len(heights) + start + bound - total
+        else:
+            low, over = beyond, heights[blocks - 1] - total
+        tried[fits] = bound, over
+        guess = bound - (over if fits else over * 5 // 4) // blocks
+        if len(tried) == 2:
+            (first, lack), (last, more) = tried[False], tried[True]
+            guess = first - lack * (last - first) // (more - lack)
+        # On a line between what was tried; by halving, passes are few whatever the costs are.
+        bound = guess if low <= guess < high and 2 * (high - low) <= width else (low + high) // 2
+        width = high - low
+    return high
+
+
+def filled(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+    """Heights of the ends of blocks filled up to the bound from the left; no layer may exceed it.
+
+    Returns:
+        The heights, of which the last is the total only if the blocks hold everything; there may be more than blocks.
+        And the least sum above the bound: with any bound below it the blocks would be the same.
+    """
+    fill = _by_looks if len(prefix) <= _SHORT * blocks else _by_bisection
+    return fill(prefix, bound, blocks)
+
+
+def _by_looks(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+    heights, before, limit, over = [], 0, bound, prefix[-1] + 1
+    for height in prefix:
+        if height > limit:
+            heights.append(before)
+            if height - limit < over:
+                over = height - limit
+            limit = before + bound
+        before = height
+    return [*heights, before], bound + over
+
+
+def _by_bisection(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
+    heights, start, end, over = [], 0, 0, prefix[-1] + 1
+    window, size = near(prefix, blocks), len(prefix)
+    for _ in range(blocks):
+        end = above(prefix, start + bound + 1, end, window)
+        if end < size and prefix[end] - start < over:
+            over = prefix[end] - start
+        start = prefix[end - 1]
+        heights.append(start)
+        if end == size:
+            break
+    return heights, over
+
+
+def filled_back(prefix: list[int], bound: int, blocks: int) -> list[int]:
+    """Heights, in order, of the starts of blocks filled up to the bound from the right, and of the last end."""
+    heights, start, window = [prefix[-1]], len(prefix) - 1, near(prefix, blocks)
+    for _ in range(blocks):
+        limit, stop = prefix[start] - bound, max(0, start - window)
+        start = bisect_left(prefix, limit, stop, start)
+        if start == stop:
+            start = bisect_left(prefix, limit, 0, stop)
+        heights.append(prefix[start])
+    return heights[::-1]
+
+
+def above(prefix: list[int], height: int, start: int, window: int) -> int:
+    """The first position from `start` on with at least this height.
+
+    Most are close, where the processor has the sums in its cache: it looks there first.
+    """
+    stop = start + window
+    if stop < len(prefix):
+        found = bisect_left(prefix, height, start, stop)
+        if found < stop:
+            return found
+        start = stop
+    return bisect_left(prefix, height, start)
+
+
+def near(prefix: list[int], blocks: int) -> int:
+    """How many layers behind an end the next one is looked for first."""
+    return 4 * len(prefix) // blocks
+
+
+def witness(prefix: list[int], bottleneck: int, blocks: int) -> tuple[int, ...]:
+    """Ends g₁ … g_k of greedy blocks that stay strictly below the bottleneck.
+
+    If every load is below the bottleneck, the j-th block ends at g_j at the latest. So g_k < n proves that such blocks
+    cannot cover all n layers.
+    """
+    ends, end, window = [], 0, near(prefix, blocks)
+    for _ in range(blocks):
+        end = max(end, above(prefix, prefix[end] + bottleneck, end, window) - 1)
+        ends.append(end)
+    return tuple(ends)
