@@ -28,6 +28,8 @@ ELSEWHERE = {
     "_plan/*": "plan",
     "balance/_cuts": "balance",
     "checkpoint/_around": "checkpoint",
+    "checkpoint/_generators": "random",
+    "checkpoint/_operations": "interception",
     "checkpoint/_phase": "checkpoint",
     "distributed/*": "forms",
     "engine/_autograd_calls": "autograd",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import gpipe
 from gpipe._current import Current, current, setting
 
-NAMES = sorted(Current.__annotations__.keys() | {"checkpointing", "recomputing", "rng_paused"})
+NAMES = sorted(Current.__annotations__.keys() | {"checkpointing", "recomputing", "graph_task"})
 
 
 def now() -> dict[str, object]:

@@ -1,6 +1,7 @@
 """Random numbers that layers draw on devices with generators of their own."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe import GPipe
 from gpipe.checkpoint import _device_generator, _random
 from gpipe.checkpoint._device_generator import DeviceGenerator, module_of
 from gpipe.engine import _stage
+
+from .layers import Call
 
 XPU = torch.device("xpu", 0)
 
@@ -27,7 +31,7 @@ def walked(request):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Whatever draws seems to draw on a device whose generator torch cannot put back."""
-    monkeypatch.setattr(_random, "_device", lambda args, kwargs: torch.device("hpu", 0))
+    monkeypatch.setattr(_random, "device_of", lambda args, kwargs: torch.device("hpu", 0))
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last"])
@@ -98,53 +102,29 @@ def test_only_the_device_of_the_partition_is_rewound(device, monkeypatch):
         generator.expect_repeats(device)
 
 
-class Draws(nn.Module):
-    """Draws as dropout on a device does; ``watched`` says how often somebody looked at its operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.drawing = True
-        self.watched = []
-
-    def forward(self, x):
-        self.watched.append(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()))
-        return nn.functional.dropout(x, training=self.drawing)
-
-
 @pytest.fixture
 def on_a_device(monkeypatch):
     """What draws on the CPU seems to draw on a device, whose generator is that of the CPU."""
     module = SimpleNamespace(
         get_rng_state=lambda device: torch.get_rng_state(), set_rng_state=lambda s, device: torch.set_rng_state(s)
     )
-    for where in (_device_generator, _stage):
-        monkeypatch.setattr(where, "module_of", lambda device: module)
+    monkeypatch.setattr(_device_generator, "module_of", lambda device: module)
     monkeypatch.setattr(_stage, "has_streams", lambda device: True)
-    monkeypatch.setattr(_random, "_device", lambda args, kwargs: XPU)
+    monkeypatch.setattr(_random, "device_of", lambda args, kwargs: XPU)
     monkeypatch.setattr(_device_generator, "_is_same", lambda device, own: True)
-    monkeypatch.setattr(_random.RunRNG, "moved", lambda self: False)
 
 
 @pytest.mark.usefixtures("on_a_device")
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-def test_once_a_run_was_watched_draws_of_a_device_are_repeated_without_a_look_at_every_operation(mode):
-    layer = Draws()
-    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint=mode)
-    for run in range(4):
-        layer.watched.clear()
-        x = torch.ones(6, 8, requires_grad=True)
-        output = pipe(x)
-        output.sum().backward()
-        assert torch.equal(x.grad, output)
-        assert any(layer.watched) == (run == 0)
-
-
-@pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-def test_a_layer_that_begins_to_draw_on_a_device_draws_the_same_again(mode):
-    layer = Draws()
-    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint=mode)
-    for layer.drawing in (False, False, True, True):
+@pytest.mark.parametrize(
+    "inner", [lambda act, x: act(x), partial(checkpoint, use_reentrant=False)], ids=["alone", "checkpoint"]
+)
+def test_what_was_drawn_on_a_device_is_drawn_again(mode, inner):
+    """Also by torch.utils.checkpoint inside of the layer, and if the layer begins to draw later."""
+    drawing = [False]
+    act = lambda x: nn.functional.dropout(x, training=drawing[0]) * 1  # noqa: E731
+    pipe = GPipe(nn.Sequential(Call(lambda x: inner(act, x))), [1], devices=["cpu"], chunks=3, checkpoint=mode)
+    for drawing[0] in (False, False, True, True):
         x = torch.ones(6, 8, requires_grad=True)
         output = pipe(x)
         output.sum().backward()

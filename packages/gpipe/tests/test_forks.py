@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpipe import Event, Timeline
-from gpipe.checkpoint._served import PROCESS, lent
+from gpipe.checkpoint._generators import PROCESS, lent
 
 from .children import in_child
 

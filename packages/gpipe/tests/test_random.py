@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe import GPipe
-from gpipe.checkpoint._random import OUTSIDE, CellRNG, RunRNG
+from gpipe._current import setting
+from gpipe.checkpoint._generators import is_process, lent
+from gpipe.checkpoint._random import OUTSIDE, CellRNG, RunRNG, interception
 
 from .layers import Call
 from .models import Recipe, main_of, recipes
@@ -26,7 +28,6 @@ from .schedules import CHOICES, some_schedule
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
-CPU = torch.device("cpu")
 
 
 class Attention(nn.Module):
@@ -50,13 +51,13 @@ class Recurrent(nn.Module):
 class Checkpointed(nn.Module):
     """Has a checkpoint of its own inside."""
 
-    def __init__(self, use_reentrant: bool) -> None:
+    def __init__(self, use_reentrant: bool, p: float = 0.0, **options: bool) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Tanh())
-        self.use_reentrant = use_reentrant
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(p) if p else nn.Identity(), nn.Tanh())
+        self.options = {"use_reentrant": use_reentrant, **options}
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        return checkpoint(self.inner, x, **self.options)
 
 
 class Draws(nn.Module):
@@ -191,7 +192,7 @@ def test_a_run_on_two_partitions_can_be_repeated_on_one_or_four(name: str, inlin
         results.append([])
         torch.manual_seed(0)
         with gpipe.inline() if inline else nullcontext():
-            for _ in range(2):  # all layers are watched, and then those that draw
+            for _ in range(2):
                 pipe.zero_grad()
                 leaf = x.clone().requires_grad_()
                 output = pipe(leaf * 1)
@@ -211,7 +212,6 @@ def test_gradient_belongs_to_what_was_drawn(name: str, mode: str):
     pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=mode)
     x = torch.randn(4, 4, 6, dtype=torch.float64)
     direction = torch.randn_like(x)
-    pipe(x.clone().requires_grad_())  # from here on it is known who draws
 
     def loss(at: Tensor) -> Tensor:
         torch.manual_seed(3)
@@ -240,11 +240,11 @@ def test_every_cell_and_every_step_draws_its_own():
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_no_two_layers_or_micro_batches_share_a_seed(microbatches: int, layers: int):
     run = RunRNG()
-    cells = [CellRNG(run, i, k, CPU, {0}) for i in range(microbatches) for k in range(layers)]
+    cells = [CellRNG(run, i, k) for i in range(microbatches) for k in range(layers)]
     seeds = {cell.generator.initial_seed() for cell in cells}
     for cell in cells:
-        with cell.layer(0):
-            seeds.add(cell.generator.initial_seed())
+        cell.at = 0
+        seeds.add(cell.generator.initial_seed())
     assert len(seeds) == 2 * len(cells)
 
 
@@ -287,21 +287,31 @@ def test_layer_that_starts_to_draw(mode: str, inline: bool):
             assert torch.equal(x.grad, output)
 
 
-def test_dropout_that_leaves_evaluation_by_itself():
-    """The stage's own flag stays; only a layer in it goes from evaluation to training."""
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_draws_that_come_and_go(mode: str, inline: bool):
+    """Of a layer that is switched alone, of one that draws in some runs, and of a loss."""
+    rates = [0.0]
+    sometimes = Call(lambda x: nn.functional.dropout(x, rates[0]) if rates[0] else x * 1)
     pipe = GPipe(
-        nn.Sequential(nn.Linear(8, 8), nn.Dropout()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never"
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(), sometimes), [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode
     )
-    pipe[1].eval()
-    x = torch.ones(4, 8)
-    pipe(x)
-    pipe[1].train()
-    pipe(x)  # whatever this one drew, from here on numbers are watched
-    outputs = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        outputs.append(pipe(x))
-    assert torch.equal(*outputs)
+    expected: dict[Any, Any] = {}
+    loss_fn = nn.Sequential(nn.Dropout(), Call(lambda y: y.square().sum()))
+    with gpipe.inline() if inline else nullcontext():
+        for run in range(12):
+            rates[0], training, loud = run % 3 / 4, run % 4 > 1, run % 2 == 1
+            pipe[1].train(training)
+            loss_fn.train(loud)
+            torch.manual_seed(1)
+            loss = pipe.step(torch.ones(4, 6), loss_fn=loss_fn)
+            found = loss, torch.get_rng_state()
+            torch.testing.assert_close(found, expected.setdefault((rates[0], training, loud), found), rtol=0, atol=0)
+            torch.manual_seed(1)
+            if rates[0] or training or loud:
+                torch.randint(2**32, ())
+            assert torch.equal(torch.get_rng_state(), found[1])
+    pipe.close()
 
 
 class OwnNoise(nn.Module):
@@ -311,7 +321,6 @@ class OwnNoise(nn.Module):
         super().__init__()
         self.draws = draws
         self.generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-        self.first = self.generators[0]  # where it shows, so that it is watched from the beginning
 
     def forward(self, x: Tensor) -> Tensor:
         for which in self.draws:
@@ -412,34 +421,178 @@ def test_pipe_in_a_pipe(outer: str, inner: str, inline: bool):
         assert torch.equal(outputs[1], outputs[2])
 
 
-def test_state_read_and_set_inside_a_layer_is_the_layers():
-    """What torch.utils.checkpoint does, and libraries that fork the generator."""
+def seeded(seed: int) -> Callable[[Tensor], Tensor]:
+    """What draws the same noise in each forward, as a layer may do to be like another."""
+
+    def call(x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return x * torch.rand(x.shape)
+
+    return call
+
+
+def restored(x: Tensor) -> Tensor:
+    """What sets a state of torch's generator that it had with another seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(torch.Generator().manual_seed(3).get_state())
+        return nn.functional.dropout(x)
+
+
+class Reversed(torch.autograd.Function):
+    """Computes its forward again in the backward, as reversible layers do, with the numbers that it drew."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.state = torch.get_rng_state()
+        return x * torch.rand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(ctx.state)
+            return gradient * torch.rand(gradient.shape)
+
+
+def noisy(x: Tensor) -> Tensor:
+    y = x * 1
+    y.register_hook(lambda gradient: gradient + torch.rand(gradient.shape))
+    return y
+
+
+def penalty(x: Tensor) -> Tensor:
+    """Has a backward in its forward, which draws again what it drew."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        output = checkpoint(nn.functional.dropout, leaf, use_reentrant=False, preserve_rng_state=True)
+        (slope,) = torch.autograd.grad(output.square().sum(), leaf)
+    return x * slope
+
+
+IN_BACKWARD = "drawn on the CPU in a backward"
+SEEDED = "after torch's generator was given another seed"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "checkpoint": (lambda: Checkpointed(False, 0.5), IN_BACKWARD),
+    "reentrant checkpoint": (lambda: Checkpointed(True, 0.5), IN_BACKWARD),
+    "checkpoint that preserves nothing": (lambda: Checkpointed(False, 0.5, preserve_rng_state=False), IN_BACKWARD),
+    "reversible": (lambda: Call(Reversed.apply), IN_BACKWARD),
+    "noise on gradients": (lambda: Call(noisy), IN_BACKWARD),
+    "a backward in a forward": (lambda: Call(penalty), IN_BACKWARD),
+    "seed": (lambda: Call(seeded(17)), SEEDED),
+    "the seed of the process": (lambda: Call(seeded(5)), SEEDED),
+    "seed that stays": (lambda: Call(lambda x: torch.manual_seed(5) and x * torch.rand(x.shape)), SEEDED),
+    "state": (lambda: Call(restored), SEEDED),
+    "pipe in a checkpoint": (
+        lambda: Call(lambda x: checkpoint(GPipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"]), x,
+                                          use_reentrant=True)),
+        IN_BACKWARD,
+    ),
+}  # fmt: skip
+
+
+def trained(pipe: GPipe, schedule: str | None) -> None:
+    x = torch.ones(4, 6, requires_grad=True) * 1
+    if schedule is None:
+        pipe(x).sum().backward()
+    else:
+        pipe.step(x, loss_fn=torch.sum, schedule=schedule)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_who_wants_to_draw_the_same_again_is_refused(name: str, mode: str, inline: bool):
+    """Each time, under every schedule; and the generator of the process is as if the layers had not touched it."""
+    make, says = REFUSED[name]
+    pipe = GPipe(
+        nn.Sequential(nn.Linear(6, 6), make(), nn.Dropout()), [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode
+    )
+    with gpipe.inline() if inline else nullcontext():
+        for schedule in (None, "1f1b", "fill_drain", "zero_bubble"):
+            torch.manual_seed(5)
+            torch.rand(3)
+            with pytest.raises(RuntimeError, match=says) as caught:
+                trained(pipe, schedule)
+            assert any("micro-batch" in note for note in caught.value.__notes__)
+    pipe.close()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
+def test_a_loss_that_wants_to_draw_the_same_again_is_refused(schedule: str):
+    pipe = GPipe(nn.Sequential(nn.Linear(6, 6)), [1], devices=["cpu"], chunks=2)
+    for make, says in REFUSED.values():
+        loss = nn.Sequential(make(), Call(torch.sum))
+        torch.manual_seed(5)
+        torch.rand(3)
+        with pytest.raises(RuntimeError, match=says):
+            pipe.step(torch.ones(4, 6), loss_fn=loss, schedule=schedule)
+
+
+RACING = {
+    "checkpoint": lambda: Checkpointed(False),
+    "reentrant checkpoint": lambda: Checkpointed(True),
+    "dropout": nn.Dropout,
+    "forks": lambda: Call(lambda x: (_forks(), x * 1)[1]),
+}
+
+
+def _forks() -> None:
+    with torch.random.fork_rng(devices=[]):
+        pass
+
+
+@settings(max_examples=settings.default.max_examples // 5)
+@given(
+    st.lists(st.sampled_from(sorted(RACING)), min_size=2, max_size=4),
+    st.sampled_from(MODES),
+    st.sampled_from([None, "1f1b", "zero_bubble"]),
+)
+@example(["checkpoint", "dropout", "checkpoint", "dropout"], "never", "1f1b")
+@example(["checkpoint", "dropout", "reentrant checkpoint", "dropout"], "always", None)
+def test_layers_that_touch_the_generator_race_for_nothing(names: list[str], mode: str, schedule: str | None):
+    """They read, set and put back its state on several threads while others draw."""
+
+    def trained(inline: bool) -> list[Any]:
+        torch.manual_seed(7)
+        model = nn.Sequential(*(RACING[name]() for name in names))
+        pipe = GPipe(model, [1] * len(names), devices=["cpu"] * len(names), chunks=4, checkpoint=mode)
+        found: list[Any] = []
+        with gpipe.inline() if inline else nullcontext():
+            for _ in range(4):
+                pipe.zero_grad()
+                x = torch.ones(8, 6, requires_grad=True)
+                if schedule is None:
+                    loss = pipe(x * 1).square().sum()
+                    torch.rand(3)  # by the caller, between forward and backward
+                    loss.backward()
+                else:
+                    loss = pipe.step(x * 1, loss_fn=lambda y: y.square().sum(), schedule=schedule)
+                found += [loss.detach(), x.grad, torch.get_rng_state(), *[p.grad for p in pipe.parameters()]]
+        pipe.close()
+        return found
+
+    torch.testing.assert_close(trained(False), trained(True), rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_that_is_put_back_in_a_forward_does_not_draw_the_same_again():
+    """A layer draws from the generator of its cell, whatever the state of the process's is."""
 
     def twice(x: Tensor) -> Tensor:
         state = torch.get_rng_state()
         first = torch.rand(x.shape)
         torch.set_rng_state(state)
-        assert torch.equal(torch.rand(x.shape), first)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        assert not torch.equal(torch.rand(x.shape), first)
         return x * first
 
     pipe = GPipe(nn.Sequential(Call(twice), Call(twice)), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
     for _ in range(3):
-        torch.manual_seed(2)
-        before = torch.get_rng_state()
         x = torch.ones(4, 4, requires_grad=True)
         output = pipe(x)
         output.sum().backward()
         torch.testing.assert_close(x.grad, output)
-        torch.set_rng_state(before)
-        torch.randint(2**32, ())
 
 
-SERVED = {"checkpoint", "reentrant checkpoint"}
-
-
-@pytest.mark.parametrize("name", sorted({*LAYERS} - SERVED))
+@pytest.mark.parametrize("name", sorted(LAYERS))
 @pytest.mark.parametrize("mode", MODES)
 def test_numbers_of_a_cell_never_are_in_the_process_s_generator(name: str, mode: str, monkeypatch: pytest.MonkeyPatch):
     """Where another thread might draw them, and which one operation at a time could use."""
@@ -457,22 +610,49 @@ def test_fused_dropout_is_that_of_torch(shape: tuple[int, ...], train: bool | No
     results = []
     for inside in (True, False):
         generator = torch.manual_seed(5)
-        cell = CellRNG(RunRNG(), 0, 0, CPU, [OUTSIDE])
+        cell = CellRNG(RunRNG(), 0, 0)
         cell._generators[OUTSIDE] = generator.clone_state()
-        with cell.drawn_from(served=False) if inside else nullcontext():
+        with interception.on() if inside else nullcontext(), setting(rng=cell):
             output, mask = torch.native_dropout(x, p, train)
         (gradient,) = torch.autograd.grad(output.sum(), x)
-        results.append((output.detach(), mask, gradient))
-        assert not inside or bool(cell.drew) == (train is not False and x.numel() > 0)
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0, equal_nan=True)
+        # Where train is None, torch scales the output, and not its gradient.
+        results.append((output.detach(), mask, torch.zeros(1) if train is None else gradient))
+    for own, torchs in zip(*results, strict=True):
+        torch.testing.assert_close(own, torchs, rtol=0, atol=0, equal_nan=True)
 
 
 def test_attention_that_drops_nothing_draws_nothing():
     x = torch.randn(2, 4, 8, 6)
-    cell = CellRNG(RunRNG(), 0, 0, CPU, [OUTSIDE])
-    with cell.drawn_from(served=False):
+    cell = CellRNG(RunRNG(), 0, 0)
+    with interception.on(), setting(rng=cell):
         nn.functional.scaled_dot_product_attention(x, x, x)
-    assert not cell.drew
+    assert not cell._generators
+
+
+def test_what_an_operation_is_lent_is_nobody_else_s():
+    """Else another stage would take it for a change of the process's generator."""
+    torch.manual_seed(3)
+    found: list[Any] = []
+
+    def look() -> None:
+        run = RunRNG()
+        found.extend([is_process(torch.default_generator), run.knows_seed(), run.seed])
+
+    lends, ends = threading.Event(), threading.Event()
+
+    def lend() -> None:
+        with lent(torch.Generator().manual_seed(5)):
+            lends.set()
+            ends.wait(0.1)
+
+    threads = [threading.Thread(target=lend), threading.Thread(target=look)]
+    threads[0].start()
+    assert lends.wait(20)
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    torch.manual_seed(3)
+    assert found == [True, True, int(torch.randint(2**32, ()))]
 
 
 def test_draws_of_another_thread_do_no_harm():
@@ -497,3 +677,92 @@ def test_draws_of_another_thread_do_no_harm():
     pipe(torch.ones(4, 4)).sum().backward()
     thread.join()
     assert pipe[0].weight.grad is not None
+
+
+def pipe_of(*layers: nn.Module, balance: list[int], mode: str = "never", chunks: int = 3) -> GPipe:
+    return GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=mode)
+
+
+def ones() -> Tensor:
+    return torch.ones(6, 8, requires_grad=True)
+
+
+def way(inline: bool) -> Any:
+    return gpipe.inline() if inline else nullcontext()
+
+
+each_way = pytest.mark.parametrize(("mode", "inline"), [(mode, inline) for mode in MODES for inline in (False, True)])
+
+
+@each_way
+def test_hooks_of_a_partition_have_numbers_of_their_own(mode: str, inline: bool):
+    results = []
+    for _ in range(2):
+        pipe = pipe_of(nn.Identity(), nn.Dropout(), balance=[1, 1], mode=mode)
+        for partition in pipe.partitions:
+            partition.register_forward_pre_hook(lambda _, args: (args[0] * torch.rand(args[0].shape),))
+            partition.register_forward_hook(lambda _, args, output: output * torch.rand(output.shape))
+        torch.manual_seed(0)
+        with way(inline):
+            for _ in range(3):
+                x = ones()
+                output = pipe(x)
+                output.sum().backward()
+                torch.testing.assert_close(x.grad, output)
+                results.append(output.detach())
+    assert torch.equal(torch.stack(results[:3]), torch.stack(results[3:]))
+    assert len({float(result.sum()) for result in results}) == 3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zero_bubble"])
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_loss_draws_the_same_from_one_seed(schedule: str, inline: bool):
+    """And what it takes from the process's generator is what layers take: one number."""
+    losses = []
+    for balance in ([2, 1], [3], [1, 1, 1]):
+        torch.manual_seed(7)
+        pipe = pipe_of(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), balance=balance)
+        torch.manual_seed(0)
+        with way(inline):
+            for _ in range(3):
+                losses.append(
+                    pipe.step(ones(), loss_fn=lambda y, _: nn.functional.dropout(y).square().sum(), schedule=schedule)
+                )
+        after = torch.get_rng_state()
+        torch.manual_seed(0)
+        for _ in range(3):
+            torch.randint(2**32, ())
+        assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:6]))
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[6:]))
+    assert len(set(map(float, losses))) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_pipe_in_a_layer_draws_the_same_wherever_the_layer_is(mode: str, inline: bool):
+    results = []
+    for balance, inner in (([2, 2], [1, 1]), ([4], [2]), ([1, 2, 1], [2])):
+        nested = pipe_of(nn.Dropout(), nn.Dropout(), balance=inner, mode=mode, chunks=2)
+        pipe = pipe_of(nn.Identity(), nn.Dropout(), nested, nn.Identity(), balance=balance, mode=mode)
+        torch.manual_seed(0)
+        with way(inline):
+            for _ in range(3):
+                x = ones()
+                output = pipe(x)
+                output.sum().backward()
+                assert torch.equal(x.grad, output)
+                results.append(output.detach())
+    first = torch.stack(results[:3])
+    assert torch.equal(torch.stack(results[3:6]), first)
+    assert torch.equal(torch.stack(results[6:]), first)
+
+
+def test_two_pipes_take_a_number_each():
+    a, b = (pipe_of(nn.Dropout(), nn.Identity(), balance=[1, 1]) for _ in range(2))
+    torch.manual_seed(0)
+    outputs = [a(ones()), b(ones()), a(ones())]
+    torch.manual_seed(0)
+    again = [b(ones()), a(ones()), b(ones())]
+    assert torch.equal(torch.stack(outputs), torch.stack(again))
+    assert not torch.equal(outputs[0], outputs[1])

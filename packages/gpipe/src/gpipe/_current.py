@@ -21,18 +21,16 @@ class LayerRNG(Protocol):
     """The random numbers of the layers of a cell.
 
     Attributes:
-        module: the partition, which calls :meth:`layer` around each of its layers.
-        follows: whether draws are watched now.
+        module: the partition, which sets ``at``.
+        at: the layer that computes now; -1 outside of its layers.
     """
 
     module: nn.Module | None
-    follows: bool
+    at: int
 
-    def layer(self, k: int) -> AbstractContextManager[None]:
-        """A context around layer ``k`` of the cell."""
-
-    def draw(self) -> torch.Generator:
-        """The generator for an operation that draws on the CPU."""
+    @property
+    def generator(self) -> torch.Generator:
+        """The generator of the current layer, on the CPU."""
 
 
 class Section(Protocol):
@@ -60,10 +58,8 @@ class Current(threading.local):
             a layer may run again, and must not count its input twice.
         checkpointing: whether this is a forward whose graph will be rebuilt later.
         recomputing: whether this is a recomputation.
-        rng: the random numbers of the layers of the cell; None if the draws of none of them are watched.
-        followed: the cell whose operations that draw are intercepted; see
-            :class:`gpipe.checkpoint._interception.Interception`.
-        rng_paused: whether ``rng`` itself is drawing, so that its draws are not watched.
+        rng: the random numbers of the layers of the cell; None outside of forwards.
+        graph_task: torch's number of the backward in which this thread takes the steps of a run; -1 for none.
         skips: the store for stash and pop; outside of pipes one for plain modules.
         observed: what an observer has recorded of the action so far.
         serves: the critical sections of pipes whose runs wait for this thread.
@@ -77,8 +73,7 @@ class Current(threading.local):
     checkpointing = False
     recomputing = False
     rng: LayerRNG | None = None
-    followed: LayerRNG | None = None
-    rng_paused = False
+    graph_task = -1
     skips: Store
     observed: Any = None
     serves: tuple[Section, ...] = ()

@@ -83,8 +83,7 @@ def _different(what: str) -> RuntimeError:
     return RuntimeError(
         f"the recomputation of this partition gave another output than its forward ({what}); its layers depend on "
         "something that changes from call to call, such as a counter or a generator outside of the modules. Keep it in "
-        "a buffer or an attribute, change it only if not gpipe.is_recomputing(), or use checkpoint='never'. If random "
-        "numbers have just begun to be drawn, run this mini-batch again: from now on they are watched"
+        "a buffer or an attribute, change it only if not gpipe.is_recomputing(), or use checkpoint='never'"
     )
 
 

@@ -8,9 +8,9 @@ autograd and modes; operations inside a kernel pass through these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -24,56 +24,51 @@ Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Interception:
-    """Passes the operations that draw to ``handler``, on threads where it is :meth:`switched` on."""
+    """Passes the operations that draw to ``handler``, on threads where it is switched :meth:`on`."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._lock = fork_lock()
         self._key: Any = None
         self._libraries: dict[str, Library] = {}  # by namespace; what they have registered ends with them
-        self._operations: set[OpOverload] = set()
+        self._known: set[str] = set()
 
     @contextmanager
-    def switched(self, on: bool) -> Iterator[None]:
-        """A context in which operations of this thread that draw are intercepted, or are not."""
-        before = on if self._key is None else torch._C._dispatch_tls_is_dispatch_key_included(self._key)
-        if before == on:
-            yield
-            return
-        torch._C._dispatch_tls_set_dispatch_key_included(self._key, on)
+    def on(self) -> Iterator[None]:
+        """A context in which operations of this thread that draw are intercepted."""
+        before = torch._C._dispatch_tls_is_dispatch_key_included(self._key)
+        torch._C._dispatch_tls_set_dispatch_key_included(self._key, True)
         try:
             yield
         finally:
             torch._C._dispatch_tls_set_dispatch_key_included(self._key, before)
 
-    def ready(self) -> bool:
-        """Register the kernels, if that has not been done. This changes the tables of torch's dispatcher.
+    def prepare(self) -> None:
+        """Find the operations that draw, also those of other libraries, and register kernels for them.
 
-        Returns:
-            False if that is impossible: this torch has no such key, or other code uses it.
+        This changes the tables of torch's dispatcher. Operations that are registered later are not intercepted.
+
+        Raises:
+            RuntimeError: other code uses the dispatch key.
         """
-        if self._key is None:
-            with self._lock:
-                if self._key is None and _free():
-                    self._begin()
-        return self._key is not None
+        with self._lock:
+            if self._key is None:
+                self._begin()
+            names = {*torch._C._dispatch_get_all_op_names()} - self._known
+            for operation in _drawing(names):
+                self._register(operation)
+            self._known |= names
 
     def _begin(self) -> None:
+        key = torch._C._dispatch_key_parse(_KEY)
+        if torch._C._dispatch_has_backend_fallback(key) or torch._C._dispatch_get_registrations_for_dispatch_key(_KEY):
+            raise RuntimeError(
+                f"another library has kernels for torch's dispatch key {_KEY}, which a pipe needs to give each layer "
+                "random numbers of its own; do not import that library (torchdistx?) in this process"
+            )
         self._libraries["_"] = Library("_", "IMPL")  # type: ignore[no-untyped-call]
         self._libraries["_"].fallback(fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
-        self._operations.update(filter(draws, _drawing("aten", "prims")))
-        for operation in self._operations:
-            self._register(operation)
-        self._key = torch._C._dispatch_key_parse(_KEY)
-
-    def add(self, operation: OpOverload) -> None:
-        """Intercept one more operation that draws."""
-        if operation not in self._operations:
-            with self._lock:
-                if operation not in self._operations:
-                    self._operations.add(operation)
-                    if self._key is not None:
-                        self._register(operation)
+        self._key = key
 
     def _register(self, operation: OpOverload) -> None:
         if torch._C._dispatch_has_kernel_for_dispatch_key(operation._name, "CompositeImplicitAutograd"):
@@ -95,21 +90,15 @@ _KEY: Final = "DeferredInit"
 """A key for extensions of torch. torchdistx, which is no longer developed, made layers without memory by it."""
 
 
-def _free() -> bool:
-    try:
-        used = torch._C._dispatch_has_backend_fallback(torch._C._dispatch_key_parse(_KEY))
-        return not used and not torch._C._dispatch_get_registrations_for_dispatch_key(_KEY)
-    except (AttributeError, RuntimeError):
-        return False
-
-
-def _drawing(*namespaces: str) -> Iterator[OpOverload]:
-    """The operations of torch that draw. There are thousands; those that do not draw are skipped by name."""
-    for name in torch._C._dispatch_get_all_op_names():
+def _drawing(names: Iterable[str]) -> Iterator[OpOverload]:
+    """The operations among ``names`` that draw. There are thousands; those that do not draw are skipped by name."""
+    for name in names:
         packet, _, overload = name.partition(".")
-        namespace, _, own = packet.partition("::")
-        if namespace in namespaces and _DRAWS in torch._C._get_operation_overload(packet, overload)[2]:
-            yield getattr(getattr(getattr(torch.ops, namespace), own), overload or "default")
+        if _DRAWS in torch._C._get_operation_overload(packet, overload)[2]:
+            namespace, _, own = packet.partition("::")
+            operation = getattr(getattr(getattr(torch.ops, namespace), own), overload or "default")
+            if operation not in _DRAWS_NOTHING:
+                yield operation
 
 
 _MODES = torch._C._TorchDispatchModeKey
@@ -119,12 +108,6 @@ _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 def _is_tracing() -> bool:
     """Whether torch is compiling instead of computing."""
     return torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING))
-
-
-@cache
-def draws(operation: OpOverload) -> bool:
-    """Whether an operation draws random numbers."""
-    return _DRAWS in operation.tags and operation not in _DRAWS_NOTHING
 
 
 _DRAWS: Final = torch.Tag.nondeterministic_seeded

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .._current import setting
+from ..checkpoint._generators import PROCESS, borrowing
 from ..checkpoint._random import RunRNG
-from ..checkpoint._served import PROCESS, borrowing
 
 
 class AgreedRNG(RunRNG):
@@ -32,7 +31,7 @@ class AgreedRNG(RunRNG):
 
 def next_seed() -> int:
     """The seed that a run would draw from torch's generator; the generator does not change."""
-    with setting(rng_paused=True), borrowing:
+    with borrowing:
         copy = torch.Generator()
         copy.set_state(PROCESS.get_state())
         return int(torch.randint(2**32, (), generator=copy))
@@ -40,5 +39,5 @@ def next_seed() -> int:
 
 def take_seed() -> None:
     """Draw that seed from torch's generator, as a run in one process does if a layer draws random numbers."""
-    with setting(rng_paused=True), borrowing:
+    with borrowing:
         torch.randint(2**32, (), device="cpu", generator=PROCESS)

@@ -15,7 +15,7 @@ from streams import Context
 from .._current import setting
 from ..checkpoint._around import Around
 from ..checkpoint._compare import Extent, Sample, checks_all
-from ..checkpoint._random import CellRNG, RunRNG
+from ..checkpoint._random import CellRNG
 from ..checkpoint._state import Snapshot, State, StateGuard, Training
 from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated, versions
 from ..values._nested import laid_out_like
@@ -38,19 +38,17 @@ class Cell:
     its own, and the gradients of the leaves are what the stage before waits for.
     """
 
-    __slots__ = ("_layers", "_left", "_outputs", "_random", "inputs")
+    __slots__ = ("_layers", "_left", "_outputs", "inputs")
     _left: list[Callable[[AccumulatedGradients | None], object]]
 
-    def __init__(self, layers: Layers, random: CellRNG | None = None) -> None:
+    def __init__(self, layers: Layers) -> None:
         self._layers = layers
-        self._random = random
 
     def forward(self, inputs: Activation) -> Activation:
         """Run the layers, and return the detached outputs."""
         self.inputs = inputs
-        layers, random = self._layers, self._random
-        with _NOTHING if random is None else layers.draws.learning(random):
-            outputs = layers.compute(inputs)
+        layers = self._layers
+        outputs = layers.compute(inputs)
         self._outputs = outputs.tensors
         sent = detach_leaves(outputs)
         # No other value uses the memory of a single tensor, if none of the inputs and of the layers' tensors shares it.
@@ -122,12 +120,9 @@ class Cell:
         return tuple(outputs), tuple(seeds)
 
     def _backwards(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a part of the backward, with the random numbers of the cell if it recomputes inside."""
+        """Run a part of the backward."""
         try:
-            if self._random is None:
-                return work(*arguments)
-            with self._random.backward():
-                return work(*arguments)
+            return work(*arguments)
         except RuntimeError as error:
             _explain(error)
             raise
@@ -151,23 +146,20 @@ class RecomputeContext:
     Args:
         layers: the layers of the stage.
         context: the context (grad mode, autocast and so on) of the caller of the forward.
-        random: the random numbers of the run.
 
     Attributes:
         context: the same.
         state: the state of the layers.
     """
 
-    def __init__(self, layers: Layers, context: Context, random: RunRNG) -> None:
+    def __init__(self, layers: Layers, context: Context) -> None:
         self._layers = layers
         self.state = layers.state = State(layers.stage.module, layers.facts.state)
-        self._random = random
         self._training: Training | None = None
         self._compares_all = False
         self._grounds: StateGuard | None = None
         self._around: Around | None = None
         self._looked = False
-        self._watched = False
         self._compares = False
         self.context = context
 
@@ -216,20 +208,6 @@ class RecomputeContext:
                 self._around.expect_same_modules()
             self._looked = True  # what replaces tensors without a trace is the caller, between forward and backward
 
-    def drew_past(self, random: CellRNG | None) -> bool:
-        """After a forward with ``random``: whether layers may have drawn random numbers without being watched.
-
-        Another thread may have drawn them instead. So this is asked once in a run, and not if the layers were watched.
-        """
-        if self._watched:
-            return False
-        watched = random is not None and random.watches
-        drew = not watched and self._random.moved()
-        self._watched = watched or drew
-        if drew:
-            self._layers.draws.forget()
-        return drew
-
     def sample(self, outputs: Sequence[Tensor]) -> Sample:
         """A sample of ``outputs``, with which the recomputation is compared."""
         whole = self._compares_all or not (self._compares or self._training in self._layers.facts.compared)
@@ -254,27 +232,29 @@ class CheckpointedCell(Cell):
     If it turns out that the forward cannot be repeated, the cell keeps its graph, as any other does.
     """
 
-    __slots__ = ("_computed", "_recompute_context", "_remembered", "_sample", "_versions")
+    __slots__ = ("_computed", "_random", "_recompute_context", "_remembered", "_sample", "_versions")
     _computed: Activation
     _remembered: Snapshot | None
 
-    def __init__(self, layers: Layers, random: CellRNG | None, context: RecomputeContext) -> None:
-        super().__init__(layers, random)
+    def __init__(self, layers: Layers, random: CellRNG, context: RecomputeContext) -> None:
+        super().__init__(layers)
+        self._random = random
         self._recompute_context = context
         self._remembered = None
 
     def forward(self, inputs: Activation) -> Activation:
         self.inputs = inputs
-        layers, random = self._layers, self._random
+        layers = self._layers
         spare = clone_leaves(inputs) if layers.may_change_input else None
         before = versions(inputs)
         remembered = self._recompute_context.remember()
         # New leaves, because layers may put hooks and flags on their inputs, and will do so again.
         own = detach_leaves(inputs)
-        with setting(checkpointing=True), _NOTHING if random is None else layers.draws.learning(random):
+        with setting(checkpointing=True):
             outputs = layers.compute(own)
+        self._random.forget()
         gone = spare is None and versions(inputs) != before
-        if not self._recompute_context.settle(remembered) or self._recompute_context.drew_past(random) or gone:
+        if not self._recompute_context.settle(remembered) or gone:
             self.inputs, self._computed, self._outputs = own, outputs, outputs.tensors
             return flag_aliases(detach_leaves(outputs), inputs, layers.given)
         if versions(inputs) != before:
@@ -292,13 +272,12 @@ class CheckpointedCell(Cell):
             return
         self._expect_inputs()
         self._recompute_context.expect_unchanged()
-        repeated = _NOTHING if self._random is None else self._random.repeated()
         with self._recompute_context.context.applied():
             with (
-                setting(recomputing=True),
+                setting(recomputing=True, rng=self._random),
                 self._recompute_context.hooked(),
                 self._recompute_context.state.restored(self._remembered, still=self._sample.whole),
-                repeated,
+                self._random.repeated(),
             ):
                 self._computed = self._layers.compute(self.inputs)
             self._outputs = self._computed.tensors

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..checkpoint._state import StateFacts, Training
-from ._draws import DrawFacts
 
 
 class StageFacts(NamedTuple):
     """What runs have shown about a stage. Immutable: a run that learns more makes a new record.
 
     Attributes:
-        draws: which layers draw random numbers.
         state: which of their buffers and attributes forwards change.
         compared: the training modes in which a whole recomputation was compared with its forward.
         changes_late: whether layers changed a later micro-batch in place, although they did not change the first.
@@ -21,7 +19,6 @@ class StageFacts(NamedTuple):
         runs_whole: whether the backward could not be split in a schedule that splits it.
     """
 
-    draws: DrawFacts = DrawFacts()
     state: StateFacts = StateFacts()
     compared: frozenset[Training] = frozenset()
     changes_late: bool = False

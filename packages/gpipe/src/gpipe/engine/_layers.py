@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -15,13 +14,11 @@ from ..values._aliases import packed, unpacked
 from ..values._constants import expect_plain
 from ..values._leaves import Activation, Arguments, as_nonleaf, versions
 from ..values._sharing import expect_unseen, given_state
-from ._draws import Draws
 from ._facts import StageFacts
 from ._stage import Stage
 from ._tensor_hooks import TensorHooks
 
 _log = logging.getLogger("gpipe")
-_training = attrgetter("training")
 
 
 class Layers:
@@ -36,7 +33,6 @@ class Layers:
     Attributes:
         stage: the same.
         facts: what earlier runs have shown, and what this one has shown; see :meth:`known`.
-        draws: which layers draw random numbers.
         state: their buffers and attributes between forwards; None if nothing is recomputed.
         may_change_input: whether the layers change their input in place; True until the first forward has shown it.
         given: parameters and buffers whose memory the outputs of the first forward share, with their tie.
@@ -46,8 +42,6 @@ class Layers:
         facts = stage.facts
         self.stage = stage
         self.facts = facts
-        self.draws = Draws(stage.everyone, facts.draws)
-        self.draws.begin((stage.module.training, *map(_training, stage.told)))
         self.state: State | None = None
         self.given: list[tuple[Tensor, int]] = []
         self.may_change_input = True
@@ -59,15 +53,13 @@ class Layers:
 
     def known(self) -> StageFacts:
         """What is known of the layers now."""
-        state = self.facts.state if self.state is None else self.state.facts
-        if self.draws.facts is not self.facts.draws or state is not self.facts.state:
-            self.facts = self.facts._replace(draws=self.draws.facts, state=state)
+        if self.state is not None and self.state.facts is not self.facts.state:
+            self.facts = self.facts._replace(state=self.state.facts)
         return self.facts
 
     def go_on(self) -> None:
         """Before a backward: take over what other runs have learned since the forward."""
         self.facts = self.stage.facts
-        self.draws.facts = self.facts.draws
         if self.state is not None:
             self.state.facts = self.facts.state
 
@@ -176,7 +168,6 @@ class Layers:
 
     def forget(self) -> None:
         """Drop what was learned about the layers."""
-        self.draws.forget()
         if self.state is not None:
             self.state.forget()
         self.facts = self.facts._replace(compared=frozenset())

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from microbatch import concatenate
 
+from .._current import current
 from ..checkpoint._random import CellRNG, RunRNG
 from ..values._aliases import unpacked
 from ..values._leaves import Activation, as_nonleaf
 from ..values._sharing import guarded, released
 from ._accumulate import AccumulatedGradients
 from ._deferred_gradients import DeferredGradients
-from ._draws import Draws
 from ._loss_value import LossFunction, LossValue, loss_value
 from ._metrics import Metrics
 from ._scale import Scale, scale_of, scaled
@@ -63,27 +63,20 @@ class Losses:
         self.grown = AccumulatedGradients()
         self.outputs: dict[int, Activation] = {}
 
-    def begin(self, rng: RunRNG, number: int, draws: Draws) -> None:
+    def begin(self, rng: RunRNG, number: int) -> None:
         """Begin a run.
 
         Args:
             rng: the random numbers of the run.
             number: the loss draws random numbers as a layer of this number would, behind all layers of the model.
-            draws: what is known about draws of losses of this pipe.
         """
-        self._rng, self._number, self.draws = rng, number, draws
-        draws.begin(_kind(self._loss_fn))
+        self._rng, self._number = rng, number
 
     def put_values(self, i: int, activation: Activation) -> None:
         """Compute the loss of a micro-batch."""
-        drawing = self.draws.drawing
-        if drawing:
-            with self.draws.learning(CellRNG(self._rng, i, self._number, _CPU, drawing)):
-                self._compute(i, released(activation))
-        else:
-            self._compute(i, released(activation))
-        if len(self._losses) == len(self._arguments):
-            self.draws.saw_all()
+        current.rng = CellRNG(self._rng, i, self._number)
+        self._compute(i, released(activation))
+        current.rng = None
 
     def get_gradients(self, i: int) -> list[Tensor | None]:
         """The gradients of the outputs of a micro-batch, in training."""
@@ -138,9 +131,3 @@ class Losses:
             )
         if self._losses and (value.metrics is None) != (self._metrics is None):
             raise ValueError("loss_fn returned metrics for some micro-batches only; return the same for all")
-
-
-def _kind(loss_fn: LossFunction) -> tuple[object, object]:
-    """A key for losses that draw alike: for functions their code, since each step may define a new function."""
-    owner = getattr(loss_fn, "__self__", loss_fn)
-    return getattr(loss_fn, "__code__", type(loss_fn)), getattr(owner, "training", None)

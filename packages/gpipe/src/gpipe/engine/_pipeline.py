@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from microbatch import Batch, Versions
 from streams import AbstractStream, add_note
 
-from ..checkpoint._random import RunRNG
+from ..checkpoint._random import RunRNG, interception
 from ..schedule import Choice, Schedule, Walk
 from ..skip import SkipLayout
 from ..transport._channels import Channels, Connect, Nearby
@@ -26,7 +26,6 @@ from ..values._sharing import KEPT, SEEN, among, flag_aliases, overlap, released
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import refuse_data_parallel
-from ._draws import DrawFacts
 from ._failed_cell import failed_cell, mark
 from ._failures import Failures
 from ._loss import LossStage
@@ -53,7 +52,6 @@ class Pipeline:
     Attributes:
         devices: the device of each stage.
         on_accelerator: whether the work of any stage is queued on streams.
-        loss_facts: whether losses draw random numbers, as far as runs have shown.
         count: the number of partitions.
         connected: the number of stages; a partition in pieces has several.
         line: the worker whose steps the caller's thread takes, if it computes all stages: they are on one worker then.
@@ -68,11 +66,11 @@ class Pipeline:
         self.devices = [stage.device for stage in stages]
         self.on_accelerator = any(stage.on_accelerator for stage in stages)
         self.workers = workers
-        self.loss_facts = DrawFacts()
         self.count = len({stage.partition for stage in stages})
         self.connected = len(stages)
         self._layout = layout
         self._copy_streams = copy_streams
+        interception.prepare()
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -222,8 +220,6 @@ class Pipeline:
         """Keep the facts that ``run`` has found for the next run, also if it failed."""
         for stage, facts in zip(self.stages, run.facts(), strict=True):
             stage.facts = facts
-        if run.mini_batch.loss is not None:
-            self.loss_facts = run.mini_batch.loss.draws.facts
 
     def _attached(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 from streams import AbstractStream, Context, CPUStream, current_stream, use_stream, wait_stream
 
 from .._current import current
-from ..checkpoint._random import OUTSIDE, RunRNG
+from ..checkpoint._random import RunRNG, interception
 from ..schedule import Action, Step, Walk
 from ..transport._link import Channel, Link
 from ..transport._ports import Ports
@@ -25,7 +25,6 @@ from ._autograd_calls import accumulate_whole
 from ._capture import expect_no_capture
 from ._cell import RecomputeContext
 from ._deferred_gradients import summed
-from ._draws import DrawFacts, Draws
 from ._exclusive import involved, serving
 from ._facts import StageFacts
 from ._failures import Failures
@@ -58,7 +57,6 @@ class Share(Protocol):
         threads: the same; None if the caller's thread computes all of them.
         line: the worker whose steps the caller's thread takes then.
         lines: the worker of each stage, as a timeline shows them.
-        loss_facts: whether losses draw random numbers, as far as earlier runs have shown.
     """
 
     stages: Sequence[Stage]
@@ -67,7 +65,6 @@ class Share(Protocol):
     on_accelerator: bool
     workers: Workers
     line: int
-    loss_facts: DrawFacts
 
     @property
     def placement(self) -> tuple[int, ...]: ...
@@ -147,8 +144,7 @@ class Run:
             stages, share.placement, microbatches, checkpoint_stops, loss, share.random_numbers()
         )
         if loss is not None:
-            draws = Draws(frozenset([OUTSIDE]), share.loss_facts)
-            loss.begin(self.mini_batch.rng, stages[-1].numbers.stop, draws)
+            loss.begin(self.mini_batch.rng, stages[-1].numbers.stop)
         self._share = share
         self._workers = share.threads
         self._line = share.line
@@ -217,7 +213,6 @@ class Run:
         for i, each in enumerate(inputs):
             self._channels.entrance.put_values(i, each)
         self._walk(self._share.halves(self.mini_batch.size)[0], self.mini_batch.context)
-        self._look_for_draws()
         if self._recompute_contexts:
             self._end_forwards()
 
@@ -250,6 +245,7 @@ class Run:
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
             self._channels.exit.put_gradients(i, each)
+        self.mini_batch.rng.begin()
         try:
             self._walk(self._share.halves(self.mini_batch.size)[1], callers_context())
         finally:  # also of a failure the caller may see .grad, and zero it
@@ -273,10 +269,7 @@ class Run:
         split = {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}
         for j in split & self._runners.keys():
             self._runners[j].look_for_hooks()
-        try:
-            self._walk(walk, self.mini_batch.context)
-        finally:  # an error about a recomputation says that the next run knows which layers draw random numbers
-            self._look_for_draws()
+        self._walk(walk, self.mini_batch.context)
         return [self._channels.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def whole(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -311,6 +304,8 @@ class Run:
         except BaseException:
             self.mini_batch.deferred.give_back()
             raise
+        finally:
+            self.mini_batch.rng.settle()
 
     def _run_all(self, walk: Walk, context: Context) -> None:
         if self._workers is None:
@@ -326,10 +321,11 @@ class Run:
         """Take the steps of one worker, until one fails, or all that are left come after a failure elsewhere."""
         failures, runners = self._failures, self._runners
         do = self._unusual_way()
-        step, outer = steps[0], (current.step, current.microbatch, current.statistics)
+        step, outer = steps[0], (current.step, current.microbatch, current.statistics, current.rng, current.graph_task)
         try:
-            with context.applied():
-                current.statistics = None
+            with context.applied(), interception.on():
+                current.statistics = current.rng = None
+                current.graph_task = torch._C._current_graph_task_id()
                 for step in steps:
                     stage, action = current.step = step
                     current.microbatch = action.microbatch
@@ -347,7 +343,7 @@ class Run:
             runners[step.stage].annotate(error, step.action)
         finally:
             # Restore those of an outer run: with inline(), a layer may run a pipeline in the same thread.
-            current.step, current.microbatch, current.statistics = outer
+            current.step, current.microbatch, current.statistics, current.rng, current.graph_task = outer
 
     def _unusual_way(self) -> Callable[[StageRunner, Action], None] | None:
         """A function that does an action where it is profiled, observed, in pieces, or not on the stage's stream."""
@@ -366,13 +362,6 @@ class Run:
         # wait for it.
         with use_stream(self._stream_of[runner.stage.partition]):
             do(runner, action)
-
-    def _look_for_draws(self) -> None:
-        if self.mini_batch.rng.moved():
-            for layers in self._layers:
-                layers.draws.forget()
-            if self.mini_batch.loss is not None:
-                self.mini_batch.loss.draws.forget()
 
     def _stop(self) -> None:
         """Make every worker stop soon."""

@@ -12,8 +12,6 @@ from torch import nn
 
 from streams import has_streams
 
-from ..checkpoint._device_generator import module_of
-from ..checkpoint._random import OUTSIDE
 from ..skip import SkipLayout
 from ..skip._layout import skippables
 from ._facts import StageFacts
@@ -53,13 +51,10 @@ class Stage:
         partition: the number of its partition; equal to ``index`` unless a partition is in pieces.
         recomputed: for a piece, whether it is checkpointed; None for a whole partition, for which its mode decides.
         numbers: the numbers of its layers in the model; one number if ``module`` is called as a whole.
-        told: the layers; empty if ``module`` is called as a whole.
-        everyone: the layers whose random draws may be watched, by number in the stage, and ``OUTSIDE``.
         facts: what runs have shown so far.
         pops, stashes: the skips that come from other stages, and that go to others.
         is_direct: whether no layer uses skips, so that they can be called directly.
         on_accelerator: whether its device queues work on streams.
-        rewinds: whether the state of its device's generator can be set.
         module_copies: its copies of modules that an earlier stage has too.
     """
 
@@ -76,24 +71,17 @@ class Stage:
         self.index = index
         self.partition = index if partition is None else partition
         self.recomputed = recomputed
-        self.told = [*module.children()] if getattr(module, "tells_layers", False) else []
-        self.numbers = range(first, first + max(len(self.told), 1))
+        layers = len(module._modules) if getattr(module, "tells_layers", False) else 1
+        self.numbers = range(first, first + max(layers, 1))
         self.module = module
         self.device = torch.device("cpu") if device.type == "cpu" else device
         self.on_accelerator = has_streams(device)
-        self.rewinds = module_of(device) is not None
         self.pops = [route.key for route in layout.routes if route.target == index]
         self.stashes = [route.key for route in layout.routes if route.source == index]
         self.is_direct = not any(True for _ in skippables(module))
         self.module_copies: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._layers_then = dict(module._modules)
-        self.everyone = frozenset(range(OUTSIDE, len(self.told)))
         self.facts = StageFacts()
-
-    def with_generators(self) -> frozenset[int]:
-        """The layers that have a generator of their own: its first use is not visible anywhere."""
-        layers = dict(enumerate(self.told)) or {OUTSIDE: self.module}
-        return frozenset(k for k, layer in layers.items() if _brings_generator(layer))
 
     def expect_current(self) -> None:
         """Raise RuntimeError if a layer was replaced or moved since the forward: a recomputation would differ."""
@@ -116,7 +104,3 @@ def first_to_last(names: Sequence[str]) -> str:
     """The first and the last of the names of layers, as text for messages."""
     ends = names if len(names) < 2 else (names[0], names[-1])
     return " to ".join(f"'{name}'" for name in ends) or "none"
-
-
-def _brings_generator(layer: nn.Module) -> bool:
-    return any(isinstance(value, torch.Generator) for module in layer.modules() for value in vars(module).values())

@@ -77,7 +77,7 @@ class StageRunner:
         self._adds_directly = False
         self.recompute_context: RecomputeContext | None = None
         if self._checkpoint_stop:
-            self.recompute_context = RecomputeContext(self.layers, mini_batch.context, mini_batch.rng)
+            self.recompute_context = RecomputeContext(self.layers, mini_batch.context)
         self._cells: dict[int, Cell] = {}
         self._forwards = 0
         # A run inside a recomputed layer repeats a run whose statistics have been counted.
@@ -93,13 +93,14 @@ class StageRunner:
         if inputs.ties and self.layers.may_change_input:
             inputs = owned(inputs)  # the caller's tensors must not change, nor those that a recomputation needs
         recomputed = self.recompute_context if i < self._checkpoint_stop else None
-        # Most cells neither draw random numbers nor are recomputed.
-        random = self._random(i, recomputed) if recomputed is not None or self.layers.draws.drawing else None
-        cell = Cell(self.layers, random) if recomputed is None else CheckpointedCell(self.layers, random, recomputed)
+        stage = self.stage
+        device = None if recomputed is None else stage.device
+        random = CellRNG(self._mini_batch.rng, i, stage.numbers.start, device, stage.module)
+        cell = Cell(self.layers) if recomputed is None else CheckpointedCell(self.layers, random, recomputed)
         self._cells[i] = cell
-        current.statistics = self._statistics
+        current.statistics, current.rng = self._statistics, random
         outputs = cell.forward(inputs)
-        current.microbatch = current.statistics = None  # the loss is outside of all stages
+        current.microbatch = current.statistics = current.rng = None  # the loss is outside of all stages
         self._forwards += 1
         if self._forwards == self._mini_batch.microbatches:
             self._finish_forwards()
@@ -109,8 +110,6 @@ class StageRunner:
             self._departure.put_values(i, outputs)
 
     def _finish_forwards(self) -> None:
-        if not self.layers.draws.settled:
-            self.layers.draws.saw_all(self.stage.with_generators)
         if self._statistics:
             commit(self._statistics)
 
@@ -186,17 +185,6 @@ class StageRunner:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 raise RuntimeError(_HIDES)
             self._grown = None  # what refers to the nodes is a graph of an earlier run, and not a hook
-
-    def _random(self, i: int, recomputed: RecomputeContext | None) -> CellRNG | None:
-        """The random numbers for the watched layers of a cell; None if no layer is watched."""
-        stage, drawing = self.stage, self.layers.draws.drawing
-        # On an accelerator, draws of a recomputed cell are visible only if all layers are watched.
-        unsure = recomputed is not None and stage.on_accelerator
-        if unsure and not stage.rewinds:
-            drawing = stage.everyone
-        if not drawing and not unsure:
-            return None
-        return CellRNG(self._mini_batch.rng, i, stage.numbers.start, stage.device, drawing, stage.module)
 
 
 ACTIONS: dict[Kind, Callable[[StageRunner, int], None]] = {

@@ -27,7 +27,8 @@ class Partition(nn.Sequential):
     """It tells :data:`current` which layer is computed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        rng = current.rng
+        # A compiled partition is one layer: its code would be compiled again for each cell.
+        rng = None if torch.compiler.is_compiling() else current.rng
         if rng is None or rng.module is not self:
             first, *others = self._modules.values()
             value = first(*args, **kwargs)
@@ -35,8 +36,9 @@ class Partition(nn.Sequential):
                 value = layer(value)
             return value
         for k, layer in enumerate(self._modules.values()):
-            with rng.layer(k):
-                value = layer(value) if k else layer(*args, **kwargs)
+            rng.at = k
+            value = layer(value) if k else layer(*args, **kwargs)
+        rng.at = -1
         return value
 
     # These methods number new layers from 0; in a pipe, other layers have these names.
