@@ -11,7 +11,7 @@ import torch
 from .sweeps import sweeps as sweeps
 from .worlds import World
 
-CASES = 2
+CASES = 1
 """How many cases of a test over several processes run where time is short."""
 
 

@@ -163,7 +163,7 @@ TWO, V, FOUR = Setup(2, [3, 3], [0, 1]), Setup(2, [1, 2, 2, 1], [1, 0, 0, 1]), S
 
 
 @settings(
-    max_examples=max(6, settings().max_examples // 10),
+    max_examples=max(2, settings().max_examples // 10),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(before=setups(), after=setups(), steps=st.integers(0, 2), flat=st.booleans())

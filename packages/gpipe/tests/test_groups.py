@@ -18,7 +18,7 @@ from .worlds import world
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
 ]
 
 
@@ -89,10 +89,7 @@ def _close_one() -> None:
 def test_a_rank_that_others_have_closed(worlds: Any) -> None:
     for succeeded, text in worlds(2).answers(_close_one_end):
         assert succeeded, text
-        assert text in (
-            "",
-            "rank 1 has ended, or did not answer within 30 s; start the processes again, from the last checkpoint",
-        )
+        assert not text or text.startswith("rank 1 has ended, or did not answer within 30 s; start the processes again")
 
 
 def _close_one_end() -> str:
@@ -142,13 +139,13 @@ def _opened() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_who_does_not_come_to_connect_is_named(number: signal.Signals) -> None:
-    with world(3, timeout=3.0) as ranks:
+    with world(3, timeout=60.0) as ranks:
         for connection in ranks.connections:
             connection.send((_make_without, (1, number)))
-        for told in (ranks.answer(k, 60.0) for k in (0, 2)):
-            assert told == (True, "rank 1 has ended, or did not come here within 3 s")
+        for told in (ranks.answer(k) for k in (0, 2)):
+            assert told == (True, "rank 1 has ended, or did not come here within 5 s")
 
 
 def _make_without(who: int, number: signal.Signals) -> str:
@@ -156,5 +153,5 @@ def _make_without(who: int, number: signal.Signals) -> str:
     if dist.get_rank() == who:
         os.kill(os.getpid(), number)
     with pytest.raises(LostRankError) as caught:
-        Rank(_model(), [1, 1, 1], chunks=2)
+        Rank(_model(), [1, 1, 1], chunks=2, timeout=5.0)
     return str(caught.value).partition(";")[0]

@@ -19,7 +19,7 @@ from .worlds import world
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-    pytest.mark.timeout(150),
+    pytest.mark.timeout(300),
 ]
 
 
@@ -134,14 +134,14 @@ class Fails(nn.Module):
 @pytest.mark.parametrize(
     ("who", "phase"),
     [
-        pytest.param(who, phase, marks=[] if (who, phase) in ((2, "forward"), (1, "backward")) else pytest.mark.long)
+        pytest.param(who, phase, marks=[] if (who, phase) == (2, "forward") else pytest.mark.long)
         for phase in ("forward", "backward")
         for who in range(4)
     ],
 )
 def test_a_failure_reaches_replicas_that_wait_in_a_layer(who: int, phase: str, is_killed: bool) -> None:
     with world(4, timeout=600.0) as opened:
-        answers = opened.answers(_fail_while_others_wait, who, phase, is_killed, limit=60.0)
+        answers = opened.answers(_fail_while_others_wait, who, phase, is_killed)
     for k, (succeeded, text) in enumerate(answers):
         assert succeeded != (is_killed and k == who), text
         if succeeded:

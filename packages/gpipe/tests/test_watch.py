@@ -14,7 +14,7 @@ if not dist.is_available():
 from gpipe.distributed._errors import UnreachableError
 from gpipe.distributed._watch import Watch
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Group:
