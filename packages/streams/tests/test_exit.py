@@ -68,7 +68,7 @@ LONG_OPERATION = dedent("""
 def run(script):
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -83,6 +83,31 @@ def test_workers_neither_hold_up_the_interpreters_exit_nor_change_its_status():
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs /proc to see a thread end")
 def test_the_exit_waits_for_the_end_of_a_long_operation():
     assert run(LONG_OPERATION) == (7, "", "")
+
+
+# A fork beside a worker that waits for ever: the child has none, and exits as any process does.
+FORKED = dedent("""
+    import os, queue, sys, threading, torch
+    from streams import spawn_workers, submit
+
+    def stuck():
+        waiting.set()
+        queue.SimpleQueue().get()
+
+    waiting = threading.Event()
+    block = spawn_workers([torch.device("cpu")])
+    [in_queue], _ = block.__enter__()
+    submit(in_queue, stuck)
+    waiting.wait()
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    sys.exit(7 if child else 5)
+""")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_exits_without_the_workers_of_its_parent():
+    assert run(FORKED) == (7, "5\n", "")
 
 
 def test_of_workers_that_have_ended_nothing_is_kept():

@@ -18,6 +18,8 @@ Queues = tuple[list[InQueue], list[OutQueue]]
 
 
 class _Worker(Thread):
+    """A worker with its queues. ``ended`` is set when it has answered for the last time."""
+
     def __init__(self, device: Device, context: Context) -> None:
         # A daemon thread, since the interpreter waits for other threads before its exit.
         super().__init__(name=f"worker of {device}", daemon=True)
