@@ -44,37 +44,29 @@ def pair(family: str) -> tuple[nn.Module, nn.Module, GPipe]:
 def assert_same_gradients(found: nn.Module, expected: nn.Module) -> None:
     own = dict(expected.named_parameters())
     for name, parameter in found.named_parameters():
-        torch.testing.assert_close(parameter.grad, own[name].grad, rtol=1e-9, atol=1e-12)
+        # The model computes its loss in single precision.
+        torch.testing.assert_close(parameter.grad, own[name].grad, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 @pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
-def test_with_the_count_of_tokens_it_is_the_loss_of_the_model(family: str, schedule: str) -> None:
+@pytest.mark.parametrize("counted", [False, True])
+def test_it_is_the_loss_of_the_model(family: str, schedule: str, counted: bool) -> None:
     plain, model, pipe = pair(family)
     batch = padded()
-    count = int((batch["labels"][:, 1:] != -100).sum())
+    options = {"num_items_in_batch": int((batch["labels"][:, 1:] != -100).sum())} if counted else {}
     expected = plain(**batch).loss
     expected.backward()
-    batch = {**batch, "num_items_in_batch": count}
+    batch = {**batch, **options}
     for call in (
         lambda method, **more: method(**batch, **more),
         lambda method, **more: method(batch, **more),
         lambda method, **more: method(BatchEncoding(batch), **more),
     ):
         pipe.zero_grad()
-        torch.testing.assert_close(call(pipe.evaluate, reduction="sum"), expected.detach())
-        torch.testing.assert_close(call(pipe.step, reduction="sum", schedule=schedule), expected.detach())
+        torch.testing.assert_close(call(pipe.evaluate), expected.detach())
+        torch.testing.assert_close(call(pipe.step, schedule=schedule), expected.detach())
         assert_same_gradients(model, plain)
-
-
-def test_without_it_micro_batches_count_by_their_rows() -> None:
-    plain, model, pipe = pair("llama")
-    batch = padded()
-    parts = [{name: rows[part] for name, rows in batch.items()} for part in (slice(3), slice(3, 6), slice(6, 7))]
-    expected = sum(plain(**part).loss * len(part["labels"]) / 7 for part in parts)
-    expected.backward()
-    torch.testing.assert_close(pipe.step(**batch), expected.detach())
-    assert_same_gradients(model, plain)
 
 
 def test_a_loss_of_ones_own_with_metrics() -> None:

@@ -93,10 +93,9 @@ def part_of(output: Any, kind: str, seen: Reductions) -> Any:
         loss = own_loss(output)
     except TypeError:
         return output
-    if kind == "counts" and seen.counts:
-        return {"loss": loss, "counts": torch.stack(seen.counts)}
-    adds = kind == "sum" or (kind == "counts" and seen.sums > 0)
-    return {"loss": loss, "adds": adds}
+    observed = kind == "counts"
+    counts = torch.stack(seen.counts) if observed and seen.counts else None
+    return {"loss": loss, "counts": counts, "adds": kind == "sum" or (observed and seen.sums > 0)}
 
 
 class MiniBatchLoss:
@@ -111,17 +110,24 @@ class MiniBatchLoss:
 
     def __init__(self, refused: Callable[[str], ValueError]) -> None:
         self._refused = refused
+        self._form: tuple[bool, int] | None = None
         self._unit: Tensor | None = None
         self._sums: Tensor | None = None
 
     def __call__(self, output: Any, share: float) -> Any:
-        """The loss of a micro-batch that has this ``share`` of all rows."""
+        """The loss of a micro-batch that has this ``share`` of all rows.
+
+        Args:
+            output: what :func:`part_of` returned.
+        """
         loss = own_loss(output)
-        if not isinstance(output, dict) or output.get("adds"):
-            return loss
-        counts = output.get("counts")
+        counts, adds = output["counts"], output["adds"]
+        form = adds, 0 if counts is None else len(counts)
+        if self._form not in (None, form):
+            raise self._refused("it has other means, or sums, in some micro-batches than in others")
+        self._form = form
         if counts is None:
-            return loss * share
+            return loss if adds else loss * share
         if self._unit is None:
             self._unit = counts[0].clamp(min=1.0) / max(share, 1e-3)
         weight = self._common(counts) / self._unit
@@ -132,8 +138,6 @@ class MiniBatchLoss:
         if len(counts) == 1:
             return counts[0]
         before = torch.zeros_like(counts) if self._sums is None else self._sums
-        if len(before) != len(counts):
-            raise self._refused("micro-batches are means of different numbers of parts")
         self._sums = before + counts
         off = (counts * before[0] - counts[0] * before).abs() > 1e-5 * counts[0] * before
         fits = ~off.any() & (counts.gt(0).all() | counts.eq(0).all())

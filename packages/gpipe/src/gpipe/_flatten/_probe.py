@@ -108,7 +108,7 @@ class Trial(NamedTuple):
             return True
         except Exception:  # as above
             return False
-        if not self.harmless and not all("counts" in part or part["adds"] for part in parts):
+        if not self.harmless and not all(part["adds"] or part["counts"] is not None for part in parts):
             return False  # what has not been tried is not relied on
         total = torch.stack([each.total.double() for each in found]).sum()
         if found[0].count is not None:
