@@ -28,17 +28,6 @@ def with_modes(problem: Placing, *more: Mode) -> Placing:
     return replace(problem, stages=[replace(stage, modes=[*stage.modes, *more]) for stage in problem.stages])
 
 
-@given(placings(modes=False), st.sampled_from(["bottleneck", "makespan"]))
-def test_the_one_mode_that_keeps_everything_changes_nothing(problem, objective):
-    assert value(with_modes(problem, KEEP), objective) == value(problem, objective)
-
-
-@given(placings(modes=False), st.sampled_from(["bottleneck", "makespan"]))
-def test_one_more_mode_never_hurts(problem, objective):
-    before, after = value(with_modes(problem, KEEP), objective), value(with_modes(problem, KEEP, RECOMPUTE), objective)
-    assert before is None or after <= before
-
-
 @given(placings(modes=False))
 def test_factors_say_the_same_as_values_for_each_layer(problem):
     kept = problem.constraints["activations"] or [0] * len(problem.costs)
