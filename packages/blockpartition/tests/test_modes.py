@@ -60,6 +60,7 @@ def test_an_earlier_start_is_kept_where_the_next_needs_one_more():
     """From the second layer the last stage needs 3, from the third 4."""
     call = {"memory": [0, 1, 1], "boundary": [0, 1, 3]}
     assert place([1, 1, 1], [Stage(), Stage(1, 3)], **call).sizes == (1, 2)
+    assert place([1, 1, 1], [Stage(), Stage(1, 3)], **call, objective="makespan", microbatches=2).sizes == (1, 2)
     with pytest.raises(Infeasible) as refused:
         place([1, 1, 1], [Stage(), Stage(1, 2)], **call)
     assert refused.value.scale == Fraction(3, 2)
