@@ -18,15 +18,6 @@ def test_equal_stages_without_transfers_have_the_same_best_for_both(costs, data,
     assert found.makespan == sum(map(Fraction, costs)) + (m - 1) * place(costs, k).bottleneck
 
 
-@given(st.lists(SMALL, min_size=2, max_size=12), st.data(), st.integers(1, 20))
-def test_more_microbatches_take_longer_by_at_least_the_least_bottleneck(costs, data, m):
-    k = data.draw(st.integers(2, len(costs)))
-    speeds = data.draw(st.lists(st.sampled_from([1, 2, Fraction(1, 3)]), min_size=k, max_size=k))
-    stages = [Stage(speed) for speed in speeds]
-    one, two = (place(costs, stages, objective="makespan", microbatches=count).makespan for count in (m, m + 1))
-    assert two - one >= place(costs, stages).bottleneck
-
-
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=12), st.data(), st.integers(2, 20))
 def test_the_stated_gap_is_true_of_the_exact_answer(costs, data, m):
     k = data.draw(st.integers(2, len(costs)))

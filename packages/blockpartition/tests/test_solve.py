@@ -11,7 +11,7 @@ from blockpartition._numbers import read
 
 from . import instances, oracle
 from .cases import cases
-from .strategies import FLOATS, FRACTIONS, INTS, costs, large_problems, problems
+from .strategies import large_problems, problems
 
 
 def bottleneck(items, k):
@@ -47,14 +47,6 @@ def test_tens_of_thousands_of_drawn_problems(seed):
     check_many(seed, 8_000)
 
 
-@given(large_problems())
-def test_as_many_blocks_as_layers(problem):
-    costs, _ = problem
-    found = partition(costs, len(costs))
-    assert found.sizes == (1,) * len(costs)
-    verify(found, costs, partitions=len(costs))
-
-
 @given(problems() | large_problems())
 @example(([0.0, 0.5, 0.5, 1.0, 0.5], 2))
 def test_the_search_takes_few_passes(problem):
@@ -75,15 +67,6 @@ def test_the_search_takes_few_passes(problem):
         _search.least_bottleneck(list(accumulate(units, initial=0)), max(units), k)
 
 
-@given(problems() | large_problems())
-def test_blocks_are_the_sequence_cut_into_non_empty_pieces(problem):
-    items, k = problem
-    blocks = solve(items, k)
-    assert len(blocks) == k
-    assert all(blocks)
-    assert [x for block in blocks for x in block] == items
-
-
 @given(problems())
 def test_the_same_call_gives_the_same_blocks_whatever_holds_the_items(problem):
     items, k = problem
@@ -98,34 +81,10 @@ def test_partition_agrees_with_solve_and_proves_itself(problem):
     verify(found, items)
 
 
-@given(problems() | large_problems())
-def test_bottleneck_does_not_know_left_from_right(problem):
-    items, k = problem
-    assert bottleneck(items[::-1], k) == bottleneck(items, k)
-
-
-@given(st.lists(INTS | FRACTIONS, min_size=1, max_size=30), st.data(), st.integers(0, 10**30))
-def test_scaling_rationals_scales_the_answer(items, data, factor):
-    k = data.draw(st.integers(1, len(items)))
-    assert bottleneck([factor * x for x in items], k) == factor * bottleneck(items, k)
-
-
 @given(st.lists(st.floats(0, 1e100).filter(lambda x: not 0 < x < 1e-100), min_size=1, max_size=30), st.data())
 def test_scaling_floats_by_powers_of_two_changes_no_cut(items, data):
     k, exponent = data.draw(st.integers(1, len(items))), data.draw(st.integers(-600, 600))
     assert partition([x * 2.0**exponent for x in items], k).sizes == partition(items, k).sizes
-
-
-@given(costs(max_size=30))
-def test_one_block_is_the_sum_and_single_layers_leave_the_maximum(items):
-    assert bottleneck(items, 1) == oracle.total(items)
-    assert bottleneck(items, len(items)) == max(map(Fraction, items))
-
-
-@given(costs(min_size=2, max_size=30), st.data())
-def test_one_more_block_helps_and_at_most_halves(items, data):
-    k = data.draw(st.integers(1, len(items) - 1))
-    assert bottleneck(items, k + 1) <= bottleneck(items, k) <= 2 * bottleneck(items, k + 1)
 
 
 @given(problems() | large_problems(), st.data())
@@ -133,20 +92,6 @@ def test_a_layer_of_zero_changes_nothing(problem, data):
     items, k = problem
     at = data.draw(st.integers(0, len(items)))
     assert bottleneck([*items[:at], 0, *items[at:]], k) == bottleneck(items, k)
-
-
-@given(st.lists(INTS | FRACTIONS, min_size=2, max_size=30), st.data())
-def test_merging_neighbours_never_helps(items, data):
-    k, at = data.draw(st.integers(1, len(items) - 1)), data.draw(st.integers(0, len(items) - 2))
-    merged = [*items[:at], items[at] + items[at + 1], *items[at + 2 :]]
-    assert bottleneck(merged, k) >= bottleneck(items, k)
-
-
-@given(st.lists(INTS | FLOATS | FRACTIONS, min_size=2, max_size=30), st.data())
-def test_a_cheaper_layer_never_hurts(items, data):
-    k, at = data.draw(st.integers(1, len(items))), data.draw(st.integers(0, len(items) - 1))
-    cheaper = [*items[:at], Fraction(items[at]) / 2, *items[at + 1 :]]
-    assert bottleneck(cheaper, k) <= bottleneck(items, k)
 
 
 def test_examples():
