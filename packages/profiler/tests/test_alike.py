@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from microbatch import Batch
 from profiler import _sizes, profile
 from profiler._alike import situation
 
@@ -87,20 +86,3 @@ def test_whatever_may_matter_is_counted_apart(other):
     ahead = nn.Linear(WIDTH, WIDTH)
     assert calls(ahead, Block(), Block(), Block()) == 1
     assert calls(ahead, Block(), other, Block()) + Other.calls == 2
-
-
-def test_another_input_is_counted_apart():
-    layer = nn.Linear(WIDTH, WIDTH)
-    inputs = [
-        torch.rand(4, WIDTH),
-        torch.rand(5, WIDTH),
-        torch.rand(4, WIDTH).double(),
-        torch.rand(WIDTH, 4).t(),
-        torch.rand(4, WIDTH, requires_grad=True),
-        (torch.rand(4, WIDTH),),
-        {"x": torch.rand(4, WIDTH)},
-    ]
-    assert len({situation(layer, Batch(x), ()) for x in inputs}) == len(inputs)
-    x, y = torch.rand(2, 4, WIDTH)
-    assert situation(layer, Batch((x, x)), ()) != situation(layer, Batch((x, y.clone())), ())
-    assert situation(layer, Batch((x.clone(), y.clone())), ()) == situation(layer, Batch((y.clone(), x.clone())), ())

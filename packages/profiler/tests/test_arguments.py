@@ -102,13 +102,14 @@ def test_parameters_do_not_save_memory(param_scale):
         profile_sizes(linear(), ROWS, 1, param_scale, "cpu")
 
 
-@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
-def test_devices_come_in_several_spellings(way, device):
-    way(linear(), device=device)
-
-
 def test_a_profile_refuses_gradients():
     model = linear()
     model(ROWS).sum().backward()
     with pytest.raises(ValueError, match=r"some parameter already has gradient \('0\.weight'\)"):
         profile(model, ROWS, device="cpu")
+
+
+def test_the_default_is_the_accelerator_or_the_cpu():
+    here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    assert torch.device(profile(linear(), ROWS, timeout=1e-6).device).type == here.type
+    assert profile(linear(), ROWS, device=torch.device("cpu"), timeout=1e-6).device == "cpu"

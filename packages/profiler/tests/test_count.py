@@ -64,6 +64,13 @@ def test_the_peak_of_a_backward_counted_by_hand(device):
     assert second.given_peak_bytes == 8 * ROW + weight
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_layer_without_a_backward_has_no_peak_of_one(device):
+    (layer,) = counted(nn.Sequential(nn.ReLU()), torch.rand(8, WIDTH), device)
+    assert (layer.saved_bytes, layer.peak_bytes) == (8 * ROW, 8 * ROW)
+    assert layer.backward_peak_bytes == layer.adding_peak_bytes == layer.given_peak_bytes == 0
+
+
 @fewer
 @given(models(), samples())
 def test_the_gradient_that_a_backward_begins_with_is_there_or_somewhere_else(model, sample):

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from profiler import profile, profile_seconds, profile_sizes, profile_times
-from profiler._layers import layers_of
 
 ROWS = torch.rand(4, 6)
 
@@ -75,9 +74,3 @@ def test_what_iterates_over_its_layers_is_as_good_as_a_sequential():
 def test_other_names(layers, kind, match):
     with pytest.raises(kind, match=match):
         profile(Encoder(), ROWS, layers=layers, device="cpu")
-
-
-def test_the_module_stays_as_it_is():
-    model = Encoder()
-    assert list(layers_of(model, ["embed"]).children()) == [model.embed]
-    assert [name for name, _ in model.named_children()] == ["embed", "blocks", "head"]

@@ -56,22 +56,6 @@ def test_saved_bytes_counted_by_hand(layer, latent, device):
     assert profile_sizes(nn.Sequential(layer), sample, 1, 0, device) == [8 * latent]
 
 
-def test_tensors_may_differ_in_rows():
-    class Scale(nn.Module):
-        def forward(self, pair):
-            return pair[0] * 2, pair[1] * 2
-
-    sample = torch.rand(4, WIDTH), torch.rand(2, WIDTH)
-    assert profile_sizes(nn.Sequential(Scale()), sample, 2, 0, "cpu") == [(2 + 1) * ROW]
-
-
-def test_parameters_count_by_their_scale():
-    model = nn.Sequential(nn.Linear(3, 5))
-    latent, bytes_of_parameters = 4 * 5, 4 * (3 * 5 + 5)
-    assert profile_sizes(model, torch.rand(1, 3), 1, 0, "cpu") == [latent]
-    assert profile_sizes(model, torch.rand(1, 3), 1, 4, "cpu") == [latent + 4 * bytes_of_parameters]
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_first_micro_batch_has_the_most_rows(device):
     assert profile_sizes(nn.Sequential(nn.ReLU()), torch.rand(8, WIDTH), 3, 0, device) == [3 * ROW]

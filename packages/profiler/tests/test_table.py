@@ -1,9 +1,4 @@
-from hypothesis import given
-
 from profiler import LayerProfile, Profile
-
-from .records import profiles
-from .strategies import fewer
 
 TWO = Profile(
     layers=(
@@ -30,12 +25,3 @@ total           1.52 ms   3.00 ms    6.00 KiB      8 B   1.00 MiB               
 
 def test_a_table():
     assert str(TWO) == TABLE
-
-
-@fewer
-@given(profiles())
-def test_a_line_for_each_layer(profile):
-    lines = str(profile).split("\n")
-    assert len(lines) >= len(profile) + 5
-    for layer in profile:
-        assert not layer.name.isprintable() or layer.name in str(profile)

@@ -21,7 +21,6 @@ _EXPECTED = {
     "str": "a string",
     "int": "an integer that is not negative",
     "float": "seconds that are not negative",
-    "LayerProfile": "an object",
 }
 
 
@@ -102,8 +101,7 @@ def _read(kinds: dict[str, type], kind: str, value: Any, where: str) -> Any:
         return _made(kinds, kinds[plain], value, where)
     is_number = type(value) in ((int, float) if plain == "float" else (int,)) and 0 <= value < math.inf
     if not (isinstance(value, str) if plain == "str" else is_number):
-        also = ", or null" if plain != kind else ""
-        raise ValueError(f"{where}: expected {_EXPECTED[plain]}{also}, got {shortened(value)}")
+        raise ValueError(f"{where}: expected {_EXPECTED[plain]}, got {shortened(value)}")
     return value
 
 
