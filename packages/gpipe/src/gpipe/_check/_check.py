@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ from ..module._whole import replicated
 from ._findings import Finding
 from ._layer import broken
 from ._loss import Loss, Part, examine_loss
-from ._model import Step, calmed, examine_all, finest, tied, walk
-from ._pipe import Case, judge
+from ._model import Record, calmed, examine_all, finest, tied, walk
+from ._pipe import Judge
 from ._report import Report
 from ._rows import ROUNDING, Cut, Dims
 from ._trial import Signal, seeded
@@ -85,22 +85,7 @@ def check(
         return _report(record, loss, chunks, _sizes(balance, record.layers))
 
 
-class _Record(NamedTuple):
-    """The plain model, and its forward.
-
-    Attributes:
-        inputs: what the first layer is called with, perhaps with rules for its parts.
-        steps: a layer each.
-    """
-
-    layers: nn.Sequential
-    inputs: Any
-    target: Any
-    dtype: torch.dtype
-    steps: list[Step]
-
-
-def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss) -> _Record:
+def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss) -> Record:
     """The forward of a copy in double precision; in the model's own precision if that fails."""
     own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     try:
@@ -112,12 +97,12 @@ def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss) -> _Recor
         return _recorded(copy.deepcopy(model), sample, target, own, loss)
 
 
-def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, loss: Loss) -> _Record:
+def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, loss: Loss) -> Record:
     model.zero_grad()
     layers, inputs = _layers(model, sample)
     steps = walk(layers, Signal(unwrap(inputs)[0], {}))
     loss.of([Part(steps[-1].gave.output.value, unwrap(target)[0], 1)])
-    return _Record(layers, inputs, target, dtype, steps)
+    return Record(layers, inputs, target, dtype, steps)
 
 
 def _layers(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
@@ -131,7 +116,7 @@ def _layers(model: nn.Module, sample: Any) -> tuple[nn.Sequential, Any]:
     return model, sample
 
 
-def _report(record: _Record, loss: Loss, chunks: int, balance: Sequence[int]) -> Report:
+def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int]) -> Report:
     batches = scatter(replicated(record.inputs, "sample"), chunks)
     real = Cut(tuple(batch.rows[0] for batch in batches))
     if sum(real.rows) < 2:
@@ -144,19 +129,18 @@ def _report(record: _Record, loss: Loss, chunks: int, balance: Sequence[int]) ->
     if not broken(findings):
         findings += _of_loss(record, loss, real, where, chunks, tolerance)
     if not broken(findings):
-        draws = any(finding.code == "random" for finding in findings)
-        own, calm = loss.is_own(record.steps[-1].gave.output.value), calmed(record.layers, record.steps)
-        given = (record.inputs, record.target, sum(real.rows), loss, own, draws, max(ROUNDING, 100 * tolerance))
-        together, agreed = judge(Case(record.layers, calm, balance, chunks, *given))
+        calm, precision = calmed(record.layers, record.steps), max(ROUNDING, 100 * tolerance)
+        judge = Judge(record, calm, loss, balance, chunks, sum(real.rows), precision)
+        together, agreed = judge.verdict(draws=any(finding.code == "random" for finding in findings))
         findings += together
     dtype = str(record.dtype).removeprefix("torch.")
     return Report(tuple(findings), len(record.steps), sum(real.rows), len(batches), dtype, tuple(agreed))
 
 
-def _of_loss(record: _Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tolerance: float) -> list[Finding]:
+def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tolerance: float) -> list[Finding]:
     """The findings for the loss, of the output of the plain model in uneven parts."""
-    output, target = record.steps[-1].gave.output, Signal(unwrap(record.target)[0], {})
-    whole = Signal((output.value, target.value), {})
+    target = Signal(unwrap(record.target)[0], {})
+    whole = Signal((record.output.value, target.value), {})
     if record.target is not None:
         targets = scatter(record.target, chunks)
         dims = [*dims, *real.dims(target.tensors(), [Signal(each.value, {}).tensors() for each in targets])]

@@ -6,69 +6,30 @@ from typing import Literal, NamedTuple
 
 Level = Literal["error", "warning", "note"]
 
-CODES: dict[str, tuple[Level, str]] = {
-    "batchnorm": (
-        "warning",
-        "deferred_batch_norm=True gives the running statistics of the whole mini-batch; keep eight rows or more in a "
-        "micro-batch, or use GroupNorm or LayerNorm, which look at one row at a time",
-    ),
-    "mixes-rows": (
-        "error",
-        "compute each row by itself; if a dimension is not where the layer expects it, look at batch_first, dim= and "
-        "transposed inputs; if rows have to meet, do it in the loss, with all outputs",
-    ),
-    "rows": (
-        "error",
-        "let a row's output depend on that row alone; what depends on the place of a row in the mini-batch belongs "
-        "into the input, and a division by the number of rows into the loss",
-    ),
-    "rows-lost": (
-        "error",
-        "keep one row of output for each row of input, and reduce over rows in the loss; for a model that returns "
-        "sums or means there are out_spec=Sum() and out_spec=Mean()",
-    ),
-    "hard-coded-batch": ("error", "take the number of rows from the input, as in x.view(x.shape[0], -1)"),
-    "gradient": (
-        "error",
-        "look at custom autograd functions and hooks: the gradient of a row must not depend on the other rows",
-    ),
-    "stateful": (
-        "error",
-        "a pipeline calls the layer once for each micro-batch, and again for recomputations: keep nothing from call to "
-        "call that changes the output",
-    ),
-    "impure": (
-        "error",
-        "draw from PyTorch's generators, which a pipeline repeats for recomputations, and neither seed them nor draw "
-        "from Python's or NumPy's; leave clocks, and what other layers keep, out of the forward",
-    ),
-    "buffers": (
-        "warning",
-        "they are updated once for each micro-batch, instead of once; divide momentum by the number of micro-batches, "
-        "or update them outside of the forward",
-    ),
-    "loss": (
-        "error",
-        "the loss is no plain mean over rows, as with ignore_index, padding or class weights: let loss_fn return "
-        "(sum, count), or use reduction='sum'",
-    ),
-    "untrained": (
-        "error",
-        "let a parameter require grad, and what comes after it be differentiable, unlike argmax and detach; for "
-        "inference alone the layers agree, as far as nothing else is found",
-    ),
-    "recompute": (
-        "error",
-        "a recomputation must repeat its forward: see what the layers keep or draw elsewhere; or checkpoint='never'",
-    ),
-    "pipeline": ("error", "the layers agree one by one, but not together: look for what they share"),
-    "random": ("note", "masks are others than the plain model's; with the same seed and chunks they are repeated"),
-    "in-place": ("note", "where a stage begins with this layer, the pipe works on a clone of its input"),
-    "frozen": ("note", "nothing to do; its stage has no gradients of weights to compute"),
-    "tied": ("note", "keep the layers in one stage if you can: then no gradient has to be sent"),
-    "reassociation": ("note", "sums in another order differ by rounding; nothing to do"),
+CODES = {
+    "batchnorm": "set deferred_batch_norm=True, keep eight rows or more in a micro-batch, or use GroupNorm",
+    "mixes-rows": "compute each row by itself: look at dim=, batch_first and transposed inputs; or do it in the loss",
+    "rows": "pass what depends on the place of a row as an input, and divide by the number of rows in the loss",
+    "rows-lost": "keep one row of output for each row of input; or give out_spec=Sum() or out_spec=Mean()",
+    "hard-coded-batch": "take the number of rows from the input, as in x.view(x.shape[0], -1)",
+    "gradient": "look at custom autograd functions and hooks: the gradient of a row must not depend on other rows",
+    "stateful": "keep nothing from call to call that changes the output: each micro-batch is a call",
+    "impure": "draw from PyTorch's generators, and do not seed them; read no clock, and no state of other layers",
+    "buffers": "each micro-batch updates them: divide momentum by their number, or update outside of the forward",
+    "loss": "let loss_fn return (sum, count), as for ignore_index and class weights; or use reduction='sum'",
+    "untrained": "let a parameter require grad, and what comes after it be differentiable, unlike argmax and detach",
+    "recompute": "see what layers keep, or draw elsewhere: a recomputation must repeat it; or checkpoint='never'",
+    "pipeline": "look for what the layers share: one by one they agree",
+    "random": "masks are others than the plain model's; with the same seed and chunks they are repeated",
+    "in-place": "where a stage begins with this layer, the pipe works on a clone of its input",
+    "frozen": "nothing to do; its stage has no gradients of weights to compute",
+    "tied": "keep the layers in one stage if you can: then no gradient has to be sent",
+    "reassociation": "sums in another order differ by rounding; nothing to do",
 }
-"""All kinds of findings: how bad each is, and what to do about it."""
+"""All kinds of findings, and what to do about them."""
+
+_WARNINGS = ("batchnorm", "buffers")
+_NOTES = ("random", "in-place", "frozen", "tied", "reassociation")
 
 
 class Finding(NamedTuple):
@@ -91,12 +52,12 @@ class Finding(NamedTuple):
     @property
     def level(self) -> Level:
         """``"error"``: results are wrong or training fails. ``"warning"``: they differ. ``"note"``: good to know."""
-        return CODES[self.code][0]
+        return "warning" if self.code in _WARNINGS else "note" if self.code in _NOTES else "error"
 
     @property
     def advice(self) -> str:
         """What to do about it, as text."""
-        return CODES[self.code][1]
+        return CODES[self.code]
 
     @property
     def where(self) -> str:

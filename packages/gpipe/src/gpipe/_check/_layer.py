@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ._findings import Finding
 from ._rows import ROUNDING, Cut, Dims, NoRowsError, difference, figure
 from ._trial import Signal, Trial, attempt
-from ._why import cause, mixed, unable
+from ._why import cause, mixed
 
 
 class Task(NamedTuple):
@@ -79,39 +79,30 @@ class Runs(NamedTuple):
     dims: Dims
 
 
-class Examined(NamedTuple):
-    """The findings for a layer, and what the next layer gets.
+def examine(task: Task) -> tuple[list[Finding], Dims, Sequence[Any]]:
+    """Compare the layer with itself on micro-batches, and its second run on the mini-batch with the first.
 
-    Attributes:
-        dims: where the tensors of the output have their rows.
-        values: the outputs for the micro-batches, of which the next layer gets all but the tensors.
+    Returns:
+        The findings; where the tensors of the output have their rows; and the outputs for the micro-batches, of which
+        the next layer gets all but the tensors.
     """
-
-    findings: list[Finding]
-    dims: Dims
-    values: Sequence[Any]
-
-
-def examine(task: Task) -> Examined:
-    """Compare the layer with itself on micro-batches, and its second run on the mini-batch with the first."""
     findings, runs = [*_remarks(task)], None
+    failing = "impure", "fails when other copies of the model have run"
     try:
         again = attempt(task.again, task.given)
+        failing = "hard-coded-batch", "fails on a micro-batch, and not on the whole"
+        findings += _repeats(task, again)
+        if not broken(findings):
+            runs = _run(task, again)
+            findings += _compared(task, runs)
+    except NoRowsError as error:
+        findings.append(task.finding("rows-lost", "its output does not follow the rows of its input", str(error)))
     except Exception as error:
-        findings.append(task.failure("impure", "fails when other copies of the model have run", error))
-    else:
-        apart = difference(task.gave.tensors(), again.tensors())
-        if task.gave.used.impure:
-            findings.append(task.finding("impure", task.gave.used.impure))
-        elif apart > task.tolerance:
-            message = "gives something else each time, for the same input, state and seed"
-            findings.append(task.finding("impure", message, f"differs by {figure(apart)}"))
-        else:
-            runs = _examine_parts(task, again, findings)
+        findings.append(task.failure(*failing, error))
     if runs is None or runs.cut != task.cut or len(runs.dims) != len(task.gave.tensors()) or broken(findings):
         dims = task.cut.guessed(task.gave.tensors(), task.dims)
-        return Examined(findings, dims, [task.gave.output.value] * len(task.parts))
-    return Examined(findings, runs.dims, [part.output.value for part in runs.parts])
+        return findings, dims, [task.gave.output.value] * len(task.parts)
+    return findings, runs.dims, [part.output.value for part in runs.parts]
 
 
 def broken(findings: Sequence[Finding]) -> bool:
@@ -132,16 +123,14 @@ def _remarks(task: Task) -> Iterator[Finding]:
         yield task.finding("frozen", "none of its parameters requires grad")
 
 
-def _examine_parts(task: Task, again: Trial, findings: list[Finding]) -> Runs | None:
-    try:
-        runs = _run(task, again)
-        findings += _compared(task, runs)
-        return runs
-    except NoRowsError as error:
-        findings.append(task.finding("rows-lost", "its output does not follow the rows of its input", str(error)))
-    except Exception as error:
-        findings.append(unable(task, error))
-    return None
+def _repeats(task: Task, again: Trial) -> Iterator[Finding]:
+    """Check that the layer gives the same again in another copy of the model."""
+    apart = difference(task.gave.tensors(), again.tensors())
+    if task.gave.used.impure:
+        yield task.finding("impure", task.gave.used.impure)
+    elif apart > task.tolerance:
+        message = "gives something else each time, for the same input, state and seed"
+        yield task.finding("impure", message, f"differs by {figure(apart)}")
 
 
 def _run(task: Task, again: Trial) -> Runs:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..skip import Skippable
@@ -22,6 +23,25 @@ class Step(NamedTuple):
     name: str
     given: Signal
     gave: Trial
+
+
+class Record(NamedTuple):
+    """The plain model, and its forward.
+
+    Attributes:
+        inputs: what the first layer is called with, perhaps with rules for its parts.
+    """
+
+    layers: nn.Sequential
+    inputs: Any
+    target: Any
+    dtype: torch.dtype
+    steps: list[Step]
+
+    @property
+    def output(self) -> Signal:
+        """What the last layer gave."""
+        return self.steps[-1].gave.output
 
 
 def walk(layers: nn.Sequential, inputs: Signal) -> list[Step]:

@@ -53,13 +53,3 @@ def mixed(task: Task, runs: Runs, *, masks: bool = False) -> float:
         if same(before.used.states, after.used.states):  # else the same rows get other random numbers
             found.append(difference(kept(before.tensors(), dims, half), kept(after.tensors(), dims, half)))
     return max(found)
-
-
-def unable(task: Task, error: Exception) -> Finding:
-    """Why micro-batches fail with ``error``: each of them alone, or one after another."""
-    try:
-        for part in task.parts:
-            attempt(task.calmed(), part)
-    except Exception:
-        return task.failure("hard-coded-batch", "fails on a micro-batch, and not on the whole", error)
-    return task.failure("stateful", "fails on a second micro-batch, and not alone on the same", error)
