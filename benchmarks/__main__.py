@@ -23,6 +23,7 @@ PARTS = {
     "ranks": ("compare.of_ranks", "gpipe.distributed.Rank beside torch.distributed.pipelining, each in two processes"),
     "predicted": ("predictions.of_schedules", "`step` by each schedule beside the time that `simulate` predicts"),
     "plan": ("predictions.of_plans", "what `gpipe.plan` predicts, beside what is measured"),
+    "choice": ("choice.run", "what the planner chooses, beside all ways to train small models; nothing is run"),
     "memory": ("memory.run", "what a pipe keeps between forward and backward; resident memory of each library"),
     "engine": ("engine.run", "microseconds a cell on stages that do nothing; time to import"),
     "calls": ("calls.run", "how many calls a cell makes, and where the engine's microseconds go"),

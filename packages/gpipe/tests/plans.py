@@ -8,7 +8,7 @@ from itertools import combinations, product
 
 from hypothesis import strategies as st
 
-from gpipe._plan._candidate import Candidate, Space, candidate_of, replayed
+from gpipe._plan._candidate import Candidate, Space, candidate_of
 from gpipe._plan._costs import Measured
 from gpipe.schedule._flags import StageMode, mode_of
 from gpipe.simulate import Link
@@ -83,7 +83,9 @@ def measurements(draw: st.DrawFn, most_layers: int = 6, most_stages: int = 3) ->
 
 def space_of(measured: Measured, memory: int | None = None, *, pieces: bool = False) -> Space:
     stages = measured.stages
-    return Space(measured, (1, 2, 4, 8), SCHEDULES, (("never", "always"),) * stages, (memory,) * stages, pieces)
+    return Space(
+        measured, (1, 2, 4, 8), SCHEDULES, (("never", "except_last", "always"),) * stages, (memory,) * stages, pieces
+    )
 
 
 def everything(space: Space) -> Iterator[Candidate]:
@@ -94,12 +96,11 @@ def everything(space: Space) -> Iterator[Candidate]:
         for cuts, schedule in product(combinations(range(1, n), k - 1), space.schedules):
             sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, n), strict=True))
             for ways in product(*map(all_flags, sizes)) if space.pieces else product(*space.modes):
-                found = candidate_of(space, costs, schedule, sizes, ways)
-                yield replace(found, seconds=replayed(found))
+                yield candidate_of(costs, schedule, sizes, ways)
 
 
-def all_flags(size: int) -> Iterator[StageMode]:
-    return map(mode_of, product([False, True], repeat=size))
+def all_flags(size: int) -> tuple[StageMode, ...]:
+    return (*map(mode_of, product([False, True], repeat=size)), "except_last")
 
 
 def fits(space: Space, candidate: Candidate) -> bool:

@@ -56,7 +56,7 @@ def test_the_next_plan_asks_less_of_that_device(stage: int, checkpoint: str | No
 
 def test_a_stage_that_was_not_expected_to_fit_tells_nothing_new():
     error = failed(made(chunks=1, checkpoint="never"), 0)
-    assert made(memory="4kB", after=error).memory == (4000, 4000)
+    assert made(memory="3kB", after=error).memory == (3000, 3000)
 
 
 def test_an_error_survives_pickling():

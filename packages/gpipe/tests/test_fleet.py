@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -159,7 +158,7 @@ class TestPlan:
         assert example.is_estimate
         assert "an estimate that was not measured" in text
         assert "nothing ran" in example.notes[0]
-        assert all("a formula, not measured" in note for note in example.notes[1:])
+        assert all("a formula, not measured" in note for note in example.notes[1:-1])
         assert "nothing of it is overlapped" in example.notes[-1]
         assert f"replicas={example.replicas} × {len(example.balance)} stages = 16 devices" in text
         assert "average of gradients" in text
@@ -195,7 +194,11 @@ class TestPlan:
 
     def test_a_profile_that_was_counted_before(self, example: Plan) -> None:
         known = profile(large(), torch.empty(ROWS, WIDTH, device="meta"), device="meta", rows=[1, 4])
-        assert replace(made(profile=known), notes=example.notes) == example
+        found = made(profile=known)
+        assert (found.replicas, found.sizes, found.chunks, found.stages) == (
+            example.replicas, example.sizes, example.chunks, example.stages
+        )  # fmt: skip
+        assert "those of the layers alone" in found.notes[-1]
 
     def test_a_plan_for_one_pipe_has_one_replica(self) -> None:
         found = made("4x3GB")
@@ -277,10 +280,10 @@ class TestDistribution:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
-@pytest.mark.parametrize("memory", ["25kB", "20kB"])  # a replica of four stages, and two of two
+@pytest.mark.parametrize("memory", ["14kB", "20kB"])  # a replica of four stages, and two of two
 def test_processes_that_do_as_planned_train_the_model(worlds: Any, memory: str) -> None:
     found = plan(small(), torch.zeros(16, 16), f"2x2x{memory}", chunks=2)
-    assert (found.replicas, len(found.balance)) == {"25kB": (1, 4), "20kB": (2, 2)}[memory]
+    assert (found.replicas, len(found.balance)) == {"14kB": (1, 4), "20kB": (2, 2)}[memory]
     worlds(4).run(_expect_as_the_model, found.to_json())
 
 

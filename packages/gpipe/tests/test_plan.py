@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gpipe import Infeasible, Plan, inline, plan
 from gpipe._plan._costs import busy
+from gpipe.schedule._flags import mode_of
 from profiler import profile
 
 from .layers import Call, assert_same, linears, rows
@@ -62,7 +63,7 @@ def example() -> Plan:
 @pytest.fixture(scope="module")
 def found() -> Plan:
     """A plan in which one of two layers of a stage is recomputed."""
-    return made(memory=2700, chunks=8, schedule="1f1b")
+    return made(memory=3000, chunks=8, schedule="1f1b")
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always", None])
@@ -71,9 +72,11 @@ def test_a_micro_batch_takes_in_the_report_what_it_takes_in_the_timeline(checkpo
     known = named_like(profile_of(LAYERS))
     slow = made_up("loss", 5e-3, 10, 0, 1, rows=ROWS)
     known = replace(known, loss=slow, others=tuple(replace(each, loss=slow) for each in known.others))
-    memory = 2700 if checkpoint is None else None
-    found = made(profile=known, chunks=8, schedule="1f1b", checkpoint=checkpoint, memory=memory)
-    assert (checkpoint is None) == any(isinstance(mode, tuple) for mode in found.modes)
+    found = made(profile=known, chunks=8, schedule="1f1b", checkpoint=checkpoint or "never")
+    if checkpoint is None:  # only the first layers
+        modes = tuple(mode_of((True, *(False,) * (size - 1))) for size in found.sizes)
+        stages = found._here.chosen.costs.stage_costs(found.sizes, modes)
+        found = replace(found, modes=modes, stages=tuple(stages))
     for j, (stage, mode) in enumerate(zip(found.stages, found.modes, strict=True)):
         seconds = [event.seconds for event in found.timeline.events if event.stage == j]
         assert busy(stage, mode) == pytest.approx(sum(seconds) / found.chunks)
@@ -200,7 +203,7 @@ class TestJson:
 
 class TestInPieces:
     def test_a_pipe_is_built_with_the_flags_and_trains_like_the_model(self, found: Plan) -> None:
-        assert found.checkpoint == [[True, False], "never"]
+        assert found.checkpoint == [[True, False, False], "never"]
         plain = model().double()
         with closing(found.build(copy.deepcopy(plain))) as pipe:
             assert pipe.checkpoint == found.checkpoint
@@ -214,15 +217,15 @@ class TestInPieces:
     def test_it_is_written_and_read(self, found: Plan) -> None:
         again = Plan.from_json(found.to_json())
         assert again == found
-        assert json.loads(found.to_json())["modes"] == [[True, False], "never"]
+        assert json.loads(found.to_json())["modes"] == [[True, False, False], "never"]
         flags = json.loads(found.to_json()) | {"modes": [[True], "never"]}
-        with pytest.raises(ValueError, match=r"plan.modes\[0\]: expected a flag for each of 2 layers, got 1"):
+        with pytest.raises(ValueError, match=r"plan.modes\[0\]: expected a flag for each of 3 layers, got 1"):
             Plan.from_json(json.dumps(flags))
 
     def test_it_says_which_layers(self, found: Plan) -> None:
-        assert "layer 1 of 2 recomputed" in str(found)
-        assert "checkpoint=['layer 1 of 2', 'never']" in str(found)
-        assert "layer 1 of 2 recomputed" in found._repr_html_()
+        assert "layer 1 of 3 recomputed" in str(found)
+        assert "checkpoint=['layer 1 of 3', 'never']" in str(found)
+        assert "layer 1 of 3 recomputed" in found._repr_html_()
 
     def test_the_recomputation_is_a_part_of_the_backward(self, found: Plan) -> None:
         whole = replace(found, modes=("never", "never"))
@@ -262,7 +265,7 @@ class TestSearch:
         assert free.checkpoint == ["never", "never"]
         room = max(each.total for each in free.predicted.bytes)
         tight = made(chunks=8, schedule="fill_drain", optimizer="sgd", memory=room * 3 // 4)
-        assert "always" in tight.checkpoint
+        assert set(tight.checkpoint) & {"except_last", "always"}
         assert max(each.total for each in tight.predicted.bytes) <= room * 3 // 4
         assert tight.predicted.seconds.mid > free.predicted.seconds.mid
 

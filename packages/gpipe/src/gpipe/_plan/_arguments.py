@@ -148,7 +148,7 @@ def read_schedules(schedule: Any) -> list[str]:
 def read_modes(checkpoint: Any, stages: int) -> list[tuple[str, ...]]:
     """The modes of checkpointing that each stage may have."""
     if checkpoint is None:
-        return [("never", "always")] * stages
+        return [("never", "except_last", "always")] * stages
     if isinstance(checkpoint, str):
         return [(checked_mode(checkpoint),)] * stages
     what, example = "a mode, or a list of one for each stage", f"checkpoint={['never'] * stages!r}"

@@ -11,18 +11,19 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from microbatch import Batch, scatter
+from microbatch import scatter
 
 from .._gpipe import GPipe
 from ..schedule import Kind
 from ..schedule._flags import scheduled
 from ..timeline import Timeline
-from ._candidate import Candidate, Space, by_seconds, replayed, schedule_of, with_costs
+from ._candidate import Candidate, Space, by_seconds, key, schedule_of, with_costs
 from ._costs import SPLITTING, Measured, bounds
 from ._data import Expected
-from ._finals import CLOSE, STEPS, Trial, finalists, key, race, winner
+from ._finals import CLOSE, STEPS, Trial, finalists, race, winner
+from ._rehearse import total
 from ._search import search
 from ._verify import timed
 
@@ -73,7 +74,7 @@ def calibrated(
     """
     try:
         layers = copy.deepcopy(model)
-        try_out = partial(_tried, layers, devices, x, y, loss_fn or sum_of_outputs)
+        try_out = partial(_tried, layers, devices, x, y, loss_fn or total)
         (first,) = race(found[:1], try_out)
         space, found, before = _corrected(space, found, first)
         ways = finalists(space, found, first.median)
@@ -97,7 +98,7 @@ def _corrected(space: Space, found: list[Candidate], first: Trial) -> tuple[Spac
     space = replace(space, measured=learned(space.measured, tried, first.timelines))
     now = with_costs(tried, space.measured)
     again = search(space)
-    return space, [now, *(each for each in again if key(each) != key(now))], now.seconds / replayed(tried)
+    return space, [now, *(each for each in again if key(each) != key(now))], now.seconds / tried.seconds
 
 
 def _ranked(
@@ -172,14 +173,3 @@ def _factor(found: float | None, expected: float, action: float) -> float:
     """By how much the work of an action took longer than expected; 1 if there was none."""
     work = expected - action
     return 1.0 if found is None or work <= 0 else max(0.1, (found - action) / work)
-
-
-def sum_of_outputs(output: Any, _: Any) -> Tensor:
-    """A loss for a model whose own is not known."""
-    parts = [tensor.float().sum() for tensor in Batch(output) if tensor.requires_grad]
-    if not parts:
-        raise ValueError(
-            "no tensor of the output requires grad, so that there is nothing to train; plan(..., calibrate=False) "
-            "plans for what is there"
-        )
-    return torch.stack(parts).sum()

@@ -1,4 +1,4 @@
-"""Candidates: configurations of a pipe, with their predicted time and memory."""
+"""Candidates: ways to train, with their predicted time and memory. What may be searched is a :class:`Space`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ..schedule import Kind, Schedule, checkpoint_stops, named
 from ..schedule._flags import StageMode, scheduled
 from ..schedule._makespan import makespan
 from ..schedule._named import lanes
+from ..timeline import StageCost
 from ._arguments import SCHEDULES
-from ._costs import Costs, Measured, busy
-from ._memory import DeviceBytes
+from ._bytes import DeviceBytes
+from ._costs import Costs, Measured
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Space:
         modes: those that each stage may have. Flags are of all layers, of which a stage has its own.
         memory: what each device may hold; None is any amount.
         pieces: whether only some layers of a stage may be computed again.
+        scale: for each device, how much more than the account of bytes a rehearsal took; empty before there was one.
     """
 
     measured: Measured
@@ -33,11 +35,17 @@ class Space:
     modes: Sequence[tuple[StageMode, ...]]
     memory: Sequence[int | None]
     pieces: bool = False
+    scale: tuple[float, ...] = ()
 
     @property
     def is_bounded(self) -> bool:
         """Whether memory can be short."""
         return any(size is not None for size in self.memory)
+
+    def share(self, j: int, size: int) -> float:
+        """The bytes of device j as a share of what it may hold."""
+        room = self.memory[j]
+        return 0.0 if room is None else size * (self.scale[j] if self.scale else 1.0) / max(room, 1)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Candidate:
         sizes: layers of each stage.
         modes: of checkpointing, for each stage, or flags of its layers.
         bytes: what each device holds.
-        seconds: of a step: by the closed form, or once it was replayed by that.
+        seconds: of a step.
     """
 
     costs: Costs
@@ -78,52 +86,65 @@ class Candidate:
 
 
 def candidate_of(
-    space: Space, costs: Costs, schedule: str, sizes: tuple[int, ...], modes: tuple[StageMode, ...]
+    costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[StageMode], split: Sequence[int] | None = None
 ) -> Candidate:
-    """The candidate with this balance and these modes, with seconds by a closed form and what each device holds.
-
-    The seconds are those of one micro-batch through all stages, and of the others through the slowest.
+    """The candidate with this balance and these modes, with the seconds of a replay and what each device holds.
 
     Args:
-        space: what is searched.
         costs: of micro-batches of one size.
         schedule: its name.
         sizes: the layers of each stage.
         modes: of checkpointing.
+        split: the stages whose backward is split; by default those where it is worth it.
     """
     stages = costs.stage_costs(sizes, modes)
-    split = costs.split(sizes, stages) if schedule == "zero_bubble" else ()
-    times = list(map(busy, stages, modes))
-    seconds = sum(times) + (costs.chunks - 1) * max(times) + 2 * sum(costs.hops(sizes))
-    seconds += costs.reduction(sizes) + costs.measured.step
+    if split is None:
+        split = costs.split(sizes, stages) if schedule == "zero_bubble" else ()
+    seconds = step_seconds(costs, schedule, sizes, modes, split, stages)
     needs = costs.device_bytes(sizes, modes, schedule, split)
-    return Candidate(costs, schedule, split, sizes, modes, needs, seconds)
+    return Candidate(costs, schedule, tuple(split), tuple(sizes), tuple(modes), needs, seconds)
+
+
+def step_seconds(
+    costs: Costs,
+    schedule: str,
+    sizes: Sequence[int],
+    modes: Sequence[StageMode],
+    split: Sequence[int],
+    stages: Sequence[StageCost],
+) -> float:
+    """The seconds of a step, by a replay of the schedule with the costs of its actions."""
+    m = costs.chunks
+    steps = lanes(schedule, m, range(len(stages)), stops_of(modes, m), split)
+    pipeline = makespan(steps, m, [seconds_of(stage) for stage in stages], costs.hops(sizes))
+    return pipeline + costs.reduction(sizes) + costs.measured.step
+
+
+def seconds_of(stage: StageCost) -> dict[Kind, float]:
+    """The seconds of each kind of action."""
+    return {kind: stage.seconds(kind) for kind in Kind}
 
 
 def lacking(space: Space, candidate: Candidate) -> dict[int, int]:
-    """The bytes that devices are short of."""
+    """The bytes that devices are short of, by the account or by the rehearsal that the candidate's bytes are of."""
     limits = enumerate(zip(candidate.bytes, space.memory, strict=True))
     return {j: need.total - room for j, (need, room) in limits if room is not None and need.total > room}
 
 
-def replayed(candidate: Candidate) -> float:
-    """The seconds of a step, by a replay of the schedule with the costs of its actions."""
-    costs, m = candidate.costs, candidate.chunks
-    stages = costs.stage_costs(candidate.sizes, candidate.modes)
-    steps = lanes(candidate.schedule, m, range(len(stages)), stops_of(candidate.modes, m), candidate.split)
-    seconds = [{kind: stage.seconds(kind) for kind in Kind} for stage in stages]
-    pipeline = makespan(steps, m, seconds, costs.hops(candidate.sizes))
-    return pipeline + costs.reduction(candidate.sizes) + costs.measured.step
-
-
-def with_replay(candidate: Candidate) -> Candidate:
-    """The same with the seconds of a replay instead of those of the closed form."""
-    return replace(candidate, seconds=replayed(candidate))
-
-
 def with_costs(candidate: Candidate, measured: Measured) -> Candidate:
-    """The same with other costs, by which it is replayed."""
-    return with_replay(replace(candidate, costs=measured.cut(candidate.chunks)))
+    """The same with other costs, by which it is replayed; what devices hold stays as it is."""
+    costs, (schedule, split, sizes, modes) = measured.cut(candidate.chunks), _way(candidate)
+    seconds = step_seconds(costs, schedule, sizes, modes, split, costs.stage_costs(sizes, modes))
+    return replace(candidate, costs=costs, seconds=seconds)
+
+
+def _way(each: Candidate) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[StageMode, ...]]:
+    return each.schedule, each.split, each.sizes, each.modes
+
+
+def key(candidate: Candidate) -> tuple[object, ...]:
+    """What tells one way to train from another."""
+    return candidate.chunks, *_way(candidate)
 
 
 def by_seconds(found: Iterable[Candidate]) -> list[Candidate]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from profiler import LayerProfile, Profile
 
@@ -15,9 +16,7 @@ from ..schedule._flags import StageMode, runs_of, scheduled
 from ..timeline import StageCost
 from ..timeline._hops import Link
 from ..timeline._kept import kept_bytes
-from ._memory import DeviceBytes, Surroundings, WholeStage, stage_bytes
-from ._memory_pieces import StageInPieces
-from ._moments import moments
+from ._bytes import DeviceBytes, StageBytes, Surroundings, moments
 
 SPLITTING = 130e-6
 """What Python takes to split the backward of a cell (``docs/benchmarks/pipeline.md``)."""
@@ -35,6 +34,20 @@ def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def busy(stage: StageCost, mode: StageMode) -> float:
     """The seconds that a stage takes for a micro-batch, of which layers with flags are recomputed in the backward."""
     return stage.forward + stage.backward + (stage.seconds(Kind.RECOMPUTE) if scheduled(mode) != "never" else 0.0)
+
+
+class Tie(NamedTuple):
+    """A parameter that several layers have. A profile counts it for the first of them.
+
+    Attributes:
+        layers: their numbers, in order.
+        bytes: of the parameter.
+        gradient: bytes of its gradient.
+    """
+
+    layers: tuple[int, ...]
+    bytes: int
+    gradient: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,7 @@ class Measured:
         forward, backward: for each layer, by how much it was slower in a pipe than alone.
         replicas: pipes that train the same model on other rows.
         ring: bytes a second from a device to the one of the next replica.
+        ties: parameters that several layers have.
     """
 
     profiles: tuple[Profile, ...]
@@ -73,6 +87,7 @@ class Measured:
     backward: tuple[float, ...] = ()
     replicas: int = 1
     ring: float = math.inf
+    ties: tuple[Tie, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -125,6 +140,8 @@ class Costs:
     measured: Measured
     chunks: int
     profiles: tuple[Profile, ...]
+    _accounts: dict[tuple[object, ...], StageBytes] = field(default_factory=dict, compare=False, repr=False)
+    _stages: dict[tuple[object, ...], StageCost] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def incoming(self) -> list[int]:
@@ -165,11 +182,15 @@ class Costs:
             modes: how each is checkpointed.
         """
         stages = zip(bounds(sizes), modes, strict=True)
-        return [self._stage_cost(j, first, end, mode) for j, ((first, end), mode) in enumerate(stages)]
+        return [self.stage_cost(j, first, end, mode) for j, ((first, end), mode) in enumerate(stages)]
 
-    def _stage_cost(self, j: int, first: int, end: int, mode: StageMode) -> StageCost:
-        whole = self._whole_cost(j, first, end, mode)
-        return whole if isinstance(mode, str) else self._in_pieces(j, first, mode, whole)
+    def stage_cost(self, j: int, first: int, end: int, mode: StageMode) -> StageCost:
+        """The cost of stage j with the layers from ``first`` to ``end``."""
+        key = id(self.profiles[j]), self.measured.copied[j], first, end, mode
+        if key not in self._stages:
+            whole = self._whole_cost(j, first, end, mode)
+            self._stages[key] = whole if isinstance(mode, str) else self._in_pieces(j, first, mode, whole)
+        return self._stages[key]
 
     def _in_pieces(self, j: int, first: int, flags: Sequence[bool], whole: StageCost) -> StageCost:
         """The cost of a stage in pieces, each of which is as much to the engine as an action."""
@@ -229,12 +250,15 @@ class Costs:
             sizes: the layers of each stage.
             stages: what each costs.
         """
-        return tuple(
-            j
-            for j, (stage, (first, end)) in enumerate(zip(stages, bounds(sizes), strict=True))
-            if stage.backward_input is not None
+        each = enumerate(zip(stages, bounds(sizes), strict=True))
+        return tuple(j for j, (stage, (first, end)) in each if self.splits(j, first, end, stage))
+
+    def splits(self, j: int, first: int, end: int, stage: StageCost) -> bool:
+        """The same for stage j with the layers from ``first`` to ``end``, which cost what ``stage`` says."""
+        return (
+            stage.backward_input is not None
             and stage.seconds(Kind.BACKWARD) >= SPLIT_SECONDS
-            and (j or self.measured.needs_gradient)
+            and (j > 0 or self.measured.needs_gradient)
             and any(layer.trainable_bytes for layer in self.profiles[j][first:end])
         )
 
@@ -274,30 +298,37 @@ class Costs:
             schedule: its name.
             split: the stages whose backward is split.
         """
-        first, end = bounds(sizes)[j]
-        layers = self.profiles[j][first:end]
-        around = replace(self._around(j, first, end, split), drains=schedule == "fill_drain")
-        stage = WholeStage(layers, around) if isinstance(mode, str) else StageInPieces(layers, around, mode)
-        held = moments(schedule, scheduled(mode), self.chunks, len(sizes), j, j in split)
-        return stage_bytes(stage, sum(self.measured.optimizer[first:end]), held)
+        found = self.bytes_between(j, *bounds(sizes)[j], mode, drains=schedule == "fill_drain")
+        return found.at_peak(moments(schedule, scheduled(mode), self.chunks, len(sizes), j, j in split))
 
-    def _around(self, j: int, first: int, end: int, split: Sequence[int]) -> Surroundings:
-        """What stage j, of the layers from ``first`` to ``end``, has to do with others."""
-        measured, skips = self.measured, self.profiles[j].skips
-        is_last = end == measured.layers
-        popped = [(each.target - first, each.bytes) for each in skips if each.source < first <= each.target < end]
-        return Surroundings(
-            microbatches=self.chunks,
-            incoming=self.incoming[first] + sum(size for _, size in popped),
-            stashed=[(each.source - first, each.bytes) for each in skips if first <= each.source < end <= each.target],
-            inner=[(s.source - first, s.target - first, s.bytes) for s in skips if first <= s.source < s.target < end],
-            popped=popped,
-            copied=measured.copied[j],
-            sends_copies=not is_last and measured.copied[j + 1],
+    def stage_bytes(self, j: int, first: int, end: int, mode: StageMode, schedule: str, splits: bool) -> int:
+        """The total of the same, for stage j with the layers from ``first`` to ``end``."""
+        found = self.bytes_between(j, first, end, mode, drains=schedule == "fill_drain")
+        return found.total(moments(schedule, scheduled(mode), self.chunks, self.measured.stages, j, splits))
+
+    def bytes_between(self, j: int, first: int, end: int, mode: StageMode, *, drains: bool) -> StageBytes:
+        """The account of stage j, if it has the layers from ``first`` to ``end``."""
+        measured, is_last = self.measured, end == self.measured.layers
+        copied, apart = measured.copied[j], is_last or measured.copied[j + 1]
+        key = id(self.profiles[j]), copied, apart, j == 0, drains, first, end, mode
+        if key in self._accounts:
+            return self._accounts[key]
+        layers, skips = self.profiles[j][first:end], self.profiles[j].skips
+        # Sources before the stage, and targets behind it, have numbers that it has no layers of.
+        own = [(s.source - first, s.target - first, s.bytes) for s in skips if s.source < end and s.target >= first]
+        popped = sum(size for source, target, size in own if source < 0 and target < end - first)
+        around = Surroundings(
+            incoming=self.incoming[first] + popped,
+            skips=own,
+            copied=copied,
             moved=measured.input_bytes if j == 0 and measured.input_moves else 0,
-            trailing=j + 1 - (j if j in split else 0) if j + 1 in split else None,
-            is_first=j == 0,
-            is_last=is_last,
-            needs_gradient=measured.needs_gradient,
+            returned=("all" if drains else "one") if j else "all" if measured.needs_gradient else "none",
             loss=self.profiles[j].loss if is_last else None,
+            turned=layers[-1].output_bytes if is_last else 0,
+            sent=0 if apart else layers[-1].output_bytes,
         )
+        ties = [tie for tie in measured.ties if tie.layers[0] < first and any(first <= k < end for k in tie.layers)]
+        tied = sum(tie.bytes for tie in ties), sum(tie.gradient for tie in ties)
+        found = StageBytes(layers, mode, around, tied, sum(measured.optimizer[first:end]))
+        self._accounts[key] = found
+        return found

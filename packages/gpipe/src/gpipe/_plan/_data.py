@@ -11,9 +11,9 @@ from torch import nn
 from .._gpipe import GPipe
 from ..schedule._flags import StageMode, as_lists
 from ..timeline import StageCost, Timeline, simulate
+from ._bytes import DeviceBytes
 from ._candidate import Candidate, Space, schedule_of
 from ._fake import FAKE
-from ._memory import DeviceBytes
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from itertools import chain
 from statistics import median
 
 from ..timeline import Timeline
-from ._candidate import Candidate, Space, by_seconds, simplicity
-from ._neighbours import neighbours
+from ._candidate import Candidate, Space, by_seconds, key, simplicity
+from ._search import neighbours
 
 CLOSE = 0.02
 """Candidates whose medians differ by at most this share count as equally fast: a few steps are not more precise."""
@@ -87,11 +87,6 @@ def winner(ways: Sequence[Candidate], trials: Sequence[Trial]) -> int:
     bound = min(trial.median for trial in trials) * (1 + CLOSE)
     near = [k for k, trial in enumerate(trials) if trial.median <= bound]
     return min(near, key=lambda k: simplicity(ways[k]))
-
-
-def key(candidate: Candidate) -> tuple[object, ...]:
-    """What tells one way to train from another."""
-    return candidate.schedule, candidate.split, *_place(candidate)
 
 
 def _place(candidate: Candidate) -> tuple[object, ...]:

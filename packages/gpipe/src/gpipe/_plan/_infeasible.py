@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 
 from profiler.text import format_bytes
 
 from ._candidate import Candidate, Space
-from ._search import candidates
+from ._options import Options
+from ._search import least_share
 from ._table import shown
 
 
@@ -31,8 +33,8 @@ class Infeasible(ValueError):  # noqa: N818 — a finding about the model and th
         return type(self), (str(self), self.device, self.short, self.changes)
 
 
-Relaxation = tuple[str, Callable[[], Space]]
-"""What could be changed, as text, and what would be searched then."""
+Relaxation = tuple[str, Callable[[Space], Space]]
+"""What could be changed, as text, and what would be searched then instead of a space."""
 
 
 def explain(space: Space, devices: Sequence[str], relaxations: Sequence[Relaxation]) -> Infeasible:
@@ -43,21 +45,16 @@ def explain(space: Space, devices: Sequence[str], relaxations: Sequence[Relaxati
         devices: their names.
         relaxations: changes of what the caller asked for, the nearest first.
     """
-    scale, nearest = _least_scale(space)
-    short = {
-        j: need.total - room
-        for j, (need, room) in enumerate(zip(nearest.bytes, space.memory, strict=True))
-        if room is not None
-    }
-    j = max(short, key=lambda device: short[device])
-    room = space.memory[j]
-    assert room is not None  # others are short of nothing
-    changes = [text for text, changed in relaxations if _fits(changed())]
-    sizes = {round(size * scale) for size in space.memory if size is not None}
-    enough = sizes.pop()
+    share, nearest = _nearest(space)
+    rooms = [(j, room) for j, room in enumerate(space.memory) if room is not None]
+    short = {j: round((space.share(j, nearest.bytes[j].total) - 1) * room) for j, room in rooms}
+    j, room = max(rooms, key=lambda pair: short[pair[0]])
+    changes = [*_together(space, relaxations)]
+    sizes = {size for _, size in rooms}
+    enough = math.ceil(share * max(sizes)) + 1
     changes.append(
-        f"{scale:.2f} times the memory on each device"
-        if sizes
+        f"{share + 0.005:.2f} times the memory on each device"
+        if len(sizes) > 1
         else f"memory={enough} ({format_bytes(enough)} on each device)"
     )
     return Infeasible(
@@ -70,28 +67,24 @@ def explain(space: Space, devices: Sequence[str], relaxations: Sequence[Relaxati
     )
 
 
-def _fits(space: Space) -> bool:
-    return next(candidates(space), None) is not None
+def _together(space: Space, relaxations: Sequence[Relaxation]) -> Iterator[str]:
+    """The changes that are enough each, or else the fewest that are enough together."""
+    for count in range(1, len(relaxations) + 1):
+        found = [some for some in combinations(relaxations, count) if _fits(space, some)]
+        yield from (" and ".join(text for text, _ in some) for some in found)
+        if found:
+            return
 
 
-def _least_scale(space: Space) -> tuple[float, Candidate]:
-    """The least factor on the memory of all devices with which something fits, within a hundredth, and what does."""
+def _fits(space: Space, changes: Sequence[Relaxation]) -> bool:
+    for _, change in changes:
+        space = change(space)
+    return _nearest(space)[0] <= 1
+
+
+def _nearest(space: Space) -> tuple[float, Candidate]:
+    """The least share of their memory that devices need, and the way to train that needs it."""
     # The smallest micro-batches take the least memory; the largest do where most of it does not depend on rows.
-    space = replace(space, chunks=sorted({space.chunks[0], space.chunks[-1]}))
-    low, high = 1.0, 2.0
-    while (found := _scaled(space, high)) is None:
-        low, high = high, 2 * high
-    while high / low > 1.01:
-        middle = (low * high) ** 0.5
-        nearer = _scaled(space, middle)
-        if nearer is None:
-            low = middle
-        else:
-            high, found = middle, nearer
-    return high, found
-
-
-def _scaled(space: Space, factor: float) -> Candidate | None:
-    memory = [None if size is None else round(size * factor) for size in space.memory]
-    found = candidates(replace(space, memory=memory))
-    return min(found, key=lambda each: each.fullest, default=None)
+    chunks = sorted({space.chunks[0], space.chunks[-1]})
+    ways = [Options(space, space.measured.cut(m), name) for m in chunks for name in space.schedules]
+    return min(map(least_share, ways), key=lambda each: each[0])

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from microbatch import scatter
 from profiler import Profile
 from streams import add_note
 
@@ -31,7 +32,7 @@ from ._arguments import (
     read_schedules,
 )
 from ._calibrate import UNSURE, calibrated
-from ._candidate import Space
+from ._candidate import Candidate, Space, lacking
 from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
 from ._fake import Fake, read_fake
@@ -40,6 +41,7 @@ from ._infeasible import Infeasible, Relaxation, explain
 from ._measure import count, measure, rows_of
 from ._outcome import plan_of
 from ._plan import Plan
+from ._rehearse import rehearsed, with_peaks
 from ._request import Request, read_layouts, read_profile, read_shortage
 
 GUESSED = Expected(0.5, 1.0, 2.0)
@@ -67,13 +69,14 @@ def plan(
     """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages or layers recompute, to fit.
 
     Layers are profiled one by one at a few sizes of micro-batches, and the engine with stages that do nothing. For each
-    number of chunks and each schedule, the best balance and modes are found together (:func:`blockpartition.place`)
-    and, if memory is short, the layers of a stage to recompute so that it just fits. The fastest candidates are
-    simulated action by action, and balances with a layer on the other side of a cut as long as they are faster. Among
-    those within 5 % of the fastest, the one with the fewest chunks is preferred, then 1F1B, then the fastest; never one
-    that is slower than if only whole stages could be recomputed. A copy of the model is trained with it for a few
-    steps, and the measured times of its cells correct the costs. Then up to five candidates that are expected to be
-    about as fast are trained in turns, and the plan is the simplest of those within 2 % of the fastest.
+    number of chunks and each schedule, the balance and the modes that fit are chosen together, by replays of the
+    schedule and an account of bytes. Among those within 1 % of the fastest, the one with the fewest chunks is
+    preferred, then 1F1B, then the fastest. One step of it is run by the engine on tensors without data, which tells its
+    bytes; if they do not fit, the search goes on with bytes corrected by that. A copy of the model is trained with it
+    for a few steps, and the measured times of its cells correct the costs. Then up to five candidates that are expected
+    to be about as fast are trained in turns, and the plan is the simplest of those within 2 % of the fastest.
+
+    Not searched: schedules with several stages on a device (interleaved, V-shaped), and devices in another order.
 
     Args:
         model: an ``nn.Sequential``, or any model that :func:`gpipe.flatten` takes. It is not changed.
@@ -158,7 +161,7 @@ def _planned(request: Request) -> Plan:
     """Measure, search, and try the best candidates."""
     measured, layouts = _measured(request)
     spaces, notes = _spaces(request, measured, layouts)
-    space, found = search_all(spaces)
+    space, found, bytes_note = _search(request, spaces)
     if not found:
         raise _with_notes(explain(space, request.names, _relaxations(space, request)), notes)
     fake, spread = request.fake, GUESSED if request.fake else UNSURE
@@ -169,8 +172,60 @@ def _planned(request: Request) -> Plan:
             space, found, request.layers, request.places, request.sample, request.target, request.loss_fn
         )
         notes.append(note)
+        found, bytes_note = _that_fits(request, space, found)
     here = Remembered(loss_fn=request.loss_fn, sample=request.sample)
+    notes += [bytes_note] if bytes_note else []
     return plan_of(Plan, found, space, layer_keys(request.layers), request.names, spread, notes, here)
+
+
+REHEARSALS = 6
+"""How often a plan is searched anew because its rehearsal took more than the account of bytes says."""
+
+
+def _search(request: Request, spaces: Sequence[Space]) -> tuple[Space, list[Candidate], str]:
+    """The space with the best way, the ways found, of which the first fits by a rehearsal, and how bytes were found."""
+    for _ in range(REHEARSALS):
+        space, found = search_all(spaces)
+        if not found:
+            return space, [], ""
+        best, note = _rehearsed(request, found[0])
+        if not lacking(space, best):
+            return space, [best, *found[1:]], note
+        before = space.scale or (1.0,) * len(best.bytes)
+        account = best.costs.device_bytes(best.sizes, best.modes, best.schedule, best.split)
+        scale = [true.total / max(1, own.total) for true, own in zip(best.bytes, account, strict=True)]
+        after = replace(space, scale=tuple(map(max, before, scale)))
+        spaces = [after if each is space else each for each in spaces]
+    ways, note = _that_fits(request, space, found)
+    return space, [] if lacking(space, ways[0]) else ways, note
+
+
+def _that_fits(request: Request, space: Space, found: Sequence[Candidate]) -> tuple[list[Candidate], str]:
+    """These with the first one in front that fits by a rehearsal, if there is any."""
+    for k, each in enumerate(found[:REHEARSALS]):
+        best, note = _rehearsed(request, each)
+        if not lacking(space, best):
+            return [best, *found[:k], *found[k + 1 :]], note
+    return [best, *found[1:]], note
+
+
+def _rehearsed(request: Request, way: Candidate) -> tuple[Candidate, str]:
+    """The way with the bytes of a rehearsal, and how they were found."""
+    if request.profile is not None or any(place.type not in ("cpu", "meta") for place in request.places):
+        return way, "bytes: those of the layers alone, added up; plan.verify measures them"
+    sample, target = (
+        value
+        if value is None or way.costs.measured.replicas == 1
+        else scatter(value, way.costs.measured.replicas)[0].value
+        for value in (request.sample, request.target)
+    )
+    try:
+        peaks = rehearsed(request.layers, sample, target, request.loss_fn, way)
+    except Exception as error:
+        return way, f"bytes: those of the layers alone, added up; a rehearsal without data failed: {error!r:.200}"
+    if peaks is None:
+        return way, "bytes: those of the layers alone, added up; the step is too long for a rehearsal"
+    return with_peaks(way, peaks), "bytes: those of one step of the engine on tensors without data"
 
 
 def _spaces(request: Request, measured: Measured, layouts: Sequence[Layout]) -> tuple[list[Space], list[str]]:
@@ -244,21 +299,42 @@ def _how(measured: Measured, layers: int) -> str:
 
 def _relaxations(space: Space, request: Request) -> list[Relaxation]:
     """What the caller could ask for instead, the nearest first."""
-    stages, rows = len(space.modes), space.measured.rows
-    every = read_modes(None, stages)
+    stages, measured = len(space.modes), space.measured
+    every = read_modes(None, 1)[0]
     found: list[Relaxation] = []
-
-    def offer(text: str, **changes: Any) -> None:
-        found.append((text, partial(replace, space, **changes)))
-
-    if list(space.modes) != every:
-        offer("checkpoint=None, so that the plan may choose", modes=every, pieces=True)
-    more = [m for m in read_chunks(None, rows) if m > space.chunks[-1]]
+    if list(space.modes) != [every] * stages:
+        text = "checkpoint=None, so that the plan may choose"
+        found.append((text, lambda own: replace(own, modes=[every] * len(own.modes), pieces=True)))
+    more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]]
     if more:
-        offer(f"chunks up to {more[-1]}", chunks=[*space.chunks, *more])
+        found.append((f"chunks up to {more[-1]}", lambda own: replace(own, chunks=[*own.chunks, *more])))
     if list(space.schedules) != list(SCHEDULES):
-        offer("schedule=None, so that the plan may choose", schedules=SCHEDULES)
-    if any(space.measured.optimizer) and request.optimizer != "sgd":
-        plain = replace(space.measured, optimizer=(0,) * len(request.layers))
-        offer("optimizer='sgd', which keeps no state", measured=plain)
+        text = "schedule=None, so that the plan may choose"
+        found.append((text, lambda own: replace(own, schedules=SCHEDULES)))
+    if any(measured.optimizer) and request.optimizer != "sgd":
+        plain = (0,) * len(request.layers)
+        text = "optimizer='sgd', which keeps no state"
+        found.append((text, lambda own: replace(own, measured=replace(own.measured, optimizer=plain))))
+    for larger in (2 * stages, 4 * stages):
+        if larger <= len(request.layers) and measured.replicas == 1:
+            found.append((f"{larger} devices instead of {stages}", partial(_on_more, stages=larger)))
     return found
+
+
+def _on_more(space: Space, stages: int) -> Space:
+    """The same for more devices, which are like the last one."""
+    own = space.measured
+
+    def longer(each: Sequence[Any]) -> tuple[Any, ...]:
+        return (*each, *[each[-1]] * (stages - len(each)))
+
+    measured = replace(
+        own, profiles=longer(own.profiles), copied=longer(own.copied), links=longer(own.links)
+    )  # a single device has no link: what comes to the others then takes no time
+    return replace(
+        space,
+        measured=measured,
+        modes=longer(space.modes),
+        memory=longer(space.memory),
+        scale=longer(space.scale) if space.scale else (),
+    )

@@ -17,7 +17,7 @@ from profiler import Profile, profile
 from .._gpipe import GPipe
 from ..balance._balance import intra_op_threads
 from ..timeline._hops import Link
-from ._costs import Measured
+from ._costs import Measured, Tie
 from ._fake import Fake, estimated
 
 SECONDS = 0.6
@@ -65,6 +65,7 @@ def measure(
         action=action,
         step=step,
         crowding=_crowding(devices),
+        ties=ties_of(model),
     )
 
 
@@ -103,6 +104,20 @@ def count(
         needs_gradient=any(tensor.requires_grad for tensor in Batch(sample)),
         copied=(False, *(True,) * (stages - 1)),
         links=(Link(), *(fake.inside,) * (stages - 1)),
+        ties=ties_of(model),
+    )
+
+
+def ties_of(layers: nn.Sequential) -> tuple[Tie, ...]:
+    """The parameters that several layers have."""
+    holders: dict[nn.Parameter, list[int]] = {}
+    for k, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            holders.setdefault(parameter, []).append(k)
+    return tuple(
+        Tie(tuple(own), parameter.nbytes, parameter.nbytes * parameter.requires_grad)
+        for parameter, own in holders.items()
+        if len(own) > 1
     )
 
 

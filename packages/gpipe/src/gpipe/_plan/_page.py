@@ -8,8 +8,8 @@ from profiler.text import format_bytes, format_seconds
 
 from .._template import filled
 from ..timeline._svg import svg
+from ._bytes import DeviceBytes
 from ._data import PlanData
-from ._memory import DeviceBytes
 from ._table import alternative_rows, heading, stage_rows
 
 COLOURS = {

@@ -1,207 +1,306 @@
-"""Find the fastest way to train that fits: chunks, schedule, balance, and the mode of each stage."""
+"""Find the fastest way to train that fits: chunks, schedule, balance, and the mode of each stage.
+
+In three parts: the options of a stage are data (:mod:`gpipe._plan._options`); a way to train has one cost, a replay of
+its schedule and the account of its bytes (:mod:`gpipe._plan._candidate`); and this module chooses. For each number of
+chunks and each schedule it looks at
+
+- every balance and all options of all stages, where there are few: those whose lower bound is above the best are not
+  replayed, so nothing is missed;
+- else the balances that dynamic programming finds: the least slowest stage, and the least work in total where the
+  slowest stage may take a little longer. From the best of them a layer goes to the other side of a cut, or a stage
+  takes another option, as long as a replay is faster.
+
+What is not searched: schedules with several stages on a device (interleaved ones and those in the shape of a V), more
+than one device for a stage, stages on other devices than in the order given, and, of stages with many layers, patterns
+of recomputed layers other than runs of one length.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from heapq import nsmallest
+from itertools import accumulate, combinations, pairwise, product
 
-from ._candidate import Candidate, Space, by_seconds, candidate_of, lacking, simplicity, with_replay
-from ._costs import Costs
-from ._neighbours import descended, improved, shifted
-from ._placed import PARTS, Objective, best_placed
-from ._search_pieces import Pieces
+from ._candidate import Candidate, Space, by_seconds, candidate_of, simplicity, step_seconds
+from ._costs import bounds
+from ._options import Option, Options
 
-NEAR = 0.05
+NEAR = 0.01
 """Candidates that are slower than the fastest by no more than this share are as good; the simplest is taken."""
 
-FINALISTS = 12
-"""How many candidates are replayed, the fastest by the closed form."""
+EVERY = 30_000
+"""Up to so many ways under one schedule and number of chunks, all are looked at."""
 
-_HOPELESS = 1.3
-"""Candidates slower by this factor by the closed form, which ignores that backwards may be split, are left out."""
+REPLAYED = 300_000
+"""The most actions that are replayed to improve the balance under one schedule and number of chunks."""
 
-_LITTLE = 0.02
-"""By the closed form, what recomputing only some layers of a stage must save for that to be looked at."""
+_MARGIN = 0.95
+"""How much faster the best balance may be, of many layers, than the one with the least slowest stage."""
 
-_REPAIRS = 8
-_TRIES = 2  # of stages in part, where whole ones fit
+_WIDER = (1.05, 1.25, 2.0, math.inf)
+"""How much longer than an even share of the work the slowest stage may take, until a balance is found."""
+
+_SLACK = (1.0, 1.1)
+
+Sizes = tuple[int, ...]
+Chosen = Sequence[Option]
 
 
 def search(space: Space) -> list[Candidate]:
-    """The ways to train that fit, the best first: the simplest of those near the fastest, then all by their time.
+    """The best way for each number of chunks and each schedule that fits: the best of all, then all by their time.
 
-    The best is no slower than it would be if only whole stages could be computed again, or if balances were chosen by
-    the closed form alone.
+    The best is the one with the fewest chunks, then the simplest schedule, of those within :data:`NEAR` of the fastest.
     """
     found = by_seconds(candidates(space))
     if not found:
         return []
-    whole = _replayed_first([each for each in found if not each.in_pieces])
-    pieces = _replayed_first([each for each in found if each.in_pieces])
-    by_closed_form = _simplest(by_seconds([*whole, *pieces]), _bound(whole))
-    whole = _with_improved(space, whole)
-    every = _with_improved(space, by_seconds([*whole, *pieces])) if pieces else whole
-    best = _simplest(every, min(by_closed_form.seconds, _bound(whole)))
-    return [best, *(each for each in every if each is not best)]
-
-
-def _with_improved(space: Space, found: Sequence[Candidate]) -> list[Candidate]:
-    """These, and better balances of the simplest and of the fastest of them, if there are any."""
-    starts = {id(each): each for each in (found[0], _simplest(found, math.inf))} if found else {}
-    nearby = [improved(space, each) for each in starts.values()]
-    return by_seconds([*found, *(each for each in nearby if id(each) not in starts)])
-
-
-def _bound(found: Sequence[Candidate]) -> float:
-    """The seconds of the simplest of those near the fastest, if there are any."""
-    return _simplest(found, math.inf).seconds if found else math.inf
-
-
-def _replayed_first(found: Sequence[Candidate]) -> list[Candidate]:
-    """The first ones, by what a replay of them takes."""
-    return by_seconds(map(with_replay, found[:FINALISTS]))
-
-
-def _simplest(found: Sequence[Candidate], most: float) -> Candidate:
-    """The simplest of those near the fastest, which comes first, that take so many seconds at most.
-
-    Of the same chunks and schedule the faster one is simple enough: others compute more again than they have to.
-    """
-    limit = min(found[0].seconds * (1 + NEAR), most)
-    return min(
-        (each for each in found if each.seconds <= limit), key=lambda each: (*simplicity(each)[:2], each.seconds)
-    )
+    near = [each for each in found if each.seconds <= found[0].seconds * (1 + NEAR)]
+    best = min(near, key=lambda each: (*simplicity(each)[:2], each.seconds))
+    return [best, *(each for each in found if each is not best)]
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
-    """For each number of chunks and each schedule the best balance and modes that fit, with seconds by a closed form.
-
-    They come in the order of their seconds with unlimited memory. Where even those are much more than the seconds of
-    one that fits, the rest is left out.
-    """
+    """The best that fits for each number of chunks and each schedule, unless it cannot be the fastest."""
+    ways = [options for m in space.chunks for options in _bounded(space, m)]
     fastest = math.inf
-    for free in by_seconds(_free(space)):
-        if free.seconds > fastest * _HOPELESS:
+    for least, _, options in sorted((least, k, options) for k, (least, options) in enumerate(ways)):
+        if least > fastest:
             return
-        short = space.is_bounded and lacking(space, free)
-        every = _all_fitting(space, free, fastest) if short else [free]
-        for found in every:
-            # Zero bubble that splits nothing is 1F1B, which is among the others unless zero bubble alone was asked for.
-            if found.split or found.schedule != "zero_bubble" or len(space.schedules) == 1:
-                fastest = min(fastest, found.seconds)
+        found = best_of(options)
+        # Zero bubble that splits nothing is 1F1B, which is among the others unless zero bubble alone was asked for.
+        if found is not None and (found.split or found.schedule != "zero_bubble" or len(space.schedules) == 1):
+            fastest = min(fastest, found.seconds)
+            yield found
+
+
+def _bounded(space: Space, chunks: int) -> Iterator[tuple[float, Options]]:
+    """The options under each schedule, with seconds below which it comes at most by a little."""
+    costs, k = space.measured.cut(chunks), len(space.modes)
+    alone = [costs.work(j, [False] * costs.measured.layers) for j in range(k)]
+    work: list[float] = [min(each) for each in zip(*alone, strict=True)]
+    # Stages work all the time, layers can be divided, and nothing is computed again.
+    least = costs.chunks * (max([sum(work) / k, *work]) + 2 * costs.measured.action) + costs.measured.step
+    free = Options(replace(space, memory=(None,) * k), costs, space.schedules[0])
+    sizes = next(_placed(free), None) if math.comb(costs.measured.layers - 1, k - 1) > EVERY else None
+    for name in space.schedules:
+        own = Options(free.space, costs, name)
+        quick = 0.0 if sizes is None else _Replayed(own, sizes).seconds * _MARGIN
+        yield max(least, quick), Options(space, costs, name)
+
+
+def best_of(options: Options) -> Candidate | None:
+    """The fastest balance and options that fit; None if none was found."""
+    layers, stages = options.costs.measured.layers, len(options.space.modes)
+    every = _every(options) if math.comb(layers - 1, stages - 1) <= EVERY else None
+    if every is not None:
+        return _fastest_of(options, every)
+    found = [_Replayed(options, sizes) for sizes in dict.fromkeys(_placed(options))]
+    starts = nsmallest(2, (each for each in found if each.seconds < math.inf), key=lambda each: each.seconds)
+    improved = [each.improved() for each in starts]
+    return min(improved, key=lambda each: each.seconds).candidate() if improved else None
+
+
+def _every(options: Options) -> list[tuple[float, Sizes, Chosen]] | None:
+    """Every way that fits, with a lower bound of its seconds; None if there are too many."""
+    layers, stages = options.costs.measured.layers, len(options.space.modes)
+    found: list[tuple[float, Sizes, Chosen]] = []
+    for cuts in combinations(range(1, layers), stages - 1):
+        ends = (0, *cuts, layers)
+        each = [options.of(j, ends[j], ends[j + 1]) for j in range(stages)]
+        if len(found) + math.prod(map(len, each)) > EVERY:
+            return None
+        sizes = tuple(b - a for a, b in pairwise(ends))
+        hops = options.costs.hops(sizes)
+        found += [(_bound(chosen, hops), sizes, chosen) for chosen in product(*each)]
+    return found
+
+
+def _bound(chosen: Chosen, hops: Sequence[float]) -> float:
+    """A lower bound under any schedule: all work of a stage, between what comes before it and what follows."""
+    ahead, behind, least = 0.0, 0.0, 0.0
+    for option, hop in zip(chosen, hops, strict=True):
+        ahead += hop
+        behind += hop
+        least = max(least, ahead + option.busy + (0.0 if option.splits else behind))
+        ahead += option.cost.forward
+        behind += option.cost.backward if not option.splits else 0.0
+    return least
+
+
+def _fastest_of(options: Options, every: list[tuple[float, Sizes, Chosen]]) -> Candidate | None:
+    best, seconds = None, math.inf
+    more = options.costs.measured.step
+    for least, sizes, chosen in sorted(every, key=lambda each: each[0]):
+        if least + more >= seconds:
+            break
+        found = _seconds(options, sizes, chosen)
+        if found < seconds:
+            best, seconds = (sizes, chosen), found
+    return None if best is None else _candidate(options, *best)
+
+
+def _seconds(options: Options, sizes: Sizes, chosen: Chosen) -> float:
+    split = tuple(j for j, option in enumerate(chosen) if option.splits)
+    modes, stages = [option.mode for option in chosen], [option.cost for option in chosen]
+    return step_seconds(options.costs, options.schedule, sizes, modes, split, stages)
+
+
+def _candidate(options: Options, sizes: Sizes, chosen: Chosen) -> Candidate:
+    split = tuple(j for j, option in enumerate(chosen) if option.splits)
+    return candidate_of(options.costs, options.schedule, sizes, tuple(option.mode for option in chosen), split)
+
+
+Weight = Callable[[int, int, int], float]
+"""Of stage j with the layers from one to another; infinite if it cannot have them, nor more of them."""
+
+
+def _placed(options: Options) -> Iterator[Sizes]:
+    """Balances that fit: the one of the least slowest stage, and some of the least work within a little more."""
+
+    def busy(j: int, first: int, end: int) -> float:
+        found = options.some(j, first, end)
+        return found[0].busy if found else math.inf
+
+    layers, stages = options.costs.measured.layers, len(options.space.modes)
+    m, work = options.costs.chunks, options.costs.work(0, [False] * layers)
+    behind = [m * size for size in accumulate(reversed(work), initial=0.0)][::-1]
+    even = max(behind[0] / stages, m * max(work)) + 2 * m * options.costs.measured.action
+    found = (divided(layers, stages, busy, even * wider, max, behind) for wider in _WIDER)
+    least = next((sizes for sizes in found if sizes is not None), None)
+    if least is None:
+        return
+    yield least
+    slowest = max(busy(j, *each) for j, each in enumerate(bounds(least)))
+    for slack in _SLACK if options.space.is_bounded else ():
+        sizes = divided(layers, stages, busy, slowest * slack, lambda a, b: a + b, behind)
+        if sizes is not None:
+            yield sizes
+
+
+def divided(
+    layers: int,
+    stages: int,
+    weight: Weight,
+    most: float,
+    join: Callable[[float, float], float],
+    behind: Sequence[float] = (),
+) -> Sizes | None:
+    """The sizes of stages of the least weight, none of which weighs more than ``most``; None if there are none.
+
+    Args:
+        layers, stages: how many there are.
+        weight: of a stage, which grows with its layers.
+        most: the limit.
+        join: the weight of some stages and another one, such as their sum.
+        behind: for each layer, what stages of it and all later ones weigh at least, together.
+    """
+    best: dict[int, float] = {0: 0.0}
+    firsts: list[dict[int, int]] = []
+    for j in range(stages):
+        found, before = dict[int, float](), dict[int, int]()
+        last = layers - (stages - j - 1)
+        for first, weighs in best.items():
+            for end in range(first + 1 if j < stages - 1 else layers, last + 1):
+                if behind and behind[end] > most * (stages - j - 1):
+                    continue  # the later stages could not have the rest
+                own = weight(j, first, end)
+                if own > most:
+                    break
+                each = join(weighs, own)
+                if each < found.get(end, math.inf):
+                    found[end], before[end] = each, first
+        best = found
+        firsts.append(before)
+    if layers not in best:
+        return None
+    ends = [layers]
+    for before in reversed(firsts):
+        ends.append(before[ends[-1]])
+    return tuple(a - b for a, b in pairwise(ends))[::-1]
+
+
+class _Replayed:
+    """A balance with the fastest options, and the seconds of its replay.
+
+    Args:
+        options: of the stages.
+        sizes: of the stages.
+        chosen: their options; by default for each stage that with which it has the least to do.
+    """
+
+    def __init__(self, options: Options, sizes: Sizes, chosen: Chosen | None = None) -> None:
+        self._options, self._sizes = options, sizes
+        each = [options.of(j, *own)[:1] for j, own in enumerate(bounds(sizes))] if chosen is None else None
+        self._chosen = [option for own in each for option in own] if each is not None else list(chosen or ())
+        fits = len(self._chosen) == len(sizes)
+        self.bound = _bound(self._chosen, options.costs.hops(sizes)) if fits else math.inf
+        self._seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        if self._seconds is None:
+            missing = self.bound == math.inf
+            self._seconds = math.inf if missing else _seconds(self._options, self._sizes, self._chosen)
+        return self._seconds
+
+    def candidate(self) -> Candidate:
+        return _candidate(self._options, self._sizes, self._chosen)
+
+    def improved(self) -> _Replayed:
+        """The fastest that steps from one balance or option to the next lead to."""
+        best, left = self, REPLAYED // (2 * len(self._sizes) * self._options.costs.chunks)
+        while left > 0:
+            near = sorted((each for each in best.near() if each.bound < best.seconds), key=lambda each: each.bound)
+            left -= len(near[:left])
+            faster = min(near[: max(1, left)], key=lambda each: each.seconds, default=best)
+            if faster.seconds >= best.seconds:
+                break
+            best = faster
+        return best
+
+    def near(self) -> Iterator[_Replayed]:
+        """Those that differ by a layer on the other side of a cut, or by the option of a stage."""
+        for sizes in shifted(self._sizes):
+            yield _Replayed(self._options, sizes)
+        for j, own in enumerate(bounds(self._sizes)):
+            for option in self._options.of(j, *own):
+                if option is not self._chosen[j]:
+                    yield _Replayed(self._options, self._sizes, [*self._chosen[:j], option, *self._chosen[j + 1 :]])
+
+
+def shifted(sizes: Sizes) -> Iterator[Sizes]:
+    """All sizes with one layer on the other side of one cut.
+
+    >>> list(shifted((2, 1, 2)))
+    [(1, 2, 2), (2, 2, 1)]
+    """
+    for j in range(len(sizes) - 1):
+        for more in (1, -1):
+            found = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])
+            if min(found) > 0:
                 yield found
 
 
-def _all_fitting(space: Space, free: Candidate, fastest: float) -> Iterator[Candidate]:
-    """The best that fits of whole stages, and of stages in pieces if that is quicker."""
-    whole = _fitting(space, free.costs, free.schedule)
-    if whole is not None:
-        yield whole
-    # Nothing that fits is faster than what would be done with unlimited memory.
-    promising = whole is None or free.seconds < min(whole.seconds / (1 + _LITTLE), fastest * (1 + 2 * NEAR))
-    if space.pieces and promising:
-        best = _in_pieces(space, free, whole)
-        if best is not None and best.in_pieces and (whole is None or best.seconds < whole.seconds):
-            yield best
+def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates with a layer on the other side of a cut that fit."""
+    options = Options(space, candidate.costs, candidate.schedule)
+    for sizes in shifted(candidate.sizes):
+        near = _Replayed(options, sizes)
+        if near.seconds < math.inf:
+            yield near.candidate()
 
 
-def _in_pieces(space: Space, free: Candidate, whole: Candidate | None) -> Candidate | None:
-    """The best that fits of stages that are recomputed in part.
+def least_share(options: Options) -> tuple[float, Candidate]:
+    """The least share of memory that all devices need, above 1 if nothing fits, and a way to train with that."""
+    layers, stages = options.costs.measured.layers, len(options.space.modes)
 
-    The balances looked at are the best with unlimited memory, that of whole stages, and one for stages of which
-    quarters are recomputed. From the best of these, layers move away from the slowest stage as long as that is faster.
-    """
-    ways = Pieces(free.costs, free.schedule, space.memory)
+    def share(j: int, first: int, end: int) -> float:
+        return options.least(j, first, end).share
 
-    def at(sizes: tuple[int, ...]) -> Candidate | None:
-        found, short = ways.of(sizes)
-        each = None if short else candidate_of(space, free.costs, free.schedule, sizes, found)
-        return None if each is None or lacking(space, each) else each
-
-    starts = [
-        free.sizes,
-        *([whole.sizes] if whole else []),
-        *_by_parts(space, free, ways, _TRIES if whole else _REPAIRS),
-    ]
-    found = by_seconds(filter(None, map(at, dict.fromkeys(starts))))
-    return descended(found[0], lambda best: filter(None, map(at, _eased(best)))) if found else None
-
-
-def _by_parts(space: Space, free: Candidate, ways: Pieces, tries: int) -> list[tuple[int, ...]]:
-    """A balance for stages of which quarters are recomputed, if one is found that fits."""
-
-    def placed(rooms: Rooms) -> tuple[int, ...] | None:
-        found = best_placed(space, free.costs, free.schedule, rooms, "bottleneck", parts=PARTS)
-        return None if found is None else found[0]
-
-    found = _repaired(space.memory, placed, lambda sizes: ways.of(sizes)[1], tries)
-    return [] if found is None else [found[0]]
-
-
-def _eased(candidate: Candidate) -> Iterator[tuple[int, ...]]:
-    """The balances in which the slowest stage has given a layer to one beside it."""
-    sizes = candidate.sizes
-    times = [cost.forward + cost.backward for cost in candidate.costs.stage_costs(sizes, candidate.modes)]
-    slowest = times.index(max(times))
-    return (others for others in shifted(sizes) if others[slowest] < sizes[slowest])
-
-
-def _free(space: Space) -> Iterator[Candidate]:
-    """The best balance for each number of chunks, with any amount of memory."""
-    for chunks in space.chunks:
-        costs = space.measured.cut(chunks)
-        placed = best_placed(space, costs)
-        assert placed is not None  # without limits everything fits
-        for schedule in space.schedules:
-            yield candidate_of(space, costs, schedule, *placed)
-
-
-def _fitting(space: Space, costs: Costs, schedule: str) -> Candidate | None:
-    """The best that fits."""
-
-    def placed(rooms: Rooms, objective: Objective) -> Candidate | None:
-        found = best_placed(space, costs, schedule, rooms, objective)
-        return None if found is None else candidate_of(space, costs, schedule, *found)
-
-    # The slowest stage alone is found several times as fast as the makespan.
-    found = _repaired(space.memory, lambda rooms: placed(rooms, "bottleneck"), lambda each: lacking(space, each))
-    if found is None:
-        return None
-    better = placed(found[1], "makespan")
-    return found[0] if better is None or lacking(space, better) else better
-
-
-Rooms = Sequence[int | None]
-Found = TypeVar("Found")
-
-
-def _repaired(
-    memory: Rooms,
-    place: Callable[[Rooms], Found | None],
-    short: Callable[[Found], dict[int, int]],
-    tries: int = _REPAIRS,
-) -> tuple[Found, Rooms] | None:
-    """What ``place`` finds that fits, and the memory with which it did; None if it finds nothing, or nothing that fits.
-
-    Sums over layers are exact in :func:`blockpartition.place`, but the peak of a stage is a maximum over its layers.
-    So stages begin with all of their memory, and where the peak does not fit that much is taken from them.
-
-    Args:
-        memory: what each device may hold.
-        place: finds something for less or as much.
-        short: the bytes that devices are short of for what was found.
-        tries: how often.
-    """
-    rooms = memory
-    for _ in range(tries):
-        found = place(rooms)
-        if found is None:
-            return None
-        lacks = short(found)
-        if not lacks:
-            return found, rooms
-        rooms = [None if room is None else room - lacks.get(j, 0) for j, room in enumerate(rooms)]
-        if any(room is not None and room < 0 for room in rooms):
-            return None
-    return None
+    even = tuple(layers * (j + 1) // stages - layers * j // stages for j in range(stages))
+    most = max(share(j, *own) for j, own in enumerate(bounds(even)))
+    sizes = divided(layers, stages, share, most, max) or even
+    chosen = [options.least(j, *own) for j, own in enumerate(bounds(sizes))]
+    return max(option.share for option in chosen), _candidate(options, sizes, chosen)

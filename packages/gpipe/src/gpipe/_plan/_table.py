@@ -8,9 +8,9 @@ from itertools import accumulate, groupby
 from profiler.text import align, format_bytes, format_seconds, format_share
 
 from ..schedule._flags import StageMode, runs_of
+from ._bytes import DeviceBytes
 from ._costs import bounds, busy
 from ._data import Alternative, PlanData
-from ._memory import DeviceBytes
 
 _BAR = 24
 _MANY = 8

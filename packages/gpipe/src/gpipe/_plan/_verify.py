@@ -115,7 +115,7 @@ def timed(
     return seconds, timeline
 
 
-def peak_bytes(pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str) -> list[int]:
+def peak_bytes(pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str | Schedule) -> list[int]:
     """The peak of each stage in a step, in bytes, without the state of an optimizer.
 
     Counted are its parameters and buffers, and all storages that its actions make.

@@ -1,0 +1,128 @@
+"""The options of a stage: how it may be checkpointed so that it fits, and what it takes then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from ..schedule import Kind
+from ..schedule._flags import StageMode, mode_of
+from ..timeline import StageCost
+from ._candidate import Space, stops_of
+from ._costs import Costs
+
+ALL_FLAGS = 5
+"""Up to so many layers, all combinations of layers to compute again are options of a stage; else some patterns."""
+
+
+class Option(NamedTuple):
+    """How a stage may be trained.
+
+    Attributes:
+        mode: how it is checkpointed.
+        splits: whether its backward is split.
+        cost: what it takes.
+        busy: seconds in a step.
+        share: what it holds, as a share of what its device may hold.
+    """
+
+    mode: StageMode
+    splits: bool
+    cost: StageCost
+    busy: float
+    share: float
+
+
+class Options:
+    """The options of all stages, for one number of chunks and one schedule.
+
+    A stage's memory and seconds depend on its own layers and mode alone, so each range of layers is looked at once.
+
+    Args:
+        space: what is searched.
+        costs: of micro-batches of one size.
+        schedule: its name.
+    """
+
+    def __init__(self, space: Space, costs: Costs, schedule: str) -> None:
+        self.space, self.costs, self.schedule = space, costs, schedule
+        self._found: dict[tuple[int, int, int, bool], list[Option]] = {}
+        self._known: dict[tuple[int, int, int, StageMode], Option] = {}
+
+    def of(self, j: int, first: int, end: int) -> list[Option]:
+        """Those with which stage j fits with these layers, without those that others are better than; fastest first."""
+        return self._fitting(j, first, end, few=False)
+
+    def some(self, j: int, first: int, end: int) -> list[Option]:
+        """The same of a few patterns of layers to compute again, for many ranges of layers."""
+        return self._fitting(j, first, end, few=True)
+
+    def least(self, j: int, first: int, end: int) -> Option:
+        """The one of :meth:`some` that takes the least memory, fits or not."""
+        return min(self._every(j, first, end, few=True), key=lambda each: each.share)
+
+    def _fitting(self, j: int, first: int, end: int, *, few: bool) -> list[Option]:
+        key = j, first, end, few
+        if key not in self._found:
+            fitting = [each for each in self._every(j, first, end, few=few) if each.share <= 1]
+            self._found[key] = _undominated(fitting, self.costs.chunks)
+        return self._found[key]
+
+    def _every(self, j: int, first: int, end: int, *, few: bool) -> Iterator[Option]:
+        """All of them; where nothing need be computed again, that alone."""
+        for mode in self._modes(j, first, end, few):
+            key = j, first, end, mode
+            if key not in self._known:
+                self._known[key] = self._option(*key)
+            yield self._known[key]
+            if mode == "never" and self._known[key].share <= 1:
+                return
+
+    def _modes(self, j: int, first: int, end: int, few: bool) -> Iterator[StageMode]:
+        allowed = self.space.modes[j]
+        if self.space.memory[j] is None:
+            allowed = allowed[:1]
+        yield from (each if isinstance(each, str) else mode_of(each[first:end]) for each in allowed)
+        if self.space.pieces and self.space.memory[j] is not None:
+            yield from map(mode_of, _patterns(end - first, few))
+
+    def _option(self, j: int, first: int, end: int, mode: StageMode) -> Option:
+        costs, schedule = self.costs, self.schedule
+        cost = costs.stage_cost(j, first, end, mode)
+        splits = schedule == "zero_bubble" and costs.splits(j, first, end, cost)
+        need = costs.stage_bytes(j, first, end, mode, schedule, splits) if self.space.memory[j] is not None else 0
+        again = stops_of([mode], costs.chunks)[0] * cost.seconds(Kind.RECOMPUTE)
+        busy = costs.chunks * (cost.forward + cost.backward) + again
+        return Option(mode, splits, cost, busy, self.space.share(j, need))
+
+
+@lru_cache(maxsize=1024)
+def _patterns(layers: int, few: bool) -> list[tuple[bool, ...]]:
+    """Some, but not all, of so many layers: every combination of a few, else runs of equal lengths from the front."""
+    if layers <= (3 if few else ALL_FLAGS):
+        found = list(product((False, True), repeat=layers))
+    else:
+        lengths, parts = ((1, 4), 2) if few else ((1, 2, 3, 5, 8, 12, 20), 8)
+        runs = [(length, round(layers * share / parts)) for length in lengths for share in range(1, parts + 1)]
+        runs += [(covered, covered) for _, covered in runs]  # one run
+        found = [tuple(k < covered and k % (length + 1) < length for k in range(layers)) for length, covered in runs]
+    return [flags for flags in dict.fromkeys(found) if any(flags) and not all(flags)]
+
+
+def _undominated(found: list[Option], chunks: int) -> list[Option]:
+    kept: list[Option] = []
+    for each in sorted(found, key=lambda option: option.busy):
+        figures = _figures(each, chunks)
+        if not any(all(a <= b for a, b in zip(_figures(better, chunks), figures, strict=True)) for better in kept):
+            kept.append(each)
+    return kept
+
+
+def _figures(option: Option, chunks: int) -> tuple[float, ...]:
+    """None of which is larger in an option that is better in any schedule."""
+    cost, again = option.cost, stops_of([option.mode], chunks)[0]
+    whole = cost.seconds(Kind.BACKWARD) if not option.splits else 0.0
+    parts = (cost.seconds(Kind.BACKWARD_INPUT), cost.seconds(Kind.BACKWARD_WEIGHT)) if option.splits else (0.0, 0.0)
+    return cost.forward, whole, *parts, again * cost.seconds(Kind.RECOMPUTE), float(again)

@@ -1,0 +1,132 @@
+"""Run one step of a plan by the engine itself, on tensors without data, and count the bytes of each stage.
+
+That figure is printed, and limits are held against it: the account of bytes that a search goes by is not exact.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microbatch import Batch, gather, map_tensors, scatter
+from profiler._fake import fake, fake_mode
+
+from .._gpipe import GPipe
+from ..engine._settings import inline
+from ..schedule import Schedule, Step, requirement
+from ._bytes import DeviceBytes
+from ._candidate import Candidate, schedule_of
+from ._verify import peak_bytes
+
+MOST = 4096
+"""Layers times micro-batches: longer steps are not run, which would take minutes."""
+
+
+def rehearsed(
+    layers: nn.Sequential,
+    x: Any,
+    y: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    way: Candidate,
+) -> list[int] | None:
+    """The peak of each stage in bytes, without the state of an optimizer; None if the step is too long to be run.
+
+    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. How long that
+    is depends on which stage goes first where both could. So this is the peak over two orders. Under other schedules
+    than fill-drain more micro-batches than there are ever in flight change nothing, so only some are run.
+
+    Args:
+        layers: the model; it stays as it is, and may be on ``meta``.
+        x, y, loss_fn: a mini-batch, its target, and the loss; None for the sum of the outputs.
+        way: how it is trained.
+
+    Raises:
+        Exception: a layer needs the values of tensors.
+    """
+    sizes, chunks = way.sizes, way.chunks
+    few = chunks if way.schedule == "fill_drain" else min(chunks, 2 * len(sizes) + 2)
+    if few * len(layers) > MOST:
+        return None
+    mode = fake_mode()
+    own = _faked(layers, mode)
+
+    def first(value: Any) -> Any:
+        """The first micro-batches of a mini-batch, as one."""
+        return gather(scatter(map_tensors(lambda tensor: fake(tensor, mode), value), chunks)[:few])
+
+    inputs, targets = first(x), None if y is None else first(y)
+    few = len(scatter(inputs, few))
+    pipe = GPipe(own, sizes, devices=["cpu"] * len(sizes), chunks=few, checkpoint=way.modes)
+    programs, loss = schedule_of(way.schedule, few, way.modes, way.split), loss_fn or total
+    orders = [_eager(programs, stages) for stages in (range(len(sizes)), range(len(sizes))[::-1])]
+    with closing(pipe), inline():
+        # In its first step, a pipe finds out what its layers do.
+        pipe.step(inputs, targets, loss_fn=loss, schedule=orders[0])
+        return list(map(max, *(peak_bytes(pipe, inputs, targets, loss, order) for order in orders)))
+
+
+def with_peaks(way: Candidate, peaks: Sequence[int]) -> Candidate:
+    """The same with the bytes of a rehearsal: what it found, the optimizer's state, and copies between devices."""
+    shared = replace(way.costs.measured, copied=(False,) * len(way.sizes), input_moves=False).cut(way.chunks)
+    alone = shared.device_bytes(way.sizes, way.modes, way.schedule, way.split)
+    found = zip(way.costs.device_bytes(way.sizes, way.modes, way.schedule, way.split), alone, peaks, strict=True)
+    return replace(
+        way, bytes=tuple(_with(need, peak + need.optimizer + need.total - own.total) for need, own, peak in found)
+    )
+
+
+def _with(need: DeviceBytes, found: int) -> DeviceBytes:
+    """The same kinds with another total."""
+    left = found - need.parameters - need.optimizer
+    gradients = min(need.gradients, left)
+    left -= gradients
+    beside = [min(size, left) for size in (need.activations, need.loss, need.inputs)]
+    if sum(beside) > left:
+        beside = [left, 0, 0]
+    activations, loss, inputs = beside
+    return DeviceBytes(need.parameters, gradients, need.optimizer, activations, left - sum(beside), loss, inputs)
+
+
+def _eager(programs: Schedule, stages: Sequence[int]) -> Schedule:
+    """The schedule on one worker, which always does a step of the first of ``stages`` that has what it needs."""
+    upcoming = {j: list(reversed(programs[j])) for j in stages}
+    present = {Step(j, action) for j, program in enumerate(programs) for action in program}
+    order = dict[Step, None]()
+    while len(order) < len(present):
+        heads = (Step(j, left[-1]) for j, left in upcoming.items() if left)
+        step = next(step for step in heads if all(each in order for each in requirement(step) if each in present))
+        upcoming[step.stage].pop()
+        order[step] = None
+    return Schedule(programs, (tuple(order),))
+
+
+def total(output: Any, _: Any) -> Tensor:
+    """A loss for a model whose own is not known.
+
+    Raises:
+        ValueError: nothing of the output requires a gradient.
+    """
+    parts = [tensor.float().sum() for tensor in Batch(output) if tensor.requires_grad]
+    if not parts:
+        raise ValueError(
+            "no tensor of the output requires grad, so that there is nothing to train; plan(..., calibrate=False) "
+            "plans for what is there"
+        )
+    return torch.stack(parts).sum()
+
+
+def _faked(layers: nn.Sequential, mode: Any) -> nn.Sequential:
+    """A copy without data, which shares what the layers share, and stays where it is."""
+    owners = [owner for module in layers.modules() for owner in (module._parameters, module._buffers, vars(module))]
+    tensors = [value for owner in owners for value in owner.values() if isinstance(value, Tensor)]
+    copied = copy.deepcopy(layers, {id(tensor): fake(tensor, mode) for tensor in tensors})
+    for layer in copied:
+        # torch moves parameters of subclasses by swapping, which fails while anything has a weak reference to them.
+        vars(layer)["_apply"] = lambda *_, layer=layer: layer
+    return copied.train()
