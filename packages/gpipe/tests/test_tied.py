@@ -501,7 +501,7 @@ class _Answers:
 def test_a_gradient_that_only_another_rank_has_goes_to_the_device_of_the_parameter(members: tuple[int, int]):
     layer = nn.Linear(2, 2, device="meta")
     there = _Answers(torch.ones(2, 2))
-    crossing: Any = Crossing(1, 1, True, there, there)
+    crossing: Any = Crossing(1, 1, True, there, there, 1)
     wires: Any = SimpleNamespace(settle=lambda: None)
     found = Twins([Twin(0, members, layer, "weight")], 0, [crossing], wires).summed({})
     assert found[layer.weight].device == layer.weight.device
