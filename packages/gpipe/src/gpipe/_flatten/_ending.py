@@ -22,7 +22,7 @@ from microbatch import Arguments, map_tensors
 from ..engine._settings import settings, with_settings
 from ._inputs import Inputs
 from ._script import Structure, restored, structure_of
-from ._skeleton import skeleton
+from ._skeleton import is_placeholder, skeleton
 from ._standins import Reel, StandIn
 from ._tree import flattened
 
@@ -31,6 +31,9 @@ Returned = dict[str, list[list[Tensor]]]
 
 LOSS_ONLY = frozenset({"num_items_in_batch"})
 """Arguments by which Hugging Face's ``Trainer`` tells models how to scale their loss."""
+
+_SMALL = 2**20
+"""The most elements of a parameter that goes to the loss with every row."""
 
 _one_at_a_time = threading.RLock()
 
@@ -44,6 +47,7 @@ class Ending:
 
     Attributes:
         fields: the fields of the output that it can compute.
+        state: the shapes of small parameters and buffers that the loss may read, by name.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -54,6 +58,12 @@ class Ending:
             model.get_submodule(name): _Replay(model.get_submodule(name), self._reel, name) for name in self._calls
         }
         self._net = skeleton(model, replaced, lambda tensor: False)
+        own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        self.state = {
+            name: tensor.shape
+            for name, tensor in self._net.named_buffers()
+            if is_placeholder(tensor) and tensor.numel() <= _SMALL and name in own
+        }
         self.fields = frozenset({"loss"})
 
     def __deepcopy__(self, memo: object) -> Ending:
@@ -92,13 +102,21 @@ class Ending:
 
     @contextmanager
     def recording(self, net: nn.Module) -> Iterator[Returned]:
-        """A context that records in a dict what modules of ``net`` return."""
+        """A context that records in a dict what modules of ``net`` return.
+
+        At its end the small parameters and buffers are added that the loss may read, such as a temperature, once for
+        each row, as if a module had returned them.
+        """
         found: Returned = {}
         with ExitStack() as scope:
             for name in self._calls:
                 hook = partial(self._record, name, found.setdefault(name, []))
                 scope.callback(net.get_submodule(name).register_forward_hook(hook).remove)
             yield found
+        rows = next(tensor.shape[0] for calls in found.values() for call in calls for tensor in call)
+        for name in self.state:
+            module, _, own = name.rpartition(".")
+            found[name] = [[getattr(net.get_submodule(module), own).expand(rows, *self.state[name]).clone()]]
 
     def _record(self, name: str, calls: list[list[Tensor]], module: object, args: object, value: Any) -> None:
         structure, number, known = _structure(value), len(calls), self._calls[name]
@@ -124,17 +142,32 @@ class Ending:
         values = {
             name: [restored(*each) for each in zip(self._calls[name], calls, strict=False)]
             for name, calls in found.items()
+            if name in self._calls
         }
         as_tuple = kwargs.get("return_dict") is False
         if as_tuple:  # which does not tell the names of its fields
             kwargs = {**kwargs, "return_dict": True}
-        with _one_at_a_time, self._reel.playing(values, device):
+        state = {name: found[name][0][0][0] for name in self.state}
+        with _one_at_a_time, self._reel.playing(values, device), self._with_state(state):
             output = self._net.train(training)(*args, **kwargs)
         fields = {name: value for name, value in output.items() if name in self.fields}
         if "loss" in fields:
             fields["loss"] = fields["loss"].to(inputs.tensors()[0].device)
         whole = type(output)(**fields)
         return whole.to_tuple() if as_tuple else whole
+
+    @contextmanager
+    def _with_state(self, state: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which the loss reads these values."""
+        places = {name: self._net.get_submodule(name.rpartition(".")[0])._buffers for name in state}
+        unknown = {name: buffers[name.rpartition(".")[2]] for name, buffers in places.items()}
+        try:
+            for name, buffers in places.items():
+                buffers[name.rpartition(".")[2]] = state[name]
+            yield
+        finally:
+            for name, buffers in places.items():
+                buffers[name.rpartition(".")[2]] = unknown[name]
 
 
 class _Playback(Reel):

@@ -153,6 +153,8 @@ def _of_ending(ending: Ending, inputs: Inputs, returned: Returned, rows: int) ->
         Values(inputs, {}).mapped(lambda t: _more(t.cpu(), rows, generator)).inputs,
         Values(Inputs((), {}), returned).mapped(lambda t: _random(t, rows, generator)).returned,
     )
+    for name in ending.state:  # the same for all rows
+        values.returned[name] = [[tensor[:1].expand_as(tensor) for tensor in call] for call in values.returned[name]]
 
     def whole(values: Values) -> Any:
         return local(*values, training=False)
