@@ -13,8 +13,8 @@ from torch import Tensor
 from streams import Context
 
 from .._current import setting
-from ..checkpoint._around import Around
 from ..checkpoint._compare import Extent, Sample, checks_all
+from ..checkpoint._hook_snapshot import HookSnapshot
 from ..checkpoint._random import CellRNG
 from ..checkpoint._state import Snapshot, State, StateGuard, Training
 from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated, versions
@@ -158,7 +158,8 @@ class RecomputeContext:
         self._training: Training | None = None
         self._compares_all = False
         self._grounds: StateGuard | None = None
-        self._around: Around | None = None
+        self._hooks: HookSnapshot | None = None
+        self._change = ""
         self._looked = False
         self._compares = False
         self.context = context
@@ -178,34 +179,31 @@ class RecomputeContext:
             self._grounds = StateGuard(remembered)
         return repeatable
 
-    def finish(self, lock: AbstractContextManager[Any]) -> None:
-        """All forwards of all stages are done; the caller may now change the layers before the backward.
-
-        Args:
-            lock: see :class:`Around`.
-        """
-        self._around = Around(self._layers.stage.module, lock)
+    def finish(self) -> None:
+        """All forwards of all stages are done; the caller may now change the layers before the backward."""
+        self._hooks = HookSnapshot(self._layers.stage.module)
 
     def begin(self) -> None:
         """The backward begins; no stage computes yet."""
-        if self._around is not None:
-            self._around.compare()
-
-    def hooked(self) -> AbstractContextManager[None]:
-        """A context for a recomputation, with the hooks that the layers had in the forward."""
-        return _NOTHING if self._around is None else self._around.restored()
+        if self._hooks is not None:
+            self._change = self._hooks.change()
 
     def expect_unchanged(self) -> None:
-        """Before a recomputation: raise if training flags have changed, or tensors whose changes are not counted."""
+        """Before a recomputation: raise if training flags, hooks or modules have changed, or tensors whose changes are
+        not counted.
+        """
         if self.state.training != self._training:
             raise RuntimeError(
                 "train() or eval() was called between the forward and the backward of a checkpointed run, whose "
                 "recomputation would now compute something else; call it after backward(), or use checkpoint='never'"
             )
+        if self._change:
+            raise RuntimeError(
+                f"{self._change} between the forward and the backward of a checkpointed run, whose recomputation would "
+                "now give other gradients; do that after backward(), or use checkpoint='never'"
+            )
         if self._grounds is not None and not self._looked:
             self.state.expect_same(self._grounds)
-            if self._around is not None:
-                self._around.expect_same_modules()
             self._looked = True  # what replaces tensors without a trace is the caller, between forward and backward
 
     def sample(self, outputs: Sequence[Tensor]) -> Sample:
@@ -275,7 +273,6 @@ class CheckpointedCell(Cell):
         with self._recompute_context.context.applied():
             with (
                 setting(recomputing=True, rng=self._random),
-                self._recompute_context.hooked(),
                 self._recompute_context.state.restored(self._remembered, still=self._sample.whole),
                 self._random.repeated(),
             ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -218,10 +217,9 @@ class Run:
 
     def _end_forwards(self) -> None:
         """Let checkpointed stages remember what a recomputation has to find again, now that no stage computes."""
-        lock = threading.Lock()
         with self._applied():
             for context in self._recompute_contexts:
-                context.finish(lock)
+                context.finish()
 
     def backward(
         self, gradients: Sequence[list[Tensor | None]]
