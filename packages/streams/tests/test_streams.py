@@ -51,8 +51,8 @@ def test_a_device_without_streams_has_the_placeholder_and_waits_for_nothing(kind
             assert [give(device) for give in GIVERS] == [CPUStream] * 3
             with use_device(device), use_device(device), use_stream(CPUStream), use_stream(CPUStream):
                 assert current_stream(device) is CPUStream
-    assert not is_accelerator(CPUStream)
-    assert not is_cuda(CPUStream)
+    assert is_accelerator(CPUStream) is False
+    assert is_cuda(CPUStream) is False
     assert get_device(CPUStream) == torch.device("cpu")
     assert record_event(CPUStream) is None
     wait_event(CPUStream, None)
