@@ -173,7 +173,7 @@ def assert_same(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any], schedule:
     schedule=st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]),
     items=st.sampled_from([None, 11, 2.5, torch.tensor(11)]),
 )
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings.default.max_examples // 5)
 def test_it_is_that_of_the_plain_model(
     loss: Loss,
     kind: type[Model],

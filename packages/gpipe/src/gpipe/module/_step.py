@@ -94,7 +94,8 @@ class Stepping(Divided):
                 ``Replicate(y)`` around a part set how it is cut.
             loss_fn: called with the output and the target of each micro-batch; with the output alone if there is no
                 target, and it takes nothing else. Returns a scalar, or ``(sum, count)``; either may be followed by a
-                dict of metrics. By default the output is the loss, or has it as ``.loss``.
+                dict of metrics. By default the output is the loss, or has it as ``.loss``. That of a flattened model is
+                the loss of the model for all rows.
             schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`, which
                 is executed as written. ``"auto"`` measures the first steps and takes the fastest of ``"1f1b"``,
                 ``"zero_bubble"`` and ``"fill_drain"``; ``pipe.last_schedule`` names it. ``"interleaved"``,
@@ -122,7 +123,8 @@ class Stepping(Divided):
             TypeError: a keyword that the first layer does not take, or that is also an argument of this method; a
                 target without a ``loss_fn`` that takes it; a loss, count or metric that is not a number or tensor.
             ValueError: an unknown schedule, or one that does not fit; a loss that is not a scalar or does not require
-                grad; a target or metrics with another number of rows than the input.
+                grad, or that a model computes from all rows at once; a target or metrics with another number of rows
+                than the input.
             RuntimeError: grad mode is off; the pipe itself has forward or backward hooks; it is in a
                 ``DistributedDataParallel``, outside of ``no_sync()``.
             Exception: any error of a layer, with a note that names the place.
