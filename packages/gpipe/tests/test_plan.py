@@ -89,7 +89,7 @@ def test_a_planned_pipe_trains_like_the_model(calibrate: bool):
     assert all(parameter.grad is None for parameter in plain.parameters())
     pipe = found.build(copy.deepcopy(plain))
     assert (pipe.balance, pipe.chunks, pipe.checkpoint) == (found.balance, found.chunks, found.checkpoint)
-    pipe.step(x, y, loss_fn=loss, schedule=found.schedule)
+    pipe.step(x, y, loss_fn=loss, **found.step_arguments)
     loss(plain(x), y).backward()
     assert_same(pipe, plain)
     pipe.close()
@@ -193,11 +193,16 @@ class TestJson:
             Plan.from_json(text)
 
     @pytest.mark.parametrize(
-        ("name", "value"), [("sizes", [4]), ("sizes", [3, 2]), ("chunks", 0), ("modes", ["never"])]
-    )
+        ("name", "value"),
+        [
+            ("sizes", [4]), ("sizes", [3, 2]), ("sizes", []), ("chunks", 0), ("chunks", 10_000), ("chunks", 10**30),
+            ("modes", ["never"]), ("modes", ["never", "sometimes"]), ("schedule", "interleaved"), ("split", [2]),
+            ("split", [1, 1]), ("ranks", [0, 2**62]), ("rows", 0), ("replicas", 3), ("memory", [True, None]),
+        ],
+    )  # fmt: skip
     def test_a_plan_that_contradicts_itself(self, example: Plan, name: str, value: Any) -> None:
         document = json.loads(example.to_json()) | {name: value}
-        with pytest.raises(ValueError, match=r"expected|chunks|plan"):
+        with pytest.raises(ValueError, match=rf"plan\.({name}|devices|replicas|chunks)\b.*expected"):
             Plan.from_json(json.dumps(document))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 import types
 import typing
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, TypeVar
 
+from ..schedule import CHECKPOINT_MODES
+from ._arguments import SCHEDULES
 from ._data import PlanData
 
 Plan = TypeVar("Plan", bound=PlanData)
@@ -72,7 +74,9 @@ def _parse(text: str) -> Any:
 
     try:
         return json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        if str(error).startswith("plan: "):
+            raise
         raise ValueError(f"plan: expected the text that Plan.to_json wrote, got no JSON: {error}") from None
 
 
@@ -101,42 +105,55 @@ def _read_fields(cls: Any, value: Any, where: str) -> Any:
         raise ValueError(f"{where}: lacks {', '.join(sorted(missing))}")
     if surplus := value.keys() - set(names):
         raise ValueError(f"{where}: does not know {', '.join(sorted(surplus))}")
-    return cls(**{name: _read(kinds[name], value[name], f"{where}.{name}") for name in names})
+    read = {name: _read(kinds[name], value[name], f"{where}.{name}") for name in names}
+    try:
+        return cls(**read)
+    except ValueError as error:  # of figures that contradict each other
+        raise ValueError(f"{where}.{error}") from None
 
 
 def _read_plain(kind: type, value: Any, where: str) -> Any:
     if (kind is str and isinstance(value, str)) or (kind is bool and isinstance(value, bool)):
         return value
-    if kind is int and type(value) is int and value >= 0:
+    if kind is int and type(value) is int and 0 <= value < 2**63:
         return value
-    if kind is float and type(value) in (int, float) and math.isfinite(value) and value >= 0:
+    if kind is float and type(value) in (int, float) and 0 <= value <= sys.float_info.max:
         return value
     expected = {
         str: "a string",
         bool: "true or false",
-        int: "an integer that is not negative",
+        int: "an integer from 0 to 2**63 - 1",
         float: "a number that is not negative",
     }
     raise ValueError(f"{where}: expected {expected[kind]}, got {value!r}")
 
 
 def _expect_consistent(plan: PlanData) -> None:
-    """ValueError unless everything is there for each stage, and the stages have all layers."""
+    """ValueError, naming the field, unless everything is there for each stage, and the stages have all layers."""
     stages = len(plan.sizes)
+    if not stages or sum(plan.sizes) != len(plan.layers) or 0 in plan.sizes:
+        raise ValueError(f"plan.sizes: expected positive numbers that sum up to {len(plan.layers)} layers")
     for name in ("devices", "memory", "modes", "stages", "hops", "ranks"):
         if len(getattr(plan, name)) != stages:
             raise ValueError(f"plan.{name}: expected one for each of {stages} stages, got {len(getattr(plan, name))}")
     if len(plan.predicted.bytes) != stages:
         raise ValueError(f"plan.predicted.bytes: expected one for each of {stages} stages")
-    if sum(plan.sizes) != len(plan.layers) or 0 in plan.sizes:
-        raise ValueError(f"plan.sizes: expected positive numbers that sum up to {len(plan.layers)} layers")
     for j, (mode, size) in enumerate(zip(plan.modes, plan.sizes, strict=True)):
         if not isinstance(mode, str) and len(mode) != size:
             raise ValueError(f"plan.modes[{j}]: expected a flag for each of {size} layers, got {len(mode)}")
-    if set(plan.ranks) != set(range(max(plan.ranks) + 1)):
+        if isinstance(mode, str) and mode not in CHECKPOINT_MODES:
+            raise ValueError(f"plan.modes[{j}]: expected one of {', '.join(CHECKPOINT_MODES)}, got {mode!r}")
+    if sorted(set(plan.ranks)) != list(range(len(set(plan.ranks)))):
         raise ValueError(f"plan.ranks: expected ranks from 0 on, each with a stage, got {list(plan.ranks)}")
-    if not plan.chunks or not plan.rows:
-        raise ValueError("plan.chunks, plan.rows: expected positive numbers")
-    if not plan.replicas or plan.rows % plan.replicas:
+    if not plan.rows or not plan.replicas or plan.rows % plan.replicas:
         raise ValueError(f"plan.replicas: expected a divisor of {plan.rows} rows, got {plan.replicas}")
-    plan.timeline  # noqa: B018 — says what is wrong with chunks, schedule and modes
+    own = plan.rows // plan.replicas
+    if not 0 < plan.chunks <= own:
+        raise ValueError(f"plan.chunks: expected a number from 1 to {own}, the rows of a replica, got {plan.chunks}")
+    if plan.schedule not in SCHEDULES:
+        raise ValueError(f"plan.schedule: expected one of {', '.join(SCHEDULES)}, got {plan.schedule!r}")
+    if set(plan.split) - set(range(stages)) or len(set(plan.split)) != len(plan.split):
+        raise ValueError(f"plan.split: expected numbers of stages, each once, got {list(plan.split)}")
+    for k, other in enumerate(plan.alternatives):
+        if not other.balance or len(other.balance) != len(other.checkpoint):
+            raise ValueError(f"plan.alternatives[{k}]: expected a mode for each stage of its balance")

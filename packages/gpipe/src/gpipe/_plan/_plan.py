@@ -57,7 +57,7 @@ class Plan(PlanData):
     def build(
         self, model: nn.Module, *, devices: Sequence[Device] | None = None, sample: Any = None, **options: Any
     ) -> GPipe:
-        """Make the pipe: ``model`` with this balance, chunks and modes. Train it by ``step(schedule=plan.schedule)``.
+        """Make the pipe: ``model`` with this balance, chunks and modes. Its steps take :attr:`step_arguments`.
 
         If the plan has several replicas, this makes one of them, for its part of the rows.
 
@@ -103,6 +103,11 @@ class Plan(PlanData):
         for k, (planned, here) in enumerate(zip(self.layers, found, strict=True)):
             if planned != here:
                 raise ValueError(f"model: the plan is for another model; its layer {k} is {planned}, here it is {here}")
+
+    @property
+    def step_arguments(self) -> dict[str, Any]:
+        """The arguments of :meth:`gpipe.GPipe.step` besides the mini-batch and the loss: ``**plan.step_arguments``."""
+        return {"schedule": self.schedule}
 
     def verify(
         self, x: Any, y: Any = None, *, loss_fn: Callable[[Any, Any], Any] | None = None, pipe: GPipe | None = None
