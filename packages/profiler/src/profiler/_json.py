@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from itertools import pairwise
 from reprlib import repr as shortened
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from ._data import LayerProfile, SkipProfile
+from ._data import LayerProfile, ProfileData, SkipProfile
 
-if TYPE_CHECKING:
-    from ._record import Profile
+Profile = TypeVar("Profile", bound=ProfileData)
 
 SCHEMA = "gpipe-profiler/3"
 _MOST_DIGITS = 100
@@ -24,7 +23,7 @@ _EXPECTED = {
 }
 
 
-def dump(profile: Profile) -> str:
+def dump(profile: ProfileData) -> str:
     return json.dumps({"schema": SCHEMA, **asdict(profile)}, indent=1, allow_nan=False)
 
 
@@ -46,7 +45,7 @@ def load(cls: type[Profile], text: str) -> Profile:
     return profile
 
 
-def _expect_whole(profiles: Sequence[Profile]) -> None:
+def _expect_whole(profiles: Sequence[ProfileData]) -> None:
     """Raises unless layers and skips are the same for all numbers of rows, and each layer occurs once."""
     for each in profiles:
         _expect_once(each.names)
@@ -60,7 +59,7 @@ def _expect_whole(profiles: Sequence[Profile]) -> None:
             raise ValueError("others: expected profiles of the same layers with fewer rows, in ascending order")
 
 
-def _form(profile: Profile) -> tuple[object, ...]:
+def _form(profile: ProfileData) -> tuple[object, ...]:
     return profile.names, [(skip.source, skip.target) for skip in profile.skips], profile.loss is None
 
 

@@ -10,10 +10,10 @@ from .html import fragment, scrolling, table
 from .svg import escaped
 
 if TYPE_CHECKING:
-    from ._record import Profile
+    from ._data import ProfileData
 
 
-def shown(profile: Profile) -> str:
+def shown(profile: ProfileData) -> str:
     """The picture, of seconds where they were measured and else of FLOPs, above the table."""
     timed = all(layer.seconds is not None for layer in profile)
     chart = scrolling(picture(profile, None, "seconds" if timed else "flops"))

@@ -10,8 +10,7 @@ from .svg import BACKWARD, DARK, FORWARD, GROUND, INK, PAPER, line, rect, text
 from .text import format_cost
 
 if TYPE_CHECKING:
-    from ._data import LayerProfile
-    from ._record import Profile
+    from ._data import LayerProfile, ProfileData
 
 _TOP, _PITCH, _BAR, _LOAD = 52.0, 18.0, 420.0, 70.0
 """Pixels above the first layer, from layer to layer, of the longest bar, and for a figure beside it."""
@@ -27,7 +26,7 @@ _STYLE = "".join(
 _LEAST, _MOST = 1e-15, 1e300
 
 
-def picture(profile: Profile, balance: Sequence[int] | None, by: str) -> str:
+def picture(profile: ProfileData, balance: Sequence[int] | None, by: str) -> str:
     """See `Profile.picture`."""
     if balance is not None and (sum(balance) != len(profile) or min(balance, default=1) < 1):
         raise ValueError(
@@ -58,7 +57,7 @@ def _open(width: float, height: float) -> str:
     )
 
 
-def _heading(profile: Profile, by: str) -> list[str]:
+def _heading(profile: ProfileData, by: str) -> list[str]:
     title = f"{by.replace('_', ' ')} of {len(profile)} layers, micro-batch of {profile.rows} rows, {profile.device}"
     legend = ((FORWARD, "forward"), (BACKWARD, "backward")) if by == "seconds" else ()
     marks = [text(10, 20, title, size=13, anchor="start")]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from ._data import LayerProfile
+from ._data import LayerProfile, ProfileData
 
-if TYPE_CHECKING:
-    from ._record import Profile
+Profile = TypeVar("Profile", bound=ProfileData)
 
 # Figures that depend on the layer alone.
 _FIXED = frozenset({"name", "kind", "trainable_bytes", "frozen_bytes", "buffer_bytes", "largest_parameter_bytes"})

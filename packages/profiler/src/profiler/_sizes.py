@@ -29,8 +29,6 @@ from ._storages import tensor_bytes
 from ._walk import Visit, walk
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from ._arguments import Device
 
 
@@ -120,9 +118,7 @@ def _warn(visit: Visit, counted: Count) -> None:
         )
 
 
-def _count_fake(
-    visit: Visit, original: nn.Module, loose: Sequence[Loose], one: Any, mode: FakeTensorMode
-) -> tuple[Batch, Count]:
+def _count_fake(visit: Visit, original: nn.Module, loose: Sequence[Loose], one: Any, mode: Any) -> tuple[Batch, Count]:
     @contextmanager
     def faked() -> Iterator[None]:
         with mode, FusedAttention():

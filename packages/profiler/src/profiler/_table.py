@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from .text import align, format_cost
 
 if TYPE_CHECKING:
-    from ._data import LayerProfile
-    from ._record import Profile
+    from ._data import LayerProfile, ProfileData
 
 _COLUMNS = {
     "forward": "forward_seconds",
@@ -28,13 +27,13 @@ _NOT_SUMMED = ("peak_bytes", "output_bytes")
 NOTE = "* the largest of its column"
 
 
-def profile_table(profile: Profile, width: int | None = None) -> str:
+def profile_table(profile: ProfileData, width: int | None = None) -> str:
     """A line for each layer and the loss, and one for the total; the largest figure of each column is marked."""
     first = textwrap.fill(heading(profile), width) if width else heading(profile)
     return f"{first}\n{align(profile_rows(profile), left=2, width=width)}\n{NOTE}"
 
 
-def profile_rows(profile: Profile) -> list[list[str]]:
+def profile_rows(profile: ProfileData) -> list[list[str]]:
     """The head, a line for each layer and the loss, and the total."""
     lines = [*profile, *([] if profile.loss is None else [profile.loss])]
     # The first part of a split backward only if it was measured.
@@ -53,7 +52,7 @@ def _column(lines: Sequence[LayerProfile], name: str) -> list[str]:
     return [*cells, format_cost(sum(values), name) if summable else ""]
 
 
-def heading(profile: Profile) -> str:
+def heading(profile: ProfileData) -> str:
     """A line that says what was profiled, and how."""
     timed = f"median of {profile.rounds} rounds" if profile.rounds else "counted, not run"
     rows = f"micro-batch of {profile.rows} rows (chunks={profile.chunks})"
