@@ -66,6 +66,11 @@ def _expect_as_one(name: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    state = {name: value.clone() for name, value in rank.state_dict().items()}
+    assert state.keys() <= _model(name).state_dict().keys()
+    again = Rank(_model(name), balance, **options)
+    again.load_state_dict(state)
+    assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
     output, whole = rank.eval()(**batch), one.eval()(**batch)
     if dist.get_rank() == 1:
         torch.testing.assert_close(output.loss, whole.loss)

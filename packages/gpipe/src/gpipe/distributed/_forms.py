@@ -43,6 +43,11 @@ class Form(NamedTuple):
         for tensor, dense in zip(tensors, self.tensors, strict=True):
             if tensor is not None and dense is not None and dense.requires_grad:
                 tensor.requires_grad_()
+        # Usual ones are not unpickled each time: a tensor, or a list of gradients.
+        if self.tree == _flat(None, ()):
+            return Activation(tensors[0])
+        if self.tree == _list(tuple([each is not None for each in tensors])):
+            return list(tensors)
         try:
             found = _Reader(self.tree, tensors, device).load()
         except Exception as error:
