@@ -170,6 +170,11 @@ def test_helpers_of_other_threads_stay():
 def test_where_openmp_cannot_be_reached_nothing_happens(monkeypatch):
     monkeypatch.setattr(_threads, "native", lambda name: None)
     assert pause_helpers() is False
+    # 1 is omp_pause_soft: thread-local data is kept. OpenMP answers 0 if it could.
+    monkeypatch.setattr(_threads, "native", lambda name: lambda kind: kind - 1)
+    assert pause_helpers() is True
+    monkeypatch.setattr(_threads, "native", lambda name: lambda kind: -1)
+    assert pause_helpers() is False
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
