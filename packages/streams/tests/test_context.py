@@ -240,7 +240,7 @@ def test_a_switch_left_behind_inside_is_put_right(name):
 @given(blocks=surroundings(), others=surroundings())
 @settings(max_examples=20)
 def test_what_fails_half_way_leaves_nothing_changed(step, error, blocks, others):
-    def fail(wanted):
+    def fail(wanted, **_):
         if step == "modes" and first:  # of two times
             return _thread_state.enter_modes(first.pop())
         raise error
@@ -355,3 +355,18 @@ def test_autocast_on_cuda_goes_along(dtype):
     with torch.autocast("cuda", dtype):
         assert in_worker(lambda: (a @ a).dtype) == dtype
     assert in_worker(lambda: (a @ a).dtype) == torch.float32
+
+
+def test_casts_of_weights_are_kept_if_asked():
+    """Otherwise the last thread that leaves autocast drops those of all."""
+    weight = torch.ones(3, 3, requires_grad=True)
+
+    def cast(**options):
+        with context.applied(**options):
+            return (torch.ones(1, 3) @ weight).grad_fn.next_functions[1][0]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        context = Context.capture()
+    kept = cast(keeps_casts=True)
+    assert cast() is kept
+    assert cast() is not kept

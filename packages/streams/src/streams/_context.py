@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from contextvars import Context as Variables
 from contextvars import copy_context
-from functools import cache
+from functools import cache, partial
 from threading import Thread
 from types import TracebackType
 from typing import Any
@@ -88,21 +88,27 @@ class Context:
         """The context of a thread that has just begun: grad mode on, and nothing else."""
         return _plain()
 
-    def applied(self) -> AbstractContextManager[None]:
+    def applied(self, *, keeps_casts: bool = False) -> AbstractContextManager[None]:
         """A context manager inside of which this thread has these settings; afterwards it has its own again.
 
         Context variables that were not set in the captured context keep their values.
+
+        Args:
+            keeps_casts: whether the casts of weights that autocast caches are left when the thread leaves autocast. All
+                threads have one cache. Threads that compute together keep them, and whoever waits for them calls
+                ``torch.clear_autocast_cache()``.
         """
-        return _Applied(self)
+        return _Applied(self, keeps_casts)
 
 
 class _Applied(AbstractContextManager[None]):
     """The context manager; it remembers how to restore each setting that it has changed."""
 
-    __slots__ = ("_context", "_undo")
+    __slots__ = ("_context", "_keeps_casts", "_undo")
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, keeps_casts: bool) -> None:
         self._context = context
+        self._keeps_casts = keeps_casts
         self._undo: list[WayBack] = []
 
     def __enter__(self) -> None:
@@ -126,7 +132,7 @@ class _Applied(AbstractContextManager[None]):
             (enter_inference_mode, context.inference_mode),
             (enter_grad_mode, context.grad_mode),
             (enter_flags, context.flags),
-            (enter_autocast, context.autocast),
+            (partial(enter_autocast, keeps_casts=self._keeps_casts), context.autocast),
             (enter_hooks, context.saved_tensors_hooks),
             (enter_variables, context.variables),
             (enter_modes, context.function_modes),

@@ -103,8 +103,8 @@ def read_autocast() -> Autocast:
     return Autocast(enabled, dtypes, torch.is_autocast_cache_enabled(), nested)
 
 
-def enter_autocast(state: Autocast) -> WayBack | None:
-    """Set the autocast ``state`` of this thread."""
+def enter_autocast(state: Autocast, *, keeps_casts: bool = False) -> WayBack | None:
+    """Set the autocast ``state`` of this thread; see :meth:`Context.applied` for ``keeps_casts``."""
     found = read_autocast()
     if found == state:
         return None
@@ -114,7 +114,7 @@ def enter_autocast(state: Autocast) -> WayBack | None:
 
     def undo() -> None:
         # As at the end of any autocast block: cached casts must not outlive the last block, since weights may change.
-        if state.nested and torch.autocast_decrement_nesting() == 0:
+        if state.nested and torch.autocast_decrement_nesting() == 0 and not keeps_casts:
             torch.clear_autocast_cache()
         _write_autocast(state, found)
 

@@ -270,7 +270,7 @@ class CheckpointedCell(Cell):
             return
         self._expect_inputs()
         self._recompute_context.expect_unchanged()
-        with self._recompute_context.context.applied():
+        with self._recompute_context.context.applied(keeps_casts=True):
             with (
                 setting(recomputing=True, rng=self._random),
                 self._recompute_context.state.restored(self._remembered, still=self._sample.whole),

@@ -304,6 +304,8 @@ class Run:
             raise
         finally:
             self.mini_batch.rng.settle()
+            if self.mini_batch.context.autocast.nested:  # the casts of weights, which all workers share
+                torch.clear_autocast_cache()
 
     def _run_all(self, walk: Walk, context: Context) -> None:
         if self._workers is None:
@@ -321,7 +323,7 @@ class Run:
         do = self._unusual_way()
         step, outer = steps[0], (current.step, current.microbatch, current.statistics, current.rng, current.graph_task)
         try:
-            with context.applied(), interception.on():
+            with context.applied(keeps_casts=True), interception.on():
                 current.statistics = current.rng = None
                 current.graph_task = torch._C._current_graph_task_id()
                 for step in steps:
