@@ -61,6 +61,43 @@ def test_autocast(mode: str, cache: bool):
     assert_nearly(*([p.detach() for p in module.parameters()] for module in (pipe, model)))
 
 
+class KeepsCasts(nn.Linear):
+    """Keeps what autograd saves of casts of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.casts: dict[int, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(self.pack, lambda saved: saved):
+            return super().forward(x)
+
+    def pack(self, saved: Tensor) -> Tensor:
+        if saved.dtype is torch.bfloat16 and saved.shape == (6, 6):
+            self.casts[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
+        return saved
+
+
+@each_mode
+@pytest.mark.parametrize("way", [nullcontext, gpipe.inline])
+def test_autocast_casts_each_weight_once_in_all_forwards_and_once_in_all_recomputations(mode: str, way: Any):
+    """All threads have one cache of casts: none may empty it while another computes, and afterwards it is empty."""
+    layers = [KeepsCasts() for _ in range(4)]
+    x = torch.randn(32, 6, requires_grad=True)
+    pipe = GPipe(nn.Sequential(*layers), [1] * 4, devices=["cpu"] * 4, chunks=8, checkpoint=mode)
+    with closing(pipe), way():
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = pipe(x * 1)
+            forwards = [{*layer.casts} for layer in layers]
+            assert [len(casts) for casts in forwards] == [1] * 4
+            output.float().sum().backward()
+            recomputed = [len(layer.casts.keys() - casts) for layer, casts in zip(layers, forwards, strict=True)]
+            assert recomputed == [int(mode != "never")] * 4
+            for layer in layers:
+                layer.casts.clear()
+
+
 @each_mode
 def test_autocast_around_the_backward_too(mode: str):
     model = perceptron()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context as Variables
 from contextvars import copy_context
 from functools import cache
@@ -80,6 +80,14 @@ class Context:
         finally:
             while undos:
                 undos.pop()()
+
+    def casts_kept(self) -> AbstractContextManager[None]:
+        """A context manager that keeps autocast's casts of weights while threads enter and leave this context.
+
+        For a thread that waits for the others: each weight is then cast once for all of them. The casts are freed at
+        the end of the block.
+        """
+        return self._cast_users.kept() if self.autocast.nested else nullcontext()
 
     def _enter(self, undos: list[_settings.Undo]) -> None:
         steps: tuple[tuple[Any, Any], ...] = (

@@ -3,7 +3,8 @@
 A function that sets returns a function that restores the setting, or None if nothing was changed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import Context as Variables
 from contextvars import ContextVar, Token
 from functools import partial
@@ -120,13 +121,25 @@ class CastUsers:
             self._inside += 1
         return partial(self._leave, wanted, found)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context in which this thread counts as one that is inside."""
+        with self._lock:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            self._subtract(outermost=True)
+
     def _leave(self, wanted: Autocast, found: Autocast) -> None:
-        outermost = torch.autocast_decrement_nesting() == 0
+        self._subtract(outermost=torch.autocast_decrement_nesting() == 0)
+        _write_autocast(wanted, found)
+
+    def _subtract(self, *, outermost: bool) -> None:
         with self._lock:
             self._inside -= 1
             if outermost and not self._inside:
                 torch.clear_autocast_cache()
-        _write_autocast(wanted, found)
 
 
 def _write_autocast(found: Autocast, wanted: Autocast) -> None:

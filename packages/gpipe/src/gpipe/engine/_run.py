@@ -295,7 +295,8 @@ class Run:
         """Have every worker take its steps; raise the earliest failure if there is one."""
         self._failures.walk = walk
         try:
-            with self._applied():
+            # Workers leave autocast one after the other, and cells that recompute enter it anew.
+            with self._applied(), self.mini_batch.context.casts_kept():
                 self._run_all(walk, context)
                 if self._failures.earliest is not None:
                     self._failures.raise_earliest()
