@@ -93,7 +93,7 @@ def _flattened(
     Args:
         whole: whether the pipe may return the whole output.
     """
-    with shapes_only(model):
+    with _evaluating(model), shapes_only(model):
         trunks = find_trunks(model, inputs, blocks)
         calls = watch(model, inputs, trunks)
         if calls.between:
@@ -102,7 +102,7 @@ def _flattened(
                 "call it, or name other lists by blocks="
             )
     layers = _built(model, inputs, trunks, calls, pick)
-    with _evaluating(layers):
+    with _evaluating(model, layers):
         with shapes_only(model) as shapes:
             expect_equal(model, layers, inputs, pick, shapes)
             own = [model.get_submodule(name) for trunk in trunks for name in trunk]
@@ -229,9 +229,9 @@ def _turn_off_cache(model: nn.Module) -> None:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """A context in which ``model`` runs in evaluation mode, without a trace: its buffers stay as they are."""
+    """A context in which runs of ``model`` leave its buffers, and the generator of random numbers, as they are."""
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    with _evaluating(model), fork_rng(devices=[]):
+    with fork_rng(devices=[]):
         try:
             yield
         finally:
