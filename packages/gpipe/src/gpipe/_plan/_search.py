@@ -30,11 +30,14 @@ from ._options import Option, Options
 NEAR = 0.01
 """Candidates that are slower than the fastest by no more than this share are as good; the simplest is taken."""
 
-EVERY = 30_000
-"""Up to so many ways under one schedule and number of chunks, all are looked at."""
+CUTS, EVERY = 150, 3_000
+"""Up to so many balances, and ways under one schedule and number of chunks, all are looked at."""
 
 REPLAYED = 300_000
 """The most actions that are replayed to improve the balance under one schedule and number of chunks."""
+
+ENOUGH = 100
+"""Beyond so many micro-batches for each stage, more of them save a hundredth at most, and are not looked at."""
 
 _MARGIN = 0.95
 """How much faster the best balance may be, of many layers, than the one with the least slowest stage."""
@@ -68,6 +71,8 @@ def candidates(space: Space) -> Iterator[Candidate]:
     for least, _, options in sorted((least, k, options) for k, (least, options) in enumerate(ways)):
         if least > fastest:
             return
+        if fastest < math.inf and options.costs.chunks > ENOUGH * len(space.modes):
+            continue
         found = best_of(options)
         # Zero bubble that splits nothing is 1F1B, which is among the others unless zero bubble alone was asked for.
         if found is not None and (found.split or found.schedule != "zero_bubble" or len(space.schedules) == 1):
@@ -83,7 +88,8 @@ def _bounded(space: Space, chunks: int) -> Iterator[tuple[float, Options]]:
     # Stages work all the time, layers can be divided, and nothing is computed again.
     least = costs.chunks * (max([sum(work) / k, *work]) + 2 * costs.measured.action) + costs.measured.step
     free = Options(replace(space, memory=(None,) * k), costs, space.schedules[0])
-    sizes = next(_placed(free), None) if math.comb(costs.measured.layers - 1, k - 1) > EVERY else None
+    many = math.comb(costs.measured.layers - 1, k - 1) > CUTS and k * chunks < REPLAYED
+    sizes = next(_placed(free), None) if many else None
     for name in space.schedules:
         own = Options(free.space, costs, name)
         quick = 0.0 if sizes is None else _Replayed(own, sizes).seconds * _MARGIN
@@ -93,7 +99,7 @@ def _bounded(space: Space, chunks: int) -> Iterator[tuple[float, Options]]:
 def best_of(options: Options) -> Candidate | None:
     """The fastest balance and options that fit; None if none was found."""
     layers, stages = options.costs.measured.layers, len(options.space.modes)
-    every = _every(options) if math.comb(layers - 1, stages - 1) <= EVERY else None
+    every = _every(options) if math.comb(layers - 1, stages - 1) <= min(CUTS, EVERY) else None
     if every is not None:
         return _fastest_of(options, every)
     found = [_Replayed(options, sizes) for sizes in dict.fromkeys(_placed(options))]

@@ -20,6 +20,8 @@ from ._table import duration, heading, kinds_in
 LEFT, RIGHT, TOP, GAP = 92.0, 76.0, 34.0, 10.0
 LANE, STRIP = 30.0, 14.0
 LEGEND, NOTES, AXIS = 28.0, 20.0, 36.0
+NARROW = 5.0
+"""Pixels: narrower cells have no line around them."""
 
 COLOURS: dict[Kind, str] = {
     Kind.FORWARD: "#7fb0f2",
@@ -170,8 +172,10 @@ def _plot(
 def _cell(event: Event, begin: float, stages: Sequence[int], scale: Scale) -> str:
     x, width = scale.x(event.start - begin), scale.x(event.seconds)
     fill = _paler(COLOURS[event.kind], stages.index(event.stage) / len(stages))
+    # The white line around a narrow cell would cover it, and a busy worker look idle.
+    line = ' style="stroke:none"' if width < NARROW else ""
     return (
-        f'<rect class="cell" x="{x:.2f}" width="{width:.2f}" height="{LANE:g}" fill="{fill}" '
+        f'<rect class="cell"{line} x="{x:.2f}" width="{width:.2f}" height="{LANE:g}" fill="{fill}" '
         f'data-i="{event.microbatch}" data-letter="{event.kind.letter}">'
         f"<title>{escaped(describe(event, begin, scale.unit))}</title></rect>"
     )
