@@ -14,7 +14,6 @@ from .containers.cases import Case, cases
 from .containers.runs import UntrainableError, expect_equal, piped, plainly
 
 pytestmark = [
-    pytest.mark.timeout(100),
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),  # so it does in the plain model
 ]

@@ -13,7 +13,6 @@ from tools.gpu_day.outcomes import ALL, Outcome, outcomes
 from tools.gpu_day.page import page
 from tools.gpu_day.steps import ROOT, STEPS, Step, command
 
-pytestmark = pytest.mark.timeout(300)
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would be busy for minutes")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from benchmarks.many_devices import CASES, MADE_WITH, NODES, PAGE, measured, row, rows, version
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_it_has_a_line_for_each_number_of_devices():
     assert list(rows(PAGE.read_text(encoding="utf-8"))) == list(NODES)

@@ -1,96 +1,38 @@
-"""A module of gpipe has its tests in the file of its name, or they are found here."""
+"""Tests mirror the sources: a folder of gpipe has its tests in the folder of its name."""
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 GPIPE = Path(__file__).parents[1] / "packages" / "gpipe"
-
-ELSEWHERE = {
-    "_check/*": "check",
-    "_command/*": "command",
-    "_flatten/*": "flatten",
-    "_meant": "named",
-    "_moments": "batchnorm",
-    "_plan/_bytes": "plan_memory",
-    "_plan/_candidate": "plan_search",
-    "_plan/_costs": "plan_search",
-    "_plan/_fake": "plan_fake",
-    "_plan/_infeasible": "plan_search",
-    "_plan/_measure": "plan_memory",
-    "_plan/_options": "plan_search",
-    "_plan/_rehearse": "plan_memory",
-    "_plan/_search": "plan_search",
-    "_plan/_verify": "plan_memory",
-    "_plan/*": "plan",
-    "balance/_cuts": "balance",
-    "checkpoint/_generators": "random",
-    "checkpoint/_hook_snapshot": "checkpoint",
-    "checkpoint/_operations": "interception",
-    "checkpoint/_phase": "checkpoint",
-    "distributed/*": "forms",
-    "engine/_autograd_calls": "autograd",
-    "engine/_capture": "graphs",
-    "engine/_cell": "checkpoint",
-    "engine/_deferred_gradients": "hooks",
-    "engine/_failed_cell": "oom",
-    "engine/_mini_batch": "pipeline",
-    "engine/_piecewise": "pieces",
-    "engine/_run": "pipeline",
-    "engine/_settings": "inline",
-    "engine/_stage": "placement",
-    "engine/_stage_runner": "pipeline",
-    "module/_cut": "gpipe",
-    "module/_devices": "gpipe",
-    "module/_divided": "gpipe",
-    "module/_init/*": "materialize",
-    "module/_sequential": "gpipe",
-    "module/_swap": "rebalance",
-    "nn/*": "nn",
-    "schedule/_lanes": "makespan",
-    "schedule/_orders": "builders",
-    "schedule/*": "schedule",
-    "skip/*": "skip",
-    "timeline/_chrome": "pictures",
-    "timeline/_costs": "simulate",
-    "timeline/_html": "notebooks",
-    "timeline/_png": "pictures",
-    "timeline/_svg": "pictures",
-    "timeline/*": "timeline",
-    "values/_constants": "values",
-    "values/_describe": "failures",
-    "values/_gather": "aliases",
-    "values/_sharing": "aliases",
-}
-"""The first pattern that fits a module is the one that counts."""
+SOURCES, TESTS = GPIPE / "src" / "gpipe", GPIPE / "tests"
 
 
-def modules() -> list[str]:
-    """All that hold more than names of others: those that begin with an underscore."""
-    root = GPIPE / "src" / "gpipe"
-    names = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("_*.py")]
-    return sorted(name for name in names if not name.endswith("__"))
+def folders(root: Path, pattern: str) -> set[str]:
+    """The folders under ``root`` with such files, without a leading underscore."""
+    return {each.name.lstrip("_") for each in root.iterdir() if each.is_dir() and any(each.glob(pattern))}
 
 
-def has_tests(name: str) -> bool:
-    return (GPIPE / "tests" / f"test_{name}.py").exists()
+def modules() -> dict[str, set[str]]:
+    """For each name of a module, without a leading underscore, the folders that have one; "" is the top."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCES.rglob("*.py"):
+        inside = path.relative_to(SOURCES).parts
+        found.setdefault(path.stem.lstrip("_"), set()).add(inside[0].lstrip("_") if len(inside) > 1 else "")
+    return found
 
 
-def own(module: str) -> str:
-    return module.rpartition("/")[2].lstrip("_")
+def test_every_folder_has_tests_and_every_folder_of_tests_has_sources() -> None:
+    assert folders(SOURCES, "*.py") == folders(TESTS, "test_*.py")
 
 
-def pattern(module: str) -> str | None:
-    return next((each for each in ELSEWHERE if fnmatchcase(module, each)), None)
-
-
-def test_every_module_has_a_file_of_tests() -> None:
-    lost = [module for module in modules() if not has_tests(own(module)) and pattern(module) is None]
+def test_a_file_of_tests_is_where_the_module_of_its_name_is() -> None:
+    known = modules()
+    lost = []
+    for path in TESTS.rglob("test_*.py"):
+        inside = path.relative_to(TESTS).parts
+        folder = inside[0] if len(inside) > 1 else ""
+        expected = known.get(path.stem.removeprefix("test_"), {folder})
+        if folder not in expected:
+            lost.append(f"{path.relative_to(TESTS)}: its module is in {sorted(expected)}")
     assert not lost
-    assert not [name for name in ELSEWHERE.values() if not has_tests(name)]
-
-
-def test_nothing_is_listed_that_is_gone_or_has_tests_of_its_own() -> None:
-    needed = {pattern(module) for module in modules() if not has_tests(own(module))}
-    assert not ELSEWHERE.keys() - needed

@@ -16,7 +16,6 @@ import pytest
 from .pages import ROOT, pages, pages_of_processes, processes, run
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", pages(frameworks=False), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -24,7 +23,6 @@ def test_a_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", pages_of_processes(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_for_several_processes_runs_as_printed(page: Path, tmp_path: Path) -> None:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes(page))]

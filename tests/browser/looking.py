@@ -10,7 +10,6 @@ import pytest
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 
 in_a_browser = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(CHROMIUM is None, reason="no browser tests: there is no chromium on the path"),
 ]
 

@@ -166,7 +166,6 @@ def parallel() -> None:
     print("equal", flush=True)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 def test_two_processes() -> None:
     """Refused for any model with a device map, unless the environment says otherwise."""

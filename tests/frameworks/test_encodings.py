@@ -58,7 +58,6 @@ def test_a_mapping_of_the_library_keeps_its_type_in_every_micro_batch(kind: Any)
     assert_same(gather(batches), value)
 
 
-@pytest.mark.timeout(120)
 def test_a_pipeline_takes_what_a_tokenizer_returns() -> None:
     model = FAMILIES["GPT-2"].make().eval()
     encoding = tokenizer()(["a b c", "b", "c a", "a"], padding=True, return_tensors="pt")

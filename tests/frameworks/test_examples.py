@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 finetune = example("finetune")
 TINY = ["--batch", "6", "--chunks", "3", "--length", "16", "--width", "32", "--layers", "2", "--vocabulary", "300"]
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 def test_the_loss_falls_and_survives_another_number_of_stages(

@@ -14,7 +14,6 @@ from gpipe import Arguments, GPipe
 from .families import FAMILIES, ROWS, Family, transformers
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*torch_dtype:UserWarning"),
 ]
 # Torch knows what its grouped products give on meta in bfloat16 only.

@@ -171,7 +171,6 @@ class Unsynchronised(Manual):
         self.losses.append(float(loss.detach()))
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 def test_two_processes() -> None:
     expect_equal_in_two(f"from {__name__} import parallel; parallel()")

@@ -16,7 +16,7 @@ from .families import ROWS, SIZES, SPECIAL, Family, pictures, text
 from .more_families import CLASSES, EVERY, VISION
 from .table import set_dropout
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 Batch = dict[str, Any]
 TWO_ROWS = slice(0, 2)

@@ -12,7 +12,6 @@ for needed in ("transformers", "lightning"):
     pytest.importorskip(needed, reason=f"{needed} is not installed; see nox -s frameworks")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # frameworks warn of themselves, and of machines without accelerators
 @pytest.mark.parametrize("page", pages(frameworks=True), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from .families import FAMILIES
 
 peft = pytest.importorskip("peft", reason="peft is not installed; see nox -s frameworks")
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 
 def adapted(model: nn.Module) -> Any:

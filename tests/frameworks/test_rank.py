@@ -15,8 +15,6 @@ transformers = pytest.importorskip("transformers")
 from gpipe import GPipe, flatten  # noqa: E402
 from gpipe.distributed import Rank  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
-
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4, "vocab_size": 64, "intermediate_size": 64}
 MODELS = {
     "GPT-2, whose embedding is its head": lambda: transformers.GPT2LMHeadModel(

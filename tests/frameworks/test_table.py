@@ -7,7 +7,7 @@ import pytest
 from .more_families import EVERY
 from .table import PAGE, row, rows
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -12,7 +12,7 @@ from gpipe import Arguments, GPipe
 
 from .families import FAMILIES, ROWS
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
 ROWS, LENGTH = 24, 12

@@ -13,7 +13,7 @@ from gpipe import Arguments, GPipe, flatten
 from .families import FAMILIES, ROWS, Family
 from .table import alone, distance, gradients, piped
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 def pipe_of(name: str, model: nn.Module, **options: str) -> GPipe:

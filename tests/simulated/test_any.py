@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,8 +16,6 @@ from gpipe.engine._workers import placement
 from .accelerator import device, no_races
 from .delays import delayed
 from .models import MODES, expected, linear, rows, running, trained
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def model(stages: int) -> nn.Sequential:

@@ -8,8 +8,6 @@ from .delays import delayed
 from .models import MODES, assert_trains_like, model, piped
 from .test_matrix import CASES
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize(("placement", "how", "streams"), CASES[::3])
 def test_a_step_with_delays(placement: str, how: str, streams: str):

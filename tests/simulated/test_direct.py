@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from packages.gpipe.tests.test_rank import Fails
-from packages.gpipe.tests.test_rendezvous import Meets
+from packages.gpipe.tests.distributed.test_rank import Fails
+from packages.gpipe.tests.distributed.test_rendezvous import Meets
 from packages.gpipe.tests.worlds import World, world
 from torch import nn
 
@@ -27,8 +27,6 @@ from . import accelerator, communicators
 from .faults import Fault, planted
 from .models import MODES, balance, model, rows, some_of, squares
 from .test_tied import model as tied
-
-pytestmark = pytest.mark.timeout(300)
 
 WIRES, COPY = "gpipe.distributed._wires", "gpipe.transport._copy"
 

@@ -14,7 +14,6 @@ from .models import SCHEDULED, assert_trains_like, model, piped, rows, running, 
 from .placements import PLACEMENTS
 
 pytestmark = [
-    pytest.mark.timeout(60),
     # Of torch, once a process: a failure keeps nodes alive, which belong to the streams of their time.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
 ]

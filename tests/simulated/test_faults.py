@@ -16,7 +16,7 @@ from .models import assert_trains_like, counted_squares, model, piped, squares
 from .races import ROOT
 
 # Of torch, once a process: with nodes that are kept it has to order streams.
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
+pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
 
 COPY, RUN = "gpipe.transport._copy", "gpipe.engine._run"
 

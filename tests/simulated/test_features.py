@@ -20,8 +20,6 @@ from .accelerator import DEVICES, device
 from .models import ROWS, WIDTH, Pop, Stash, balance, linear, rows, running, some_of
 from .placements import PLACEMENTS, backward_streams, devices, forward_streams
 
-pytestmark = pytest.mark.timeout(60)
-
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
 CROSSING = ("three devices", "two devices", "CPU between", "device between CPUs")
 

@@ -8,8 +8,6 @@ from .accelerator import library
 from .models import HOWS, MODES, ROWS, counted_squares, model, piped, rows, running
 from .placements import PLACEMENTS, forward_streams
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def counted(placement: str, mode: str, how: str, inline: bool) -> dict[str, int]:
     """What a training step asks of the devices, once a pipe has measured what it wants to know."""

@@ -9,8 +9,6 @@ import pytest
 from .models import HOWS, MODES, assert_trains_like, model, piped, some_of
 from .placements import PLACEMENTS, STREAMS
 
-pytestmark = pytest.mark.timeout(60)
-
 CASES = [
     (placement, how, streams)
     for placement, how, streams in product(PLACEMENTS, HOWS, STREAMS)

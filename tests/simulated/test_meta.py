@@ -16,7 +16,6 @@ from profiler._allocations import AllocationTracker
 from .models import WIDTH, linear, rows
 from .placements import devices
 
-pytestmark = pytest.mark.timeout(60)
 SIZE = (WIDTH + 1) * WIDTH * 8  # of a layer, in bytes
 
 

@@ -7,8 +7,6 @@ import pytest
 from .models import SCHEDULED, assert_trains_like, model, piped, some_of
 from .placements import PLACEMENTS
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize(("placement", "inline", "how"), some_of(list(PLACEMENTS), [False, True], SCHEDULED, every=2))
 def test_they_train_like_the_model(placement: str, inline: bool, how: str):

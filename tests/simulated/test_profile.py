@@ -11,8 +11,6 @@ from streams import use_stream
 
 from .accelerator import DEVICES, device, library, new_stream
 
-pytestmark = pytest.mark.timeout(60)
-
 x = torch.rand(8, 4)
 
 

@@ -13,8 +13,6 @@ from gpipe.distributed import Rank
 
 from . import accelerator
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:

@@ -14,8 +14,6 @@ from gpipe import GPipe
 from .models import HOWS, MODES, WIDTH, assert_trains_like, linear, piped, rows, running, some_of, trained
 from .placements import PLACEMENTS, STREAMS, devices
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Scaled(nn.Module):
     """Has a parameter, and a buffer that nobody changes."""

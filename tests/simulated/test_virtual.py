@@ -10,8 +10,6 @@ from .faults import Fault, planted
 from .models import HOWS, MODES, assert_trains_like, model, piped
 from .test_faults import FAULTS
 
-pytestmark = pytest.mark.timeout(60)
-
 LINKS = ("a copy does not wait", "the event of a copy", "the target does not wait")
 """How the names of faults begin that need a link which copies; others show where memory is freed."""
 

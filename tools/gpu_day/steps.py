@@ -50,7 +50,9 @@ STEPS = (
     _tests(
         "virtual", "Stages on one GPU with workers and streams of their own", 60, "packages/gpipe/tests/test_virtual.py"
     ),
-    _tests("nccl", "Two GPUs with a process each: tensors over NCCL", 45, "packages/gpipe/tests/test_nccl.py"),
+    _tests(
+        "nccl", "Two GPUs with a process each: tensors over NCCL", 45, "packages/gpipe/tests/distributed/test_nccl.py"
+    ),
     _tests("microbatch", "Micro-batches on a GPU", 30, "packages/microbatch/tests/test_scatter.py"),
     _tests("profiler", "The profiler beside the allocator", 40, "packages/profiler/tests/test_cuda.py"),
     Step("transformer", "A transformer of 8 layers", ("-m", "tools.gpu_day.transformer"), 90),

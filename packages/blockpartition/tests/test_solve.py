@@ -116,7 +116,6 @@ TRAPS = [
 ]
 
 
-@pytest.mark.timeout(10)
 @cases("even", ["quantile", "exact"])
 @cases(("items", "k"), TRAPS)
 def test_known_traps_of_heuristics(items, k, even):
@@ -125,7 +124,6 @@ def test_known_traps_of_heuristics(items, k, even):
     assert len(found.sizes) == k
 
 
-@pytest.mark.timeout(10)
 def test_numbers_from_all_over_the_range_of_floats_end_the_search():
     items = [5e-324, 1.7976931348623157e308] * 100
     for k in (1, 7, 100, 200):

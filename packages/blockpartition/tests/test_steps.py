@@ -2,14 +2,10 @@
 
 from random import Random
 
-import pytest
-
 from blockpartition import partition, place, verify
 
 from .cases import cases
 from .counting import steps
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def drawn(n: int, limit: int) -> list[int]:

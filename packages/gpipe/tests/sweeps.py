@@ -31,7 +31,7 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def swept() -> None:
     """The sweeps that have begun are done; elsewhere there are none."""
     assert FREE_THREADED or not _begun
-    assert all(done.wait(20) for done in _begun)
+    assert all(done.wait(300) for done in _begun)
 
 
 def awake(pipe: GPipe) -> None:

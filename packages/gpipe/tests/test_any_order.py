@@ -26,9 +26,9 @@ from microbatch import Batch, gather
 
 from .layers import DOUBLE, Raise
 from .models import CHANNELS, PARTS, WIDTH, OnMain, Recipe, main_of, recipes, with_main
+from .module.test_step import LOSSES, Way, floats, ways, weights_for, whole
 from .schedules import LOOPED, V_SHAPED
 from .test_models import WholeNorms, assert_close
-from .test_step import LOSSES, Way, floats, ways, weights_for, whole
 
 MODES = ("never", "except_last", "always")
 PHASES = ("forward", "backward", "recompute")

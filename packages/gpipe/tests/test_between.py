@@ -17,7 +17,7 @@ from gpipe import GPipe
 
 from .layers import DOUBLE, Call
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 WAYS = (None, "fill_drain", "1f1b", "zero_bubble")

@@ -22,7 +22,7 @@ from .layers import DOUBLE, Call, Overwrites, assert_same, linears, piped, rows
 from .schedules import ALONE
 
 MODES = ("never", "except_last", "always")
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 each_schedule = pytest.mark.parametrize("schedule", ALONE)
 each_way = pytest.mark.parametrize("where", [gpipe.inline, nullcontext])

@@ -22,7 +22,7 @@ from gpipe import GPipe
 
 from .layers import Call, OnBackward, Pop, Stash, within
 
-pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cuda]
 
 MODES = ("never", "except_last", "always")
 LONG = 50_000_000

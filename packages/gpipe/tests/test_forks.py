@@ -16,7 +16,6 @@ from gpipe.checkpoint._generators import PROCESS, lent
 from .children import in_child
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),
 ]
@@ -35,11 +34,11 @@ def over_and_over(work: Callable[[], object]) -> Iterator[None]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        assert begun.wait(20)
+        assert begun.wait(300)
         yield
     finally:
         end.set()
-        thread.join(20)
+        thread.join(300)
 
 
 def test_the_child_has_the_generator_of_the_process_not_a_borrowed_one() -> None:

@@ -20,8 +20,6 @@ from gpipe import GPipe
 
 from .layers import DOUBLE, Call, assert_trains_like, linears, piped, rows
 
-pytestmark = pytest.mark.timeout(60)
-
 CPU = torch.device("cpu")
 
 

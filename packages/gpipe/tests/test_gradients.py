@@ -20,7 +20,7 @@ from .layers import DOUBLE, Blocks, Call, Overwrites, assert_same, linears, pipe
 from .schedules import ALONE
 
 MODES = ("never", "except_last", "always")
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Shifted(nn.Module):

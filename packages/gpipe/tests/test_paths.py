@@ -59,7 +59,7 @@ for first in ("gpipe.skip", "gpipe.skip.skippable", "gpipe.balance.profile"):
 
 
 def test_a_function_hides_the_module_of_its_name_whatever_is_imported_first() -> None:
-    subprocess.run([sys.executable, "-c", IMPORTED_ANEW], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", IMPORTED_ANEW], check=True, timeout=300)
 
 
 def test_every_path_leads_to_the_same_object() -> None:

@@ -76,7 +76,7 @@ def by_checkpoint(run: Run, again: Run, save: Callable[..., Any] = dcp.save) -> 
         saved = _taken(run)
         future = save(saved, checkpoint_id=folder)
         if future is not None and hasattr(future, "result"):
-            future.result(60)
+            future.result(300)
         found = _taken(again)
         dcp.load(found, checkpoint_id=folder)
     state_dict.set_state_dict(

@@ -85,7 +85,7 @@ def test_unclosed_pipe_ends_its_threads_when_it_is_garbage():
     del pipe
     gc.collect()
     for thread in own:
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
 
 

@@ -20,7 +20,7 @@ from microbatch import Arguments, Mean, Replicate, Split, Sum
 
 from .layers import DOUBLE, Call, assert_same, linears, piped, rows
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("never", "except_last", "always")
 SCHEDULES = ("1f1b", "fill_drain", "zero_bubble")

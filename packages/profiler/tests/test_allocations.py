@@ -55,7 +55,7 @@ def test_storages_may_die_on_another_thread_while_they_are_counted(monkeypatch):
     def interrupted(storage):
         thread = threading.Thread(target=dying.clear)
         thread.start()
-        thread.join(20)
+        thread.join(300)
         return nbytes(storage)
 
     births, nbytes = AllocationTracker(), torch.UntypedStorage.nbytes

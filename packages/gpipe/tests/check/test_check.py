@@ -1,0 +1,280 @@
+"""check() names planted faults, each in its own layer, and finds nothing in models that train the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpipe import Arguments, Report, check, flatten
+
+from ..clean_models import CLEAN, Clean
+from ..planted_faults import FAULTS, ROWS, WIDTH, Fault, Layer, between, linear, rows
+
+each_fault = pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, named in FAULTS.items() for name in named]
+)
+
+
+def checked(case: Fault | Clean, **settings: Any) -> Report:
+    return check(case.model, case.sample, target=case.target, loss_fn=case.loss_fn, **settings)
+
+
+def accused(report: Report) -> set[tuple[str, str | None]]:
+    """The codes and layers of errors and warnings."""
+    return {(finding.code, finding.layer) for finding in report.findings if finding.level != "note"}
+
+
+CODES = {
+    "batch norm": "batchnorm",
+    "statistics of the batch": "mixes-rows",
+    "order of rows": "mixes-rows",
+    "mixtures of rows": "mixes-rows",
+    "noise by the batch": "mixes-rows",
+    "groups of rows": "mixes-rows",
+    "place of a row": "rows",
+    "gradients": "gradient",
+    "state": "stateful",
+    "Python and clocks": "impure",
+    "losses in which rows meet": "loss",
+    "losses of the model": "loss",
+    "losses with a state": "impure",
+    "nothing to train": "untrained",
+}
+"""The code of all faults of a kind, where they have one."""
+
+
+@each_fault
+def test_a_planted_fault_is_found_in_its_layer_alone(kind: str, name: str) -> None:
+    torch.manual_seed(0)
+    case = FAULTS[kind][name]()
+    report = checked(case)
+    assert not report.ok
+    assert {layer for _, layer in accused(report)} == {case.layer}
+    assert kind not in CODES or {code for code, _ in accused(report)} == {CODES[kind]}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_is_found_in_a_clean_model(name: str) -> None:
+    torch.manual_seed(0)
+    report = checked(CLEAN[name]())
+    assert accused(report) == set()
+    assert report.ok
+    assert report.compared
+
+
+LAYERS = [
+    (kind, name)
+    for kind, name in [(kind, name) for kind in FAULTS for name in FAULTS[kind]]
+    if kind not in ("rows that are lost", "state of other layers", "nothing to train") and "loss" not in kind
+    if name != "view of half"
+]
+"""Faults of one layer, after which others get as many rows as before."""
+
+
+@given(st.lists(st.sampled_from(LAYERS), min_size=2, max_size=3), st.integers(12, 40), st.integers(2, 5))
+@settings(max_examples=12)
+def test_several_faults_are_found_each_where_it_is(names: list[tuple[str, str]], count: int, chunks: int) -> None:
+    count = ROWS if any("fixed" in kind + name or "group" in kind for kind, name in names) else count
+    faults = [FAULTS[kind][name]().model[2] for kind, name in names]
+    report = check(
+        nn.Sequential(*[each for fault in faults for each in (linear(), fault)]), rows()[:count], chunks=chunks
+    )
+    assert {layer for _, layer in accused(report)} == {str(2 * k + 1) for k in range(len(faults))}
+
+
+def test_notes_are_no_faults() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), linear().requires_grad_(False), nn.Dropout(), linear(), linear())
+    model[4].weight = model[3].weight
+    layer = Layer(lambda s, x: F.layer_norm(x.float() * (len(x) + 1) / (len(x) + 1), (WIDTH,)).to(x.dtype))
+    report = check(model.append(layer), rows())
+    notes = [("0", "in-place"), ("1", "frozen"), ("2", "random"), ("3", "tied"), ("5", "reassociation")]
+    assert sorted((finding.layer or "", finding.code) for finding in report.findings) == notes
+    assert report.ok
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_it_costs_a_few_plain_steps(dropout: float) -> None:
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout, batch_first=True) for _ in range(4)])
+    sample = torch.randn(8, 6, WIDTH)
+    with FlopCounterMode(display=False) as plain:
+        model(sample).square().mean().backward()
+    with FlopCounterMode(display=False) as counted:
+        assert check(model, sample).ok
+    assert counted.get_total_flops() <= (5 if dropout == 0 else 8) * plain.get_total_flops()
+
+
+FORMS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "of the output alone": (lambda output: output.square().mean(), False),
+    "of no target": (lambda output, target: output.square().mean(), False),
+    "metrics": (lambda output, target: (F.mse_loss(output, target), {"largest": output.max()}), True),
+    "sum, count and metrics": (
+        lambda output, target: ((output - target).square().sum(), output.numel(), {"largest": output.max()}),
+        True,
+    ),
+    "a module": (nn.MSELoss(), True),
+}
+
+
+class TestLoss:
+    def targets(self) -> Tensor:
+        return torch.where(torch.arange(ROWS) % 5 == 0, -100, torch.arange(ROWS) % WIDTH)
+
+    def test_a_mean_over_some_rows_is_no_plain_mean(self) -> None:
+        report = check(between(nn.GELU()), rows(), target=self.targets(), loss_fn=F.cross_entropy)
+        assert [finding.code for finding in report.findings] == ["loss"]
+
+    def test_a_sum_with_its_count_is_right(self) -> None:
+        def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            return F.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+
+        assert check(between(nn.GELU()), rows(), target=self.targets(), loss_fn=loss_fn).ok
+
+    def test_a_plain_mean_is_right(self) -> None:
+        target = rows()
+        assert check(between(nn.GELU()), rows(), target=target, loss_fn=F.mse_loss).ok
+
+    @pytest.mark.parametrize("name", FORMS)
+    def test_every_form_that_step_takes_is_taken(self, name: str) -> None:
+        loss_fn, has_target = FORMS[name]
+        target = rows() if has_target else None
+        report = check(between(nn.GELU()), rows(), target=target, loss_fn=loss_fn)
+        assert report.findings == ()
+        assert report.compared
+
+
+class OwnLoss(nn.Module):
+    """Returns what models of Hugging Face do, as the last layer or as a whole model."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": x.square().mean(), "logits": x}
+
+
+class Classifier(nn.Module):
+    """Computes its loss if it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([linear(), linear()]), linear()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class TestModelsThatReturnTheirLoss:
+    @pytest.mark.parametrize("count", [ROWS, ROWS - 3])
+    def test_a_plain_mean_is_right(self, count: int) -> None:
+        report = check(nn.Sequential(linear(), OwnLoss()), torch.randn(count, WIDTH))
+        assert report.findings == ()
+        assert report.compared
+
+    def test_a_scalar_is_the_loss(self) -> None:
+        assert check(between(Layer(lambda s, x: x)).append(Layer(lambda s, x: x.mean())), rows()).ok
+
+    def test_a_sum_is_no_plain_mean(self) -> None:
+        report = check(nn.Sequential(linear(), Layer(lambda s, x: x.sum())), rows())
+        assert [finding.code for finding in report.findings] == ["loss"]
+
+    @pytest.mark.parametrize("flat", [False, True])
+    def test_a_model_with_labels(self, flat: bool) -> None:
+        batch = {"x": rows(), "labels": torch.arange(ROWS) % WIDTH}
+        report = check(flatten(Classifier(), batch) if flat else Classifier(), batch)
+        assert report.findings == ()
+        assert report.compared
+
+    def test_one_with_padding_is_right_too(self) -> None:
+        labels = torch.where(torch.arange(ROWS) % 5 == 0, -100, torch.arange(ROWS) % WIDTH)
+        report = check(Classifier(), {"x": rows(), "labels": labels})
+        assert report.findings == ()
+        assert report.compared
+
+
+@pytest.mark.parametrize(
+    "last",
+    [linear().requires_grad_(False), Layer(lambda s, x: x.detach()), Layer(lambda s, x: x.argmax(1))],
+    ids=["frozen", "detached", "integers"],
+)
+def test_what_cannot_be_trained_is_said(last: nn.Module) -> None:
+    report = check(nn.Sequential(linear().requires_grad_(False), last), rows())
+    assert "untrained" in [finding.code for finding in report.findings]
+    assert not report.ok
+
+
+def test_keywords_of_the_first_layer() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(x) * scale
+
+    batch = {"x": rows(), "scale": rows()}
+    assert check(nn.Sequential(Scaled(WIDTH, WIDTH), linear()), Arguments((), batch)).findings == ()
+
+
+class TestNoHarm:
+    def test_the_model_and_all_generators_stay_as_they_are(self) -> None:
+        model = between(nn.Sequential(nn.Dropout(), nn.BatchNorm1d(WIDTH)))
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+        check(model, torch.randn(ROWS, WIDTH, generator=torch.Generator()))
+        assert torch.equal(states[0], torch.get_rng_state())
+        assert states[1:] == (random.getstate(), np.random.get_state()[1].tobytes())
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
+        assert model[0].weight.dtype == torch.float32
+        assert model.training
+
+
+class TestReport:
+    def report(self) -> Report:
+        return check(between(nn.Softmax(0)), rows())
+
+    def test_the_text_names_layer_evidence_and_advice(self) -> None:
+        text = str(self.report())
+        assert "error[mixes-rows]: layer '2' (Softmax): an output row depends on other rows" in text
+        assert "changing some rows" in text
+        assert "  = compute each row by itself" in text
+        assert text.splitlines()[-2].startswith("1 error: 4 layers, 32 rows in 4 micro-batches, in float64")
+
+    def test_the_json_has_all_of_it(self) -> None:
+        found = json.loads(self.report().to_json())
+        assert not found["ok"]
+        assert [(each["code"], each["layer"], each["level"]) for each in found["findings"]] == [
+            ("mixes-rows", "2", "error")
+        ]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            ({"model": "model"}, TypeError, "model must be an nn.Module; got str"),
+            ({"sample": torch.randn(1, WIDTH)}, ValueError, "sample has 1 rows"),
+            ({"sample": torch.randn(0, WIDTH)}, ValueError, "sample has 0 rows"),
+            ({"chunks": 1}, ValueError, "chunks must be at least 2"),
+            ({"chunks": "4"}, TypeError, "chunks"),
+            ({"balance": [1]}, ValueError, "balance"),
+            ({"target": torch.zeros(ROWS)}, TypeError, "a target is given, but no loss_fn"),
+            ({"target": torch.zeros(ROWS), "loss_fn": lambda output: 0}, TypeError, "loss_fn takes the output alone"),
+            ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
+            ({"loss_fn": lambda output: output}, ValueError, "expected a scalar"),
+            ({"model": nn.Sequential()}, ValueError, "model has no layers"),
+            ({"sample": torch.randn(ROWS, 3)}, RuntimeError, "shapes cannot be multiplied"),
+        ],
+    )
+    def test_it_is_refused_by_name(self, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+        given: dict[str, Any] = {"model": between(nn.GELU()), "sample": rows(), **changes}
+        with pytest.raises(error, match=message):
+            check(given.pop("model"), given.pop("sample"), **given)

@@ -1,0 +1,123 @@
+"""A target has the rows of its input, or is refused with both numbers; what is handed whole needs none."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe import inline
+from microbatch import Replicate, Split
+
+from ..layers import Call, assert_same, linears, piped, rows
+
+
+@given(st.integers(1, 7), st.integers(0, 7), st.integers(1, 5), st.sampled_from(["1f1b", "fill_drain"]), st.booleans())
+@example(4, 3, 2, "1f1b", False)
+@example(6, 5, 3, "1f1b", True)
+def test_any_numbers_of_rows_are_those_of_the_plain_model_or_refused(
+    count: int, others: int, chunks: int, schedule: str, inlined: bool
+) -> None:
+    model, x, y = linears(), rows(count), rows(others)
+    pipe = piped(model, [1, 2], chunks=chunks)
+    with inline() if inlined else nullcontext():
+        if count != others:
+            with pytest.raises(ValueError, match=rf"target has {others} rows .*, the input {count} rows "):
+                pipe.step(x, y, loss_fn=F.mse_loss, schedule=schedule)
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+            return
+        loss = pipe.step(x, y, loss_fn=F.mse_loss, schedule=schedule)
+    expected = F.mse_loss(model(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    assert_same(pipe, model)
+
+
+def first(values: tuple[Tensor, ...]) -> Tensor:
+    return values[0]
+
+
+@pytest.mark.parametrize(("count", "allowed"), [(2, True), (4, True), (6, True), (3, False), (8, False)])
+def test_tensors_of_one_input_may_differ_and_a_target_is_like_one_of_them(count: int, allowed: bool) -> None:
+    pipe = piped(nn.Sequential(Call(first), *linears()), [2, 2], chunks=2)
+    seen: list[int] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(len(target))
+        return output.sum()
+
+    inputs = (rows(4), rows(2), rows(6))
+    if allowed:
+        pipe.step(inputs, rows(count), loss_fn=loss)
+        assert seen == [count // 2] * 2
+    else:
+        with pytest.raises(ValueError, match=rf"target has {count} rows .*, the input 4 and 2 and 6 rows "):
+            pipe.step(inputs, rows(count), loss_fn=loss)
+
+
+def tokens_of_samples(samples: Tensor, tokens: Tensor) -> Tensor:
+    return samples * tokens.view(len(samples), -1, tokens.shape[1]).sum(1)
+
+
+def times(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight
+
+
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 5), st.booleans(), st.booleans())
+@example(10, 2, 4, False, False)
+@example(10, 2, 4, True, True)
+def test_tokens_beside_their_samples_are_cut_at_the_same_places_or_refused(
+    count: int, tokens: int, chunks: int, swapped: bool, inlined: bool
+) -> None:
+    inputs = rows(count), rows(count * tokens)
+    if swapped:
+        inputs = inputs[::-1]
+    layer = Call(lambda pair: tokens_of_samples(*(pair[::-1] if swapped else pair)))
+    pipe = piped(nn.Sequential(layer, *linears()), [2, 2], chunks=chunks)
+    cuts = [[len(part) for part in each.chunk(chunks)] for each in inputs]
+    with inline() if inlined else nullcontext():
+        if sorted(cuts)[1] == [tokens * own for own in sorted(cuts)[0]]:
+            torch.testing.assert_close(pipe(inputs), pipe[:](inputs))
+        else:
+            with pytest.raises(ValueError, match=r"do not belong together|must give equally many"):
+                pipe(inputs)
+
+
+def test_a_weight_with_a_few_rows_is_not_cut_beside_a_mini_batch_that_it_does_not_fit() -> None:
+    pipe = piped(nn.Sequential(Call(lambda pair: times(*pair)), *linears()), [2, 2], chunks=4)
+    x, weight = rows(10), rows(4)[:, 0]
+    with pytest.raises(ValueError, match=r"10 and 4 rows \(in micro-batches of 3, 3, 3, 1 and 1, 1, 1, 1\).*Replicate"):
+        pipe((x, weight))
+
+
+def test_each_part_of_a_target_counts() -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
+    with pytest.raises(ValueError, match="target has 6 and 5 rows"):
+        pipe.step(rows(6), {"a": rows(6), "b": [None, rows(5)]}, loss_fn=lambda output, target: output.sum())
+
+
+def test_the_way_out_works() -> None:
+    model, weight = linears(), torch.rand(3, dtype=torch.float64)
+    pipe = piped(model, [1, 2], chunks=2)
+
+    def loss(output: Tensor, target: tuple[Tensor, ...]) -> Tensor:
+        return ((output - target[0].T).square() * target[1]).mean()
+
+    value = pipe.step(rows(6), (Split(rows(6).T, dim=1), Replicate(weight)), loss_fn=loss)
+    torch.testing.assert_close(value, loss(model(rows(6)), (rows(6).T, weight)).detach())
+
+
+class Flagged(nn.Module):
+    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+        return -x if flag else x
+
+
+def test_an_argument_that_is_no_tensor_goes_to_each_micro_batch() -> None:
+    pipe = piped(nn.Sequential(Flagged(), *linears()), [2, 2], chunks=2)
+    for flag in (True, Replicate(True)):
+        torch.testing.assert_close(pipe(rows(), flag=flag), linears()(-rows()))

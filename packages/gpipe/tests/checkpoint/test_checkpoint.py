@@ -1,0 +1,701 @@
+"""Checkpointing changes when things are computed, and nothing else; where it would, it refuses by name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gpipe import GPipe, inline, is_checkpointing, is_recomputing
+
+from ..layers import DOUBLE, Call, assert_same, assert_trains_like, linears, numbered, piped, rows
+
+MODES = ("always", "except_last", "never")
+each_mode = pytest.mark.parametrize("checkpoint", MODES)
+
+
+class Diary(nn.Module):
+    """Writes down which micro-batch it sees, and in which phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[int, bool, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entries.append((int(x.detach().flatten()[0]), is_checkpointing(), is_recomputing()))
+        return x
+
+    def microbatches(self, *, checkpointing: bool, recomputing: bool) -> list[int]:
+        return [i for i, c, r in self.entries if (c, r) == (checkpointing, recomputing)]
+
+
+def written(checkpoint: str, *, chunks: int = 3, count: int = 3, train: bool = True, grad: bool = True) -> Diary:
+    diary = Diary()
+    pipe = GPipe(nn.Sequential(diary, nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint)
+    pipe.train(train)
+    output = pipe(numbered(count).requires_grad_(grad))
+    if grad:
+        output.sum().backward()
+    return diary
+
+
+class TestModes:
+    @pytest.mark.parametrize(
+        ("checkpoint", "checkpointed"), [("always", [0, 1, 2]), ("except_last", [0, 1]), ("never", [])]
+    )
+    def test_layers_see_which_micro_batches_are_checkpointed(self, checkpoint: str, checkpointed: list[int]) -> None:
+        diary = written(checkpoint)
+        assert diary.microbatches(checkpointing=True, recomputing=False) == checkpointed
+        assert diary.microbatches(checkpointing=False, recomputing=True) == checkpointed[::-1]
+        assert diary.microbatches(checkpointing=False, recomputing=False) == [
+            i for i in range(3) if i not in checkpointed
+        ]
+
+    @pytest.mark.parametrize(("count", "chunks"), [(1, 4), (2, 4), (3, 3), (4, 8)])
+    def test_except_last_means_the_last_that_exists(self, count: int, chunks: int) -> None:
+        diary = written("except_last", count=count, chunks=chunks)
+        assert diary.microbatches(checkpointing=False, recomputing=False) == [count - 1]
+
+    @each_mode
+    def test_evaluation_checkpoints_nothing(self, checkpoint: str) -> None:
+        diary = written(checkpoint, train=False)
+        assert diary.microbatches(checkpointing=False, recomputing=False) == [0, 1, 2]
+        assert len(diary.entries) == 3
+
+    @each_mode
+    def test_without_a_backward_nothing_is_recomputed_nor_marked(self, checkpoint: str) -> None:
+        with torch.no_grad():
+            diary = written(checkpoint, grad=False)
+        assert diary.microbatches(checkpointing=False, recomputing=False) == [0, 1, 2]
+
+    def test_outside_of_a_pipe_nothing_is_checkpointed(self) -> None:
+        assert (is_checkpointing(), is_recomputing()) == (False, False)
+
+    def test_the_mode_may_change_between_runs(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        for pipe.checkpoint in (*MODES, *MODES):
+            assert_trains_like(pipe, linears())
+
+    @pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
+    @pytest.mark.parametrize("inner", MODES)
+    @each_mode
+    def test_layers_around_a_pipe_inside_see_their_own_micro_batches(
+        self, checkpoint: str, inner: str, way: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Whatever the pipe inside them does, with runs of its own, which on the same thread begin and end between."""
+        diaries = [Diary() for _ in range(2)]
+        inside = GPipe(nn.Sequential(Diary(), Diary()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=inner)
+        around = nn.Sequential(diaries[0], inside, diaries[1])
+        pipe = GPipe(nn.Sequential(around, Diary()), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+        with way():
+            pipe(numbered(3).requires_grad_()).sum().backward()
+        expected = written(checkpoint).entries
+        assert [sorted(diary.entries) for diary in diaries] == [sorted(expected)] * 2
+        assert sorted(pipe[1].entries) == sorted(expected)
+
+    def test_a_recomputation_that_fails_leaves_no_mark(self) -> None:
+        def fail(x: Tensor) -> Tensor:
+            if is_recomputing():
+                raise ValueError("no more")
+            return x
+
+        pipe = piped(nn.Sequential(Call(fail), Diary()), [2], chunks=1, checkpoint="always")
+        with pytest.raises(ValueError, match="no more"):
+            pipe(rows(grad=True)).sum().backward()
+        pipe[0].function = torch.clone
+        pipe[1].entries.clear()
+        pipe.eval()(rows())
+        assert [entry[1:] for entry in pipe[1].entries] == [(False, False)]
+
+
+class Average(nn.Module):
+    """Multiplies by a buffer, which every call moves on: in place, or by putting another tensor there."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=DOUBLE))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x * self.mean.clone()
+        fresh = 0.5 * self.mean + x.detach().mean()
+        if self.in_place:
+            self.mean.copy_(fresh)
+        else:
+            self.mean = fresh
+        return output
+
+
+class Peak(nn.Module):
+    """Multiplies by the largest value so far, which a call changes or not, as its input has it."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.register_buffer("peak", torch.zeros((), dtype=DOUBLE))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        fresh = torch.maximum(self.peak, x.detach().max())
+        if not self.in_place:
+            self.peak = fresh
+        elif bool(fresh > self.peak):
+            self.peak.copy_(fresh)
+        return x * self.peak.clone()
+
+
+class Lazy(nn.Module):
+    """Gets its buffer at the first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "calls"):
+            self.register_buffer("calls", torch.zeros((), dtype=DOUBLE))
+        self.calls += 1
+        return x * self.calls.clone()
+
+
+def in_micro_batches(model: nn.Module, x: Tensor, chunks: int) -> Tensor:
+    """The oracle where a layer remembers what it saw: the model on one micro-batch after the other."""
+    return torch.cat([model(chunk) for chunk in x.chunk(chunks)])
+
+
+def assert_remembers_alike(layer: nn.Module, x: Tensor | None = None, *, checkpoint: str, runs: int = 3) -> None:
+    """A pipe with ``layer`` has the buffers and gradients of the plain model, micro-batch after micro-batch."""
+    first, last = linears(2)
+    model = nn.Sequential(first, layer, last)
+    pipe = piped(model, [2, 1], chunks=3, checkpoint=checkpoint)
+    x = rows() if x is None else x
+    for _ in range(runs):
+        output, expected = pipe(x), in_micro_batches(model, x, 3)
+        torch.testing.assert_close(output, expected)
+        output.square().sum().backward()
+        expected.square().sum().backward()
+        assert_same(pipe, model)
+        torch.testing.assert_close(dict(pipe.named_buffers()), dict(model.named_buffers()))
+
+
+class TestBuffers:
+    @each_mode
+    @pytest.mark.parametrize("momentum", [0.1, None])
+    def test_batch_norm_counts_every_micro_batch_once(self, checkpoint: str, momentum: float | None) -> None:
+        assert_remembers_alike(nn.BatchNorm1d(3, momentum=momentum, dtype=DOUBLE), checkpoint=checkpoint)
+
+    @each_mode
+    @pytest.mark.parametrize("in_place", [True, False])
+    def test_a_moving_buffer_moves_once_and_recomputation_sees_it_as_it_was(
+        self, checkpoint: str, in_place: bool
+    ) -> None:
+        assert_remembers_alike(Average(in_place=in_place), checkpoint=checkpoint)
+
+    @each_mode
+    def test_spectral_norm_iterates_once(self, checkpoint: str) -> None:
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3, dtype=DOUBLE))
+        assert_remembers_alike(layer, checkpoint=checkpoint)
+
+    @pytest.mark.parametrize("in_place", [True, False])
+    def test_a_buffer_that_moves_now_and_then_is_right_or_refused(self, in_place: bool) -> None:
+        x = torch.tensor([[-3.0], [-2.0], [1.0], [5.0], [7.0], [2.0]], dtype=DOUBLE).expand(6, 3).clone()
+        layer = Peak(in_place=in_place)
+        first, last = linears(2)
+        with torch.no_grad():
+            first.weight.copy_(torch.eye(3))
+            first.bias.zero_()
+        model = nn.Sequential(first, layer, last)
+        pipe = piped(model, [2, 1], chunks=3, checkpoint="always")
+        in_micro_batches(model, x, 3).square().sum().backward()
+        output = pipe(x)
+        try:
+            output.square().sum().backward()
+        except RuntimeError as refusal:
+            assert "'1.peak'" in str(refusal)  # noqa: PT017
+        else:
+            assert_same(pipe, model)
+
+    def test_a_buffer_that_appears_in_the_first_forward(self) -> None:
+        assert_remembers_alike(Lazy(), checkpoint="always", runs=1)
+
+    def test_switching_between_training_and_evaluation(self) -> None:
+        first, last = linears(2)
+        model = nn.Sequential(first, nn.BatchNorm1d(3, dtype=DOUBLE), last)
+        pipe = piped(model, [2, 1], chunks=2, checkpoint="always")
+        for mode in (True, False, True, False, True):
+            pipe.train(mode)
+            model.train(mode)
+            expected = in_micro_batches(model, rows(), 2)
+            output = pipe(rows())
+            torch.testing.assert_close(output, expected)
+            output.sum().backward()
+            expected.sum().backward()
+        assert_same(pipe, model)
+        torch.testing.assert_close(dict(pipe.named_buffers()), dict(model.named_buffers()))
+
+    def test_a_failed_recomputation_leaves_the_buffers_as_they_are(self) -> None:
+        def fail(x: Tensor) -> Tensor:
+            if is_recomputing():
+                raise ValueError("no more")
+            return x
+
+        pipe = piped(nn.Sequential(nn.BatchNorm1d(3, dtype=DOUBLE), Call(fail)), [2], chunks=2, checkpoint="always")
+        output = pipe(rows())
+        before = {name: (buffer, buffer.clone()) for name, buffer in pipe.named_buffers()}
+        with pytest.raises(ValueError, match="no more"):
+            output.sum().backward()
+        for name, buffer in pipe.named_buffers():
+            assert buffer is before[name][0]
+            assert torch.equal(buffer, before[name][1])
+
+
+def with_buffer() -> nn.Sequential:
+    """Linear layers; the middle one also scales by a buffer."""
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3, dtype=DOUBLE)
+            self.register_buffer("scale", torch.ones(3, dtype=DOUBLE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    first, last = linears(2)
+    return nn.Sequential(first, nn.Tanh(), Scaled(), nn.Tanh(), last)
+
+
+Change = Callable[[GPipe], Any]
+
+
+def _optimizer_step(pipe: GPipe) -> None:
+    for parameter in pipe.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    pipe.zero_grad()
+
+
+def _replace_parameter(pipe: GPipe) -> None:
+    pipe[2].weight = nn.Parameter(2 * pipe[2].weight.detach())
+
+
+def _replace_buffer(pipe: GPipe) -> None:
+    pipe[2].scale = 2 * pipe[2].scale
+
+
+def _scale_in_place(pipe: GPipe) -> None:
+    pipe[2].scale.mul_(2)
+
+
+def _assign_state(pipe: GPipe) -> None:
+    pipe.load_state_dict({key: 2 * value for key, value in pipe.state_dict().items()}, assign=True)
+
+
+def _load_state(pipe: GPipe) -> None:
+    pipe.load_state_dict({key: 2 * value for key, value in pipe.state_dict().items()})
+
+
+def _swap_data(pipe: GPipe) -> None:
+    for parameter in pipe.parameters():
+        parameter.data = 2 * parameter.data
+
+
+def _freeze(pipe: GPipe) -> None:
+    pipe[2].weight.requires_grad_(False)
+
+
+def _thaw(pipe: GPipe) -> None:
+    pipe[0].bias.requires_grad_(True)
+
+
+def _slopes(kind: str) -> Callable[..., Any]:
+    """A hook that doubles gradients, and leaves values as they are."""
+
+    def on_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * 2 - output.detach()
+
+    def on_input(module: nn.Module, inputs: Any) -> Any:
+        return (inputs[0] * 2 - inputs[0].detach(),)
+
+    def on_gradients(module: nn.Module, *gradients: Any) -> Any:
+        return (gradients[0][0] * 2,)
+
+    return {"forward": on_output, "forward_pre": on_input}.get(kind, on_gradients)
+
+
+class TestChangesBeforeTheRecomputation:
+    """Between forward and backward; the plain model would give the gradients of the forward, or refuse."""
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            (_optimizer_step, "'0.weight', '0.bias'"),
+            (_load_state, "'0.weight', '0.bias'"),
+            (lambda pipe: pipe.eval(), r"train\(\) or eval\(\)"),
+            (lambda pipe: pipe[2].eval(), r"train\(\) or eval\(\)"),
+            (_replace_parameter, "'2.weight'"),
+            (_assign_state, "'0.weight'"),
+            (_swap_data, "'0.weight'"),
+        ],
+    )
+    def test_they_are_refused_by_name(self, change: Change, named: str) -> None:
+        model = with_buffer()
+        pipe = piped(model, [1, 4], chunks=2, checkpoint="always")
+        model(rows()).square().sum().backward()
+        output = pipe(rows())
+        change(pipe)
+        pipe.zero_grad()
+        with pytest.raises(RuntimeError, match=named):
+            output.square().sum().backward()
+
+    @pytest.mark.parametrize(("change", "named"), [(_freeze, "'2.weight'"), (_thaw, "'0.bias'")])
+    @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+    def test_what_is_frozen_or_thawed_is_named(self, change: Change, named: str, checkpoint: str) -> None:
+        pipe = piped(with_buffer(), [1, 4], chunks=2, checkpoint=checkpoint)
+        pipe[0].bias.requires_grad_(False)
+        for again in (False, True):
+            output = pipe(rows())
+            if again:
+                change(pipe)
+                with pytest.raises(RuntimeError, match=f"{named} changed between the forward and the backward"):
+                    output.square().sum().backward()
+            else:
+                output.square().sum().backward()
+
+    @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+    @pytest.mark.parametrize("adds", [True, False])
+    @each_mode
+    def test_hooks_that_come_or_go(self, kind: str, adds: bool, checkpoint: str) -> None:
+        """Their recomputation would give other gradients than the plain model's backward."""
+        model = nn.Sequential(*linears(1), nn.Sequential(*linears(2)))
+        pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
+        handles = [getattr(each[1][0], f"register_{kind}_hook")(_slopes(kind)) for each in (model, pipe)]
+        expected, output = model(rows()), pipe(rows())
+        for each, handle in zip((model, pipe), handles, strict=True):
+            getattr(each[1][1], f"register_{kind}_hook")(_slopes(kind)) if adds else handle.remove()
+        expected.square().sum().backward()
+        if checkpoint == "never":
+            output.square().sum().backward()
+            assert_same(pipe, model)
+        else:
+            names = "'1.1'" if adds else "'1.0'"
+            with pytest.raises(RuntimeError, match=f"hooks of {names} were added or removed between the forward"):
+                output.square().sum().backward()
+        pipe.zero_grad()
+        model.zero_grad()
+        assert_trains_like(pipe, model)
+        pipe.close()
+
+    @each_mode
+    def test_a_module_inside_of_a_layer_that_is_replaced(self, checkpoint: str) -> None:
+        """By an equal one, which the recomputed output does not tell."""
+        model = nn.Sequential(*linears(1), nn.Sequential(*linears(2)))
+        pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
+        output, own = pipe(rows()), pipe[1][1]
+        model(rows()).square().sum().backward()
+        pipe[1][1] = copy.deepcopy(own)
+        if checkpoint == "never":
+            output.square().sum().backward()
+            pipe[1][1] = own
+            assert_same(pipe, model)
+        else:
+            with pytest.raises(RuntimeError, match="modules in '1' were replaced between the forward"):
+                output.square().sum().backward()
+        pipe.close()
+
+    @each_mode
+    def test_hooks_that_a_layer_adds_for_a_while_to_a_module_that_two_stages_have(self, checkpoint: str) -> None:
+        """As a flattened model does where parameters are tied; the other stage must take them neither over nor away."""
+
+        class Has(nn.Module):
+            def __init__(self, shared: nn.Module, *, doubles: bool) -> None:
+                super().__init__()
+                self.own, self.shared, self.doubles = linears(1), shared, doubles
+
+            def forward(self, x: Tensor) -> Tensor:
+                if not self.doubles:
+                    return self.own(x)
+                handle = self.shared.register_forward_hook(lambda module, inputs, output: output * 2)
+                threading.Event().wait(0.01)  # meanwhile the other worker goes on
+                try:
+                    return self.shared(self.own(x))
+                finally:
+                    handle.remove()
+
+        shared = linears(1)
+        model = nn.Sequential(Has(shared, doubles=False), Has(shared, doubles=True))
+        pipe = piped(model, [1, 1], chunks=4, checkpoint=checkpoint)
+        for _ in range(3):
+            assert_trains_like(pipe, model)
+        pipe.close()
+
+    def test_hooks_and_modules_that_a_layer_makes_anew_in_each_forward(self) -> None:
+        class Puts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.handles = linears(1), []
+
+            def forward(self, x: Tensor) -> Tensor:
+                for handle in self.handles:
+                    handle.remove()
+                self.inner.activation = nn.Tanh()
+                self.handles[:] = [self.inner.register_forward_hook(lambda module, inputs, output: output * 2)]
+                return self.inner(x)
+
+        model = nn.Sequential(*linears(1), Puts())
+        assert_trains_like(piped(model, [1, 1], chunks=3, checkpoint="always"), model)
+
+    @pytest.mark.parametrize("change", [_scale_in_place, _replace_buffer])
+    def test_buffers_are_put_back(self, change: Change) -> None:
+        model = with_buffer()
+        pipe = piped(model, [1, 4], chunks=2, checkpoint="always")
+        model(rows()).square().sum().backward()
+        output = pipe(rows())
+        change(pipe)
+        output.square().sum().backward()
+        assert_same(pipe, model)
+        assert torch.equal(pipe[2].scale, torch.full((3,), 2.0, dtype=DOUBLE))
+
+    @pytest.mark.parametrize("change", [_optimizer_step, _replace_parameter, _replace_buffer, _swap_data, GPipe.eval])
+    def test_after_the_backward_they_are_everyday(self, change: Change) -> None:
+        model, pipe = with_buffer(), piped(with_buffer(), [1, 4], chunks=2, checkpoint="always")
+        pipe.load_state_dict(model.state_dict())
+        for module in (model, pipe):
+            module(rows()).sum().backward()
+            change(module)  # type: ignore[arg-type]
+        assert_trains_like(pipe, model)
+
+    @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+    def test_gradients_of_parameters_given_for_one_call(self, checkpoint: str) -> None:
+        model = with_buffer()
+        pipe = piped(model, [1, 4], chunks=2, checkpoint=checkpoint)
+        fresh = {name: 2 * p.detach() for name, p in model.named_parameters()}
+
+        def ask(module: nn.Module) -> dict[str, Tensor | None]:
+            given = {name: value.clone().requires_grad_() for name, value in fresh.items()}
+            functional_call(module, given, (rows(),)).square().sum().backward()
+            return {name: value.grad for name, value in given.items()}
+
+        if checkpoint == "never":
+            torch.testing.assert_close(ask(pipe), ask(model))
+        else:
+            with pytest.raises(RuntimeError, match=r"'\d\.(weight|bias|scale)'"):
+                ask(pipe)
+
+    @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+    def test_a_step_between_two_runs_and_their_backwards(self, checkpoint: str) -> None:
+        pipe = piped(with_buffer(), [1, 4], chunks=2, checkpoint=checkpoint)
+        first = pipe(rows())
+        pipe(rows()).sum().backward()
+        torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+        with pytest.raises(RuntimeError, match=r"in-?place"):
+            first.sum().backward()
+
+
+class TestInPlace:
+    """Layers that overwrite what they get."""
+
+    @each_mode
+    @pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2], [3, 1], [1, 2, 1]])
+    def test_activations_anywhere(self, checkpoint: str, balance: list[int]) -> None:
+        first, last = linears(2)
+        model = nn.Sequential(first, nn.ReLU(inplace=True), last, nn.Tanh())
+        pipe = piped(model, balance, chunks=3, checkpoint=checkpoint)
+        for _ in range(2):
+            assert_trains_like(pipe, model)
+
+    @each_mode
+    @pytest.mark.parametrize("chunks", [1, 3])
+    def test_the_first_layer_overwrites_a_copy_of_the_input(self, checkpoint: str, chunks: int) -> None:
+        model = nn.Sequential(nn.ReLU(inplace=True), *linears(2))
+        pipe = piped(model, [1, 2], chunks=chunks, checkpoint=checkpoint)
+        for _ in range(2):
+            x = rows()
+            pipe(x).sum().backward()
+            model(rows()).sum().backward()
+            assert torch.equal(x, rows())
+            assert_same(pipe, model)
+
+    @each_mode
+    def test_an_input_that_requires_grad(self, checkpoint: str) -> None:
+        model = nn.Sequential(nn.LeakyReLU(0.5, inplace=True), *linears(2))
+        pipe = piped(model, [1, 2], chunks=3, checkpoint=checkpoint)
+        for _ in range(2):
+            ours, theirs = rows(grad=True), rows(grad=True)
+            pipe(ours.clone()).square().sum().backward()
+            model(theirs.clone()).square().sum().backward()
+            torch.testing.assert_close(ours.grad, theirs.grad)
+            assert_same(pipe, model)
+
+    @pytest.mark.parametrize("chunks", [1, 2])
+    def test_an_input_that_is_used_again_is_as_it_was(self, chunks: int) -> None:
+        model = nn.Sequential(nn.ReLU(inplace=True), *linears(2))
+        pipe = piped(model, [1, 2], chunks=chunks, checkpoint="never")
+        model[0].inplace = False
+        for _ in range(2):
+            found = []
+            for module in (pipe, model):
+                leaf = rows(grad=True)
+                x = leaf.clone()
+                (module(x).sum() + x.square().sum()).backward()
+                found.append(leaf.grad)
+            torch.testing.assert_close(*found)
+
+    @pytest.mark.parametrize("checkpoint", ["always", "never"])
+    def test_once_the_layers_are_known_a_changed_input_is_refused(self, checkpoint: str) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
+        pipe(rows()).sum().backward()
+        x = rows()
+        output = pipe(x)
+        x.add_(1)
+        named = "the input of this partition was changed in place" if checkpoint == "always" else "inplace operation"
+        with pytest.raises(RuntimeError, match=named):
+            output.sum().backward()
+
+    @pytest.mark.parametrize("chunks", [1, 2])
+    @pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[:1].zero_(), lambda x: x.T.mul_(2)])
+    @each_mode
+    def test_an_input_changed_by_the_caller_is_right_or_refused(
+        self, checkpoint: str, chunks: int, change: Callable[[Tensor], Any]
+    ) -> None:
+        model = linears()
+        pipe = piped(model, [1, 2], chunks=chunks, checkpoint=checkpoint)
+        for _ in range(3):
+            x = rows()
+            output = pipe(x)
+            change(x)
+            try:
+                output.sum().backward()
+            except RuntimeError as refusal:
+                assert "inplace" in str(refusal) or "in place" in str(refusal)  # noqa: PT017
+                pipe.zero_grad()
+            else:
+                model.zero_grad()
+                model(rows()).sum().backward()
+                assert_same(pipe, model)
+                pipe.zero_grad()
+
+    @each_mode
+    def test_a_change_of_an_input_that_nobody_needs_again_is_fine(self, checkpoint: str) -> None:
+        model = nn.Sequential(nn.Identity(), *linears(1))
+        pipe = piped(model, [1, 1], chunks=2, checkpoint="never" if checkpoint == "never" else checkpoint)
+        x = rows()
+        output = pipe(x.clone())
+        x.zero_()
+        output.square().sum().backward()
+        model(rows()).square().sum().backward()
+        assert_same(pipe, model)
+
+    @each_mode
+    @pytest.mark.parametrize("view", [nn.Flatten(), nn.Identity(), Call(lambda x: x[:, :])])
+    def test_a_stage_that_hands_on_its_input_to_one_that_overwrites_it(self, checkpoint: str, view: nn.Module) -> None:
+        first, last = linears(2)
+        model = nn.Sequential(first, copy.deepcopy(view), nn.LeakyReLU(0.5, inplace=True), last)
+        pipe = piped(model, [1, 1, 2], chunks=2, checkpoint=checkpoint)
+        assert_trains_like(pipe, model)
+
+    @each_mode
+    @pytest.mark.parametrize("balance", [[4], [2, 2], [1, 1, 1, 1]])
+    def test_overwriting_what_another_layer_needs_is_right_or_refused(
+        self, checkpoint: str, balance: list[int]
+    ) -> None:
+        first, last = linears(2)
+        model = nn.Sequential(first, nn.Sigmoid(), nn.LeakyReLU(0.5, inplace=True), last)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(rows()).sum().backward()
+        pipe = piped(model, balance, chunks=2, checkpoint=checkpoint)
+        output = pipe(rows())
+        try:
+            output.sum().backward()
+        except RuntimeError as refusal:
+            assert "inplace" in str(refusal) or "in place" in str(refusal)  # noqa: PT017
+        else:
+            model[2].inplace = False
+            model.zero_grad()
+            model(rows()).sum().backward()
+            assert_same(pipe, model)
+
+    @each_mode
+    @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+    def test_after_a_run_without_grad(self, checkpoint: str, without_grad: Callable[[], Any]) -> None:
+        first, last = linears(2)
+        model = nn.Sequential(first, nn.ReLU(inplace=True), last)
+        pipe = piped(model, [1, 2], chunks=2, checkpoint=checkpoint)
+        with without_grad():
+            pipe(rows())
+        assert_trains_like(pipe, model)
+
+    @each_mode
+    def test_a_layer_that_begins_to_work_in_place_later(self, checkpoint: str) -> None:
+        first, last = linears(2)
+        model = nn.Sequential(first, nn.ReLU(), last)
+        pipe = piped(model, [1, 2], chunks=2, checkpoint=checkpoint)
+        assert_trains_like(pipe, model)
+        pipe[1].inplace = True
+        assert_trains_like(pipe, model)
+
+
+class TestAliases:
+    """Tensors of one value that share their memory, and a layer of the next stage that changes one of them."""
+
+    @each_mode
+    @pytest.mark.parametrize(
+        ("share", "change"),
+        [
+            (lambda h: (h, h), lambda t: t[0].relu_() + t[1]),
+            (lambda h: (h, h[:, :2]), lambda t: (t[1].mul_(3).sum(1) + t[0].sum(1))[:, None]),
+            (lambda h: (h[:, :2], h[:, 1:]), lambda t: t[0].mul_(3) * 1 + t[1]),
+        ],
+    )
+    def test_the_gradient_is_right_or_refused(
+        self, share: Callable[[Tensor], Any], change: Callable[[Any], Tensor], checkpoint: str
+    ) -> None:
+        model = nn.Sequential(*linears(1), Call(share), Call(change))
+        pipe = piped(model, [2, 1], chunks=2, checkpoint=checkpoint)
+        model(rows()).sum().backward()
+        for _ in range(2):
+            pipe.zero_grad()
+            try:
+                pipe(rows()).sum().backward()
+            except RuntimeError as refusal:
+                assert "in place" in str(refusal)  # noqa: PT017
+            else:
+                assert_same(pipe, model)
+
+    @each_mode
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_of_the_caller(self, checkpoint: str, grad: bool) -> None:
+        model = nn.Sequential(Call(lambda t: t[0].mul_(2) + t[1]), *linears(1))
+        pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
+        found = []
+        for module in (pipe, model):
+            leaf = rows(grad=grad)
+            x = leaf.clone()
+            try:
+                output = module((x, x))
+            except RuntimeError as refusal:
+                assert "in place" in str(refusal)  # noqa: PT017
+                return
+            output.sum().backward()
+            found.append((output, leaf.grad))
+        torch.testing.assert_close(*found)
+
+    def test_without_grad_the_output_is_the_models(self) -> None:
+        model = nn.Sequential(*linears(1), Call(lambda h: (h, h)), Call(lambda t: t[0].relu_() + t[1]))
+        with torch.no_grad():
+            torch.testing.assert_close(piped(model, [2, 1], chunks=2)(rows()), model(rows()))
+
+    @each_mode
+    @given(order=st.permutations([0, 1, 2]))
+    def test_as_long_as_nobody_changes_them_all_is_well(self, checkpoint: str, order: list[int]) -> None:
+        model = nn.Sequential(
+            *linears(1),
+            Call(lambda h: (h, h[:, :2], h)),
+            Call(lambda t: tuple(t[k] for k in order)),
+            Call(lambda t: t[0].sum(1) * t[1].sum(1) + t[2].sum(1)),
+        )
+        assert_trains_like(piped(model, [2, 1, 1], chunks=2, checkpoint=checkpoint), model)

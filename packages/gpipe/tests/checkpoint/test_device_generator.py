@@ -1,0 +1,131 @@
+"""Random numbers that layers draw on devices with generators of their own."""
+
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+from gpipe import GPipe
+from gpipe.checkpoint import _device_generator, _random
+from gpipe.checkpoint._device_generator import DeviceGenerator, module_of
+from gpipe.engine import _stage
+
+from ..layers import Call
+
+XPU = torch.device("xpu", 0)
+
+
+@pytest.fixture(params=["threads", "inline"])
+def walked(request):
+    with gpipe.inline() if request.param == "inline" else nullcontext():
+        yield
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Whatever draws seems to draw on a device whose generator torch cannot put back."""
+    monkeypatch.setattr(_random, "device_of", lambda args, kwargs: torch.device("hpu", 0))
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last"])
+def test_dropout_under_checkpointing_is_refused_where_it_cannot_be_repeated(mode, walked, elsewhere):
+    pipe = GPipe(nn.Sequential(nn.Identity(), nn.Dropout()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
+    with pytest.raises(RuntimeError, match=r"draws random numbers on 'hpu:0'.*checkpoint='never'") as caught:
+        pipe(torch.ones(4, 4))
+    assert any("partition 1" in note for note in caught.value.__notes__)
+
+
+def test_without_a_recomputation_nothing_is_to_be_repeated(walked, elsewhere):
+    layers = nn.Sequential(nn.Dropout(), nn.Linear(4, 4))
+    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    pipe(torch.ones(4, 4)).sum().backward()
+    pipe.checkpoint = "always"
+    with torch.no_grad():
+        pipe.eval()(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")])
+def test_the_cpu_and_what_has_no_data_need_no_generator(device):
+    assert module_of(device) is None
+    with DeviceGenerator(device).rewound():
+        pass
+
+
+@given(before=st.integers(0, 3), inside=st.integers(0, 3), between=st.integers(0, 3))
+def test_a_device_draws_again_and_goes_on_as_if_it_had_not(before, inside, between):
+    """Property, of any module with the state of a generator: here that of the CPU."""
+    calls = []
+    module = SimpleNamespace(
+        get_rng_state=lambda device: calls.append(device) or torch.get_rng_state(),
+        set_rng_state=lambda state, device: calls.append(device) or torch.set_rng_state(state),
+    )
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+        patch.setattr(_device_generator, "module_of", lambda device: module)
+        torch.rand(before)
+        generator = DeviceGenerator(XPU)
+        first = torch.rand(8)
+        torch.rand(between)
+        state = torch.get_rng_state()
+        with generator.rewound():
+            assert torch.equal(torch.rand(8), first)
+            torch.rand(inside)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert set(calls) == {XPU}
+
+
+@pytest.mark.parametrize(
+    ("names", "found"), [((), False), (("get_rng_state",), False), (("get_rng_state", "set_rng_state"), True)]
+)
+def test_both_functions_are_needed(names, found, monkeypatch):
+    monkeypatch.setattr(_device_generator, "has_streams", lambda device: True)
+    monkeypatch.setattr(torch, "xpu", SimpleNamespace(**dict.fromkeys(names, lambda *_: torch.empty(0))))
+    assert (module_of(XPU) is not None) == found
+    with nullcontext() if found else pytest.raises(RuntimeError, match=r"torch\.xpu has no get_rng_state"):
+        DeviceGenerator(XPU).expect_repeats(XPU)
+
+
+@pytest.mark.parametrize("device", [torch.device("xpu", 1), torch.device("cuda"), torch.device("meta")])
+def test_only_the_device_of_the_partition_is_rewound(device, monkeypatch):
+    """Another one may be drawing for its own partition at the same time."""
+    module = SimpleNamespace(get_rng_state=lambda device: torch.empty(0))
+    monkeypatch.setattr(_device_generator, "module_of", lambda device: module)
+    generator = DeviceGenerator(XPU)
+    generator.expect_repeats(torch.device("xpu"))
+    with nullcontext() if device.type == "meta" else pytest.raises(RuntimeError, match="partition is on 'xpu:0'"):
+        generator.expect_repeats(device)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """What draws on the CPU seems to draw on a device, whose generator is that of the CPU."""
+    module = SimpleNamespace(
+        get_rng_state=lambda device: torch.get_rng_state(), set_rng_state=lambda s, device: torch.set_rng_state(s)
+    )
+    monkeypatch.setattr(_device_generator, "module_of", lambda device: module)
+    monkeypatch.setattr(_stage, "has_streams", lambda device: True)
+    monkeypatch.setattr(_random, "device_of", lambda args, kwargs: XPU)
+    monkeypatch.setattr(_device_generator, "_is_same", lambda device, own: True)
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize(
+    "inner", [lambda act, x: act(x), partial(checkpoint, use_reentrant=False)], ids=["alone", "checkpoint"]
+)
+def test_what_was_drawn_on_a_device_is_drawn_again(mode, inner):
+    """Also by torch.utils.checkpoint inside of the layer, and if the layer begins to draw later."""
+    drawing = [False]
+    act = lambda x: nn.functional.dropout(x, training=drawing[0]) * 1  # noqa: E731
+    pipe = GPipe(nn.Sequential(Call(lambda x: inner(act, x))), [1], devices=["cpu"], chunks=3, checkpoint=mode)
+    for drawing[0] in (False, False, True, True):
+        x = torch.ones(6, 8, requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        assert torch.equal(x.grad, output)

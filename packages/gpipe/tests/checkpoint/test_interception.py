@@ -1,0 +1,161 @@
+"""Operations that draw are handed over one by one, and those that do not are left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import gpipe
+from gpipe import GPipe
+from gpipe._current import setting
+from gpipe.checkpoint._random import CellRNG, RunRNG, interception
+
+from ..layers import Call
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bernoulli": torch.bernoulli,
+    "bernoulli of p": lambda p: p * torch.bernoulli(p.detach(), 0.3),
+    "bernoulli_": lambda p: torch.empty_like(p).bernoulli_(0.4),
+    "bernoulli_ of a tensor": lambda p: torch.empty_like(p).bernoulli_(p),
+    "dropout": lambda p: nn.functional.dropout(p, 0.3),
+    "feature dropout": lambda p: nn.functional.dropout1d(p, 0.3),
+    "alpha dropout": lambda p: nn.functional.alpha_dropout(p, 0.3, training=True),
+    "fused dropout": lambda p: torch.native_dropout(p, 0.3, True)[0],
+    "rrelu": lambda p: nn.functional.rrelu(p - 0.5, training=True),
+    "attention": lambda p: nn.functional.scaled_dot_product_attention(p, p, p, dropout_p=0.5),
+    "rand": lambda p: p * torch.rand(p.shape),
+    "rand_like": lambda p: p * torch.rand_like(p),
+    "randn out": lambda p: torch.randn(p.shape, out=torch.empty(p.shape)),
+    "randint": lambda p: p * torch.randint(9, p.shape),
+    "randperm": lambda p: p[torch.randperm(len(p))],
+    "normal": lambda p: torch.normal(p, 2.0),
+    "multinomial": lambda p: torch.multinomial(p + 0.1, 2).float(),
+    "exponential_": lambda p: torch.empty_like(p).exponential_(),
+    "gamma": lambda p: torch.distributions.Gamma(p + 1, 1.0).rsample(),
+    "poisson": torch.poisson,
+    "in vmap": lambda p: torch.vmap(lambda row: row * torch.rand(row.shape), randomness="different")(p),
+    "gumbel": lambda p: nn.functional.gumbel_softmax(p),
+}
+
+
+def drawn(names: list[str], microbatch: int) -> list[Tensor]:
+    """What a cell gives that draws by these operations, with its gradients."""
+    torch.manual_seed(3)
+    p = torch.rand(4, 5, requires_grad=True)
+    with interception.on(), setting(rng=CellRNG(RunRNG(), microbatch, 2)):
+        found = [DRAWS[name](p) for name in names]
+    total = sum((each.sum() for each in found), p.sum())
+    return [*found, *torch.autograd.grad(total, p), torch.get_rng_state()]
+
+
+@given(st.lists(st.sampled_from(sorted(DRAWS)), min_size=1, max_size=4))
+def test_the_numbers_are_those_of_the_cell(names: list[str]):
+    """And torch's generator gives one number, whatever is drawn."""
+    one, same, other = drawn(names, 1), drawn(names, 1), drawn(names, 2)
+    torch.testing.assert_close(one, same, rtol=0, atol=0, equal_nan=True)
+    assert any(not torch.equal(a, b) for a, b in zip(one[:-2], other[:-2], strict=True))
+    torch.manual_seed(3)
+    torch.rand(4, 5)
+    torch.randint(2**32, ())
+    assert torch.equal(torch.get_rng_state(), one[-1])
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_operations_pass_no_mode(mode: str, inline: bool):
+    depths: list[int] = []
+
+    def look(x: Tensor) -> Tensor:
+        depths.append(torch._C._len_torch_dispatch_stack())
+        return nn.functional.dropout(x)
+
+    pipe = GPipe(nn.Sequential(Call(look), Call(look)), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
+    with gpipe.inline() if inline else nullcontext():
+        x = torch.ones(4, 4, requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad, output)
+    assert {*depths} == {0}
+
+
+TAKEN = """
+import torch
+from torch import nn
+library = torch.library.Library("aten", "IMPL", "DeferredInit")
+library.impl("relu", lambda x: x)
+from gpipe import GPipe
+try:
+    GPipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"])
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_where_the_key_is_taken_a_pipe_is_refused():
+    found = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, timeout=300, check=True)
+    assert "another library has kernels for torch's dispatch key DeferredInit" in found.stdout
+
+
+def test_another_thread_draws_from_torchs_generator():
+    """While a layer draws numbers of its own."""
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    cell = CellRNG(RunRNG(), 0, 0)
+    with interception.on(), setting(rng=cell):
+        found: list[Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(torch.rand(3)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], expected)
+    assert not cell._generators
+
+
+def test_what_is_only_traced_draws_nothing():
+    cell = CellRNG(RunRNG(), 0, 0)
+    with interception.on(), setting(rng=cell), FakeTensorMode():
+        assert nn.functional.dropout(torch.rand(3)).shape == (3,)
+    assert not cell._generators
+
+
+NOISY = """
+import torch
+from torch import nn
+from gpipe import GPipe
+PROCESS = torch.default_generator
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return torch.ops.gpipe_test.noisy(x)
+
+library = torch.library.Library("gpipe_test", "FRAGMENT")
+library.define("noisy(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+library.impl("noisy", lambda x: x * torch.rand(x.shape), "CPU")
+pipe = GPipe(nn.Sequential(Noisy()), [1], devices=["cpu"], chunks=2, checkpoint="always")
+outputs, states = [], []
+for _ in range(4):
+    torch.manual_seed(1)
+    x = torch.ones(4, 4, requires_grad=True)
+    outputs.append(pipe(x))
+    outputs[-1].sum().backward()
+    states.append(PROCESS.get_state())
+print(all(torch.equal(each, outputs[0]) for each in outputs), all(torch.equal(each, states[0]) for each in states))
+"""
+
+
+def test_an_operation_of_somebody_else():
+    """It is lent the generator of the cell if it takes none."""
+    found = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True, timeout=300, check=True)
+    assert found.stdout.split() == ["True", "True"]

@@ -1,0 +1,768 @@
+"""Random numbers depend on the seed alone, and a recomputation draws what its forward drew."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+from gpipe import GPipe
+from gpipe._current import setting
+from gpipe.checkpoint._generators import is_process, lent
+from gpipe.checkpoint._random import OUTSIDE, CellRNG, RunRNG, interception
+
+from ..layers import Call
+from ..models import Recipe, main_of, recipes
+from ..schedules import CHOICES, some_schedule
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+class Checkpointed(nn.Module):
+    """Has a checkpoint of its own inside."""
+
+    def __init__(self, use_reentrant: bool, p: float = 0.0, **options: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(p) if p else nn.Identity(), nn.Tanh())
+        self.options = {"use_reentrant": use_reentrant, **options}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, **self.options)
+
+
+class Draws(nn.Module):
+    """Draws in every way that torch offers, in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand_like(x) + torch.rand(x.shape) + torch.randn(x.shape).exp()
+        noise = noise + torch.randint(3, x.shape) + torch.empty_like(x).uniform_() + torch.empty_like(x).exponential_()
+        chosen = torch.multinomial(torch.ones(6), 6)
+        return (x * noise)[..., torch.randperm(6)][..., chosen] * torch.bernoulli(torch.full(x.shape, 0.7))
+
+
+LAYERS = {
+    "dropout": nn.Dropout,
+    "dropout in place": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(inplace=True)),
+    "feature dropout": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Dropout2d(), nn.Flatten(1, 2)),
+    "alpha dropout": nn.AlphaDropout,
+    "random relu": nn.RReLU,
+    "attention": Attention,
+    "encoder": lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True),
+    "lstm": Recurrent,
+    "checkpoint": lambda: Checkpointed(False),
+    "reentrant checkpoint": lambda: Checkpointed(True),
+    "gumbel": lambda: Call(lambda x: nn.functional.gumbel_softmax(x, hard=True)),
+    "everything": Draws,
+}
+
+
+def lived(names: tuple[str, ...], mode: str, inline: bool, seed: int = 0, steps: int = 2) -> list[Any]:
+    """Outputs and gradients of some steps of a pipe with a layer on each stage."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 6), *(LAYERS[name]() for name in names))
+    pipe = GPipe(model, [2, *[1] * (len(names) - 1)], devices=["cpu"] * len(names), chunks=3, checkpoint=mode)
+    x = torch.randn(6, 4, 6)
+    torch.manual_seed(seed)
+    results: list[Any] = []
+    with gpipe.inline() if inline else nullcontext():
+        for _ in range(steps):
+            pipe.zero_grad()
+            leaf = x.clone().requires_grad_()
+            output = pipe(leaf)
+            output.square().sum().backward()
+            results += [output.detach(), leaf.grad, *[p.grad for p in pipe.parameters()]]
+    pipe.close()
+    return results
+
+
+@settings(max_examples=settings.default.max_examples // 10)
+@given(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=3).map(tuple), st.integers(0, 2**40))
+def test_result_depends_on_the_seed_alone(names: tuple[str, ...], seed: int):
+    first, *others = (lived(names, mode, inline, seed) for mode in MODES for inline in (True, False))
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is computed; printed where a property fails."""
+
+    balance_seed: int
+    stages: int
+    checkpoint: str
+    inline: bool
+    schedule: Any
+
+    def trained(self, recipe: Recipe, loss_fn: Callable[[Any, Any], Tensor]) -> list[Any]:
+        """What two training steps from one seed leave behind."""
+        recipe = replace(recipe, balance_seed=self.balance_seed, stages=self.stages)
+        model, results = recipe.model(), []
+        balance = recipe.balance(len(model))
+        pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=recipe.chunks, checkpoint=self.checkpoint)
+        torch.manual_seed(recipe.seed)
+        with gpipe.inline() if self.inline else nullcontext():
+            for x in recipe.batches():
+                pipe.zero_grad()
+                leaf = x.clone().requires_grad_()
+                loss, output = pipe.step(
+                    leaf * 1,
+                    x,
+                    loss_fn=loss_fn,
+                    reduction="sum",
+                    schedule=self._schedule(-(-len(x) // -(-len(x) // recipe.chunks)), len(balance)),
+                    return_outputs=True,
+                )
+                results += [loss, main_of(output), leaf.grad, *[p.grad for p in pipe.parameters()]]
+        pipe.close()
+        return results
+
+    def _schedule(self, microbatches: int, stages: int) -> Any:
+        if isinstance(self.schedule, str):
+            return self.schedule
+        stop = {"never": 0, "except_last": microbatches - 1, "always": microbatches}[self.checkpoint]
+        placement = (0,) * stages if self.inline else range(stages)
+        return some_schedule(self.schedule, microbatches, placement, stop, in_order=True)
+
+
+WAYS = st.builds(
+    Way,
+    balance_seed=st.integers(0, 2**16),
+    stages=st.integers(1, 4),
+    checkpoint=st.sampled_from(MODES),
+    inline=st.booleans(),
+    schedule=st.sampled_from(["fill_drain", "1f1b", "interleaved", "zero_bubble"]) | CHOICES,
+)
+LOSSES = {
+    "plain": lambda output, target: main_of(output).square().sum(),
+    "random": lambda output, target: nn.functional.dropout(main_of(output), 0.3).square().sum(),
+}
+
+
+@settings(max_examples=settings.default.max_examples // 2, suppress_health_check=[HealthCheck.too_slow])
+@given(recipes(), WAYS, WAYS, st.sampled_from(sorted(LOSSES)))
+def test_numbers_depend_on_layer_and_micro_batch_alone(recipe: Recipe, one: Way, other: Way, loss: str):
+    """And not on the balance, the number of partitions, checkpointing, the schedule or threads."""
+    recipe = replace(recipe, training=True, dtype=torch.float64, frozen=frozenset(), deferred=False)
+    layers = (*recipe.layers, ("tensor", "linear"))  # so that there is something to train
+    recipe = replace(recipe, layers=layers)
+    results = [way.trained(recipe, LOSSES[loss]) for way in (one, other)]
+    torch.testing.assert_close(*results, rtol=1e-7, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS))
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_run_on_two_partitions_can_be_repeated_on_one_or_four(name: str, inline: bool):
+    """Forwards and backwards, with layers that do not draw around the one that does."""
+    results = []
+    for balance in ([2, 2], [1, 1, 1, 1], [4], [3, 1], [1, 3]):
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(6, 6), LAYERS[name](), nn.Linear(6, 6), nn.Dropout()).double()
+        pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=MODES[len(balance) % 3])
+        x = torch.randn(6, 4, 6, dtype=torch.float64)
+        results.append([])
+        torch.manual_seed(0)
+        with gpipe.inline() if inline else nullcontext():
+            for _ in range(2):
+                pipe.zero_grad()
+                leaf = x.clone().requires_grad_()
+                output = pipe(leaf * 1)
+                output.square().sum().backward()
+                results[-1] += [output.detach(), leaf.grad, *[p.grad for p in pipe.parameters()]]
+        pipe.close()
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"gumbel"}))  # whose gradient is not the slope, by design
+@pytest.mark.parametrize("mode", MODES)
+def test_gradient_belongs_to_what_was_drawn(name: str, mode: str):
+    """Against finite differences under the same seed, which no disagreement between forward and backward survives."""
+    torch.manual_seed(7)
+    model = nn.Sequential(LAYERS[name](), nn.Tanh()).double()
+    pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=mode)
+    x = torch.randn(4, 4, 6, dtype=torch.float64)
+    direction = torch.randn_like(x)
+
+    def loss(at: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return pipe(at * 1).sum()
+
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    h = 1e-6
+    ends = [(x + sign * h * direction).requires_grad_() for sign in (1, -1)]
+    slope = float((loss(ends[0]) - loss(ends[1])).detach()) / (2 * h)
+    assert float((leaf.grad * direction).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-7)
+
+
+def test_other_seed_other_numbers():
+    a, b = lived(("dropout",), "never", False, seed=1), lived(("dropout",), "never", False, seed=2)
+    assert not torch.equal(a[0], b[0])
+
+
+def test_every_cell_and_every_step_draws_its_own():
+    pipe = GPipe(nn.Sequential(nn.Dropout(), nn.Dropout()), [1, 1], devices=["cpu"] * 2, chunks=4)
+    rows = torch.cat([pipe(torch.ones(4, 64)) for _ in range(3)])
+    assert len({tuple(row.tolist()) for row in rows}) == 12
+
+
+@settings(max_examples=settings.default.max_examples // 10)
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_no_two_layers_or_micro_batches_share_a_seed(microbatches: int, layers: int):
+    run = RunRNG()
+    cells = [CellRNG(run, i, k) for i in range(microbatches) for k in range(layers)]
+    seeds = {cell.generator.initial_seed() for cell in cells}
+    for cell in cells:
+        cell.at = 0
+        seeds.add(cell.generator.initial_seed())
+    assert len(seeds) == 2 * len(cells)
+
+
+def test_run_takes_one_number_from_the_process_and_only_if_something_draws():
+    quiet = GPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5).eval()), [1, 1], devices=["cpu"] * 2, chunks=3)
+    loud = GPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), [1, 1], devices=["cpu"] * 2, chunks=3)
+    for pipe, training, taken in ((quiet, True, 0), (loud, True, 1), (loud, False, 0)):
+        pipe[1].train(training and pipe is loud)
+        for _ in range(2):
+            torch.manual_seed(5)
+            before = torch.get_rng_state()
+            pipe(torch.randn(6, 6, generator=torch.Generator())).sum().backward()
+            after = torch.get_rng_state()
+            torch.set_rng_state(before)
+            for _ in range(taken):
+                torch.randint(2**32, ())
+            assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_evaluation_is_as_without_a_pipe():
+    model = nn.Sequential(nn.Dropout(), nn.Linear(6, 6)).eval()
+    pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)
+    x = torch.randn(4, 6)
+    assert torch.equal(pipe(x), model(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_layer_that_starts_to_draw(mode: str, inline: bool):
+    """As a drop path whose rate grows from zero does."""
+    layer = Call(lambda x: nn.functional.dropout(x, rates[0]) if rates[0] else x * 1)
+    pipe = GPipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint=mode)
+    x = torch.ones(8, 16, requires_grad=True)
+    rates = [0.0]
+    with gpipe.inline() if inline else nullcontext():
+        for rates[0] in (0.0, 0.0, 0.5, 0.5, 0.5):
+            x.grad = None
+            output = pipe(x)
+            output.sum().backward()
+            assert torch.equal(x.grad, output)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_draws_that_come_and_go(mode: str, inline: bool):
+    """Of a layer that is switched alone, of one that draws in some runs, and of a loss."""
+    rates = [0.0]
+    sometimes = Call(lambda x: nn.functional.dropout(x, rates[0]) if rates[0] else x * 1)
+    pipe = GPipe(
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(), sometimes), [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode
+    )
+    expected: dict[Any, Any] = {}
+    loss_fn = nn.Sequential(nn.Dropout(), Call(lambda y: y.square().sum()))
+    with gpipe.inline() if inline else nullcontext():
+        for run in range(12):
+            rates[0], training, loud = run % 3 / 4, run % 4 > 1, run % 2 == 1
+            pipe[1].train(training)
+            loss_fn.train(loud)
+            torch.manual_seed(1)
+            loss = pipe.step(torch.ones(4, 6), loss_fn=loss_fn)
+            found = loss, torch.get_rng_state()
+            torch.testing.assert_close(found, expected.setdefault((rates[0], training, loud), found), rtol=0, atol=0)
+            torch.manual_seed(1)
+            if rates[0] or training or loud:
+                torch.randint(2**32, ())
+            assert torch.equal(torch.get_rng_state(), found[1])
+    pipe.close()
+
+
+class OwnNoise(nn.Module):
+    """Has generators of its own, and draws from them, perhaps again and again in a forward."""
+
+    def __init__(self, draws: list[int]) -> None:
+        super().__init__()
+        self.draws = draws
+        self.generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for which in self.draws:
+            x = x * torch.rand(x.shape, generator=self.generators[which])
+        return x
+
+
+@settings(max_examples=settings.default.max_examples // 5)
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=5), st.sampled_from(MODES), st.booleans())
+@example([0], "always", False)
+@example([0, 0], "always", True)
+@example([0, 1, 0], "except_last", False)
+def test_generators_of_a_layer_of_its_own(draws: list[int], mode: str, inline: bool):
+    layer, plain = OwnNoise(draws), OwnNoise(draws)
+    pipe = GPipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
+    with gpipe.inline() if inline else nullcontext():
+        for _ in range(3):
+            x = torch.ones(6, 5, requires_grad=True)
+            output = pipe(x)
+            output.sum().backward()
+            torch.testing.assert_close(x.grad, output)
+            torch.testing.assert_close(output, torch.cat([plain(chunk) for chunk in torch.ones(6, 5).chunk(3)]))
+    pipe.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_generator_of_the_process_by_name(mode: str, inline: bool):
+    layers = [Call(lambda x: x * torch.rand(x.shape, generator=torch.default_generator)) for _ in range(2)]
+    pipe = GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
+    outputs = []
+    with gpipe.inline() if inline else nullcontext():
+        for _ in range(3):
+            torch.manual_seed(1)
+            x = torch.ones(6, 5, requires_grad=True)
+            outputs.append(pipe(x))
+            outputs[-1].sum().backward()
+            assert torch.equal(x.grad, outputs[-1])
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[1], outputs[2])
+
+
+class Drawn(nn.Module):
+    """Draws several times from generators of its own, now and then seeded anew, or all with one seed."""
+
+    def __init__(self, plan: list[tuple[int, str]]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for which, how in self.plan:
+            generator = self.generators[which]
+            if how == "seeded":
+                generator.manual_seed(5)
+            elif how == "new":
+                generator = torch.Generator().manual_seed(3)
+            x = x * torch.rand(x.shape, generator=generator)
+        return x
+
+
+@given(
+    plan=st.lists(st.tuples(st.integers(0, 1), st.sampled_from(["drawn", "drawn", "seeded", "new"])), max_size=5),
+    mode=st.sampled_from(MODES),
+    inline=st.booleans(),
+)
+@settings(max_examples=settings.default.max_examples // 2)
+def test_generators_of_layers(plan: list[tuple[int, str]], mode: str, inline: bool):
+    torch.manual_seed(0)  # as theirs, so that nobody mistakes one for the other
+    pipe = GPipe(nn.Sequential(Drawn(plan), Drawn(plan)), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
+    plain = nn.Sequential(Drawn(plan), Drawn(plan))
+    with gpipe.inline() if inline else nullcontext():
+        for _ in range(2):
+            x = torch.ones(6, 5, requires_grad=True)
+            output = pipe(x)
+            output.sum().backward()
+            torch.testing.assert_close(x.grad, output)
+            assert torch.equal(output, torch.cat([plain(chunk) for chunk in torch.ones(6, 5).chunk(3)]))
+    pipe.close()
+
+
+@pytest.mark.parametrize("outer", MODES)
+@pytest.mark.parametrize("inner", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_pipe_in_a_pipe(outer: str, inner: str, inline: bool):
+    layers = nn.Sequential(nn.Dropout(), nn.Identity())
+    nested = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=inner)
+    pipe = GPipe(nn.Sequential(nested, nn.Dropout()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=outer)
+    with gpipe.inline() if inline else nullcontext():
+        outputs = []
+        for _ in range(3):
+            torch.manual_seed(1)
+            x = torch.ones(8, 8, requires_grad=True)
+            output = pipe(x)
+            output.sum().backward()
+            assert torch.equal(x.grad, output)
+            outputs.append(output)
+        assert torch.equal(outputs[1], outputs[2])
+
+
+def seeded(seed: int) -> Callable[[Tensor], Tensor]:
+    """What draws the same noise in each forward, as a layer may do to be like another."""
+
+    def call(x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return x * torch.rand(x.shape)
+
+    return call
+
+
+def restored(x: Tensor) -> Tensor:
+    """What sets a state of torch's generator that it had with another seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(torch.Generator().manual_seed(3).get_state())
+        return nn.functional.dropout(x)
+
+
+class Reversed(torch.autograd.Function):
+    """Computes its forward again in the backward, as reversible layers do, with the numbers that it drew."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.state = torch.get_rng_state()
+        return x * torch.rand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(ctx.state)
+            return gradient * torch.rand(gradient.shape)
+
+
+def noisy(x: Tensor) -> Tensor:
+    y = x * 1
+    y.register_hook(lambda gradient: gradient + torch.rand(gradient.shape))
+    return y
+
+
+def penalty(x: Tensor) -> Tensor:
+    """Has a backward in its forward, which draws again what it drew."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        output = checkpoint(nn.functional.dropout, leaf, use_reentrant=False, preserve_rng_state=True)
+        (slope,) = torch.autograd.grad(output.square().sum(), leaf)
+    return x * slope
+
+
+IN_BACKWARD = "drawn on the CPU in a backward"
+SEEDED = "after torch's generator was given another seed"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "checkpoint": (lambda: Checkpointed(False, 0.5), IN_BACKWARD),
+    "reentrant checkpoint": (lambda: Checkpointed(True, 0.5), IN_BACKWARD),
+    "checkpoint that preserves nothing": (lambda: Checkpointed(False, 0.5, preserve_rng_state=False), IN_BACKWARD),
+    "reversible": (lambda: Call(Reversed.apply), IN_BACKWARD),
+    "noise on gradients": (lambda: Call(noisy), IN_BACKWARD),
+    "a backward in a forward": (lambda: Call(penalty), IN_BACKWARD),
+    "seed": (lambda: Call(seeded(17)), SEEDED),
+    "the seed of the process": (lambda: Call(seeded(5)), SEEDED),
+    "seed that stays": (lambda: Call(lambda x: torch.manual_seed(5) and x * torch.rand(x.shape)), SEEDED),
+    "state": (lambda: Call(restored), SEEDED),
+    "pipe in a checkpoint": (
+        lambda: Call(lambda x: checkpoint(GPipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"]), x,
+                                          use_reentrant=True)),
+        IN_BACKWARD,
+    ),
+}  # fmt: skip
+
+
+def trained(pipe: GPipe, schedule: str | None) -> None:
+    x = torch.ones(4, 6, requires_grad=True) * 1
+    if schedule is None:
+        pipe(x).sum().backward()
+    else:
+        pipe.step(x, loss_fn=torch.sum, schedule=schedule)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_who_wants_to_draw_the_same_again_is_refused(name: str, mode: str, inline: bool):
+    """Each time, under every schedule; and the generator of the process is as if the layers had not touched it."""
+    make, says = REFUSED[name]
+    pipe = GPipe(
+        nn.Sequential(nn.Linear(6, 6), make(), nn.Dropout()), [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode
+    )
+    with gpipe.inline() if inline else nullcontext():
+        for schedule in (None, "1f1b", "fill_drain", "zero_bubble"):
+            torch.manual_seed(5)
+            torch.rand(3)
+            with pytest.raises(RuntimeError, match=says) as caught:
+                trained(pipe, schedule)
+            assert any("micro-batch" in note for note in caught.value.__notes__)
+    pipe.close()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
+def test_a_loss_that_wants_to_draw_the_same_again_is_refused(schedule: str):
+    pipe = GPipe(nn.Sequential(nn.Linear(6, 6)), [1], devices=["cpu"], chunks=2)
+    for make, says in REFUSED.values():
+        loss = nn.Sequential(make(), Call(torch.sum))
+        torch.manual_seed(5)
+        torch.rand(3)
+        with pytest.raises(RuntimeError, match=says):
+            pipe.step(torch.ones(4, 6), loss_fn=loss, schedule=schedule)
+
+
+RACING = {
+    "checkpoint": lambda: Checkpointed(False),
+    "reentrant checkpoint": lambda: Checkpointed(True),
+    "dropout": nn.Dropout,
+    "forks": lambda: Call(lambda x: (_forks(), x * 1)[1]),
+}
+
+
+def _forks() -> None:
+    with torch.random.fork_rng(devices=[]):
+        pass
+
+
+@settings(max_examples=settings.default.max_examples // 5)
+@given(
+    st.lists(st.sampled_from(sorted(RACING)), min_size=2, max_size=4),
+    st.sampled_from(MODES),
+    st.sampled_from([None, "1f1b", "zero_bubble"]),
+)
+@example(["checkpoint", "dropout", "checkpoint", "dropout"], "never", "1f1b")
+@example(["checkpoint", "dropout", "reentrant checkpoint", "dropout"], "always", None)
+def test_layers_that_touch_the_generator_race_for_nothing(names: list[str], mode: str, schedule: str | None):
+    """They read, set and put back its state on several threads while others draw."""
+
+    def trained(inline: bool) -> list[Any]:
+        torch.manual_seed(7)
+        model = nn.Sequential(*(RACING[name]() for name in names))
+        pipe = GPipe(model, [1] * len(names), devices=["cpu"] * len(names), chunks=4, checkpoint=mode)
+        found: list[Any] = []
+        with gpipe.inline() if inline else nullcontext():
+            for _ in range(4):
+                pipe.zero_grad()
+                x = torch.ones(8, 6, requires_grad=True)
+                if schedule is None:
+                    loss = pipe(x * 1).square().sum()
+                    torch.rand(3)  # by the caller, between forward and backward
+                    loss.backward()
+                else:
+                    loss = pipe.step(x * 1, loss_fn=lambda y: y.square().sum(), schedule=schedule)
+                found += [loss.detach(), x.grad, torch.get_rng_state(), *[p.grad for p in pipe.parameters()]]
+        pipe.close()
+        return found
+
+    torch.testing.assert_close(trained(False), trained(True), rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_that_is_put_back_in_a_forward_does_not_draw_the_same_again():
+    """A layer draws from the generator of its cell, whatever the state of the process's is."""
+
+    def twice(x: Tensor) -> Tensor:
+        state = torch.get_rng_state()
+        first = torch.rand(x.shape)
+        torch.set_rng_state(state)
+        assert not torch.equal(torch.rand(x.shape), first)
+        return x * first
+
+    pipe = GPipe(nn.Sequential(Call(twice), Call(twice)), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    for _ in range(3):
+        x = torch.ones(4, 4, requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad, output)
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS))
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_of_a_cell_never_are_in_the_process_s_generator(name: str, mode: str, monkeypatch: pytest.MonkeyPatch):
+    """Where another thread might draw them, and which one operation at a time could use."""
+    monkeypatch.setattr("gpipe.checkpoint._random.lent", lambda *_: pytest.fail("a generator was lent"))
+    lived((name, name), mode, inline=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("train", [True, None, False])
+@pytest.mark.parametrize("shape", [(5, 7), (0, 3)])
+def test_fused_dropout_is_that_of_torch(shape: tuple[int, ...], train: bool | None, p: float, dtype: torch.dtype):
+    """In a cell, and with the same numbers outside of one."""
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    results = []
+    for inside in (True, False):
+        generator = torch.manual_seed(5)
+        cell = CellRNG(RunRNG(), 0, 0)
+        cell._generators[OUTSIDE] = generator.clone_state()
+        with interception.on() if inside else nullcontext(), setting(rng=cell):
+            output, mask = torch.native_dropout(x, p, train)
+        (gradient,) = torch.autograd.grad(output.sum(), x)
+        # Where train is None, torch scales the output, and not its gradient.
+        results.append((output.detach(), mask, torch.zeros(1) if train is None else gradient))
+    for own, torchs in zip(*results, strict=True):
+        torch.testing.assert_close(own, torchs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_attention_that_drops_nothing_draws_nothing():
+    x = torch.randn(2, 4, 8, 6)
+    cell = CellRNG(RunRNG(), 0, 0)
+    with interception.on(), setting(rng=cell):
+        nn.functional.scaled_dot_product_attention(x, x, x)
+    assert not cell._generators
+
+
+def test_what_an_operation_is_lent_is_nobody_else_s():
+    """Else another stage would take it for a change of the process's generator."""
+    torch.manual_seed(3)
+    found: list[Any] = []
+
+    def look() -> None:
+        run = RunRNG()
+        found.extend([is_process(torch.default_generator), run.knows_seed(), run.seed])
+
+    lends, ends = threading.Event(), threading.Event()
+
+    def lend() -> None:
+        with lent(torch.Generator().manual_seed(5)):
+            lends.set()
+            ends.wait(0.1)
+
+    threads = [threading.Thread(target=lend), threading.Thread(target=look)]
+    threads[0].start()
+    assert lends.wait(300)
+    threads[1].start()
+    for thread in threads:
+        thread.join(300)
+    torch.manual_seed(3)
+    assert found == [True, True, int(torch.randint(2**32, ()))]
+
+
+def test_draws_of_another_thread_do_no_harm():
+    """A data loader's thread draws while the pipe runs: no gradient changes, nothing is refused."""
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe(torch.ones(4, 4))
+    entered, drawn = threading.Event(), threading.Event()
+
+    def load() -> None:
+        entered.wait(300)
+        torch.rand(3)
+        drawn.set()
+
+    def wait(x: Tensor) -> Tensor:
+        entered.set()
+        assert drawn.wait(300)
+        return x
+
+    pipe[1].register_forward_hook(lambda _, args, output: wait(output))
+    thread = threading.Thread(target=load)
+    thread.start()
+    pipe(torch.ones(4, 4)).sum().backward()
+    thread.join()
+    assert pipe[0].weight.grad is not None
+
+
+def pipe_of(*layers: nn.Module, balance: list[int], mode: str = "never", chunks: int = 3) -> GPipe:
+    return GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=mode)
+
+
+def ones() -> Tensor:
+    return torch.ones(6, 8, requires_grad=True)
+
+
+def way(inline: bool) -> Any:
+    return gpipe.inline() if inline else nullcontext()
+
+
+each_way = pytest.mark.parametrize(("mode", "inline"), [(mode, inline) for mode in MODES for inline in (False, True)])
+
+
+@each_way
+def test_hooks_of_a_partition_have_numbers_of_their_own(mode: str, inline: bool):
+    results = []
+    for _ in range(2):
+        pipe = pipe_of(nn.Identity(), nn.Dropout(), balance=[1, 1], mode=mode)
+        for partition in pipe.partitions:
+            partition.register_forward_pre_hook(lambda _, args: (args[0] * torch.rand(args[0].shape),))
+            partition.register_forward_hook(lambda _, args, output: output * torch.rand(output.shape))
+        torch.manual_seed(0)
+        with way(inline):
+            for _ in range(3):
+                x = ones()
+                output = pipe(x)
+                output.sum().backward()
+                torch.testing.assert_close(x.grad, output)
+                results.append(output.detach())
+    assert torch.equal(torch.stack(results[:3]), torch.stack(results[3:]))
+    assert len({float(result.sum()) for result in results}) == 3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zero_bubble"])
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_loss_draws_the_same_from_one_seed(schedule: str, inline: bool):
+    """And what it takes from the process's generator is what layers take: one number."""
+    losses = []
+    for balance in ([2, 1], [3], [1, 1, 1]):
+        torch.manual_seed(7)
+        pipe = pipe_of(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), balance=balance)
+        torch.manual_seed(0)
+        with way(inline):
+            for _ in range(3):
+                losses.append(
+                    pipe.step(ones(), loss_fn=lambda y, _: nn.functional.dropout(y).square().sum(), schedule=schedule)
+                )
+        after = torch.get_rng_state()
+        torch.manual_seed(0)
+        for _ in range(3):
+            torch.randint(2**32, ())
+        assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:6]))
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[6:]))
+    assert len(set(map(float, losses))) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_pipe_in_a_layer_draws_the_same_wherever_the_layer_is(mode: str, inline: bool):
+    results = []
+    for balance, inner in (([2, 2], [1, 1]), ([4], [2]), ([1, 2, 1], [2])):
+        nested = pipe_of(nn.Dropout(), nn.Dropout(), balance=inner, mode=mode, chunks=2)
+        pipe = pipe_of(nn.Identity(), nn.Dropout(), nested, nn.Identity(), balance=balance, mode=mode)
+        torch.manual_seed(0)
+        with way(inline):
+            for _ in range(3):
+                x = ones()
+                output = pipe(x)
+                output.sum().backward()
+                assert torch.equal(x.grad, output)
+                results.append(output.detach())
+    first = torch.stack(results[:3])
+    assert torch.equal(torch.stack(results[3:6]), first)
+    assert torch.equal(torch.stack(results[6:]), first)
+
+
+def test_two_pipes_take_a_number_each():
+    a, b = (pipe_of(nn.Dropout(), nn.Identity(), balance=[1, 1]) for _ in range(2))
+    torch.manual_seed(0)
+    outputs = [a(ones()), b(ones()), a(ones())]
+    torch.manual_seed(0)
+    again = [b(ones()), a(ones()), b(ones())]
+    assert torch.equal(torch.stack(outputs), torch.stack(again))
+    assert not torch.equal(outputs[0], outputs[1])

@@ -1,0 +1,310 @@
+"""The command line: what it prints, what it leaves behind, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("cyclopts", reason="the command line is an extra")
+
+from gpipe._command import run
+
+MODELS = """
+import torch
+from torch import nn
+
+def clean():
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+
+def wide():
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4), nn.GELU())
+
+def mixing():
+    return nn.Sequential(nn.Linear(8, 8), nn.Softmax(0))
+
+def failing():
+    raise RuntimeError("no weights")
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def batch():
+    return torch.zeros(8, 8)
+
+def broken_batch():
+    return 1 / 0
+
+answer = 42
+
+def leaving():
+    raise SystemExit(0)
+
+class Leaves(nn.Module):
+    def forward(self, x):
+        raise SystemExit(0)
+
+class Shouts(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("one line [bold]\\nand another")
+
+def leaving_later():
+    return nn.Sequential(Leaves())
+
+def shouting():
+    return nn.Sequential(Shouts())
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module of models."""
+    (tmp_path / "some_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "some_models", raising=False)
+    return tmp_path
+
+
+def test_check_ends_with_0_if_nothing_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "some_models:clean", "--sample", "8,8"]) == 0
+    assert "nothing found: 3 layers, 8 rows in 4 micro-batches" in capsys.readouterr().out
+
+
+def test_check_ends_with_1_on_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "some_models:mixing", "--sample", "8,8", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(finding["code"], finding["layer"]) for finding in found["findings"]] == [("mixes-rows", "1")]
+
+
+def test_check_saves_a_page(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert run(["check", "some_models:mixing", "--sample", "8,8", "--html", "check.html"]) == 1
+    assert "error[mixes-rows]" in (folder / "check.html").read_text(encoding="utf-8")
+
+
+def test_check_takes_named_inputs_and_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--sample", "tokens=8,5:int64:16", "--loss", "torch.nn.functional:mse_loss", "--loss-target", "8,5,8"]
+    assert run(["check", "some_models:Blocks", *given]) == 0
+
+
+def test_profile_prints_a_table_or_json_and_saves_a_picture(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    given = ["profile", "some_models:clean", "--sample", "some_models:batch", "--timeout", "0.01"]
+    assert run([*given, "--svg", "layers.svg"]) == 0
+    assert "Linear" in capsys.readouterr().out
+    assert (folder / "layers.svg").read_text().startswith("<svg")
+    assert run([*given, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["layers"]) == 3
+
+
+def test_simulate_predicts_a_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    given = ["--sample", "8,8", "--devices", "cpu", "cpu", "--chunks", "4", "--timeout", "0.01", "--html", "run.html"]
+    assert run(["simulate", "some_models:clean", *given, "--checkpoint", "always"]) == 0
+    assert "2 stages × 4 micro-batches" in capsys.readouterr().out
+    assert "<!doctype html>" in (folder / "run.html").read_text()
+
+
+@pytest.mark.parametrize("command", [["simulate", "--timeout", "0.01"], ["timeline"]])
+def test_stages_share_workers_as_devices_say(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*command, "some_models:wide", "--sample", "8,8", "--chunks", "4", "--schedule", "zbv", "--devices"]
+    assert run([*given, "cpu:0", "cpu:1", "cpu:1", "cpu:0"]) == 0
+    assert "4 stages × 4 micro-batches" in capsys.readouterr().out
+    assert run([*given, "cpu:0", "cpu:1", "cpu:0", "cpu:1"]) == 2
+    assert "'zbv' goes down all workers and up again" in capsys.readouterr().err
+
+
+def test_timeline_records_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["timeline", "some_models:Blocks", "--sample", "tokens=8,5:int64:16", "--balance", "2", "2"]) == 0
+    assert "2 stages × 8 micro-batches" in capsys.readouterr().out
+
+
+def test_plan_prints_a_report_or_json_and_saves_a_page(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    given = ["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "cpu", "--chunks", "2", "4", "--quick"]
+    assert run([*given, "--html", "plan.html", "--memory", "1GB"]) == 0
+    assert "balance" in capsys.readouterr().out
+    assert "<!doctype html>" in (folder / "plan.html").read_text().lower()
+    assert run([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_plan_ends_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    given = ["--sample", "8,8", "--devices", "cpu", "cpu", "--memory", "1KB", "--quick", "--html", "plan.html"]
+    assert run(["plan", "some_models:clean", *given]) == 1
+    assert "memory" in capsys.readouterr().out
+    assert run(["plan", "some_models:clean", *given, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out).keys() == {"error", "device", "short", "changes"}
+    assert not (folder / "plan.html").exists()
+
+
+def test_text_is_wrapped_at_words_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["check", "some_models:mixing", "--sample", "8,8"]
+    assert run(given) == 1
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run(given) == 1
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 40 < max(map(len, wide.splitlines()))
+    assert len(narrow.split()) == len(wide.split())  # figures differ, as the sample is random
+    assert run([*given, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    given = ["plan", "some_models:clean", "--sample", "16,8", "--fake", "2x2x1GB", "--latency", "0", "0"]
+    assert run([*given, "--bandwidth", "100GB", "400Gbit", "--html", "plan.html"]) == 0
+    told = capsys.readouterr().out
+    assert "an estimate that was not measured" in told
+    assert "100 GB/s and 0 µs inside a node of 2 devices, and 50 GB/s and 0 µs from" in told
+    assert "<!doctype html>" in (folder / "plan.html").read_text().lower()
+    assert run([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["replicas"] * len(found["ranks"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "some_models:clean"], "sample"),
+        (["check", "no_such_module:build", "--sample", "8,8"], "cannot import"),
+        (["check", "some_models:nothing", "--sample", "8,8"], "has no"),
+        (["check", "some_models", "--sample", "8,8"], "expected package.module:name"),
+        (["check", "some_models:failing", "--sample", "8,8"], "no weights"),
+        (["check", "some_models:answer", "--sample", "8,8"], "int"),
+        (["check", "some_models:batch", "--sample", "8,8"], "nn.Module"),
+        (["check", "some_models:clean", "--sample", "eight"], "expected a shape"),
+        (["check", "some_models:clean", "--sample", "8,8:float99"], "expected a shape"),
+        (["check", "some_models:clean", "--sample", "some_models:broken_batch"], "ZeroDivisionError"),
+        (["check", "some_models:clean", "--sample", "a=8,8", "8,8"], "names for all"),
+        (["check", "some_models:clean", "--sample", "8,8", "--chunks", "some"], "chunks"),
+        (["check", "some_models:clean", "--sample", "8,8", "--chunks", "1"], "chunks"),
+        (["timeline", "some_models:clean", "--sample", "8,8", "--devices", "gpu"], "cuda"),
+        (["timeline", "some_models:clean", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
+        (["check", "some_models:clean", "--sample", "8,8", "--html", "check.pdf"], "ends in .html or .json or .txt"),
+        (["timeline", "some_models:clean", "--sample", "8,8", "--schedule", "fastest"], "schedule"),
+        (["simulate", "some_models:clean", "--sample", "8,8", "--balance", "9", "9"], "balance"),
+        (["profile", "some_models:clean", "--sample", "8,8", "--timeout", "-1"], "timeout"),
+        (["check", "some_models:clean", "--sample", "8,3"], "shapes cannot be multiplied"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "80XB"], "80GB"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--optimizer", "adan"], "optimizer"),
+        (["plan", "some_models:clean", "--sample", "8,8"], "either --devices or --fake, got neither"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "1x1GB", "--devices", "cpu"], "got both"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "many"], "fake: expected devices such as 8x80GB"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2x2xmany"], "64x8x80GB"),
+        (["plan", "some_models:clean", "--sample", "7,8", "--fake", "2x2x1GB"], "rows that go evenly"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2x2x1GB", "--bandwidth", "1XB"], "bandwidth"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2x2x1GB", "--latency", "-1"], "latency"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--bandwidth", "1GB"], "bandwidth"),
+        (["plan", "some_models:leaving", "--sample", "8,8", "--devices", "cpu"], "leaving() fails: SystemExit"),
+        (["plan", "some_models:clean", "--sample", "0,8", "--devices", "cpu"], "sample: expected a mini-batch"),
+        (["plan", "some_models:clean", "--sample", "8,8:int64:0", "--devices", "cpu"], "sample: expected values below"),
+        (["plan", "some_models:clean", "--sample", f"{9**30},8", "--devices", "cpu"], "sample: cannot make a tensor"),
+        (["timeline", "some_models:shouting", "--sample", "8,8", "--devices", "cpu"], "one line [bold]; and another; "),
+        (["check", "some_models:leaving_later", "--sample", "8,8"], "SystemExit"),
+        (["check", "some_models:failing", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
+        (["check", "some_models:failing", "--sample", "8,8", "--html", "folder.html"], "it is a folder"),
+        (["check", "some_models:failing", "--sample", "8,8", "--html", "\0.html"], "cannot write"),
+        (["check", "some_models:failing", "--sample", "8,8", "--html", "x" * 999 + ".html"], "cannot write"),
+        (["plan", "some_models:failing", "--sample", "8,8", "--devices", "cpu", "--html", "no/a.html"], "cannot write"),
+        (["profile", "some_models:failing", "--sample", "8,8", "--svg", "no/layers.svg"], "cannot write"),
+        (["profile", "some_models:failing", "--sample", "8,8", "--svg", "layers.html"], "ends in .svg"),
+        (["simulate", "some_models:failing", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
+        (["check", "some_models:clean", "--sample"], "expected at least one"),
+        (["check", "some_models:clean", "--sample", "0,8"], "sample has 0 rows"),
+        (["simulate", "some_models:clean", "--sample", "8,8", "--devices"], "expected at least one"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "80Gb"], "80GB"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "80"], "with their unit"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "8x80"], "with their unit"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2x8x80Gb"], "with their unit"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "meta"], "nothing runs on 'meta'"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--memory", "-1GB"], "memory"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "--quick", "--html", "p.pdf"], ".html"),
+        (["conquer"], "conquer"),
+    ],
+)
+def test_what_cannot_be_used_ends_with_2_and_a_line_that_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    (folder / "folder.html").mkdir()
+    assert run(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert message in told.err
+    assert told.err.startswith("gpipe: ")
+    assert told.err.count("\n") == 1
+    left = {"some_models.py", "folder.html", "__pycache__"}
+    assert {file.name for file in folder.iterdir()} <= left
+    assert not [*(folder / "folder.html").iterdir()]
+
+
+WORDS = [
+    "check",
+    "plan",
+    "some_models:clean",
+    "--sample",
+    "8,8",
+    "8,8:int64",
+    "--chunks",
+    "-1",
+    "--balance",
+    "1",
+    "\0",
+    "",
+]
+WORDS += [
+    "--html",
+    "no/x.html",
+    "--json",
+    "--devices",
+    "cpu",
+    "--fake",
+    "2x",
+    "--memory",
+    "[/]",
+    "🙂",
+    "--loss",
+    "os:x",
+]
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=9))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_words_lead_to_a_traceback(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    status = run(words)
+    told = capsys.readouterr()
+    assert status in (0, 1) or (status == 2 and told.err.count("\n") == 1)
+    assert "Traceback" not in told.out + told.err
+
+
+def test_it_runs_as_a_module() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "gpipe", "check", "some_models:mixing", "--sample", "8,8"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "error[mixes-rows]" in ended.stdout
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    program = "import sys; sys.modules['cyclopts'] = None; from gpipe.__main__ import main; main()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 2
+    assert "gpipe-torch[cli]" in ended.stderr

@@ -1,0 +1,244 @@
+"""Averages over replicas: two pipes that have half of the rows each train like one model that has all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe.distributed._average as average
+from gpipe import GPipe
+from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
+
+from ..layers import Tied
+from ..worlds import world
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+]
+
+SHAPES = [(3, 2), (), (5,), (2, 2), (4, 3)]
+DTYPES = [torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float32]
+kinds = st.lists(st.sampled_from(["none", "dense", "sparse"]), min_size=len(SHAPES), max_size=len(SHAPES))
+
+
+@settings(
+    max_examples=max(8, settings().max_examples // 8),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(kinds, kinds, st.sampled_from([1, 24, 2**20]))
+def test_the_average_of_what_is_there(worlds: Any, first: list[str], second: list[str], bucket: int) -> None:
+    """Whatever gradients two replicas have, of whatever dtype, in buckets of whatever size."""
+    worlds(2).run(_expect_average, [first, second], bucket)
+
+
+def _expect_average(kinds: list[list[str]], bucket: int) -> None:
+    both = _gradients(kinds)
+    parameters = [nn.Parameter(torch.ones(s, dtype=d)) for s, d in zip(SHAPES, DTYPES, strict=True)]
+    for parameter, gradient in zip(parameters, _gradients(kinds)[dist.get_rank()], strict=True):
+        parameter.grad = gradient
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(average, "BUCKET", bucket)
+        assert average_gradients(nn.ParameterList(parameters)) is None
+    for parameter, pair in zip(parameters, zip(*both, strict=True), strict=True):
+        there = [gradient for gradient in pair if gradient is not None]
+        if not there:
+            assert parameter.grad is None
+            continue
+        assert parameter.grad.is_sparse == all(gradient.is_sparse for gradient in there)
+        expected = sum(gradient.to_dense() / 2 for gradient in there)
+        torch.testing.assert_close(parameter.grad.to_dense(), expected)
+
+
+def _gradients(kinds: list[list[str]]) -> list[list[Tensor | None]]:
+    """Those of each replica."""
+    return [[_gradient(k, replica, kind) for k, kind in enumerate(own)] for replica, own in enumerate(kinds)]
+
+
+def _gradient(k: int, replica: int, kind: str) -> Tensor | None:
+    generator = torch.Generator().manual_seed(10 * k + replica)
+    whole = torch.randn(SHAPES[k], generator=generator).to(DTYPES[k])
+    if kind == "none":
+        return None
+    if kind == "dense" or not SHAPES[k]:
+        return whole
+    whole[: (k + replica) % 3] = 0.0
+    return whole.to_sparse(1)
+
+
+class Sometimes(nn.Module):
+    """Uses its layer for some inputs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rarely = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rarely(x) if x.mean() > 1 else x * 1.0
+
+
+def network() -> nn.Sequential:
+    """With a sparse gradient, a weight on both stages, and a layer that one replica alone uses."""
+    torch.manual_seed(0)
+    first = nn.Linear(6, 6)
+    layers = [nn.Embedding(10, 6, sparse=True), first, nn.Tanh(), Sometimes(), nn.Linear(6, 6), Tied(first)]
+    return nn.Sequential(*layers).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(10, (12, 1), generator=generator), torch.randn(12, 1, 6, generator=generator).double()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zero_bubble"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_two_replicas_of_two_stages(worlds: Any, schedule: str, checkpoint: str) -> None:
+    worlds(4).run(_expect_as_the_whole, schedule, checkpoint)
+
+
+def _expect_as_the_whole(schedule: str, checkpoint: str) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+    replica = mesh["replicas"].get_local_rank()
+    rank = Rank(network(), [3, 3], chunks=3, checkpoint=checkpoint, group=mesh["stages"].get_group())
+    plain, (x, y) = network(), batch()
+    nn.functional.mse_loss(plain(x), y).backward()
+    for _ in range(2):
+        rank.zero_grad()
+        own = rank.step(*_half(x, y, replica), loss_fn=nn.functional.mse_loss, schedule=schedule)
+        average_gradients(rank, mesh["replicas"].get_group())
+        expected = nn.functional.mse_loss(plain(x), y)
+        dist.all_reduce(own, group=mesh["replicas"].get_group())
+        torch.testing.assert_close(own / 2, expected.detach())
+        names = dict(plain.named_parameters(remove_duplicate=False))
+        for name, parameter in rank.named_parameters():
+            if names[name].grad is None:
+                assert parameter.grad is None
+            else:
+                torch.testing.assert_close(parameter.grad.to_dense(), names[name].grad.to_dense())
+
+
+def _half(x: Tensor, y: Tensor, replica: int) -> tuple[Tensor, Tensor]:
+    return x.chunk(2)[replica], y.chunk(2)[replica]
+
+
+def test_a_pipe_in_one_process(worlds: Any) -> None:
+    """With ``step``, whose gradients ``DistributedDataParallel`` would not average."""
+    worlds(2).run(_expect_pipes_as_the_whole)
+
+
+def _expect_pipes_as_the_whole() -> None:
+    plain, (x, y) = network(), batch()
+    nn.functional.mse_loss(plain(x), y).backward()
+    pipe = GPipe(network(), [3, 3], devices=["cpu"] * 2, chunks=3)
+    pipe.step(*_half(x, y, dist.get_rank()), loss_fn=nn.functional.mse_loss)
+    average_gradients(pipe)
+    for parameter, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(parameter.grad.to_dense(), expected.grad.to_dense())
+    pipe.close()
+
+
+def test_a_group_of_other_stages_is_refused(worlds: Any) -> None:
+    for succeeded, text in worlds(2).answers(_averaged_over_stages):
+        assert not succeeded
+        assert "ValueError: the ranks disagree: the first parameter is '0.weight' on rank 0, but '3.rarely" in text
+
+
+def _averaged_over_stages() -> None:
+    average_gradients(Rank(network(), [3, 3]))
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        average_gradients(nn.Linear(2, 2))
+
+
+REPLICAS = 4
+ROWS = ["sparse", "dense", "dense", "dense", "dense"]
+
+
+def _prepared() -> nn.ParameterList:
+    parameters = [nn.Parameter(torch.ones(s, dtype=d)) for s, d in zip(SHAPES, DTYPES, strict=True)]
+    for parameter, gradient in zip(parameters, _gradients([ROWS] * REPLICAS)[dist.get_rank()], strict=True):
+        parameter.grad = gradient
+    return nn.ParameterList(parameters)
+
+
+PLACES = {"before": ("_present", 2), "dense": ("_begun", 7), "sparse": ("_concatenated", 3)}
+"""Functions, and at the start of which of their calls: not in the first average, which begins with a meeting."""
+
+
+@pytest.mark.parametrize(
+    ("who", "where"),
+    [pytest.param(who, where, marks=[] if who == 2 else pytest.mark.long) for where in PLACES for who in (0, 2, 3)],
+)
+def test_a_replica_that_is_killed_is_named(who: int, where: str) -> None:
+    """Also by replicas that have no connection to it in a ring; and in the next average."""
+    with world(REPLICAS, 60.0) as ranks:
+        answers = ranks.answers(_lose, who, where, limit=40.0)
+    for k in {*range(REPLICAS)} - {who}:
+        succeeded, text = answers[k]
+        assert succeeded, text
+        assert text.startswith(f"rank {who} has ended")
+
+
+def _lose(who: int, where: str) -> str:
+    parameters = _prepared()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(average, "BUCKET", 1)
+        if dist.get_rank() == who:
+            _at_call(patch, *PLACES[where], lambda: os.kill(os.getpid(), signal.SIGKILL))
+        average_gradients(parameters)
+        for _ in range(2):
+            with pytest.raises(LostRankError) as caught:
+                average_gradients(parameters)
+    return str(caught.value)
+
+
+def _at_call(patch: pytest.MonkeyPatch, name: str, number: int, act: Callable[[], Any]) -> None:
+    """Let the ``number``-th call of a function of averages begin with ``act()``."""
+    right, calls = getattr(average, name), []
+
+    def called(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == number:
+            act()
+        return right(*arguments)
+
+    patch.setattr(average, name, called)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_after_a_replica_has_failed_the_next_average_is_right(worlds: Any, where: str) -> None:
+    assert worlds(REPLICAS).run(_fail, where) == [
+        "OutOfMemoryError: planted" if k == 2 else "RemoteError: rank 2 failed: OutOfMemoryError: planted"
+        for k in range(REPLICAS)
+    ]
+
+
+def _fail(where: str) -> str:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    parameters = _prepared()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(average, "BUCKET", 1)
+        if dist.get_rank() == 2:
+            _at_call(patch, *PLACES[where], fail)
+        average_gradients(parameters)
+        with pytest.raises((torch.OutOfMemoryError, RemoteError)) as caught:
+            average_gradients(parameters)
+    parameters, gradients = _prepared(), _gradients([ROWS] * REPLICAS)
+    average_gradients(parameters)
+    for parameter, parts in zip(parameters, zip(*gradients, strict=True), strict=True):
+        expected = sum(part.to_dense() / REPLICAS for part in parts)
+        torch.testing.assert_close(parameter.grad.to_dense(), expected)
+    return f"{caught.type.__name__}: {caught.value}"

@@ -1,0 +1,465 @@
+"""Checkpoints of ranks: whoever loads them, with whatever balance, goes on as if nothing had been interrupted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from functools import cache
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe
+from gpipe.distributed import LostRankError, Rank, load, save
+from gpipe.distributed._gathering import Gathering
+
+from ..layers import Tied
+from ..worlds import world
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+]
+
+LAYERS = 6
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(8) % 3
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    """With buffers, a weight that is shared, a layer that does not train, and parameters at two depths."""
+    torch.manual_seed(seed)
+    first, frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+    deep = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
+    return nn.Sequential(first, deep, frozen, Tied(first), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+
+
+class Whole(nn.Module):
+    """A model that is flattened into as many layers, under names of its own; its head is tied to its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(k, 4), nn.Tanh()) for k in (3, 4, 4, 4)])
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def whole(seed: int = 0) -> Whole:
+    torch.manual_seed(seed)
+    return Whole().double()
+
+
+class Setup(NamedTuple):
+    """How a model is trained: as it is, in a pipe, or on several ranks.
+
+    Attributes:
+        size: how many processes; none is a module in this one.
+        balance: of its stages; None is the plain model.
+        ranks: that of each stage.
+        flat: whether it is a model that is flattened.
+    """
+
+    size: int
+    balance: list[int] | None
+    ranks: list[int]
+    flat: bool = False
+
+    def make(self, seed: int) -> nn.Module:
+        model = (whole if self.flat else network)(seed).eval()  # where batch norm is the same for micro-batches
+        if self.balance is None:
+            return model
+        options: dict[str, Any] = {"chunks": 2, "sample": X[:4] if self.flat else None}
+        if self.size:
+            return Rank(model, self.balance, ranks=self.ranks, **options)
+        return GPipe(model, self.balance, devices=["cpu"] * len(self.balance), **options)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    size = draw(st.sampled_from([0, 0, 2, 4]))
+    if not size and draw(st.booleans()):
+        return Setup(0, None, [])
+    stages = draw(st.integers(max(size, 1), LAYERS))
+    cuts = draw(st.permutations(range(1, LAYERS)))[: stages - 1]
+    ends = [0, *sorted(cuts), LAYERS]
+    more = draw(st.lists(st.integers(0, max(size - 1, 0)), min_size=stages - size, max_size=stages - size))
+    ranks = draw(st.permutations([*range(size), *more]))
+    return Setup(size, [b - a for a, b in pairwise(ends)], ranks if size else [])
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """With two groups, whose options differ; on a rank without a parameter one of them is empty."""
+    weights = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() == 1]
+    return torch.optim.AdamW([{"params": weights, "lr": 0.02}, {"params": others, "weight_decay": 0.1}], lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        if isinstance(model, (Rank, GPipe)):
+            loss = model.step(X, Y, loss_fn=F.cross_entropy)
+        else:
+            loss = F.cross_entropy(model(X), Y)
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def begin(path: str, setup: Setup, steps: int) -> None:
+    """Train, and save."""
+    model = setup.make(0)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, steps)
+    save(path, model, optimizer)
+
+
+def go_on(path: str, setup: Setup, steps: int) -> list[float]:
+    """Load, and train; nothing is left of what was there."""
+    model = setup.make(1)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 1)
+    load(path, model, optimizer)
+    return train(model, optimizer, steps)
+
+
+@cache
+def uninterrupted(steps: int, flat: bool = False) -> list[float]:
+    model = (whole if flat else network)().eval()
+    return train(model, optimizer_of(model), steps)
+
+
+@pytest.fixture
+def run(worlds: Any) -> Callable[..., list[Any]]:
+    """Calls a function on so many ranks, or here."""
+
+    def of(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return worlds(size).run(function, *arguments) if size else [function(*arguments)]
+
+    return of
+
+
+PLAIN, PIPE = Setup(0, None, []), Setup(0, [2, 4], [])
+TWO, V, FOUR = Setup(2, [3, 3], [0, 1]), Setup(2, [1, 2, 2, 1], [1, 0, 0, 1]), Setup(4, [1, 2, 2, 1], [2, 0, 3, 1])
+
+
+@settings(
+    max_examples=max(2, settings().max_examples // 10),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(before=setups(), after=setups(), steps=st.integers(0, 2), flat=st.booleans())
+@example(before=PLAIN, after=FOUR, steps=2, flat=True)
+@example(before=TWO, after=PLAIN, steps=2, flat=True)
+@example(before=FOUR, after=V, steps=1, flat=False)
+@example(before=V, after=PIPE, steps=1, flat=True)
+def test_it_goes_on_elsewhere(
+    tmp_path_factory: Any, run: Any, before: Setup, after: Setup, steps: int, flat: bool
+) -> None:
+    """Also a model that is flattened, whose layers have other names than its own."""
+    path = str(tmp_path_factory.mktemp("run") / "checkpoint")
+    run(before.size, begin, path, before._replace(flat=flat), steps)
+    for losses in run(after.size, go_on, path, after._replace(flat=flat), 2):
+        torch.testing.assert_close(losses, uninterrupted(steps + 2, flat)[steps:], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_rank_loads_its_own_state(run: Any, flat: bool) -> None:
+    run(2, _loads_its_own_state, TWO._replace(flat=flat))
+
+
+def _loads_its_own_state(setup: Setup) -> None:
+    one, other = setup.make(0), setup.make(1)
+    assert one.state_dict().keys() < (whole if setup.flat else network)().state_dict().keys()
+    other.load_state_dict(one.state_dict())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torch_reads_it(tmp_path: Path, run: Any) -> None:
+    """It is a checkpoint like any other, also the state of the optimizer."""
+    path = str(tmp_path / "checkpoint")
+    run(2, begin, path, TWO, 2)
+    losses = go_on_by_torch(path, 2)
+    torch.testing.assert_close(losses, uninterrupted(4)[2:], rtol=1e-9, atol=1e-12)
+
+
+def go_on_by_torch(path: str, steps: int) -> list[float]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict
+
+    model = network(1).eval()
+    optimizer = optimizer_of(model)
+    options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = state_dict.get_state_dict(model, optimizer, options=options)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=True)
+    state_dict.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+    return train(model, optimizer, steps)
+
+
+def test_replicas_save_once(tmp_path: Path, run: Any) -> None:
+    """Two replicas of a pipe of two stages write what one does."""
+    run(4, begin_replicas, str(tmp_path / "replicas"))
+    run(2, begin, str(tmp_path / "one"), TWO, 1)
+    sizes = [sum(file.stat().st_size for file in folder.glob("*.distcp")) for folder in sorted(tmp_path.iterdir())]
+    assert sizes[1] < 1.2 * sizes[0]
+    torch.testing.assert_close(go_on(str(tmp_path / "replicas"), PLAIN, 2), uninterrupted(3)[1:])
+
+
+def begin_replicas(path: str) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+    rank = Rank(network().eval(), [3, 3], chunks=2, group=mesh["stages"].get_group())
+    optimizer = optimizer_of(rank)
+    train(rank, optimizer, 1)
+    save(path, rank, optimizer)
+
+
+class Interrupted(BaseException):
+    """As of a signal."""
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """Wherever it is interrupted; the next one is whole."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    for last in range(20):
+        path = tmp_path / str(last)
+        if not first:
+            save(path, _constant(1.0))
+        done = []
+
+        def interrupted(original: Callable[..., Any], last: int = last, done: list[int] = done) -> Any:
+            def operation(*arguments: Any, **options: Any) -> Any:
+                if len(done) == last:
+                    raise Interrupted
+                done.append(1)
+                return original(*arguments, **options)
+
+            return operation
+
+        with monkeypatch.context() as patch:
+            for owner, name in [
+                (Path, "mkdir"),
+                (Path, "rename"),
+                (shutil, "rmtree"),
+                (FileSystemWriter, "write_data"),
+                (FileSystemWriter, "finish"),
+            ]:
+                patch.setattr(owner, name, interrupted(getattr(owner, name)))
+            try:
+                save(path, _constant(2.0))
+            except Interrupted:
+                completed = False
+            else:
+                completed = True
+        found = _constant(0.0)
+        try:
+            load(path, found)
+        except FileNotFoundError:
+            assert first
+        assert found[0].weight.unique().item() in ([2.0] if completed else [0.0, 2.0] if first else [1.0, 2.0])
+        save(path, _constant(3.0))
+        load(path, found)
+        assert found[0].weight.unique().item() == 3.0
+        assert {each.name for each in tmp_path.iterdir()} == {str(k) for k in range(last + 1)}
+        if completed:
+            assert last >= 5
+            return
+    raise AssertionError("it was never completed")
+
+
+def _constant(value: float) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def test_a_rank_that_cannot_write(tmp_path: Path, run: Any, worlds: Any) -> None:
+    path = str(tmp_path / "checkpoint")
+    run(2, begin, path, TWO, 1)
+    answers = worlds(2).answers(begin_where_one_cannot_write, path)
+    assert not any(succeeded for succeeded, _ in answers)
+    assert "RemoteError: rank 1 failed: OSError: no space" in answers[0][1]
+    assert answers[1][1].strip().endswith("OSError: no space")
+    torch.testing.assert_close(go_on(path, PLAIN, 2), uninterrupted(3)[1:])
+
+
+def begin_where_one_cannot_write(path: str) -> None:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    def fail(*_: Any) -> Any:
+        raise OSError("no space")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(FileSystemWriter, "write_data", fail)
+        begin(path, TWO, 2)
+
+
+PHASES = ["state", "write", "between", "commit", "after"]
+
+
+@pytest.mark.parametrize(
+    ("who", "phase"),
+    [
+        pytest.param(who, phase, marks=[] if (who, phase) == (1, "write") else pytest.mark.long)
+        for who in range(3)
+        for phase in PHASES
+        if who == 0 or phase not in ("commit", "after")  # the first does that for all
+    ],
+)
+def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path, who: int, phase: str) -> None:
+    """The others hear who it was, also when they save again; the last whole checkpoint is there."""
+    path = str(tmp_path / "checkpoint")
+    with world(3, 60.0) as ranks:
+        ranks.run(save_constant, path, 1.0)
+        for connection in ranks.connections:
+            connection.send((lose_while_saving, (path, who, phase)))
+        for told in (ranks.answer(k) for k in range(3) if k != who):
+            assert told == (True, f"rank {who}")
+    found = _constant(0.0)
+    load(path, found)
+    all_have_written = phase == "after" or (phase == "between" and who != 0)  # and the first makes it the whole one
+    assert found[0].weight.unique().item() == (2.0 if all_have_written else 1.0)
+    save(path, _constant(3.0))
+    load(path, found)
+    assert found[0].weight.unique().item() == 3.0
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def save_constant(path: str, value: float) -> None:
+    save(path, Rank(_constant(value), [1, 1, 1]))
+
+
+def lose_while_saving(path: str, who: int, phase: str) -> str:
+    """Whom the others miss, if ``who`` is killed then."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    rank = Rank(_constant(2.0), [1, 1, 1])
+    if dist.get_rank() == who:
+        owner, name = {
+            "state": (rank, "state_dict"),
+            "write": (FileSystemWriter, "write_data"),
+            "between": (Path, "rename") if who == 0 else (Gathering, "agreement"),
+            "commit": (Path, "rename"),
+            "after": (shutil, "rmtree"),
+        }[phase]
+        calls = {"between": 1 if who == 0 else 2, "commit": 2, "after": 3}.get(phase, 1)
+        setattr(owner, name, _killed_at(getattr(owner, name), calls))
+    for _ in range(2):
+        with pytest.raises(LostRankError) as caught:
+            save(path, rank)
+    return str(caught.value).partition(" has")[0]
+
+
+def _killed_at(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """``function``, whose process is killed instead at that call."""
+    calls = count(1)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+
+    return counted
+
+
+class Wrong(NamedTuple):
+    """What makes a checkpoint one of another model or optimizer, and what says so."""
+
+    change: Callable[[nn.Sequential], nn.Module]
+    message: str
+
+
+WRONG = {
+    "fewer": Wrong(lambda model: model[:5], r"it has no 5\.bias, 5\.weight"),
+    "more": Wrong(lambda model: nn.Sequential(*model, nn.Linear(3, 3)), r"the model has no 6\.bias, 6\.weight"),
+    "another shape": Wrong(
+        lambda model: nn.Sequential(*model[:5], nn.Linear(4, 2).double()),
+        r"of another shape there: 5\.bias \(2, here 3\), 5\.weight \(2×4, here 3×4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("setup", [PLAIN, TWO, FOUR], ids=["plain", "two", "four"])
+def test_of_another_model(tmp_path: Path, worlds: Any, wrong: str, setup: Setup) -> None:
+    """All ranks say what is wrong; nothing has changed."""
+    path, (change, message) = str(tmp_path / "checkpoint"), WRONG[wrong]
+    save(path, change(network()))
+    if not setup.size:
+        expect_refused(path, setup, message)
+        return
+    worlds(setup.size).run(expect_refused, path, setup, message)
+
+
+def expect_refused(path: str, setup: Setup, message: str) -> None:
+    model = setup.make(1)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = str(optimizer.state_dict())
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        load(path, model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert str(optimizer.state_dict()) == moments
+
+
+def test_without_or_of_another_optimizer(tmp_path: Path) -> None:
+    path, model = tmp_path / "checkpoint", network()
+    save(path, model)
+    with pytest.raises(ValueError, match="was saved without one"):
+        load(path, network(1), optimizer_of(network(1)))
+    save(path, model, optimizer_of(model))
+    other = network(1)
+    with pytest.raises(ValueError, match="has the state of AdamW, and this is SGD"):
+        load(path, other, torch.optim.SGD(other.parameters(), 0.1))
+    with pytest.raises(ValueError, match=r"in one group, but the checkpoint has lr=0\.02 of the one and 0\.01"):
+        load(path, other, torch.optim.AdamW([p for p in other.parameters() if p.requires_grad]))
+    with pytest.raises(ValueError, match=r"the checkpoint has no state of '2\.weight'"):
+        load(path, other, torch.optim.AdamW(other.parameters()))
+    with pytest.raises(ValueError, match="has a parameter of shape"):
+        save(path, other, optimizer_of(model))
+    assert not torch.equal(other[0].weight, model[0].weight)
+
+
+def test_not_a_whole_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no whole checkpoint"):
+        load(tmp_path / "none", network())
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__0_0.distcp").touch()
+    with pytest.raises(FileNotFoundError, match="there is no whole checkpoint"):
+        load(tmp_path / "folder", network())
+    with pytest.raises(FileExistsError, match="is not a checkpoint"):
+        save(tmp_path / "folder", network())
+    with pytest.raises(ValueError, match="expected a folder that all processes reach"):
+        save("s3://bucket/checkpoint", network())
+
+
+def test_ranks_with_different_paths(tmp_path: Path, worlds: Any) -> None:
+    for succeeded, text in worlds(2).answers(save_anywhere, str(tmp_path)):
+        assert not succeeded
+        assert "ValueError: the ranks disagree: path is" in text
+
+
+def save_anywhere(path: str) -> None:
+    save(f"{path}/{dist.get_rank()}", TWO.make(0))

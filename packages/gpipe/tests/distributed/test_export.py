@@ -1,0 +1,279 @@
+"""Our stages and schedules in torch's own pipelining runtime, on two processes over gloo."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gpipe.distributed import export
+from gpipe.schedule import Schedule
+from gpipe.skip import inspect_skip_layout, pop, skippable, stash
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+]
+
+OWN = "F0 F1 F2 F3 B1 B0 I3 B2 W3\nF0 F1 F2 F3 B1 B0 I3 B2 W3"
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())])
+
+
+@skippable(stash=["near", "far"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("near", x.t())  # no contiguous one
+        yield stash("far", x * 2)
+        return x + 1
+
+
+@skippable(pop=["near"])
+class PopNear(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        near = yield pop("near")
+        return x * near.t()
+
+
+@skippable(pop=["far"])
+class PopFar(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        far = yield pop("far")
+        return x - far
+
+
+def skipping() -> nn.Sequential:
+    torch.manual_seed(0)
+    middle = [nn.Linear(6, 6), PopNear(), nn.Linear(6, 6)]
+    return nn.Sequential(nn.Linear(6, 6), Stash(), *middle, PopFar(), nn.Linear(6, 6), nn.Tanh())
+
+
+class Apart(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), x.t()
+
+
+class Together(nn.Module):
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0] + both[1].t()
+
+
+def forking() -> nn.Sequential:
+    torch.manual_seed(0)
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    return nn.Sequential(first, Apart(), Together(), nn.Linear(6, 6), Apart(), Together(), last, nn.Tanh())
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    return nn.Sequential(
+        first, nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), last, nn.Tanh()
+    )
+
+
+@pytest.mark.parametrize("make", [network, skipping, forking, normed])
+@pytest.mark.parametrize(
+    ("schedule", "balance"),
+    [
+        ("1f1b", [3, 5]),
+        ("fill_drain", [2, 6]),
+        ("zero_bubble", [2, 6]),
+        ("interleaved", [2, 3, 1, 2]),
+        ("interleaved_zero_bubble", [2, 3, 1, 2]),
+        ("zbv", [2, 3, 1, 2]),
+        (OWN, [2, 6]),
+    ],
+    ids=["1f1b", "fill_drain", "zero_bubble", "interleaved", "interleaved_zero_bubble", "zbv", "own"],
+)
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+def test_gradients_are_those_of_the_plain_model(worlds, make: Any, schedule: str, balance: list[int], checkpoint: str):
+    worlds(2).run(_expect_as_plain, make, schedule, balance, checkpoint)
+
+
+def _expect_as_plain(make: Any, schedule: str, balance: list[int], checkpoint: str) -> None:
+    model, plain, chunks = make(), make(), 4
+    ranks = [0, 1, 1, 0] if schedule == "zbv" else None
+    stages, runtime = export(
+        model,
+        balance,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        ranks=ranks,
+        schedule=Schedule.parse(schedule) if "F0" in schedule else schedule,
+        loss_fn=nn.functional.mse_loss,
+    )
+    for step in range(2):  # gradients add up, which torch's default would not leave as they are
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(24, 6, generator=generator), torch.randn(24, 6, generator=generator)
+        losses: list[Tensor] = []
+        loss = _plain_step(plain, x, y, chunks)
+        first, last = (any(getattr(stage, name) for stage in stages) for name in ("is_first", "is_last"))
+        runtime.step(*([x] if first else []), target=y if last else None, losses=losses, return_outputs=False)
+        if last:
+            torch.testing.assert_close(sum(losses), loss, rtol=1e-6, atol=1e-6)
+    _expect_alike(stages, plain)
+
+
+def _plain_step(plain: nn.Module, x: Tensor, y: Tensor, chunks: int) -> Tensor:
+    """Micro-batch by micro-batch, for batch norm."""
+    pairs = zip(x.chunk(chunks), y.chunk(chunks), strict=True)
+    loss = sum(nn.functional.mse_loss(plain(x), y) / chunks for x, y in pairs)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    return loss.detach()
+
+
+def _expect_alike(stages: list[Any], plain: nn.Module) -> None:
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    buffers = dict(plain.named_buffers())
+    names = [name for stage in stages for name, _ in stage.submod.named_parameters()]
+    assert names == [name for name in gradients if name in names]
+    for stage in stages:
+        for name, p in stage.submod.named_parameters():
+            torch.testing.assert_close(p.grad, gradients[name], rtol=1e-6, atol=1e-6)
+        for name, buffer in stage.submod.named_buffers():
+            torch.testing.assert_close(buffer, buffers[name], rtol=1e-6, atol=1e-6)
+
+
+def test_outputs_and_sums(worlds):
+    worlds(2).run(_expect_outputs_and_sums)
+
+
+def _expect_outputs_and_sums() -> None:
+    plain = network()
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    _, runtime = export(network(), [4, 4], chunks=4)
+    found = runtime.step(*([x] if dist.get_rank() == 0 else []))
+    if dist.get_rank() == 1:
+        torch.testing.assert_close(found, plain(x))
+    stages, runtime = export(network(), [4, 4], chunks=4, loss_fn=_summed, reduction="sum")
+    (plain(x) - x).square().sum().backward()
+    runtime.step(*([x] if dist.get_rank() == 0 else []), target=x if dist.get_rank() else None)
+    _expect_alike(stages, plain)
+
+
+def _summed(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+class _Mapping(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return {"x": x}
+
+
+class _Nothing(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x, None
+
+
+class _Single(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return (x,)
+
+
+@skippable(stash=["none"])
+class _StashNone(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("none", None)
+        return x
+
+
+@skippable(pop=["none"])
+class _PopNone(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield pop("none")
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([_Mapping(), nn.Identity()], "stage 0 returns dict, which .* use gpipe.distributed.Rank"),
+        ([_Nothing(), nn.Identity()], "stage 0 returns a tuple with NoneType"),
+        ([_Single(), nn.Identity()], "stage 0 returns a tuple of one tensor"),
+        ([_StashNone(), _PopNone()], "stage 0 stashes as 'none' NoneType"),
+    ],
+)
+def test_values_that_torch_cannot_send(layers: list[nn.Module], message: str):
+    from gpipe.distributed._torch_runtime import Carrier
+
+    partitions = [nn.Sequential(layer) for layer in layers]
+    with pytest.raises(TypeError, match=message):
+        Carrier(partitions[0], 0, 2, inspect_skip_layout(partitions), 0)(torch.ones(2, 2))
+
+
+def test_what_torch_cannot_keep_is_refused_on_every_rank(worlds):
+    worlds(2).run(_expect_refused)
+
+
+def _expect_refused() -> None:
+    model, loss = network(), nn.functional.mse_loss
+    tied = network()
+    tied[6].weight = tied[0].weight
+    for arguments, message in [
+        ({"deferred_batch_norm": True}, "deferred_batch_norm: .*use gpipe.distributed.Rank"),
+        ({"ranks": [0, 0]}, "ranks: expected"),
+        ({"schedule": "1b1f"}, "there is no schedule '1b1f'"),
+        ({"schedule": Schedule.parse("F1 F0 B1 B0 \n F1 F0 B1 B0")}, r"order \[1, 0\], .*Rank"),
+        ({"reduction": "max", "loss_fn": loss}, "reduction must be"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            export(model, [4, 4], chunks=2, **arguments)
+    with pytest.raises(ValueError, match="duplicate parameters in distinct partitions"):
+        export(tied, [4, 4], chunks=2)
+    _, runtime = export(model, [4, 4], chunks=4, loss_fn=loss)
+    for rows in (13, 3, 0):
+        with pytest.raises(ValueError, match=f"has {rows} rows, .* 4 micro-batches of one size; .*Rank"):
+            _step(runtime, torch.ones(rows, 6))
+    _step(runtime, torch.ones(8, 6))
+    with pytest.raises(ValueError, match=r"of shape \[12, 6\], but was .*\[8, 6\] in the first step"):
+        _step(runtime, torch.ones(12, 6))
+
+
+def _step(runtime: Any, x: Tensor) -> None:
+    runtime.step(*([x] if dist.get_rank() == 0 else []), target=x if dist.get_rank() == 1 else None)
+
+
+def test_replicas_and_split_backwards(worlds):
+    worlds(2).run(_expect_replicas_refused)
+
+
+def _expect_replicas_refused() -> None:
+    alone = [dist.new_group([k]) for k in range(2)][dist.get_rank()]
+    for schedule in ("zero_bubble", "1f1b"):
+        plain = network()
+        stages, runtime = export(network(), [4, 4], chunks=4, loss_fn=nn.functional.mse_loss, schedule=schedule)
+        stages[0].submod = DistributedDataParallel(stages[0].submod, process_group=alone)
+        if schedule == "zero_bubble":
+            with pytest.raises(RuntimeError, match=r"DistributedDataParallel under a schedule that splits .*Rank"):
+                _step(runtime, torch.ones(8, 6))
+            continue
+        _step(runtime, torch.ones(8, 6))
+        _plain_step(plain, torch.ones(8, 6), torch.ones(8, 6), 4)
+        stages[0].submod = stages[0].submod.module
+        _expect_alike(stages, plain)
+
+
+def test_a_loss_that_counts():
+    from gpipe.distributed._export import _weighed
+
+    with pytest.raises(TypeError, match=r"got tuple. .* as \(sum, count\), work in gpipe.distributed.Rank"):
+        _weighed(lambda output, target: (output, 1), 2, "mean")(torch.ones(1), None)
+
+
+def test_a_torch_without_such_a_runtime(monkeypatch: pytest.MonkeyPatch):
+    name = "gpipe.distributed._torch_runtime"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.distributed.pipelining.schedules", None)
+    with pytest.raises(
+        ImportError, match=r"does not have the pipelining runtime .* torch 2.13 has; use gpipe.distributed.Rank"
+    ):
+        export(network(), [4, 4])

@@ -1,0 +1,156 @@
+"""The connections of ranks are theirs: whatever other groups there are, and for as long as the ranks are there."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gpipe.distributed import LostRankError, Rank, load, save
+
+from ..worlds import world
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+]
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def _expect_right(rank: Rank) -> None:
+    """A step has the gradients of the plain model."""
+    plain, x = _model(), torch.arange(24.0).reshape(6, 4)
+    plain(x).square().mean().backward()
+    rank.zero_grad()
+    rank.step(x, loss_fn=lambda output: output.square().mean())
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+def _group(members: list[int]) -> Any:
+    """What only its members make."""
+    if dist.get_rank() not in members:
+        return None
+    return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+
+def test_groups_that_only_some_processes_have(tmp_path: Any) -> None:
+    """Made and destroyed before ranks, between them, and before a save; those that are open stay right."""
+    with world(3, timeout=10.0) as ranks:
+        ranks.run(_make_among_others, str(tmp_path / "checkpoint"))
+
+
+def _make_among_others(path: str) -> None:
+    others = [_group([0, 1]), _group([0])]
+    made = [Rank(_model(), [1, 1, 1], chunks=2)]
+    _expect_right(made[0])
+    if others[0] is not None:
+        dist.destroy_process_group(others[0])
+    others.append(_group([1]))
+    for _ in range(2):
+        made.append(Rank(_model(), [1, 1, 1], ranks=[2, 0, 1], chunks=2))
+        others.append(_group([2]))
+    for each in reversed(made):
+        _expect_right(each)
+    save(path, made[0])
+    load(path, made[0])
+    _expect_right(made[0])
+
+
+def test_a_closed_rank(worlds: Any) -> None:
+    """Says so when it is used; its parameters stay, and other ranks of the same processes go on."""
+    worlds(2).run(_close_one)
+
+
+def _close_one() -> None:
+    closed, other = Rank(_model(), [2, 1], chunks=2), Rank(_model(), [2, 1], chunks=2)
+    _expect_right(closed)
+    for _ in range(2):
+        closed.close()
+    for use in (closed, closed.step):
+        with pytest.raises(RuntimeError, match="was closed"):
+            use(torch.zeros(6, 4))
+    assert closed.stages == other.stages == [dist.get_rank()]
+    assert all(p.grad is not None for p in closed.parameters())
+    torch.testing.assert_close(closed.state_dict(), other.state_dict())
+    _expect_right(other)
+
+
+def test_a_rank_that_others_have_closed(worlds: Any) -> None:
+    for succeeded, text in worlds(2).answers(_close_one_end):
+        assert succeeded, text
+        assert not text or text.startswith("rank 1 has ended, or did not answer within 30 s; start the processes again")
+
+
+def _close_one_end() -> str:
+    rank = Rank(_model(), [2, 1], chunks=2)
+    _expect_right(rank)
+    if dist.get_rank() == 1:
+        rank.close()
+        return ""
+    with pytest.raises(LostRankError) as caught:
+        _expect_right(rank)
+    return str(caught.value)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
+@pytest.mark.parametrize(
+    ("count", "closes"),
+    [(12, True), (12, False), pytest.param(1000, True, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+)
+def test_many_ranks_leave_nothing_behind(worlds: Any, count: int, closes: bool) -> None:
+    """Neither threads nor open files; also those that are only forgotten."""
+    opened = worlds(2)
+    for succeeded, grown in opened.answers(_make_and_leave, count, closes, limit=800.0):
+        assert succeeded, grown
+        assert grown == (0, 0)
+
+
+def _make_and_leave(count: int, closes: bool) -> tuple[int, int]:
+    """How many more threads and open files there are after so many ranks than after one."""
+    held, before = [], (0, 0)
+    for k in range(count):
+        rank = Rank(_model(), [2, 1], chunks=2)
+        _expect_right(rank)
+        if closes:
+            rank.close()
+            held.append(rank)
+        del rank
+        if not closes:
+            gc.collect()
+        if k == 0:
+            before = _opened()
+    threads, files = _opened()
+    return threads - before[0], files - before[1]
+
+
+def _opened() -> tuple[int, int]:
+    dist.barrier()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+def test_who_does_not_come_to_connect_is_named(number: signal.Signals) -> None:
+    with world(3, timeout=60.0) as ranks:
+        for connection in ranks.connections:
+            connection.send((_make_without, (1, number)))
+        for told in (ranks.answer(k) for k in (0, 2)):
+            assert told == (True, "rank 1 has ended, or did not come here within 5 s")
+
+
+def _make_without(who: int, number: signal.Signals) -> str:
+    Rank(_model(), [1, 1, 1], chunks=2)
+    if dist.get_rank() == who:
+        os.kill(os.getpid(), number)
+    with pytest.raises(LostRankError) as caught:
+        Rank(_model(), [1, 1, 1], chunks=2, timeout=5.0)
+    return str(caught.value).partition(";")[0]

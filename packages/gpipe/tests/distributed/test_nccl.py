@@ -1,0 +1,130 @@
+"""On two GPUs, with a process for each: tensors go over NCCL. Never run yet."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpipe.distributed import LostRankError, Rank
+
+from ..worlds import World, world
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not (dist.is_available() and dist.is_nccl_available()), reason="torch was built without NCCL"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    opened = World(2)
+    yield opened
+    opened.close()
+
+
+class Fails(nn.Module):
+    """The identity, which fails when it is told to."""
+
+    error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return x * 1
+
+
+class Ends(nn.Module):
+    """The identity, which ends its process when it is told to."""
+
+    now = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.now:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x * 1
+
+
+def network(last: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(256, 256), last)
+
+
+def shared(plain: nn.Sequential, **options: Any) -> Rank:
+    """This process's share, on its own GPU."""
+    torch.cuda.set_device(dist.get_rank())
+    device = f"cuda:{dist.get_rank()}"
+    return Rank(copy.deepcopy(plain), [2, 2, 2, 2], chunks=4, device=device, **options)
+
+
+def step(rank: Rank, schedule: str = "1f1b") -> dict[str, Tensor]:
+    """The loss, and the gradients of this rank."""
+    rank.zero_grad()
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    loss = rank.step(x, loss_fn=lambda output: output.square().mean(), schedule=schedule)
+    return {"loss": loss.cpu(), **{name: p.grad.cpu() for name, p in rank.named_parameters()}}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
+def test_both_ways_give_the_same(two: World, schedule: str, checkpoint: str):
+    two.run(_expect_the_same, schedule, checkpoint)
+
+
+def _expect_the_same(schedule: str, checkpoint: str) -> None:
+    plain = network(nn.Identity())
+    direct = shared(plain, checkpoint=checkpoint)
+    host = shared(plain, checkpoint=checkpoint, transport="host")
+    for _ in range(3):
+        found, wanted = step(direct, schedule), step(host, schedule)
+        for name in wanted:
+            assert torch.equal(found[name], wanted[name]), name
+
+
+def test_after_a_failure_the_next_step_is_right(two: World):
+    assert two.run(_fail) == ["RemoteError", "ArithmeticError"]
+
+
+def _fail() -> str:
+    rank = shared(network(Fails()))
+    wanted = step(rank)
+    failing = [layer for layer in rank.modules() if isinstance(layer, Fails)]
+    for layer in failing:
+        layer.error = ArithmeticError("planted")
+    try:
+        step(rank)
+    except Exception as error:
+        name = type(error).__name__
+    for layer in failing:
+        layer.error = None
+    found = step(rank)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    return name
+
+
+def test_a_rank_that_is_killed_is_named():
+    with world(2) as opened:
+        (succeeded, text), (ended, _) = opened.answers(_lose)
+    assert (succeeded, ended) == (True, False), text
+    assert "rank 1 has ended, or did not answer within 10 s" in text
+
+
+def _lose() -> str:
+    rank = shared(network(Ends()), timeout=10.0)
+    step(rank)
+    for layer in rank.modules():
+        if isinstance(layer, Ends):
+            layer.now = True
+    with pytest.raises(LostRankError) as raised:
+        step(rank)
+    torch.cuda.synchronize()  # no transfer is left that would hold it up
+    return str(raised.value)

@@ -1,0 +1,111 @@
+"""Gradients of all ranks together: their norm, what is clipped by it, and overflows on one of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..layers import Tied
+
+if not dist.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+from gpipe.distributed import GradScaler, Rank, average_gradients
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def network() -> nn.Sequential:
+    """With a weight that the first and the last stage share, and a stage without parameters."""
+    torch.manual_seed(0)
+    first = nn.Linear(4, 4)
+    return nn.Sequential(first, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Tied(first))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def _expect_same_gradients(rank: nn.Module, plain: nn.Module) -> None:
+    for name, parameter in rank.named_parameters():
+        found, expected = parameter.grad, plain.get_parameter(name).grad
+        torch.testing.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, expected)
+
+
+@pytest.mark.parametrize("how", ["one", "replicas", "sharded"])
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_gradients_are_clipped_by_the_norm_of_all_ranks(worlds: Any, how: str, max_norm: float) -> None:
+    """As those of the plain model, with a shared weight once, and also if there are replicas, or shards."""
+    worlds(4).run(_expect_clipped, how, max_norm)
+
+
+def _expect_clipped(how: str, max_norm: float) -> None:
+    plain, options = network(), {}
+    if how == "sharded":  # a shared weight is not
+        plain[4] = nn.Linear(4, 4)
+    balance = [1, 1, 1, 2]
+    if how != "one":
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+        options = {"group": mesh["stages"].get_group(), "replicas": mesh["replicas"].get_group()}
+        balance = [2, 3]
+    rank = Rank(copy.deepcopy(plain), balance, chunks=2, **options)
+    if how == "sharded":
+        from torch.distributed.fsdp import fully_shard
+
+        for partition in rank.partitions:
+            fully_shard(partition, mesh=mesh["replicas"])
+    rows = X if how == "one" else X[4 * mesh["replicas"].get_local_rank() :][:4]
+    rank.step(rows, loss_fn=loss_of)
+    if how == "replicas":
+        average_gradients(rank, options["replicas"])
+    loss_of(plain(X)).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+    torch.testing.assert_close(rank.clip_grad_norm_(max_norm), expected)
+    _expect_same_gradients(rank, plain)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_an_overflow_on_one_rank_makes_all_skip_the_step(worlds: Any, who: int, unscales: bool) -> None:
+    """And none skips another one; all have the same scale, whose losses are the plain model's."""
+    worlds(3).run(_expect_skipped, who, unscales)
+
+
+def _expect_skipped(who: int, unscales: bool) -> None:
+    plain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    plain.load_state_dict(nn.Sequential(*[copy.deepcopy(network()[0]) for _ in range(3)]).state_dict())
+    rank = Rank(copy.deepcopy(plain), [1, 1, 1], chunks=2)
+    scaler = GradScaler(rank, init_scale=8.0, growth_interval=2)
+    optimizer, other = (torch.optim.SGD(each.parameters(), 0.1) for each in (rank, plain))
+    scales = []
+    for k in range(4):
+        optimizer.zero_grad()
+        other.zero_grad()
+        rank.step(X, loss_fn=lambda output: scaler.scale(loss_of(output)))
+        if k == 1 and dist.get_rank() == who:
+            next(rank.parameters()).grad[0, 0] = float("inf")
+        if k == 2 and who == 2:
+            optimizer.zero_grad()  # as of a rank whose layers were not used
+            other.zero_grad()
+        loss_of(plain(X)).backward()
+        if k == 2 and who == 2:
+            other.zero_grad()
+        if unscales:
+            scaler.unscale_(optimizer)
+            norm = rank.clip_grad_norm_(1e-3)
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+            if k not in (1, 2):
+                torch.testing.assert_close(norm, expected)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if k != 1:
+            other.step()
+        for name, parameter in rank.named_parameters():
+            torch.testing.assert_close(parameter, plain.get_parameter(name))
+    assert scales == [8.0, 4.0, 4.0, 8.0]

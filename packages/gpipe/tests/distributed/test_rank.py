@@ -1,0 +1,700 @@
+"""Ranks compute what one process does, bit for bit: random models, cuts, placements and schedules over gloo."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from contextlib import closing
+from dataclasses import replace
+from itertools import count, cycle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import gpipe
+from gpipe import GPipe
+from gpipe._current import current
+from gpipe.distributed import Rank, RemoteError
+from gpipe.schedule import SPLIT_SECONDS, Choice, checkpoint_stops
+from gpipe.timeline._chooser import RUNS, Chooser, Plan
+from streams import add_note
+
+from ..layers import Tied
+from ..models import Recipe, main_of, recipes
+from ..schedules import CHOICES, LOOPED, V_SHAPED, some_schedule
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+]
+
+SLOW = settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+    max_examples=max(8, settings().max_examples // 8),
+)
+
+
+@SLOW
+@given(
+    recipes(),
+    st.sampled_from([2, 3]),
+    st.integers(0, 2**16),
+    st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]) | CHOICES,
+    st.booleans(),
+)
+def test_ranks_are_one_process(worlds, recipe: Recipe, size: int, seed: int, schedule: Any, counted: bool):
+    layers = len(recipe.model())
+    assume(layers >= size)
+    stages = min(layers, max(size, recipe.stages))
+    modes = (
+        recipe.checkpoint if isinstance(recipe.checkpoint, str) else (*recipe.checkpoint, "never", "always")[:stages]
+    )
+    recipe = replace(recipe, stages=stages, checkpoint=modes)
+    worlds(size).run(_expect_as_in_one_process, recipe, _placement(stages, size, seed), schedule, counted)
+
+
+@SLOW
+@given(
+    recipes(),
+    st.sampled_from([2, 3]),
+    st.integers(0, 2**16),
+    st.sampled_from(["1f1b", "fill_drain", "zero_bubble", "auto"]),
+    st.lists(st.booleans(), min_size=1, max_size=7),
+)
+def test_ranks_with_flags_are_one_process(
+    worlds, recipe: Recipe, size: int, seed: int, schedule: str, flags: list[bool]
+):
+    """Stages of which some layers are checkpointed, with skips between pieces of one stage and of several."""
+    layers = len(recipe.model())
+    assume(layers >= size)
+    stages = min(layers, max(size, recipe.stages))
+    recipe = replace(recipe, stages=stages, checkpoint="never")
+    worlds(size).run(_expect_as_in_one_process, recipe, _placement(stages, size, seed), schedule, True, flags)
+
+
+def _placement(stages: int, size: int, seed: int) -> list[int]:
+    """A process for each stage, and a stage for each process."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks = [*range(size), *torch.randint(size, (stages - size,), generator=generator).tolist()]
+    return [ranks[k] for k in torch.randperm(stages, generator=generator).tolist()]
+
+
+def _expect_as_in_one_process(
+    recipe: Recipe, ranks: list[int], schedule: Any, counted: bool, flags: list[bool] | None = None
+) -> None:
+    model = recipe.model()
+    balance = recipe.balance(len(model))
+    each = cycle(flags or [False])
+    options = {
+        "chunks": recipe.chunks,
+        "checkpoint": [[next(each) for _ in range(n)] for n in balance] if flags else recipe.modes(recipe.stages),
+        "deferred_batch_norm": recipe.deferred,
+    }
+    one = GPipe(copy.deepcopy(model), balance, devices=[f"cpu:{rank}" for rank in ranks], **options)
+    rank = Rank(model, balance, ranks=ranks, **options)
+    for x in recipe.batches():
+        own = _schedule(schedule, x, recipe, ranks)
+        found, expected = _trained(rank, x, own, counted), _trained(one, x, own, counted)
+        if isinstance(expected, str):
+            assert isinstance(found, str)
+            return
+        assert_same(found, expected)
+    one.close()
+
+
+def _schedule(schedule: Any, x: Tensor, recipe: Recipe, ranks: list[int]) -> Any:
+    if isinstance(schedule, str):
+        return schedule
+    m = len(x.chunk(recipe.chunks))
+    stops = checkpoint_stops(recipe.modes(recipe.stages), m, recipe.stages) if recipe.training else (0,)
+    return some_schedule(schedule, m, ranks, max(stops), in_order=True)
+
+
+def _trained(pipe: Any, x: Tensor, schedule: Any, counted: bool) -> dict[str, Any] | str:
+    """All that a step leaves behind; the name of the error if it fails."""
+    torch.manual_seed(1)
+    try:
+        with gpipe.inline():
+            loss = pipe.step(x.clone(), loss_fn=_counted if counted else _mean, schedule=schedule)
+    except Exception as error:
+        return type(error).__name__
+    state = {f"buffer {name}": buffer.clone() for name, buffer in pipe.named_buffers()}
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in pipe.named_parameters()}
+    return {"loss": loss, "generator": torch.get_rng_state(), **state, **gradients}
+
+
+def _mean(output: Any) -> Tensor:
+    return main_of(output).square().mean()
+
+
+def _counted(output: Any) -> tuple[Tensor, int]:
+    x = main_of(output)
+    return x.square().sum(), x.numel()
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """All that is here is as in one process."""
+    torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0, equal_nan=True)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())])
+
+
+def batch(rows: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 6, generator=generator), torch.randn(rows, 6, generator=generator)
+
+
+@pytest.mark.parametrize("schedule", [*LOOPED, "1f1b", "zero_bubble"])
+def test_stages_in_turn(worlds, schedule: str):
+    worlds(2).run(_expect_in_turn, schedule)
+
+
+def _expect_in_turn(schedule: str) -> None:
+    rank = Rank(network(), [2, 2, 2, 2], chunks=4)
+    assert rank.ranks == [0, 1, 0, 1]
+    assert rank.stages == [dist.get_rank(), dist.get_rank() + 2]
+    _expect_trained_alike(rank, schedule)
+
+
+@pytest.mark.parametrize("schedule", V_SHAPED)
+@pytest.mark.parametrize("chunks", [2, 6])
+def test_stages_in_a_v(worlds, schedule: str, chunks: int):
+    worlds(2).run(_expect_in_a_v, schedule, chunks)
+
+
+def _expect_in_a_v(schedule: str, chunks: int) -> None:
+    rank = Rank(network(), [2, 2, 2, 2], chunks=chunks, ranks=[0, 1, 1, 0])
+    assert rank.stages == [[0, 3], [1, 2]][dist.get_rank()]
+    _expect_trained_alike(rank, schedule)
+
+
+def _expect_trained_alike(rank: Rank, schedule: str) -> None:
+    loss = rank.step(*batch(), loss_fn=nn.functional.mse_loss, schedule=schedule)
+    plain, (x, y) = network(), batch()
+    expected = nn.functional.mse_loss(plain(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+def test_outputs_are_on_the_last_rank(worlds):
+    first, last = worlds(2).run(_output)
+    assert first is None
+    torch.testing.assert_close(last, network()(batch()[0]))
+
+
+def _output() -> Tensor | None:
+    output = Rank(network(), [4, 4], chunks=3)(batch()[0])
+    assert output is None or not output.requires_grad
+    return output
+
+
+def test_evaluation(worlds):
+    first, last = worlds(2).run(_evaluated)
+    x, y = batch()
+    assert first == last
+    torch.testing.assert_close(first, nn.functional.mse_loss(network()(x), y).item())
+
+
+def _evaluated() -> float:
+    x, y = batch()
+    here = dist.get_rank()
+    rank = Rank(network(), [4, 4], chunks=3).eval()
+    return rank.evaluate(x if here == 0 else None, y if here == 1 else None, loss_fn=nn.functional.mse_loss).item()
+
+
+def test_metrics_are_on_all_ranks(worlds):
+    found = worlds(2).run(_with_metrics)
+    assert found[0][1] == found[1][1]
+    assert found[0][1]["rows"] == 3.0
+    assert found[0][0] is None
+    assert found[1][0].shape == (12, 6)
+
+
+def _with_metrics() -> Any:
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        return (output - target).square().mean(), {"rows": len(output)}
+
+    rank = Rank(network(), [4, 4], chunks=4)
+    _, metrics, *outputs = rank.step(*batch(), loss_fn=loss_fn, return_outputs=True)
+    return outputs[0] if outputs else None, metrics
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"balance": [3, 5]}, "balance is .* on rank 0, but"),
+        ({"chunks": 3}, "chunks is"),
+        ({"ranks": [1, 0]}, "ranks is"),
+        ({"checkpoint": "always"}, "checkpoint is"),
+        ({"checkpoint": [[True, False] * 2, "never"]}, "checkpoint by layer is"),
+        ({"model": nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])}, "the model is"),
+    ],
+)
+def test_ranks_that_disagree_are_told(worlds, change: dict[str, Any], message: str):
+    for succeeded, text in worlds(2).answers(_disagree, change):
+        assert not succeeded
+        assert "ValueError: the ranks disagree" in text
+        assert re.search(message, text)
+    worlds(2).run(_expect_in_turn, "1f1b")
+
+
+def _disagree(change: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"model": network(), "balance": [4, 4], "chunks": 4, "checkpoint": "never"}
+    if dist.get_rank() == 1:
+        options |= change
+    rank = Rank(options.pop("model"), **options)
+    rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("what", ["chunks", "method", "grad mode", "schedule", "interrupt"])
+def test_who_does_not_begin_is_named_by_all_and_the_next_step_is_right(worlds, what: str):
+    for who in (2, 0):
+        found = worlds(3).run(_expect_no_begin, who, what)
+        kinds = {"chunks": "ValueError", "method": "ValueError", "schedule": "ValueError", "grad mode": "RuntimeError"}
+        kind = kinds.get(what, "KeyboardInterrupt")
+        disagrees = what in ("chunks", "method")
+        for k, (name, text) in enumerate(found):
+            assert name == (kind if disagrees or k == who else "RemoteError")
+            assert disagrees or k == who or text.startswith(f"rank {who} could not begin: {kind}: ")
+        assert not disagrees or len({text for _, text in found}) == 1
+
+
+def _expect_no_begin(who: int, what: str) -> tuple[str, str]:
+    plain = network()
+    rank = Rank(copy.deepcopy(plain), [2, 2, 4], chunks=4)
+    _expect_right(rank, plain, "1f1b")
+    call: Any = rank.step
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss}
+    given = batch()
+    if dist.get_rank() == who:
+        if what == "chunks":
+            rank._chunks = 3
+        elif what == "method":
+            call = rank.evaluate
+        elif what == "schedule":
+            options["schedule"] = "none"
+        elif what == "interrupt":
+            rank._sharding.expect_whole = _interrupt
+    try:
+        with torch.set_grad_enabled(what != "grad mode" or dist.get_rank() != who):
+            call(*given, **options)
+    except BaseException as error:
+        found = type(error).__name__, str(error)
+    else:
+        raise AssertionError("it has begun")
+    rank._chunks = 4
+    vars(rank._sharding).pop("expect_whole", None)
+    _expect_right(rank, plain, "zero_bubble")
+    return found
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["made", "called"])
+def test_all_are_told_the_notes_of_who_cannot_begin(worlds, when: str):
+    for k, (name, text) in enumerate(worlds(2).run(_expect_notes, when)):
+        assert name == ("ArithmeticError" if k == 0 else "RemoteError")
+        assert k == 0 or text.endswith(("ArithmeticError: of rank 0\n  in plain words", "layer '0' on 'cpu'"))
+
+
+def _expect_notes(when: str) -> tuple[str, str]:
+    fails = dist.get_rank() == 0
+
+    def init(module: nn.Module) -> None:
+        if fails and when == "made":
+            raise ArithmeticError("of rank 0")
+        module.to_empty(device="cpu")
+
+    def hook(*_: Any) -> None:
+        error = ArithmeticError("of rank 0")
+        add_note(error, "in plain words")
+        raise error
+
+    try:
+        with torch.device("meta"):
+            model = network()
+        rank = Rank(model, [4, 4], init=init)
+        if fails:
+            rank.register_forward_pre_hook(hook)
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("it has begun")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("method", ["step", "evaluate", "forward"])
+def test_hooks_that_would_not_be_called_are_refused_on_all_ranks(worlds, who: int, method: str):
+    for k, (name, text) in enumerate(worlds(2).run(_expect_hook_refused, who, method)):
+        assert name == ("RuntimeError" if k == who else "RemoteError")
+        assert f"partition {who} has hooks" in text
+
+
+def _expect_hook_refused(who: int, method: str) -> tuple[str, str]:
+    plain = network()
+    rank = Rank(copy.deepcopy(plain), [4, 4], chunks=4, checkpoint=[[True, False] * 2] * 2)
+    hooks = [each.register_forward_hook(lambda *_: None) for each in rank.partitions if dist.get_rank() == who]
+    x, y = batch()
+    try:
+        if method == "forward":
+            rank(x)
+        else:
+            getattr(rank, method)(x, y, loss_fn=nn.functional.mse_loss)
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    else:
+        raise AssertionError("it has begun")
+    for hook in hooks:
+        hook.remove()
+    _expect_right(rank, plain, "1f1b")
+    return found
+
+
+class Watches(nn.Module):
+    """Counts how many of its outputs, and of the gradients of its inputs, are in memory; fails on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refs: tuple[list[Any], list[Any]] = [], []
+        self.most = [0, 0]
+        self.fails_at: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if current.microbatch == self.fails_at:
+            raise ArithmeticError("planted")
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.see(gradient, 1))
+        return self.see(x * 1.0, 0)
+
+    def see(self, tensor: Tensor, kind: int) -> Tensor:
+        self.refs[kind].append(StorageWeakRef(tensor.untyped_storage()))
+        self.most[kind] = max(self.most[kind], sum(not ref.expired() for ref in self.refs[kind]))
+        return tensor
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 1]])
+def test_an_evaluation_holds_no_more_than_one_f_one_b(worlds, ranks: list[int]):
+    """Wherever stages are, and also if it fails: nobody waits for ever for a rank to take what it does not need."""
+    worlds(2).run(_expect_short_queues, ranks)
+
+
+def _expect_short_queues(ranks: list[int]) -> None:
+    n, m = len(ranks), 12
+    rank = Rank(nn.Sequential(*[Watches() for _ in ranks]), [1] * n, chunks=m, ranks=ranks)
+    layers = [partition[0] for partition in rank.partitions]
+    x = torch.randn(m, 2**18 + 1)  # of which each row is a message of several transfers
+    for fails in (None, *range(n), None):
+        for j, layer in zip(rank.stages, layers, strict=True):
+            layer.fails_at = 3 if j == fails else None
+        outcome = "right"
+        try:
+            torch.testing.assert_close(rank.evaluate(x, loss_fn=Tensor.mean), x.mean())
+        except ArithmeticError:
+            outcome = "own"
+        except RemoteError:
+            outcome = "another's"
+        assert outcome == ("right" if fails is None else "own" if fails in rank.stages else "another's")
+    chunks, rank._chunks = rank._chunks, m - dist.get_rank()
+    with pytest.raises(ValueError, match="chunks"):
+        rank.evaluate(x, loss_fn=Tensor.mean)
+    rank._chunks = chunks
+    rank.evaluate(x, loss_fn=Tensor.mean)
+    for j, layer in zip(rank.stages, layers, strict=True):
+        assert layer.most[0] <= max(n - j, 2) + 2  # on their way, being computed, and just computed
+
+
+def test_gradients_are_kept_no_longer_than_one_f_one_b_needs_them(worlds):
+    found = worlds(3).run(_most_gradients)
+    assert max(found) <= 3 + 1
+
+
+def _most_gradients() -> int:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), Watches()) for _ in range(3)])
+    rank = Rank(model, [1, 1, 1], chunks=20)
+    rank.step(torch.randn(20, 2**18 + 1, 1), loss_fn=lambda output: output.square().mean())
+    return max(layer.most[1] for layer in rank.modules() if isinstance(layer, Watches))
+
+
+def test_a_step_is_one_meeting(worlds):
+    worlds(3).run(_expect_one_meeting)
+
+
+def _expect_one_meeting() -> None:
+    rank = Rank(network(), [2, 2, 4], chunks=4)
+    meetings = rank._pipeline._rendezvous._count
+    for k in range(1, 4):
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+        assert rank._pipeline._rendezvous._count == meetings + k
+
+
+@pytest.mark.parametrize("pace", [SPLIT_SECONDS / 1e3, SPLIT_SECONDS])
+@pytest.mark.parametrize(("size", "ranks"), [(2, [1, 0]), (3, [0, 1, 2, 1])])
+@pytest.mark.parametrize("schedule", ["auto", "zero_bubble"])
+def test_all_ranks_take_the_same_choice(worlds, schedule: str, size: int, ranks: list[int], pace: float):
+    found = worlds(size).run(_choices, schedule, ranks, pace)
+    assert found == [found[0]] * size
+    names, splits = [choice.name for choice in found[0]], [choice.split for choice in found[0]]
+    all_ = tuple(range(1, len(ranks)))  # x needs no gradient
+    if schedule == "auto":
+        assert names[:RUNS] == ["1f1b"] * RUNS
+        assert {*found[0][-1].seconds} == {"1f1b", "zero_bubble", "fill_drain"}
+    else:
+        assert {*names} == {"zero_bubble"}
+        assert splits[0] == all_  # nothing is known yet
+        assert splits[-1] == (all_ if pace >= SPLIT_SECONDS else ())
+
+
+def _choices(schedule: str, ranks: list[int], pace: float) -> list[Choice]:
+    """What a rank says of each of its steps, all of which are right, where the clock goes on by ``pace`` at a look."""
+    plain = network()
+    balance = [8 // len(ranks)] * len(ranks)
+    rank = Rank(copy.deepcopy(plain), balance, chunks=4, ranks=ranks)
+    chooser, ticks, found = rank._pipeline.chooser, count(), []
+    pipe = GPipe(network(), balance, devices=["cpu"] * len(ranks))
+    with pytest.MonkeyPatch.context() as patch, closing(pipe):
+        patch.setattr("gpipe.timeline._record.time", SimpleNamespace(perf_counter=lambda: pace * next(ticks)))
+        patch.setattr(chooser, "plan", _expect_as_alone(chooser.plan, Chooser(pipe._pipeline.stages)))
+        for _ in range(4 * RUNS):
+            _expect_right(rank, plain, schedule)
+            found.append(rank.last_schedule)
+    assert rank._plan.recorder is None
+    return found
+
+
+def _expect_as_alone(plan: Any, alone: Chooser) -> Any:
+    """As ``plan``, which must decide as ``alone``, that has measured the same."""
+
+    def both(*arguments: Any) -> Plan:
+        found, expected = plan(*arguments), alone.plan(*arguments)
+        assert found.schedule == expected.schedule
+        assert (found.recorder is None) == (expected.recorder is None)
+        alone.learn(replace(expected, recorder=found.recorder))
+        return found
+
+    return both
+
+
+def test_stages_that_are_not_trained_are_not_split(worlds):
+    first, second = worlds(2).run(_frozen)
+    assert first == second == [(2, 3), (2, 3), (3,)]
+
+
+def _frozen() -> list[tuple[int, ...]]:
+    """What is split in steps of four stages, the second of which is frozen, and the third after the first step."""
+    model = network()
+    model[2].requires_grad_(False)
+    rank = Rank(model, [2] * 4, chunks=4, ranks=[1, 0, 0, 1])
+    found = []
+    for _ in range(3):
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss, schedule="zero_bubble")
+        found.append(rank.last_schedule.split)
+        if 2 in rank.stages:
+            rank.partitions[1].requires_grad_(False)
+    return found
+
+
+class Fails(nn.Module):
+    """Raises when it is told to, on one micro-batch, in its forward or backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when: tuple[str, int] | None = None
+        self.error: type[BaseException] = ArithmeticError
+
+    def forward(self, x: Tensor) -> Tensor:
+        microbatch = gpipe._current.current.microbatch
+        phase = "recompute" if gpipe.is_recomputing() else "forward"
+        if (phase, microbatch) == self.when:
+            raise self.error("planted")
+        if ("backward", microbatch) == self.when and x.requires_grad:
+            x.register_hook(self._fail)
+        return x * 1.0
+
+    def _fail(self, _: Tensor) -> None:
+        raise self.error("planted")
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_failure_reaches_all_ranks(worlds, error: type[BaseException], phase: str, schedule: str):
+    for microbatch in range(3):
+        for where in range(2):
+            found = worlds(2).run(_fail, [(where, phase, microbatch)], error, schedule)
+            assert found[where] == (error.__name__, "planted")
+            kind, text = found[1 - where]
+            assert kind == "RemoteError"
+            assert text.startswith(f"rank {where} failed: {error.__name__}: planted\n  in partition {where} ")
+            assert f"micro-batch {microbatch} of 3, {phase}" in text
+
+
+def test_of_two_failures_the_earlier_one_is_told(worlds):
+    for _ in range(5):
+        found = worlds(2).run(_fail, [(0, "forward", 2), (1, "forward", 0)], ArithmeticError, "fill_drain")
+        assert [kind for kind, _ in found] == ["RemoteError", "ArithmeticError"]
+
+
+def _fail(where: list[tuple[int, str, int]], error: type[BaseException], schedule: str) -> tuple[str, str]:
+    """What the step raises; the one before and the one after it are right."""
+    model = nn.Sequential(nn.Linear(6, 6), Fails(), nn.Linear(6, 6), Fails())
+    rank = Rank(copy.deepcopy(model), [2, 2], chunks=3, checkpoint="always")
+    _expect_right(rank, model, schedule)
+    for own, phase, microbatch in where:
+        if own == dist.get_rank():
+            fails = rank.partitions[0][1]
+            fails.when, fails.error = (phase, microbatch), error
+    try:
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss, schedule=schedule)
+    except BaseException as raised:
+        found = type(raised).__name__, str(raised)
+    else:
+        raise AssertionError("the step has not failed")
+    for partition in rank.partitions:
+        partition[1].when = None
+    _expect_right(rank, model, schedule)
+    return found
+
+
+def _expect_right(rank: Rank, model: nn.Sequential, schedule: str) -> None:
+    rank.zero_grad()
+    model.zero_grad()
+    x, y = batch()
+    loss = rank.step(x, y, loss_fn=nn.functional.mse_loss, schedule=schedule)
+    expected = nn.functional.mse_loss(model(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+
+
+def tied() -> nn.Sequential:
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    layers = [first, nn.Tanh(), Tied(second), nn.Tanh(), second, nn.Tanh(), Tied(first), Tied(second)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(("size", "balance"), [(2, [2, 2, 2, 2]), (3, [2, 2, 4]), (2, [3, 5])])
+def test_weights_of_several_ranks_stay_alike(worlds, schedule: str, size: int, balance: list[int]):
+    worlds(size).run(_expect_tied, schedule, balance)
+
+
+def _expect_tied(schedule: str, balance: list[int]) -> None:
+    plain = tied()
+    other = tied()
+    if dist.get_rank():
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(1.0)  # as of another seed; but what is shared has the values of the first that has it
+    rank = Rank(other, balance, chunks=4)
+    with torch.no_grad():
+        for name, parameter in rank.named_parameters():
+            parameter.copy_(dict(plain.named_parameters(remove_duplicate=False))[name])
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (plain, rank)]
+    x, y = batch()
+    for _ in range(3):
+        (nn.functional.mse_loss(plain(x), y) / 2).backward()
+        (nn.functional.mse_loss(plain(x), y) / 2).backward()
+        for _ in range(2):
+            rank.step(x, y, loss_fn=lambda a, b: nn.functional.mse_loss(a, b) / 2, schedule=schedule)
+        names = dict(plain.named_parameters(remove_duplicate=False))
+        for name, parameter in rank.named_parameters():
+            torch.testing.assert_close(parameter.grad, names[name].grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter, names[name])
+
+
+def test_shared_weights_have_the_values_of_the_first_rank(worlds):
+    first, last = worlds(2).run(_shared_value)
+    torch.testing.assert_close(first, last)
+
+
+def _shared_value() -> Tensor:
+    torch.manual_seed(dist.get_rank())
+    layer = nn.Linear(6, 6)
+    rank = Rank(nn.Sequential(layer, Tied(layer)), [1, 1])
+    return next(iter(rank.children())).weight.detach()
+
+
+def test_all_ranks_record_what_all_do(worlds):
+    first, last = worlds(2).run(_recorded)
+    assert first == last
+    assert set(first[0]) == {f"{kind}{i}@{j}" for kind in "FB" for i in range(3) for j in range(2)}
+    assert first[1] == {0: 0, 1: 1}
+
+
+def _recorded() -> tuple[list[str], dict[int, int]]:
+    rank = Rank(network(), [4, 4], chunks=3, checkpoint="never")
+    with gpipe.record() as timeline:
+        rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+    return sorted(map(str, timeline.events)), timeline.workers
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_schedules_of_several_stages_a_rank(worlds, schedule: str):
+    worlds(2).run(_expect_schedule, schedule, [0, 1, 1, 0] if schedule in ("zbv", "dualpipev") else [0, 1, 0, 1])
+
+
+def _expect_schedule(schedule: str, ranks: list[int]) -> None:
+    plain = network()
+    _expect_right(Rank(copy.deepcopy(plain), [2, 2, 2, 2], chunks=4, ranks=ranks), plain, schedule)
+
+
+def test_a_rank_is_not_copied(worlds):
+    worlds(1).run(_expect_not_copied)
+
+
+def _expect_not_copied() -> None:
+    rank = Rank(network(), [8])
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="connected to other processes"):
+            copied(rank)
+
+
+class UnspeakableError(ArithmeticError):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_without_a_text_reaches_all_ranks(worlds):
+    """And where there were gradients, all are told what to do with them."""
+    found = worlds(2).run(_fails_without_a_text)
+    assert [name for name, _ in found] == ["RemoteError", "UnspeakableError"]
+    assert found[0][1].startswith("rank 1 failed: UnspeakableError")
+    assert all("zero_grad()" in text for _, text in found)
+
+
+def _fails_without_a_text() -> tuple[str, str]:
+    rank = Rank(network(), [4, 4], chunks=2)
+    rank.step(*batch(), loss_fn=nn.functional.mse_loss)
+
+    def fail(*_: Any) -> None:
+        raise UnspeakableError
+
+    try:
+        rank.step(*batch(), loss_fn=fail)
+    except Exception as error:
+        notes = "\n".join(getattr(error, "__notes__", []))
+        text = "" if isinstance(error, UnspeakableError) else str(error)
+        return type(error).__name__, f"{text}\n{notes}"
+    raise AssertionError("it has not failed")

@@ -1,0 +1,388 @@
+"""Replicas of a pipe: the failure of one rank is an error on all ranks of all replicas, and the next step is right."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gpipe
+import gpipe.distributed._sharded as sharded
+from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
+from gpipe.schedule import Choice
+from gpipe.timeline._chooser import Plan
+
+from ..worlds import world
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+]
+
+SIZE = 4
+
+
+class Fails(nn.Module):
+    """Raises in one phase of its last micro-batch, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ""
+        self.error: Any = ArithmeticError
+
+    def forward(self, x: Tensor) -> Tensor:
+        if gpipe._current.current.microbatch == 2:
+            if self.phase == ("recompute" if gpipe.is_recomputing() else "forward"):
+                raise self.error("planted")
+            if self.phase == "backward" and x.requires_grad:
+                x.register_hook(self._fail)
+        return x * 1.0
+
+    def _fail(self, _: Tensor) -> None:
+        raise self.error("planted")
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(2) for layer in (nn.Linear(6, 6), Fails(), nn.Tanh())]).double()
+
+
+def _mesh() -> Any:
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+
+
+def _rank(mesh: Any, **options: Any) -> Rank:
+    own = {"chunks": 3, "checkpoint": "always", "group": mesh["stages"].get_group(), **options}
+    return Rank(_network(), [3, 3], replicas=mesh["replicas"].get_group(), **own)
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(12, 6, generator=generator).double(), torch.randn(12, 6, generator=generator).double()
+
+
+def _step(rank: Rank, mesh: Any, **options: Any) -> None:
+    x, y = (each.chunk(2)[mesh["replicas"].get_local_rank()] for each in _batch())
+    rank.zero_grad()
+    rank.step(x, y, loss_fn=nn.functional.mse_loss, **options)
+
+
+def _expect_right(rank: Rank, mesh: Any, sharded: bool = False) -> None:
+    _step(rank, mesh)
+    if not sharded:
+        average_gradients(rank, mesh["replicas"].get_group())
+    plain, (x, y) = _network(), _batch()
+    nn.functional.mse_loss(plain(x), y).backward()
+    for name, parameter in rank.named_parameters():
+        found = parameter.grad.full_tensor() if sharded else parameter.grad
+        torch.testing.assert_close(found, plain.get_parameter(name).grad)
+
+
+FAILURES = [(who, phase) for who in range(SIZE) for phase in ("begin", "forward", "recompute", "backward")]
+
+
+@pytest.mark.parametrize(
+    "failures", [FAILURES[::5], pytest.param(FAILURES, marks=pytest.mark.long)], ids=["some", "all"]
+)
+@pytest.mark.parametrize("sharded", [False, True], ids=["averaged", "sharded"])
+@pytest.mark.parametrize("kind", [ArithmeticError, KeyboardInterrupt, SystemExit])
+def test_a_failure_reaches_all_replicas(
+    worlds: Any, kind: type[BaseException], sharded: bool, failures: list[tuple[int, str]]
+) -> None:
+    worlds(SIZE).run(_fail_everywhere, kind, sharded, failures)
+
+
+def _fail_everywhere(kind: type[BaseException], sharded: bool, failures: list[tuple[int, str]]) -> None:
+    mesh = _mesh()
+    rank = _rank(mesh)
+    if sharded:
+        _shard(rank, mesh)
+    for who, phase in failures:
+        _expect_on_all(rank, mesh, {who}, phase, kind)
+        _expect_right(rank, mesh, sharded)
+
+
+def _shard(rank: Rank, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for partition in rank.partitions:
+        fully_shard(partition, mesh=mesh["replicas"])
+
+
+def _expect_on_all(rank: Rank, mesh: Any, who: set[int], phase: str, kind: type[BaseException]) -> None:
+    """Where it fails its own error, elsewhere one that names a rank that has failed; and no gradient anywhere."""
+    fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
+    me = dist.get_rank()
+    dist.barrier()
+    fails.phase, fails.error = (phase, kind) if me in who else ("", None)
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        _step(rank, mesh, schedule="none such" if fails.phase == "begin" else "1f1b")
+    if me in who:
+        assert caught.type is (ValueError if phase == "begin" else kind)
+    else:
+        assert caught.type is RemoteError
+        assert any(f"rank {k} " in str(caught.value) for k in who), str(caught.value)
+    assert all(parameter.grad is None for parameter in rank.parameters())
+    fails.phase = ""
+
+
+@pytest.mark.parametrize("who", [{0, 3}, {1, 3}, {2, 3}])
+def test_several_failures(worlds: Any, who: set[int]) -> None:
+    """In both replicas at once, in the same stage or not; or twice in one."""
+    worlds(SIZE).run(_fail_at_several, who)
+
+
+def _fail_at_several(who: set[int]) -> None:
+    mesh = _mesh()
+    rank = _rank(mesh)
+    fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
+    for phase in ("forward", "backward"):
+        fails.phase, fails.error = (phase if dist.get_rank() in who else ""), ArithmeticError
+        with pytest.raises((ArithmeticError, RemoteError), match="planted"):
+            _step(rank, mesh)
+        fails.phase = ""
+        _expect_right(rank, mesh)
+
+
+def test_replicas_evaluate_by_themselves(worlds: Any) -> None:
+    worlds(SIZE).run(_evaluate_in_one)
+
+
+def _evaluate_in_one() -> None:
+    mesh = _mesh()
+    rank = _rank(mesh)
+    if mesh["replicas"].get_local_rank() == 0:
+        rank(_batch()[0])
+        with pytest.raises((TypeError, RemoteError)):
+            rank.evaluate(loss_fn=nn.functional.mse_loss)
+    _expect_right(rank, mesh)
+
+
+def test_a_replica_that_cannot_be_made(worlds: Any) -> None:
+    for k, (succeeded, text) in enumerate(worlds(SIZE).answers(_make_one_wrong)):
+        assert not succeeded
+        assert ("\nValueError: number of" if k == 2 else "rank 2 could not begin: ValueError: number of") in text
+
+
+def _make_one_wrong() -> None:
+    mesh = _mesh()
+    _rank(mesh, chunks=0 if dist.get_rank() == 2 else 3)
+
+
+def test_replicas_of_other_models_are_refused(worlds: Any) -> None:
+    for succeeded, text in worlds(SIZE).answers(_make_others):
+        assert not succeeded
+        assert "ValueError: the ranks disagree: balance is [3, 3] on rank" in text
+
+
+def _make_others() -> None:
+    mesh = _mesh()
+    balance = [3, 3] if mesh["replicas"].get_local_rank() == 0 else [2, 4]
+    Rank(_network(), balance, group=mesh["stages"].get_group(), replicas=mesh["replicas"].get_group())
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_a_rank_of_another_replica_that_is_killed_is_named(who: int) -> None:
+    with world(SIZE, timeout=60.0) as opened:
+        answers = opened.answers(_lose, who, limit=100.0)
+    for k in {*range(SIZE)} - {who}:
+        succeeded, text = answers[k]
+        assert succeeded, text
+        assert text.startswith(f"rank {who} has ended")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", range(SIZE))
+def test_a_rank_of_another_replica_that_freezes_is_named_when_the_time_is_over(who: int) -> None:
+    """Its own replica waits for ``timeout``, the others up to four times as long."""
+    with world(SIZE, timeout=60.0) as opened:
+        for connection in opened.connections:
+            connection.send((_lose, (who, signal.SIGSTOP, 8.0)))
+        told = [opened.answer(k) for k in range(SIZE) if k != who]
+    for succeeded, text in told:
+        assert succeeded, text
+        assert text.startswith(f"rank {who} has ended, or did not answer within ")
+
+
+def _lose(who: int, number: signal.Signals = signal.SIGKILL, timeout: float | None = None) -> str:
+    mesh = _mesh()
+    rank = _rank(mesh, timeout=timeout)
+    _expect_right(rank, mesh)
+    if dist.get_rank() == who:
+        os.kill(os.getpid(), number)
+    with pytest.raises(LostRankError) as caught:
+        _step(rank, mesh)
+    with pytest.raises((LostRankError, RemoteError), match="has ended"):
+        _step(rank, mesh)
+    return str(caught.value)
+
+
+@pytest.mark.long
+def test_replicas_that_do_not_know_of_each_other_wait_for_the_timeout() -> None:
+    with world(SIZE, timeout=60.0) as opened:
+        assert opened.run(_wait_for_the_other) == ["LostRankError"] * 2 + ["ArithmeticError", "RemoteError"]
+
+
+def _wait_for_the_other() -> str:
+    mesh, me = _mesh(), dist.get_rank()
+    twins = [dist.new_group([k, k + 2], timeout=timedelta(seconds=8)) for k in range(2)][me % 2]
+    rank = Rank(_network(), [3, 3], chunks=3, group=mesh["stages"].get_group())
+    fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
+    fails.phase = "forward" if me == 2 else ""
+    x, y = (each.chunk(2)[mesh["replicas"].get_local_rank()] for each in _batch())
+    try:
+        rank.step(x, y, loss_fn=nn.functional.mse_loss)
+        average_gradients(rank, twins)
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def _shard_layers(rank: Rank, mesh: Any) -> None:
+    """Each is gathered anew for every micro-batch, forwards and backwards."""
+    from torch.distributed.fsdp import fully_shard
+
+    for partition in rank.partitions:
+        for layer in partition:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh["replicas"])
+        fully_shard(partition, mesh=mesh["replicas"])
+
+
+GATHERED = [(who, phase) for phase in ("begin", "forward", "recompute", "backward") for who in range(SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("who", "phase"),
+    [pytest.param(*case, marks=[] if case == (3, "forward") else pytest.mark.long) for case in GATHERED],
+)
+def test_a_failure_reaches_replicas_that_gather_layers(who: int, phase: str) -> None:
+    """They cannot go on if others waited, which closes connections: not in the last backward of the first stage."""
+    with world(SIZE, timeout=600.0) as opened:
+        opened.run(_fail_while_others_gather, who, phase, phase == "backward" and who % 2 == 0)
+
+
+def _fail_while_others_gather(who: int, phase: str, can_go_on: bool) -> None:
+    mesh = _mesh()
+    rank = _rank(mesh, timeout=60.0)
+    _shard_layers(rank, mesh)
+    _expect_right(rank, mesh, sharded=True)
+    _expect_on_all(rank, mesh, {who}, phase, ArithmeticError)
+    if can_go_on:
+        _expect_right(rank, mesh, sharded=True)
+        return
+    with pytest.raises(LostRankError, match=rf"start the processes again.* had failed: rank {who} "):
+        _step(rank, mesh)
+
+
+def test_replicas_that_gather_layers_and_fail_alike_can_go_on(worlds: Any) -> None:
+    worlds(SIZE).run(_fail_alike)
+
+
+def _fail_alike() -> None:
+    mesh = _mesh()
+    rank = _rank(mesh)
+    _shard_layers(rank, mesh)
+    for _ in range(2):
+        _expect_on_all(rank, mesh, {*range(SIZE)}, "begin", ArithmeticError)
+        _expect_right(rank, mesh, sharded=True)
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_while_others_gather_is_named() -> None:
+    with world(SIZE, timeout=60.0) as opened:
+        answers = opened.answers(_lose_while_others_gather, 3, limit=100.0)
+    for k in range(3):
+        assert answers[k] == (True, "rank 3 has ended")
+
+
+def _lose_while_others_gather(who: int) -> str:
+    mesh = _mesh()
+    rank = _rank(mesh)
+    _shard_layers(rank, mesh)
+    _expect_right(rank, mesh, sharded=True)
+    if dist.get_rank() == who:
+        fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
+        fails.phase, fails.error = "forward", lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(LostRankError) as caught:
+        _step(rank, mesh)
+    return str(caught.value).partition(",")[0]
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.long), 2])
+def test_a_replica_that_is_killed_before_gradients_are_reduced_is_named(who: int) -> None:
+    """After the step, also by replicas that do not compute with it at that moment."""
+    with world(SIZE, timeout=60.0) as opened:
+        answers = opened.answers(_lose_before_gradients_are_reduced, who, limit=40.0)
+    for k in {*range(SIZE)} - {who}:
+        succeeded, text = answers[k]
+        assert succeeded, text
+        assert text == f"rank {who} has ended"
+
+
+def _lose_before_gradients_are_reduced(who: int) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("replicas", "stages"))
+    rank = Rank(_network(), [6], chunks=3, group=mesh["stages"].get_group(), replicas=mesh["replicas"].get_group())
+    fully_shard(rank.partitions[0], mesh=mesh["replicas"])
+    x, y = torch.randn(12, 6).double(), torch.randn(12, 6).double()
+    rank.step(x, y, loss_fn=nn.functional.mse_loss)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == who:
+            patch.setattr(sharded, "_give_back", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        for _ in range(2):
+            with pytest.raises(LostRankError) as caught:
+                rank.step(x, y, loss_fn=nn.functional.mse_loss)
+    return str(caught.value).partition(",")[0]
+
+
+@pytest.mark.parametrize("what", ["weight", "running_mean"])
+def test_replicas_that_begin_with_other_weights_are_refused(worlds: Any, what: str) -> None:
+    for text in worlds(2).run(_begin_apart, what):
+        assert f"'1.{what}'" in text
+
+
+def _begin_apart(what: str) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            getattr(model[1], what)[2] += 0.5
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "stages"))
+    with pytest.raises(ValueError, match="the ranks disagree: the checksum of") as caught:
+        Rank(model, [2], group=mesh["stages"].get_group(), replicas=mesh["replicas"].get_group())
+    return str(caught.value)
+
+
+def test_replicas_choose_the_same_schedule(worlds: Any) -> None:
+    """That of the first, whatever each of them has measured; and none waits for those that do not choose."""
+    found = worlds(4).run(_choose)
+    assert found == [found[0]] * 4
+    assert "zero_bubble" in found[0]
+
+
+def _choose() -> list[str]:
+    mesh = _mesh()
+    rank = _rank(mesh)
+    names = iter(
+        ["1f1b", "zero_bubble", "fill_drain"] if dist.get_rank() == 0 else ["fill_drain", "1f1b", "zero_bubble"]
+    )
+
+    def plan(schedule: Any, *_: Any) -> Plan:
+        return Plan(Choice(next(names)))
+
+    found = []
+    rank._pipeline.chooser.plan = plan
+    for _ in range(3):
+        _step(rank, mesh, schedule="auto")
+        found.append(rank.last_schedule.name)
+    rank._pipeline.chooser.plan = lambda schedule, *_: Plan(Choice("1f1b"))
+    with pytest.raises((ValueError, RemoteError), match="the replicas disagree"):
+        _step(rank, mesh, schedule="auto" if mesh["replicas"].get_local_rank() else "1f1b")
+    return found

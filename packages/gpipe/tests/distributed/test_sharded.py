@@ -1,0 +1,233 @@
+"""Stages that are sharded over replicas train like one model on all rows, under every schedule and checkpoint mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.distributed import Rank, RemoteError, load, save
+
+from ..layers import Tied
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+]
+
+STAGES = {"two": ([3, 4], [0, 1]), "v": ([2, 1, 2, 2], [0, 1, 1, 0])}
+
+
+class Fails(nn.Module):
+    """Raises when it is told to; counts how often it recomputes."""
+
+    fails = False
+    recomputed = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Fails.recomputed += gpipe.is_recomputing()
+        if self.fails and x.requires_grad:
+            x.register_hook(self._fail)
+        return x * 1.0
+
+    def _fail(self, _: Tensor) -> None:
+        raise ArithmeticError("planted")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.GELU()), nn.Linear(6, 6)]
+    return nn.Sequential(*layers, Fails(), nn.Linear(6, 6)).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(12, 6, generator=generator).double(), torch.randn(12, 6, generator=generator).double()
+
+
+def _counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return (output - target).square().sum(), output.numel()
+
+
+LOSSES: dict[str, Callable[..., Any]] = {"mean": nn.functional.mse_loss, "counted": _counted}
+
+
+def sharded(stages: str, nested: bool = False, mp_policy: Any = None, **options: Any) -> tuple[Rank, Any]:
+    """A rank of one of two replicas, and the mesh."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+    balance, ranks = STAGES[stages]
+    rank = Rank(network(), balance, ranks=ranks, group=mesh["stages"].get_group(), **options)
+    for partition in rank.partitions:
+        for layer in partition if nested else ():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh["replicas"])
+        fully_shard(partition, mesh=mesh["replicas"], **({} if mp_policy is None else {"mp_policy": mp_policy}))
+    return rank, mesh
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zero_bubble"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("nested", [False, True], ids=["partitions", "layers"])
+def test_like_the_plain_model(
+    worlds: Any, stages: str, schedule: str, checkpoint: str, loss: str, nested: bool
+) -> None:
+    worlds(4).run(_expect_like_the_plain_model, stages, schedule, checkpoint, loss, nested)
+
+
+def _expect_like_the_plain_model(stages: str, schedule: str, checkpoint: str, loss: str, nested: bool) -> None:
+    rank, mesh = sharded(stages, nested, chunks=3, checkpoint=checkpoint)
+    replica = mesh["replicas"].get_local_rank()
+    plain, (x, y) = network(), batch()
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (plain, rank)]
+    for _ in range(2):
+        for _ in range(2):  # gradients accumulate over steps
+            nn.functional.mse_loss(plain(x), y).backward()
+            Fails.recomputed = 0
+            with _reductions() as reduced:
+                rank.step(x.chunk(2)[replica], y.chunk(2)[replica], loss_fn=LOSSES[loss], schedule=schedule)
+            assert len(reduced) == len({*reduced}) > 0
+            has_it = any(isinstance(module, Fails) for module in rank.modules())
+            assert Fails.recomputed == (3 if checkpoint == "always" and has_it else 0)
+        expect_same_gradients(rank, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name))
+
+
+@contextmanager
+def _reductions() -> Iterator[list[int]]:
+    """Around a step: the parameters that are reduced, as often as they are."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
+
+    reduced: list[int] = []
+    original = module.foreach_reduce
+
+    def counted(parameters: Any, *arguments: Any, **options: Any) -> Any:
+        reduced.extend(map(id, parameters))
+        return original(parameters, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "foreach_reduce", counted)
+        yield reduced
+
+
+def expect_same_gradients(rank: Rank, plain: nn.Module) -> None:
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("waits", [False, True])
+def test_reduced_in_another_dtype(worlds: Any, loss: str, waits: bool) -> None:
+    """Then ``fully_shard`` adds micro-batches itself, in the dtype in which it reduces; also over several steps."""
+    worlds(4).run(_expect_reduced_in_another_dtype, loss, waits)
+
+
+def _expect_reduced_in_another_dtype(loss: str, waits: bool) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    rank, mesh = sharded("two", chunks=3, mp_policy=policy)
+    replica = mesh["replicas"].get_local_rank()
+    plain, (x, y) = network(), batch()
+    for last in (False, True):
+        nn.functional.mse_loss(plain(x), y).backward()
+        for partition in rank.partitions:
+            partition.set_requires_gradient_sync(last or not waits)
+        rank.step(x.chunk(2)[replica], y.chunk(2)[replica], loss_fn=LOSSES[loss])
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
+def test_after_a_failure(worlds: Any) -> None:
+    """The next step is right."""
+    worlds(4).run(_expect_right_after_a_failure)
+
+
+def _expect_right_after_a_failure() -> None:
+    rank, mesh = sharded("two", chunks=3)
+    replica = mesh["replicas"].get_local_rank()
+    plain, (x, y) = network(), batch()
+    nn.functional.mse_loss(plain(x), y).backward()
+    own = x.chunk(2)[replica], y.chunk(2)[replica]
+    Fails.fails = True
+    with pytest.raises((ArithmeticError, RemoteError), match="planted"):
+        rank.step(*own, loss_fn=nn.functional.mse_loss)
+    assert all(parameter.grad is None for parameter in rank.parameters())
+    Fails.fails = False
+    rank.step(*own, loss_fn=nn.functional.mse_loss)
+    expect_same_gradients(rank, plain)
+
+
+def test_saved_and_loaded(tmp_path: Any, worlds: Any) -> None:
+    """By sharded ranks for one process, and the other way round."""
+    path = str(tmp_path / "checkpoint")
+    worlds(4).run(_save, path)
+    plain = network()
+    optimizer = torch.optim.AdamW(plain.parameters(), 1e-2)
+    load(path, plain, optimizer)
+    expected, (x, y) = network(), batch()
+    own = torch.optim.AdamW(expected.parameters(), 1e-2)
+    for model, each, steps in ((expected, own, 2), (plain, optimizer, 1)):
+        for _ in range(steps):
+            each.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            each.step()
+    torch.testing.assert_close(plain.state_dict(), expected.state_dict())
+    save(path, plain, optimizer)
+    for state in worlds(4).run(_loaded, path):
+        for name, (value, moment) in state.items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach())
+            torch.testing.assert_close(moment, optimizer.state[plain.get_parameter(name)]["exp_avg"])
+
+
+def _trainable() -> tuple[Rank, Any, Any]:
+    rank, mesh = sharded("two", chunks=3)
+    return rank, torch.optim.AdamW(rank.parameters(), 1e-2), mesh["replicas"].get_local_rank()
+
+
+def _save(path: str) -> None:
+    rank, optimizer, replica = _trainable()
+    x, y = batch()
+    rank.step(x.chunk(2)[replica], y.chunk(2)[replica], loss_fn=nn.functional.mse_loss)
+    optimizer.step()
+    save(path, rank, optimizer)
+
+
+def _loaded(path: str) -> dict[str, tuple[Tensor, Tensor]]:
+    rank, optimizer, _ = _trainable()
+    load(path, rank, optimizer)
+    return {
+        name: (p.full_tensor().detach(), optimizer.state[p]["exp_avg"].full_tensor())
+        for name, p in rank.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 1], [0, 1, 0]])
+def test_a_shared_parameter_is_refused(worlds: Any, ranks: list[int]) -> None:
+    for succeeded, text in worlds(2).answers(_shard_shared, ranks):
+        assert not succeeded
+        assert ".weight' is shared by several stages, and fully_shard" in text
+
+
+def _shard_shared(ranks: list[int]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    layer = nn.Linear(6, 6)
+    rank = Rank(nn.Sequential(layer, nn.Linear(6, 6), Tied(layer)), [1, 1, 1], ranks=ranks)
+    alone = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "replicas"))["replicas"]
+    for partition in rank.partitions:
+        fully_shard(partition, mesh=alone)
+    x = torch.randn(4, 6)
+    rank.step(x, x, loss_fn=nn.functional.mse_loss)

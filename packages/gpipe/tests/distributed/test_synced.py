@@ -1,0 +1,166 @@
+"""Batch norm over replicas, in several stages, trains like the plain model on the micro-batches of all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradients
+
+from ..schedules import V_SHAPED
+from ..worlds import world
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+]
+
+
+class OnHost(nn.SyncBatchNorm):
+    """What that does on accelerators, in as many collectives, forwards and backwards."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        import torch.distributed.nn.functional as collectives
+
+        def mean(x: Tensor) -> Tensor:
+            return collectives.all_reduce(x.mean(0), group=self.process_group) / self.process_group.size()
+
+        if self.process_group is None:  # the plain model
+            return nn.functional.batch_norm(input, None, None, self.weight, self.bias, training=True)
+        centred = input - mean(input)
+        return centred / (mean(centred.square()) + self.eps).sqrt() * self.weight + self.bias
+
+
+def _network(group: Any = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), OnHost(6, process_group=group), nn.Tanh())]
+    return nn.Sequential(*layers).double()
+
+
+def _mesh() -> Any:
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(24, 6, generator=generator).double(), torch.randn(24, 6, generator=generator).double()
+
+
+PLACES = {"1f1b": [0, 0, 1, 1], "fill_drain": [0, 1, 0, 1], "interleaved": [0, 1, 0, 1], "looped_bfs": [0, 1, 0, 1]}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("schedule", PLACES)
+def test_batch_norm_over_replicas(worlds: Any, schedule: str, checkpoint: str) -> None:
+    worlds(4).run(_expect_as_one, schedule, checkpoint)
+
+
+def _expect_as_one(schedule: str, checkpoint: str) -> None:
+    mesh = _mesh()
+    replicas = mesh["replicas"].get_group()
+    options = {"group": mesh["stages"].get_group(), "replicas": replicas, "checkpoint": checkpoint}
+    rank = Rank(_network(replicas), [3] * 4, ranks=PLACES[schedule], chunks=4, **options)
+    x, y = _batch()
+    plain = _network()
+    for i in range(4):  # of each replica's 12 rows the i-th micro-batch
+        rows = torch.cat([torch.arange(3) + 3 * i, torch.arange(3) + 3 * i + 12])
+        (nn.functional.mse_loss(plain(x[rows]), y[rows]) / 4).backward()
+    own = slice(12 * mesh["replicas"].get_local_rank(), 12 * (mesh["replicas"].get_local_rank() + 1))
+    for _ in range(2):
+        rank.zero_grad()
+        rank.step(x[own], y[own], loss_fn=nn.functional.mse_loss, schedule=schedule)
+        average_gradients(rank, replicas)
+        for name, parameter in rank.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("over", ["all", "stages"])
+def test_over_other_stages_it_is_refused(worlds: Any, over: str) -> None:
+    worlds(4).run(_expect_refused, over)
+
+
+def _expect_refused(over: str) -> None:
+    mesh = _mesh()
+    stages = mesh["stages"].get_group()
+    rank = Rank(_network(dist.group.WORLD if over == "all" else stages), [6, 6], group=stages, chunks=2)
+    x, y = _batch()
+    with pytest.raises((ValueError, RemoteError), match=r"is an nn\.SyncBatchNorm over a group with rank"):
+        rank.step(x, y, loss_fn=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "zero_bubble", *V_SHAPED])
+def test_under_a_schedule_that_each_chooses_it_is_refused(worlds: Any, schedule: str) -> None:
+    worlds(4).run(_expect_chosen_refused, schedule)
+
+
+def _expect_chosen_refused(schedule: str) -> None:
+    mesh = _mesh()
+    replicas = mesh["replicas"].get_group()
+    options = {"group": mesh["stages"].get_group(), "replicas": replicas, "chunks": 4}
+    rank = Rank(_network(replicas), [3] * 4, ranks=[0, 1, 1, 0], **options)
+    x, y = _batch()
+    with pytest.raises((ValueError, RemoteError), match=r'each would choose its own schedule .* schedule="1f1b"'):
+        rank.step(x, y, loss_fn=nn.functional.mse_loss, schedule=schedule)
+
+
+class Fails(nn.Module):
+    """The identity, which fails, or ends its process, in one phase of its second micro-batch, when it is told to."""
+
+    phase = ""
+    is_killed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if gpipe._current.current.microbatch == 1:
+            if self.phase == "forward":
+                self._fail(None)
+            if self.phase == "backward" and x.requires_grad:
+                x.register_hook(self._fail)
+        return x * 1.0
+
+    def _fail(self, _: Any) -> None:
+        if self.is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ArithmeticError("planted")
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["error", "killed"])
+@pytest.mark.parametrize(
+    ("who", "phase"),
+    [
+        pytest.param(who, phase, marks=[] if (who, phase) == (2, "forward") else pytest.mark.long)
+        for phase in ("forward", "backward")
+        for who in range(4)
+    ],
+)
+def test_a_failure_reaches_replicas_that_wait_in_a_layer(who: int, phase: str, is_killed: bool) -> None:
+    with world(4, timeout=600.0) as opened:
+        answers = opened.answers(_fail_while_others_wait, who, phase, is_killed)
+    for k, (succeeded, text) in enumerate(answers):
+        assert succeeded != (is_killed and k == who), text
+        if succeeded:
+            assert text.startswith(f"rank {who} has ended" if is_killed else f"rank {who} failed: ArithmeticError")
+
+
+def _fail_while_others_wait(who: int, phase: str, is_killed: bool) -> str:
+    """Whom this rank takes for the reason; that it knows it is so in the next step too."""
+    mesh, me = _mesh(), dist.get_rank()
+    replicas = mesh["replicas"].get_group()
+    layers = [layer for _ in range(2) for layer in (nn.Linear(6, 6), Fails(), OnHost(6, process_group=replicas))]
+    rank = Rank(nn.Sequential(*layers), [3, 3], chunks=3, group=mesh["stages"].get_group(), replicas=replicas)
+    fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
+    x, y = torch.randn(12, 6), torch.randn(12, 6)
+    rank.step(x, y, loss_fn=nn.functional.mse_loss)
+    fails.phase, fails.is_killed = (phase if me == who else ""), is_killed
+    with pytest.raises((ArithmeticError, RemoteError, LostRankError)) as caught:
+        rank.step(x, y, loss_fn=nn.functional.mse_loss)
+    with pytest.raises((LostRankError, RemoteError)):
+        rank.step(x, y, loss_fn=nn.functional.mse_loss)
+    if me == who:
+        return f"rank {who} failed: {caught.type.__name__}"
+    return str(caught.value).removeprefix("another replica has failed: ")

@@ -1,0 +1,129 @@
+"""Transfers that will never be done are ended."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+if not dist.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+from gpipe.distributed._errors import UnreachableError
+from gpipe.distributed._watch import Watch
+
+
+class Group:
+    """Of which only the end is seen."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def abort(self) -> None:
+        assert not self.ended.is_set()
+        self.ended.set()
+
+
+class Transfer:
+    """Done once it has been looked at so many times."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def is_completed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+class Present:
+    """Over once it has been looked at so many times."""
+
+    member = 2
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+        self.ended = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def end(self) -> None:
+        self.ended.set()
+
+
+FOR_EVER = float("inf")
+
+
+def watch(seconds: float, groups: list[Group]) -> Watch:
+    found = Watch(timedelta(seconds=seconds))
+    for group in groups:
+        found.own(group)  # type: ignore[arg-type]
+    return found
+
+
+def test_all_communicators_end_when_nothing_comes():
+    groups = [Group(), Group()]
+    watched = watch(0.01, groups)
+    watched.check()
+    watched.add([Transfer(1), Transfer(FOR_EVER)], 3)
+    for group in groups:
+        assert group.ended.wait(300)
+    with pytest.raises(UnreachableError) as raised:
+        watched.check()
+    assert (raised.value.member, raised.value.silent) == (3, True)
+
+
+def test_nobody_looks_when_all_are_done():
+    watched = watch(1e6, [Group()])
+    for _ in range(3):
+        watched.add([Transfer(0), Transfer(1)], 1)
+        thread = watched._thread
+        if thread is not None:
+            thread.join(300)
+        assert watched._thread is None
+    watched.check()
+
+
+def test_an_end_ends_the_watch():
+    groups = [Group()]
+    watched = watch(1e6, groups)
+    watched.add([Transfer(FOR_EVER)], 1)
+    thread = watched._thread
+    watched.end()
+    watched.end()
+    assert groups[0].ended.is_set()
+    assert thread is not None
+    thread.join(300)
+    assert not thread.is_alive()
+
+
+def test_all_communicators_end_when_somebody_has_ended():
+    """Also the connections to others, whose devices may wait for this one."""
+    groups, present = [Group(), Group()], [Present(FOR_EVER), Present(2)]
+    watched = watch(1e6, groups)
+    for each in present:
+        watched.attend(each)  # type: ignore[arg-type]
+    watched.add([Transfer(FOR_EVER)], 3)
+    for group in groups:
+        assert group.ended.wait(300)
+    assert present[0].ended.is_set()
+    with pytest.raises(UnreachableError) as raised:
+        watched.check()
+    assert (raised.value.member, raised.value.silent) == (2, False)
+
+
+def test_who_ends_when_nothing_is_under_way_does_no_harm():
+    """As processes that have done all their steps do, one after the other."""
+    groups = [Group()]
+    watched = watch(1e6, groups)
+    watched.attend(Present(0))  # type: ignore[arg-type]
+    watched.add([Transfer(0)], 2)
+    thread = watched._thread
+    if thread is not None:
+        thread.join(300)
+    watched.check()
+    assert not groups[0].ended.is_set()

@@ -1,0 +1,549 @@
+"""To autograd a run is part of the caller's graph: gradients flow as through the model, or the way is refused."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from gpipe import GPipe, inline
+
+from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, linears, piped, rows, within
+from ..sweeps import awake, swept
+
+each_mode = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+
+SECOND = "backward through the same run of a pipeline a second time"
+NO_GRAD_CALL = r"torch.autograd.grad\(\) and backward\(inputs=...\) cannot go through it"
+
+
+def twins(model: nn.Sequential, balance: list[int], **options: Any) -> tuple[GPipe, nn.Sequential]:
+    return piped(model, balance, **options), model
+
+
+class TestRefused:
+    @each_mode
+    @pytest.mark.parametrize("retain", [False, True])
+    def test_a_second_backward(self, checkpoint: str, retain: bool) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
+        loss = pipe(rows(grad=True)).sum()
+        loss.backward(retain_graph=retain)
+        with pytest.raises(RuntimeError, match=SECOND if retain else "second time"):
+            loss.backward()
+        model(rows()).sum().backward()
+        assert_same(pipe, model)  # the refused one left nothing behind
+
+    def test_a_second_backward_from_another_part_of_the_output(self) -> None:
+        split = Call(lambda x: (x, 2 * x))
+        left, right = piped(nn.Sequential(*linears(1), split), [1, 1], chunks=2)(rows())
+        left.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=SECOND):
+            right.sum().backward()
+
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+    @each_mode
+    def test_create_graph(self, checkpoint: str) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
+        output = pipe(rows(grad=True))
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            output.sum().backward(create_graph=True)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+    @each_mode
+    def test_autograd_grad_and_backward_to_some_inputs(self, checkpoint: str) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
+        x = rows(grad=True)
+        for ask in (
+            lambda y: torch.autograd.grad(y, x),
+            lambda y: y.backward(inputs=[x]),
+            lambda y: torch.autograd.grad(y, x, create_graph=True),
+        ):
+            with pytest.raises(RuntimeError, match=f"{NO_GRAD_CALL}|cannot be differentiated twice"):
+                ask(pipe(x).sum())
+        assert x.grad is None
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+    def test_autograd_grad_of_a_parameter(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        output = pipe(rows(grad=True)).sum()
+        with pytest.raises(RuntimeError, match=r"not have been used in the graph|read .grad"):
+            torch.autograd.grad(output, list(pipe.parameters()))
+
+    def test_autograd_grad_of_a_parameter_that_may_be_unused_is_none(self) -> None:
+        """Autograd does not know the parameters of a pipe; who allows what is unused gets None, as documented."""
+        pipe = piped(linears(), [1, 2], chunks=2)
+        found = torch.autograd.grad(pipe(rows(grad=True)).sum(), list(pipe.parameters()), allow_unused=True)
+        assert set(found) == {None}
+
+    def test_after_a_refusal_the_same_run_may_go_backward_properly(self) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=2)
+        x = rows(grad=True)
+        output = pipe(x)
+        with pytest.raises(RuntimeError, match=NO_GRAD_CALL):
+            torch.autograd.grad(output.sum(), x, retain_graph=True)
+        output.sum().backward()
+        model(rows()).sum().backward()
+        assert_same(pipe, model)
+
+    def test_torch_func(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        with pytest.raises(RuntimeError):
+            torch.func.grad(lambda x: pipe(x).sum())(rows())
+        with pytest.raises(RuntimeError):
+            torch.func.vmap(pipe)(rows()[None])
+        assert_trains_like(pipe, linears())
+
+
+class TestAllowed:
+    def test_gradients_of_what_comes_after_the_pipe(self) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=2)
+        output = pipe(rows())
+        (seed,) = torch.autograd.grad(output.square().sum(), output)
+        torch.testing.assert_close(seed, 2 * model(rows()))
+        output.backward(seed)
+        model(rows()).square().sum().backward()
+        assert_same(pipe, model)
+
+    def test_a_retained_gradient_of_the_output(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=1)
+        output = pipe(rows())
+        output.retain_grad()
+        output.sum().backward()
+        assert torch.equal(output.grad, torch.ones_like(output))
+
+    def test_hooks_on_input_and_output_see_the_whole_gradient_once(self) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=3)
+        found = []
+        for module in (pipe, model):
+            seen: list[Tensor] = []
+            x = rows(grad=True)
+            x.register_hook(seen.append)
+            y = module(x)
+            y.register_hook(seen.append)
+            y.square().sum().backward()
+            found.append(seen)
+        torch.testing.assert_close(*found)
+
+    @pytest.mark.parametrize("chunks", [1, 2])
+    def test_the_output_may_be_changed_in_place(self, chunks: int) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=chunks)
+        for module in (pipe, model):
+            output = module(rows())
+            output.mul_(output.detach().clone())
+            output[0] = 0
+            output.sum().backward()
+        assert_same(pipe, model)
+
+    @pytest.mark.parametrize("chunks", [1, 2])
+    def test_an_output_that_is_needed_and_changed_is_right_or_refused(self, chunks: int) -> None:
+        pipe, model = twins(nn.Sequential(*linears(1), nn.Sigmoid()), [1, 1], chunks=chunks)
+        model(rows()).sum().backward()
+        output = pipe(rows())
+        loss = output.sum()
+        with torch.no_grad():
+            output.mul_(5)
+        try:
+            loss.backward()
+        except RuntimeError as refusal:
+            assert "modified by an inplace operation" in str(refusal)  # noqa: PT017
+        else:
+            assert_same(pipe, model)
+
+    def test_anomaly_detection(self) -> None:
+        with torch.autograd.set_detect_anomaly(True):
+            assert_trains_like(piped(linears(), [1, 2], chunks=2, checkpoint="always"), linears())
+
+    def test_saved_tensor_hooks_of_the_caller(self) -> None:
+        with torch.autograd.graph.save_on_cpu():
+            assert_trains_like(piped(linears(), [1, 2], chunks=2, checkpoint="always"), linears())
+
+    def test_reentrant_checkpointing_around_the_pipe(self) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=2)
+        torch_checkpoint(pipe, rows(grad=True), use_reentrant=True).square().sum().backward()
+        model(rows()).square().sum().backward()
+        assert_same(pipe, model)
+
+    def test_checkpointing_by_saved_tensor_hooks_around_the_pipe(self) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=2)
+
+        def ask() -> None:
+            torch_checkpoint(pipe, rows(grad=True), use_reentrant=False).square().sum().backward()
+
+        try:
+            within(10, ask)
+        except RuntimeError as refusal:
+            assert "checkpoint" in str(refusal)  # noqa: PT017
+            return
+        model(rows()).square().sum().backward()
+        assert_same(pipe, model)
+
+    @each_mode
+    def test_checkpointing_by_saved_tensor_hooks_inside_a_layer(self, checkpoint: str) -> None:
+        class Rechecked(nn.Sequential):
+            def forward(self, x: Tensor) -> Any:
+                return torch_checkpoint(super().forward, x, use_reentrant=False)
+
+        model = nn.Sequential(*linears(1), Rechecked(*linears(2), nn.Tanh()), *linears(1))
+        assert_trains_like(piped(model, [1, 2], chunks=3, checkpoint=checkpoint), model)
+
+    @each_mode
+    def test_a_sparse_gradient(self, checkpoint: str) -> None:
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True, dtype=DOUBLE), *linears(1))
+        pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
+        tokens = torch.tensor([0, 3, 3, 1, 0])
+        pipe(tokens).square().sum().backward()
+        model(tokens).square().sum().backward()
+        torch.testing.assert_close(pipe[0].weight.grad.to_dense(), model[0].weight.grad.to_dense())
+
+    def test_complex_numbers(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 3, dtype=torch.complex128), Call(torch.tanh), Call(torch.abs))
+        pipe = piped(model, [1, 2], chunks=2, checkpoint="always")
+        x = torch.view_as_complex(torch.stack([rows(), rows() + 1], -1))
+        pipe(x).sum().backward()
+        model(x).sum().backward()
+        torch.testing.assert_close(pipe[0].weight.grad, model[0].weight.grad)
+
+    def test_autocast_of_the_caller_reaches_workers_and_recomputations(self) -> None:
+        dtypes: list[torch.dtype] = []
+        model = nn.Sequential(*linears(2), Call(lambda x: (dtypes.append(x.dtype), x)[1])).float()
+        pipe = GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = pipe(rows().float())
+        output.float().sum().backward()
+        assert dtypes == [torch.bfloat16] * 4
+        assert {parameter.grad.dtype for parameter in pipe.parameters()} == {torch.float32}
+
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_a_layer_with_a_leaf_of_somebody_else(self, inside: bool) -> None:
+        leaf = rows(3, grad=True)
+        model = nn.Sequential(Call(lambda x: x @ leaf), *linears(1), Call(lambda x: x @ leaf))
+        pipe = piped(model, [1, 2], chunks=3, checkpoint="always" if inside else "never")
+        found = []
+        for module in (pipe, model):
+            module(rows()).sum().backward()
+            found.append(leaf.grad)
+            leaf.grad = None
+        torch.testing.assert_close(*found)
+
+    @pytest.mark.parametrize("checkpoint", ["never", "always"])
+    def test_a_layer_with_a_tensor_of_an_outer_graph_is_right_or_refused_by_name(self, checkpoint: str) -> None:
+        leaf = rows(3, grad=True)
+        outer = leaf.tanh()
+        pipe = piped(nn.Sequential(Call(lambda x: x @ outer), *linears(1)), [1, 1], chunks=2, checkpoint=checkpoint)
+        with pytest.raises(RuntimeError, match=r"layer.*outside"):
+            pipe(rows()).sum().backward()
+
+
+class TestParts:
+    """Outputs of which only some are used, need a gradient, or are differentiable at all."""
+
+    @staticmethod
+    def three_ways() -> nn.Sequential:
+        return nn.Sequential(
+            nn.Linear(3, 9, dtype=DOUBLE),
+            Call(lambda h: h.chunk(3, 1)),
+            Call(lambda t: (t[0].sin(), t[1].cos(), t[2].detach(), t[2].argmax(1), None, t[2].exp())),
+        )
+
+    @each_mode
+    @given(used=st.sets(st.sampled_from([0, 1, 5]), min_size=1))
+    def test_some_outputs_are_used(self, checkpoint: str, used: set[int]) -> None:
+        model = self.three_ways()
+        pipe = piped(model, [1, 1, 1], chunks=3, checkpoint=checkpoint)
+        found = []
+        for module in (pipe, model):
+            x = rows(grad=True)
+            output = module(x)
+            sum(output[k].square().sum() for k in used).backward()
+            found.append((x.grad, [o if o is None else (o.requires_grad, o.dtype, o.detach()) for o in output]))
+        assert_same(pipe, model)
+        torch.testing.assert_close(found[0][0], found[1][0])
+        for ours, theirs in zip(found[0][1], found[1][1], strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or ours[:2] == theirs[:2]
+            assert ours is None or torch.equal(ours[2], theirs[2]) or torch.allclose(ours[2], theirs[2])
+
+    @each_mode
+    @pytest.mark.parametrize("kept", [slice(0, 1), slice(5, 6), slice(2, 4), slice(None)])
+    def test_some_rows_are_used(self, checkpoint: str, kept: slice) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=3, checkpoint=checkpoint)
+        for module in (pipe, model):
+            module(rows())[kept].square().sum().backward()
+        assert_same(pipe, model)
+
+    @each_mode
+    @pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2], [0, 2]])
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_frozen_stages(self, checkpoint: str, frozen: list[int], grad: bool) -> None:
+        model = linears()
+        for k in frozen:
+            model[k].requires_grad_(False)
+        pipe = piped(model, [1, 1, 1], chunks=2, checkpoint=checkpoint)
+        found = []
+        for module in (pipe, model):
+            x = rows(grad=grad)
+            module(x).square().sum().backward()
+            found.append(x.grad)
+        assert_same(pipe, model)
+        torch.testing.assert_close(*found)
+
+    @each_mode
+    def test_everything_frozen_but_the_input(self, checkpoint: str) -> None:
+        pipe, model = twins(linears().requires_grad_(False), [1, 2], chunks=2, checkpoint=checkpoint)
+        assert not pipe(rows()).requires_grad
+        found = []
+        for module in (pipe, model):
+            x = rows(grad=True)
+            module(x).square().sum().backward()
+            found.append(x.grad)
+        torch.testing.assert_close(*found)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+    @each_mode
+    def test_a_layer_that_lets_no_gradient_through(self, checkpoint: str) -> None:
+        model = nn.Sequential(*linears(1), Call(torch.Tensor.detach), *linears(1))
+        pipe = piped(model, [1, 1, 1], chunks=2, checkpoint=checkpoint)
+        assert_trains_like(pipe, model)
+        assert pipe[0].weight.grad is None
+
+    def test_an_input_that_no_gradient_reaches_has_none(self) -> None:
+        x = rows(grad=True)
+        piped(nn.Sequential(Call(torch.Tensor.detach), *linears(1)), [1, 1], chunks=2)(x).sum().backward()
+        assert x.grad is None
+
+    @each_mode
+    def test_integers_masks_and_none_between_stages(self, checkpoint: str) -> None:
+        model = nn.Sequential(
+            nn.Embedding(7, 3, dtype=DOUBLE),
+            Call(lambda h: (torch.arange(len(h)), h, None, h > 0)),
+            Call(lambda t: (t[0], t[1] * t[3], t[2])),
+            Call(lambda t: t[1] if t[2] is None else t[0]),
+            *linears(1),
+        )
+        pipe = piped(model, [1, 1, 1, 1, 1], chunks=3, checkpoint=checkpoint)
+        tokens = torch.tensor([1, 2, 3, 3, 6])
+        for module in (pipe, model):
+            module(tokens).square().sum().backward()
+        assert_same(pipe, model)
+
+    @each_mode
+    @pytest.mark.parametrize("grads", [(False, True), (True, False), (True, True)])
+    def test_inputs_of_which_some_need_no_gradient(self, checkpoint: str, grads: tuple[bool, bool]) -> None:
+        model = nn.Sequential(Call(lambda t: t[0] * t[1].sin()), *linears(1))
+        pipe = piped(model, [1, 1], chunks=3, checkpoint=checkpoint)
+        found = []
+        for module in (pipe, model):
+            inputs = tuple(rows(grad=grad) for grad in grads)
+            module(inputs).square().sum().backward()
+            found.append([each.grad for each in inputs])
+        torch.testing.assert_close(*found)
+        assert_same(pipe, model)
+
+    @each_mode
+    def test_one_tensor_given_twice(self, checkpoint: str) -> None:
+        model = nn.Sequential(Call(lambda t: t[0] * t[1].sin()), *linears(1))
+        pipe = piped(model, [1, 1], chunks=3, checkpoint=checkpoint)
+        found = []
+        for module in (pipe, model):
+            x = rows(grad=True)
+            module((x, x)).square().sum().backward()
+            found.append(x.grad)
+        torch.testing.assert_close(*found)
+
+    @each_mode
+    def test_a_parameter_handed_to_the_next_stage(self, checkpoint: str) -> None:
+        class Hand(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(rows(2))
+
+            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+                return x, self.weight
+
+        model = nn.Sequential(*linears(1), Hand(), Call(lambda t: t[0] @ t[1].T * t[1].sum()))
+        assert_trains_like(piped(model, [2, 1], chunks=3, checkpoint=checkpoint), model)
+
+    @each_mode
+    def test_a_value_that_hides_its_tensors_inside_a_partition(self, checkpoint: str) -> None:
+        class Box:
+            def __init__(self, content: Tensor) -> None:
+                self.content = content
+
+        model = nn.Sequential(*linears(1), Call(Box), Call(lambda box: box.content * 2), *linears(1))
+        assert_trains_like(piped(model, [3, 1], chunks=3, checkpoint=checkpoint), model)
+
+
+class TestGradMode:
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    @each_mode
+    def test_without_grad_nothing_is_kept(self, mode: Callable[[], Any], checkpoint: str) -> None:
+        graphs: list[bool] = []
+        spy = Call(lambda x: (graphs.append(x.requires_grad), x)[1])
+        pipe = piped(nn.Sequential(*linears(1), spy), [1, 1], chunks=2, checkpoint=checkpoint)
+        with mode():
+            output = pipe(rows())
+        assert not output.requires_grad
+        assert output.is_inference() == (mode is torch.inference_mode)
+        assert graphs == [False, False]
+        torch.testing.assert_close(output.clone(), linears(1)(rows()))
+
+    def test_a_layer_that_switches_grad_off_harms_nobody_else(self) -> None:
+        def off(x: Tensor) -> Tensor:
+            torch.set_grad_enabled(False)
+            return x
+
+        pipe = piped(nn.Sequential(*linears(1), Call(off)), [1, 1], chunks=1, checkpoint="never")
+        pipe(rows()).sum().backward()
+        assert torch.is_grad_enabled()
+        pipe[1].function = torch.clone
+        pipe(rows()).sum().backward()
+        assert pipe[0].weight.grad is not None
+
+    @each_mode
+    def test_layers_without_grad_inside(self, checkpoint: str) -> None:
+        frozen = linears(1)
+        model = nn.Sequential(*linears(1), Call(torch.no_grad()(frozen)), *linears(1))
+        assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint=checkpoint), model)
+
+
+class TestManyRuns:
+    @each_mode
+    def test_gradients_accumulate(self, checkpoint: str) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
+        for _ in range(3):
+            pipe(rows()).square().sum().backward()
+            model(rows()).square().sum().backward()
+        assert_same(pipe, model)
+
+    @each_mode
+    @pytest.mark.parametrize("inlined", [False, True])
+    @given(order=st.permutations(range(3)))
+    def test_runs_that_live_together_go_backward_in_any_order(
+        self, checkpoint: str, inlined: bool, order: list[int]
+    ) -> None:
+        pipe, model = twins(nn.Sequential(*linears(1), nn.Tanh(), *linears(1)), [2, 1], checkpoint=checkpoint)
+        found = []
+        for module in (pipe, model):
+            inputs = [rows(count, grad=True) for count in (1, 4, 6)]
+            pipe.chunks = 3
+            if inlined:
+                with inline():
+                    outputs = [module(x) for x in inputs]
+            else:
+                outputs = [module(x) for x in inputs]
+            for k in order:
+                outputs[k].square().sum().backward()
+            found.append([x.grad for x in inputs])
+        assert_same(pipe, model)
+        torch.testing.assert_close(*found)
+
+    def test_several_runs_in_one_graph(self) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=2)
+        for module in (pipe, model):
+            (module(rows()) * module(rows(6) + 1) + module(module(rows()))).sum().backward()
+        assert_same(pipe, model)
+
+    def test_a_run_dropped_without_backward_harms_nobody(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
+        pipe(rows())
+        assert_trains_like(pipe, linears())
+
+    def test_several_callers_at_once(self) -> None:
+        pipe, model = twins(linears(), [1, 2], chunks=2)
+        loader = torch.utils.data.DataLoader(range(1))  # whose import takes its time
+        assert len(loader) == 1
+
+        def train() -> None:
+            for _ in range(5):
+                pipe(rows()).square().sum().backward()
+
+        for result in _all_at_once([train] * 4):
+            assert result is None
+        for _ in range(20):
+            model(rows()).square().sum().backward()
+        assert_same(pipe, model)
+
+
+def _all_at_once(functions: list[Callable[[], Any]]) -> list[Any]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        futures = [pool.submit(function) for function in functions]
+        return [future.result(timeout=300) for future in futures]
+
+
+@pytest.mark.usefixtures("no_collector", "sweeps")
+class TestMemory:
+    """What a run holds goes when it must, without the help of the garbage collector."""
+
+    @staticmethod
+    def watched(checkpoint: str) -> tuple[GPipe, list[weakref.ref[Any]]]:
+        """A pipe, and what its first layer's graph holds on to."""
+        held: list[weakref.ref[Any]] = []
+
+        class Held:
+            def __call__(self) -> None: ...
+
+        def keep(x: Tensor) -> Tensor:
+            mark = Held()
+            held.append(weakref.ref(mark))
+            return OnBackward.apply(x, mark)
+
+        model = nn.Sequential(*linears(1), Call(keep), *linears(1))
+        return GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint), held
+
+    @each_mode
+    def test_after_the_backward_although_the_output_lives(self, checkpoint: str) -> None:
+        pipe, held = self.watched(checkpoint)
+        output = pipe(rows())
+        output.sum().backward()
+        assert output is not None
+        swept()
+        assert [ref() for ref in held] == [None] * len(held)
+
+    @each_mode
+    def test_when_the_output_goes_without_a_backward(self, checkpoint: str) -> None:
+        pipe, held = self.watched(checkpoint)
+        output = pipe(rows())
+        assert sum(ref() is not None for ref in held) == {"always": 0, "except_last": 1, "never": 2}[checkpoint]
+        del output
+        swept()
+        assert [ref() for ref in held] == [None, None]
+
+    @each_mode
+    def test_each_micro_batch_goes_when_its_backward_is_done(self, checkpoint: str) -> None:
+        pipe, held = self.watched(checkpoint)
+        alive: list[int] = []
+        count = Call(lambda x: OnBackward.apply(x, lambda: alive.append(sum(ref() is not None for ref in held))))
+        model = nn.Sequential(count, *pipe)
+        pipe = GPipe(model, [3, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+        pipe(rows(grad=True)).sum().backward()
+        assert alive == [{"always": 1, "except_last": 1, "never": 2}[checkpoint], 1]
+
+    @pytest.mark.parametrize("phase", ["forward", "backward"])
+    def test_when_a_failure_is_forgotten(self, phase: str) -> None:
+        pipe, held = self.watched("never")
+
+        def fail(*_: Any) -> Any:
+            raise ValueError("no more")
+
+        def train() -> None:
+            pipe(rows()).sum().backward()
+
+        if phase == "forward":
+            pipe[2].register_forward_pre_hook(fail)
+        else:
+            pipe[2].register_forward_hook(lambda _, inputs, output: OnBackward.apply(output, fail))
+        with pytest.raises(ValueError, match="no more") as caught:
+            train()
+        del caught
+        assert held
+        awake(pipe)  # the error was made by a worker, and holds the run
+        assert [ref() for ref in held] == [None] * len(held)

@@ -1,0 +1,417 @@
+"""What the caller's thread has switched on acts on the layers, in forward and recomputation."""
+
+from __future__ import annotations
+
+import contextvars
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+import gpipe
+from gpipe import GPipe
+from streams import Context
+
+from ..layers import Call, OnBackward, assert_same, linears, piped, rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loop(model: nn.Module, x: Tensor, chunks: int) -> Tensor:
+    return torch.cat([model(part) for part in x.chunk(chunks)])
+
+
+def assert_nearly(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    """Up to the few bits of bfloat16, in which the loop adds up gradients and the pipe does not."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours - theirs).norm()) < 0.02 * float(theirs.norm())
+
+
+@each_mode
+@pytest.mark.parametrize("cache", [True, False])
+def test_autocast(mode: str, cache: bool):
+    """As the micro-batch loop, over steps that change the weights, whose casts must not outlive them."""
+    model = perceptron()
+    pipe = piped(model, [2, 2, 1], chunks=3, checkpoint=mode)
+    x = torch.randn(9, 6)
+    for _ in range(3):
+        for module in (model, pipe):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                output = module(x) if module is pipe else loop(model, x, 3)
+                assert output.dtype is torch.bfloat16
+            output.float().square().sum().backward()
+        assert_nearly([p.grad for p in pipe.parameters()], [p.grad for p in model.parameters()])
+        for module in (model, pipe):
+            torch.optim.SGD(module.parameters(), 0.5).step()
+    assert_nearly(*([p.detach() for p in module.parameters()] for module in (pipe, model)))
+
+
+class KeepsCasts(nn.Linear):
+    """Keeps what autograd saves of casts of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.casts: dict[int, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(self.pack, lambda saved: saved):
+            return super().forward(x)
+
+    def pack(self, saved: Tensor) -> Tensor:
+        if saved.dtype is torch.bfloat16 and saved.shape == (6, 6):
+            self.casts[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
+        return saved
+
+
+@each_mode
+@pytest.mark.parametrize("way", [nullcontext, gpipe.inline])
+def test_autocast_casts_each_weight_once_in_all_forwards_and_once_in_all_recomputations(mode: str, way: Any):
+    """All threads have one cache of casts: none may empty it while another computes, and afterwards it is empty."""
+    layers = [KeepsCasts() for _ in range(4)]
+    x = torch.randn(32, 6, requires_grad=True)
+    pipe = GPipe(nn.Sequential(*layers), [1] * 4, devices=["cpu"] * 4, chunks=8, checkpoint=mode)
+    with closing(pipe), way():
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = pipe(x * 1)
+            forwards = [{*layer.casts} for layer in layers]
+            assert [len(casts) for casts in forwards] == [1] * 4
+            output.float().sum().backward()
+            recomputed = [len(layer.casts.keys() - casts) for layer, casts in zip(layers, forwards, strict=True)]
+            assert recomputed == [int(mode != "never")] * 4
+            for layer in layers:
+                layer.casts.clear()
+
+
+@each_mode
+def test_autocast_around_the_backward_too(mode: str):
+    model = perceptron()
+    pipe = piped(model, [2, 3], chunks=2, checkpoint=mode)
+    x = torch.randn(8, 6)
+    for module in (model, pipe):
+        with torch.autocast("cpu", torch.bfloat16):
+            (module(x) if module is pipe else loop(model, x, 2)).float().sum().backward()
+    assert_nearly([p.grad for p in pipe.parameters()], [p.grad for p in model.parameters()])
+
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@each_mode
+@pytest.mark.parametrize("way", [nullcontext, gpipe.inline])
+@pytest.mark.parametrize("outer", HALVES)
+@pytest.mark.parametrize("inner", HALVES)
+def test_layers_with_an_autocast_of_their_own(mode: str, way: Any, outer: torch.dtype, inner: torch.dtype):
+    """Inputs, outputs, losses and gradients may be of a dtype that the caller's autocast does not know."""
+
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", inner):
+                return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Own(6, 6), nn.Tanh(), Own(6, 6))
+    x = torch.randn(8, 6).to(inner)
+    with closing(piped(model, [1, 2], chunks=4, checkpoint=mode)) as pipe, way():
+        ways = [(model, model), (pipe, pipe), (pipe, lambda start: pipe.step(start, loss_fn=Tensor.mean))]
+        found = [gradients_of(*each, x, outer) for each in ways]
+    assert_nearly(found[1], found[0])
+    assert_nearly(found[2], found[0])
+
+
+def gradients_of(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, autocast: torch.dtype) -> list[Tensor]:
+    module.zero_grad()
+    start = x.clone().requires_grad_()
+    with torch.autocast("cpu", autocast):
+        output = run(start)
+        assert output.dtype is x.dtype
+        if output.requires_grad:
+            output.mean().backward()
+    return [each.grad for each in (start, *module.parameters())]
+
+
+@each_mode
+@pytest.mark.parametrize("way", [nullcontext, gpipe.inline])
+def test_backwards_inside_stay_on_their_worker(mode: str, way: Any):
+    """On a thread of autograd's own they might wait for a worker that waits for them."""
+
+    def look() -> None:
+        seen.append(torch._C._is_multithreading_enabled())
+
+    seen: list[bool] = []
+    layer = Call(lambda x: OnBackward.apply((look(), x)[1], look))
+    pipe = piped(nn.Sequential(nn.Linear(6, 6), layer), [1, 1], chunks=2, checkpoint=mode)
+    with way():
+        pipe(torch.randn(4, 6)).sum().backward()
+    recomputations = {"never": 0, "except_last": 1, "always": 2}[mode]
+    assert seen == [False] * (4 + recomputations)
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_autocast_may_be_off_in_the_backward_of_a_checkpointed_forward():
+    seen = []
+    layer = Call(lambda x: seen.append(torch.is_autocast_enabled("cpu")) or x * 2)
+    pipe = piped(nn.Sequential(nn.Linear(6, 6), layer), [1, 1], chunks=2, checkpoint="always")
+    with torch.autocast("cpu", torch.bfloat16):
+        output = pipe(torch.randn(4, 6))
+    output.float().sum().backward()
+    assert seen == [True] * 4
+
+
+@each_mode
+@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: str, block: Any):
+    model = perceptron()
+    pipe = piped(model, [2, 3], chunks=2, checkpoint=mode)
+    x = torch.randn(8, 6)
+    with block():
+        output = pipe(x)
+        assert not output.requires_grad
+        assert output.is_inference() == (block is torch.inference_mode)
+        torch.testing.assert_close(output, model(x))
+    assert_trains_like_float(pipe, model, x)
+
+
+def assert_trains_like_float(pipe: GPipe, model: nn.Module, x: Tensor) -> None:
+    for module in (pipe, model):
+        module.zero_grad()
+        module(x).square().sum().backward()
+    assert_same(pipe, model)
+
+
+@each_mode
+def test_input_made_in_inference_mode_is_as_in_the_plain_model(mode: str):
+    with torch.inference_mode():
+        x = torch.randn(8, 6)
+    model = perceptron()
+    for module in (model, piped(model, [2, 3], chunks=2, checkpoint=mode)):
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            module(x).sum().backward()
+
+
+@each_mode
+def test_layer_that_switches_gradients_on_under_no_grad_is_never_silent(mode: str):
+    class Enabling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return self.inner(x)
+
+    pipe = piped(nn.Sequential(Enabling(), nn.Identity()), [1, 1], chunks=2, checkpoint=mode)
+    with torch.no_grad():
+        output = pipe(torch.randn(4, 3))
+    if output.requires_grad:
+        output.sum().backward()
+        assert pipe[0].inner.weight.grad is not None
+    else:
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            output.sum().backward()
+
+
+@each_mode
+def test_saved_tensors_hooks(mode: str):
+    model = perceptron()
+    pipe = piped(model, [2, 3], chunks=2, checkpoint=mode)
+    packed, unpacked = [], []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(tensor.shape)
+        return tensor
+
+    x = torch.randn(8, 6)
+    with saved_tensors_hooks(pack, unpack):
+        output = pipe(x)
+    output.square().sum().backward()
+    model(x).square().sum().backward()
+    assert_same(pipe, model)
+    assert len(packed) >= 10
+    assert unpacked
+
+
+@each_mode
+def test_save_on_cpu(mode: str):
+    model = perceptron()
+    pipe = piped(model, [2, 3], chunks=2, checkpoint=mode)
+    x = torch.randn(8, 6)
+    with save_on_cpu():
+        output = pipe(x)
+    output.square().sum().backward()
+    model(x).square().sum().backward()
+    assert_same(pipe, model)
+
+
+@each_mode
+def test_context_variables_and_function_modes(mode: str):
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+    seen = []
+
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            return result * 2 if function is torch.sin else result
+
+    layer = Call(lambda x: seen.append(variable.get()) or torch.sin(x))
+    pipe = piped(nn.Sequential(layer, layer.__class__(torch.sin)), [1, 1], chunks=2, checkpoint=mode)
+    x = rows(4, grad=True)
+    token = variable.set(3)
+    with Doubles():
+        output = pipe(x)
+    variable.reset(token)
+    output.sum().backward()
+    assert set(seen) == {3}
+    inner = 2 * rows(4).sin()
+    torch.testing.assert_close(output, 2 * inner.sin())
+    torch.testing.assert_close(x.grad, 2 * inner.cos() * 2 * rows(4).cos())
+
+
+@each_mode
+def test_default_device(mode: str):
+    made = []
+    layer = Call(lambda x: made.append(torch.zeros(1).device.type) or x)
+    with torch.device("meta"):
+        piped(nn.Sequential(layer), [1], checkpoint=mode)(torch.zeros(2, 2, device="cpu"))
+    assert made == ["meta"]
+
+
+@each_mode
+def test_anomaly_mode_names_the_layer(mode: str):
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * float("nan")
+
+    pipe = piped(nn.Sequential(nn.Linear(3, 3), Call(Bad.apply)), [1, 1], chunks=2, checkpoint=mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match=r"BadBackward.*nan"):
+            pipe(torch.randn(4, 3)).sum().backward()
+
+
+@each_mode
+@pytest.mark.parametrize("inline", [False, True])
+def test_caller_s_switches_are_as_before(mode: str, inline: bool):
+    pipe = piped(linears(), [1, 2], chunks=2, checkpoint=mode)
+    before = Context.capture()
+    with gpipe.inline() if inline else nullcontext():
+        pipe(rows()).sum().backward()
+        with torch.no_grad():
+            pipe(rows())
+    assert torch.is_grad_enabled()
+    assert torch.autograd.is_multithreading_enabled()
+    assert vars_of(Context.capture()) == vars_of(before)
+
+
+def vars_of(context: Context) -> tuple[object, ...]:
+    return context.grad_mode, context.inference_mode, context.autocast, context.saved_tensors_hooks
+
+
+class Compiled(nn.Module):
+    """A compiled block with dropout inside."""
+
+    def __init__(self, backend: str, dropout: float) -> None:
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(dropout), nn.Linear(6, 6))
+        self.inner = torch.compile(inner, backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.fixture
+def compiler() -> Any:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own making
+        yield
+    torch._dynamo.reset()
+
+
+def check_compiled(backend: str, mode: str, inline: AbstractContextManager[Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Compiled(backend, 0.0), nn.Tanh(), Compiled(backend, 0.0))
+    pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
+    plain = nn.Sequential(model[0].inner._orig_mod, nn.Tanh(), model[2].inner._orig_mod)
+    x = torch.randn(8, 6)
+    with inline:
+        for _ in range(2):
+            pipe.zero_grad()
+            pipe(x).square().sum().backward()
+    found = [p.grad.clone() for p in pipe.parameters()]
+    pipe.zero_grad()
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(found, [p.grad for p in plain.parameters()], rtol=1e-4, atol=1e-4)
+
+
+def check_compiled_dropout(backend: str, mode: str) -> None:
+    """The masks of the forward are those of its gradient: the output is linear in the last layer's bias times them."""
+    torch.manual_seed(0)
+    drop = torch.compile(Drop(), backend=backend)
+    pipe = GPipe(nn.Sequential(Drop(drop), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
+    outputs = []
+    for _ in range(3):
+        torch.manual_seed(5)
+        x = torch.ones(8, 16, requires_grad=True)
+        output = pipe(x)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad, output)
+        outputs.append(output.detach())
+    assert torch.equal(outputs[1], outputs[2])
+    assert 0 < int((outputs[0] == 0).sum()) < outputs[0].numel()
+
+
+class Drop(nn.Module):
+    def __init__(self, inner: Any = None) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * 1.0, 0.5, self.training) if self.inner is None else self.inner(x)
+
+
+@each_mode
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.usefixtures("compiler")
+def test_compiled_layers(backend: str, mode: str):
+    check_compiled(backend, mode, nullcontext())
+
+
+@each_mode
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.usefixtures("compiler")
+def test_compiled_dropout(backend: str, mode: str):
+    check_compiled_dropout(backend, mode)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler")
+@each_mode
+@pytest.mark.usefixtures("compiler")
+def test_compiled_by_inductor(mode: str):
+    check_compiled("inductor", mode, nullcontext())
+    check_compiled_dropout("inductor", mode)

@@ -1,0 +1,207 @@
+"""Which cores each worker on the CPU computes on."""
+
+from __future__ import annotations
+
+import ast
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, inline
+from gpipe.engine import _workers
+from gpipe.engine._cores import bind, shares, usable
+
+from ..children import in_child
+from ..layers import Call, rows
+
+many_cores = pytest.mark.skipif(len(usable()) < 2, reason="needs two cores, and a system that binds threads to them")
+core_sets = st.sets(st.integers(0, 255), min_size=1, max_size=64)
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread that may be bound without harm to the others."""
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+class TestShares:
+    @pytest.fixture(autouse=True)
+    def unset(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("GPIPE_PIN_WORKERS", raising=False)
+
+    @given(core_sets, st.integers(1, 64))
+    def test_every_core_has_one_owner_and_shares_are_even(self, cores: set[int], workers: int) -> None:
+        found = shares(cores, workers)
+        if len(cores) < workers:
+            assert found == [cores] * workers
+        else:
+            assert sorted(core for own in found for core in own) == sorted(cores)
+            assert max(map(len, found)) - min(map(len, found)) <= 1
+
+    def test_nobody_needs_a_share(self) -> None:
+        assert shares({0, 1}, 0) == []
+
+    def test_neighbours_stay_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Cores 0 and 2 are two threads of one physical core, as are 1 and 3.
+        monkeypatch.setattr("gpipe.engine._cores._position", lambda core: (0, core % 2, core))
+        assert shares(range(4), 2) == [{0, 2}, {1, 3}]
+
+    def test_the_system_may_not_tell(self) -> None:
+        assert shares((), 2) == [frozenset()] * 2
+
+    def test_it_can_be_forbidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_PIN_WORKERS", "0")
+        assert shares({0, 1}, 2) == [{0, 1}] * 2
+
+    def test_another_word_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_PIN_WORKERS", "yes")
+        with pytest.raises(ValueError, match=r"GPIPE_PIN_WORKERS must be 1, .*, or 0; got 'yes'"):
+            shares({0, 1}, 2)
+
+
+class TestBind:
+    @many_cores
+    def test_the_thread_that_asks_is_bound_and_no_other(self, thread: ThreadPoolExecutor) -> None:
+        before = usable()
+        one = frozenset({min(before)})
+        thread.submit(bind, one).result()
+        assert thread.submit(usable).result() == one
+        assert usable() == before
+
+    def test_no_cores_bind_nobody(self, thread: ThreadPoolExecutor) -> None:
+        before = thread.submit(usable).result()
+        thread.submit(bind, frozenset()).result()
+        assert thread.submit(usable).result() == before
+
+    def test_a_system_that_forbids_it_loses_nothing(self, thread: ThreadPoolExecutor) -> None:
+        thread.submit(bind, frozenset({10**6})).result()
+
+
+@many_cores
+class TestPipe:
+    def seen(self) -> tuple[GPipe, list[frozenset[int]]]:
+        """A pipe of two stages, and the cores that each of them may use in a run."""
+        seen: list[frozenset[int]] = [frozenset()] * 2
+
+        def look(j: int) -> Callable[[Tensor], Tensor]:
+            def layer(x: Tensor) -> Tensor:
+                seen[j] = usable()
+                return x * 1
+
+            return layer
+
+        model = nn.Sequential(Call(look(0)), Call(look(1)))
+        return GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2), seen
+
+    def test_stages_have_cores_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("GPIPE_PIN_WORKERS", raising=False)
+        pipe, seen = self.seen()
+        pipe(rows())
+        first, second = seen
+        assert not first & second
+        assert first | second == usable()
+
+    def test_workers_follow_when_the_caller_is_bound_to_fewer(self, thread: ThreadPoolExecutor) -> None:
+        pipe, seen = self.seen()
+        pipe(rows())
+        one = frozenset({min(usable())})
+        thread.submit(bind, one).result()
+        thread.submit(pipe, rows()).result()
+        assert seen == [one, one]
+        assert os.sched_getaffinity(0) == usable()
+
+    def test_they_may_run_anywhere_if_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_PIN_WORKERS", "0")
+        pipe, seen = self.seen()
+        with torch.no_grad():
+            pipe(rows())
+        assert seen == [usable()] * 2
+
+
+def on_a_thread(look: Callable[[], frozenset[int]]) -> frozenset[int]:
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(look).result()
+
+
+def in_a_child(look: Callable[[], frozenset[int]]) -> frozenset[int]:
+    return frozenset(ast.literal_eval(in_child(lambda: sorted(look()))))
+
+
+def on_all() -> frozenset[int]:
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    return usable()
+
+
+@many_cores
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+class TestWhatLayersStart:
+    """Which cores threads and processes have that a layer starts on a worker that is bound to a share of them."""
+
+    def seen(self, look: Callable[[], frozenset[int]], monkeypatch: pytest.MonkeyPatch, pin: str) -> Any:
+        monkeypatch.setenv("GPIPE_PIN_WORKERS", pin)
+        found: list[tuple[frozenset[int], frozenset[int], frozenset[int]]] = []
+        layers = [Call(lambda x: found.append((usable(), look(), usable())) or x) for _ in range(2)]
+        pipe = GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2)
+        pipe(rows())
+        pipe.close()
+        for before, _, after in found:
+            assert before == after
+        shares = [own for own, _, _ in found]
+        assert (shares == [usable()] * 2) == (pin == "0")
+        return shares, [other for _, other, _ in found]
+
+    @pytest.mark.parametrize("pin", ["0", "1"])
+    def test_a_thread_has_those_of_the_worker(self, monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
+        shares, theirs = self.seen(lambda: on_a_thread(usable), monkeypatch, pin)
+        assert theirs == shares
+
+    def test_a_thread_may_take_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, theirs = self.seen(lambda: on_a_thread(on_all), monkeypatch, "1")
+        assert all(cores >= usable() for cores in theirs)
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+    @pytest.mark.parametrize("pin", ["0", "1"])
+    def test_a_forked_process_has_all_of_them(self, monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
+        _, theirs = self.seen(lambda: in_a_child(usable), monkeypatch, pin)
+        assert theirs == [usable()] * 2
+
+
+class TestCallersHelpers:
+    def ended(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Notes a number whenever the helpers of the calling thread are ended."""
+        calls: list[int] = []
+        monkeypatch.setattr(_workers, "pause_helpers", lambda: calls.append(threading.get_ident()))
+        return calls
+
+    def test_they_end_before_every_run_on_cpu_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("GPIPE_PAUSE_HELPERS", raising=False)
+        calls = self.ended(monkeypatch)
+        pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+        pipe(torch.ones(1, 2)).sum().backward()
+        assert calls == [threading.get_ident()] * 2
+
+    @pytest.mark.parametrize("value", ["0", "inline"])
+    def test_they_stay_if_that_is_asked_for_and_where_nobody_needs_their_cores(
+        self, monkeypatch: pytest.MonkeyPatch, value: str
+    ) -> None:
+        monkeypatch.setenv("GPIPE_PAUSE_HELPERS", value if value == "0" else "1")
+        calls = self.ended(monkeypatch)
+        pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+        with inline() if value == "inline" else nullcontext():
+            pipe(torch.ones(1, 2)).sum().backward()
+        assert not calls
+
+    def test_nonsense_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_PAUSE_HELPERS", "maybe")
+        with pytest.raises(ValueError, match=r"GPIPE_PAUSE_HELPERS must be 1, .*, or 0; got 'maybe'"):
+            GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])

@@ -1,0 +1,368 @@
+"""Several threads on one pipe, pipes inside pipes, and forks in the middle of it all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, inline
+
+from ..children import in_child
+from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, gradients, linears, piped, rows, within
+
+WAYS = {"threaded": nullcontext, "inline": inline}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+
+
+def at_once(*works: Callable[[], Any]) -> list[Any]:
+    """What ``works`` return, each on a thread of its own, started together."""
+    meeting = threading.Barrier(len(works))
+    answers: dict[int, Any] = {}
+
+    def run(k: int) -> None:
+        meeting.wait(300)
+        try:
+            answers[k] = works[k]()
+        except BaseException as error:
+            answers[k] = error
+
+    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert len(answers) == len(works), "some thread hangs"
+    for answer in answers.values():
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answers[k] for k in range(len(works))]
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return loss(output, target), output.numel()
+
+
+def train(pipe: nn.Module, how: str, x: Tensor) -> None:
+    """Add the gradients of one mini-batch."""
+    if how == "backward":
+        loss(pipe(x), torch.zeros_like(x)).backward()
+    elif isinstance(pipe, GPipe):
+        pipe.step(x, torch.zeros_like(x), **STEPS[how])
+    elif how == "counted":
+        total, count = counted(pipe(x), torch.zeros_like(x))
+        (total / count).backward()
+    else:
+        loss(pipe(x), torch.zeros_like(x)).backward()
+
+
+STEPS = {
+    "1f1b": {"loss_fn": loss, "schedule": "1f1b", "reduction": "sum"},
+    "fill_drain": {"loss_fn": loss, "schedule": "fill_drain", "reduction": "sum"},
+    "zero_bubble": {"loss_fn": loss, "schedule": "zero_bubble", "reduction": "sum"},
+    "counted": {"loss_fn": counted, "schedule": "1f1b"},
+}
+HOWS = ["backward", *STEPS]
+
+
+@ways
+@settings(max_examples=12)
+@given(
+    hows=st.lists(st.lists(st.sampled_from(HOWS), min_size=1, max_size=4), min_size=2, max_size=3),
+    checkpoint=st.sampled_from(["always", "except_last", "never"]),
+    hooked=st.booleans(),
+    shared=st.booleans(),
+    stages=st.integers(1, 3),
+)
+def test_threads_that_train_one_pipe_add_what_each_would_have_added(
+    way: Callable[[], AbstractContextManager[None]],
+    hows: list[list[str]],
+    checkpoint: str,
+    hooked: bool,
+    shared: bool,
+    stages: int,
+) -> None:
+    model = linears(3)
+    pipe = piped(model, [1] * (stages - 1) + [4 - stages], chunks=3, checkpoint=checkpoint)
+    seen: list[Tensor] = []
+    if hooked:
+        pipe[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    for module in (pipe, model):
+        module[1].weight.grad = torch.ones(3, 3, dtype=DOUBLE)
+    inputs = [rows() if shared else rows() * (k + 1) for k in range(len(hows))]
+
+    def work(k: int) -> None:
+        with way():
+            for how in hows[k]:
+                train(pipe, how, inputs[k])
+
+    at_once(*[lambda k=k: work(k) for k in range(len(hows))])
+    for k, mine in enumerate(hows):
+        for how in mine:
+            train(model, how, inputs[k])
+    assert_same(pipe, model)
+    if hooked:
+        # A gradient that arrives while another run keeps the hooks away is told together with that run's.
+        assert 1 <= len(seen) <= sum(map(len, hows))
+        before = gradients(model)["0.weight"]
+        torch.testing.assert_close(torch.stack(seen).sum(0), before)
+    pipe.close()
+
+
+@ways
+def test_threads_may_evaluate_one_pipe_at_once(way: Callable[[], AbstractContextManager[None]]) -> None:
+    model = linears(3)
+    pipe = piped(model, [1, 2], chunks=3)
+
+    def evaluate(k: int) -> list[Tensor]:
+        with way(), torch.no_grad():
+            return [pipe(rows() * k) for _ in range(10)]
+
+    for k, outputs in enumerate(at_once(*[lambda k=k: evaluate(k) for k in range(4)])):
+        for output in outputs:
+            torch.testing.assert_close(output, model(rows() * k).detach())
+
+
+class TestPipesInside:
+    """Layers that call pipes."""
+
+    @staticmethod
+    def calling(what: Callable[[Tensor], Any], layers: int = 1) -> GPipe:
+        return GPipe(nn.Sequential(*linears(layers), Call(what)), [layers, 1], devices=["cpu"] * 2, chunks=2)
+
+    @ways
+    @pytest.mark.parametrize("length", [1, 2, 3])
+    @pytest.mark.parametrize("grad", [True, False])
+    def test_a_circle_of_pipes_is_refused(
+        self, way: Callable[[], AbstractContextManager[None]], length: int, grad: bool
+    ) -> None:
+        pipes: list[GPipe] = []
+        pipes += [self.calling(lambda x, k=k: pipes[(k + 1) % length](x)) for k in range(length)]
+
+        def run() -> None:
+            with way(), torch.set_grad_enabled(grad):
+                pipes[0](rows())
+
+        with pytest.raises(RuntimeError, match="calls the pipe itself, or another pipe whose layers do"):
+            within(20, run)
+
+    @ways
+    def test_a_circle_in_the_backward_is_refused(self, way: Callable[[], AbstractContextManager[None]]) -> None:
+        def layer(x: Tensor) -> Any:
+            return OnBackward.apply(x, lambda: pipe(rows()))
+
+        pipe = self.calling(layer)
+
+        def run() -> None:
+            with way():
+                pipe(rows()).sum().backward()
+
+        with pytest.raises(RuntimeError, match="calls the pipe itself"):
+            within(20, run)
+
+    @ways
+    def test_a_loss_that_calls_the_pipe_is_refused(self, way: Callable[[], AbstractContextManager[None]]) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+
+        def run() -> None:
+            with way():
+                pipe.step(rows(), rows(), loss_fn=lambda output, target: loss(output, pipe(target)))
+
+        with pytest.raises(RuntimeError, match="loss function"):
+            within(20, run)
+
+    @ways
+    def test_a_layer_cannot_close_its_pipe(self, way: Callable[[], AbstractContextManager[None]]) -> None:
+        pipe = self.calling(lambda x: pipe.close() or x)
+
+        def run() -> None:
+            with way():
+                pipe(rows())
+
+        with pytest.raises(RuntimeError, match="calls the pipe itself"):
+            within(20, run)
+
+    def test_two_threads_whose_pipes_call_each_others_pipe_do_not_wait_for_ever(self) -> None:
+        meeting = threading.Barrier(2)
+
+        def cross(other: Callable[[], GPipe]) -> Callable[[Tensor], Any]:
+            first = [True]
+
+            def layer(x: Tensor) -> Any:
+                if first:
+                    first.clear()
+                    meeting.wait(300)  # both pipes are being run now
+                return other()(x)
+
+            return layer
+
+        one = self.calling(cross(lambda: other))
+        other = self.calling(cross(lambda: one))
+        one.chunks = other.chunks = 1
+        with pytest.raises(RuntimeError, match="would wait for"):
+            at_once(lambda: one(rows()), lambda: other(rows()))
+
+    @ways
+    @pytest.mark.parametrize("checkpoint", ["always", "never"])
+    def test_layers_on_two_stages_may_share_a_pipe(
+        self, way: Callable[[], AbstractContextManager[None]], checkpoint: str
+    ) -> None:
+        inner_model, outer_model = linears(2), linears(2)
+        inner = piped(inner_model, [1, 1], chunks=2, checkpoint=checkpoint)
+
+        def around(layer: nn.Module) -> nn.Sequential:
+            first, second = linears(2)
+            return nn.Sequential(first, Call(lambda x: layer(x)), second, Call(lambda x: layer(x)))
+
+        outer = GPipe(around(inner), [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+        outer_model = around(inner_model)
+
+        def run() -> None:
+            with way():
+                loss(outer(rows()), rows()).backward()
+
+        within(20, run)
+        loss(outer_model(rows()), rows()).backward()
+        assert_same(inner, inner_model)
+        assert_same(outer, outer_model)
+
+    @ways
+    def test_a_hook_of_a_parameter_may_call_the_pipe(self, way: Callable[[], AbstractContextManager[None]]) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        outputs: list[Tensor] = []
+        pipe[0].weight.register_hook(lambda gradient: outputs.append(pipe(rows()).detach()) or gradient)
+
+        def run() -> None:
+            with way():
+                pipe(rows()).sum().backward()
+
+        within(20, run)
+        torch.testing.assert_close(outputs, [linears()(rows()).detach()])
+
+    @ways
+    @pytest.mark.parametrize("how", HOWS)
+    def test_hooks_of_parameters_are_called_on_the_callers_thread(
+        self, way: Callable[[], AbstractContextManager[None]], how: str
+    ) -> None:
+        """Another thread, such as autograd has for each GPU, would wait for this one to leave the pipe."""
+        pipe, seen = piped(linears(), [1, 2], chunks=2), []
+        pipe[0].weight.register_hook(
+            lambda _: seen.append((threading.current_thread(), torch._C._is_multithreading_enabled()))
+        )
+        with way():
+            train(pipe, how, rows())
+        assert seen == [(threading.current_thread(), False)]
+
+
+@pytest.mark.cuda
+def test_a_hook_of_a_parameter_on_a_gpu_may_call_the_pipe() -> None:
+    pipe = GPipe(linears(2), [1, 1], devices=["cuda:0", "cuda:0"], chunks=2)
+    outputs: list[Tensor] = []
+    pipe[0].weight.register_hook(lambda _: outputs.append(pipe(rows().cuda()).detach()))
+    within(40, lambda: pipe(rows().cuda()).sum().backward())
+    within(40, lambda: pipe.step(rows().cuda(), rows().cuda(), loss_fn=loss))
+    torch.testing.assert_close(outputs, [linears(2)(rows()).detach().cuda()] * 2)
+
+
+class TestClose:
+    def test_it_waits_for_a_run_of_another_thread(self) -> None:
+        running, asked = threading.Event(), threading.Event()
+
+        def layer(x: Tensor) -> Tensor:
+            running.set()
+            assert asked.wait(300)
+            return x
+
+        pipe = GPipe(nn.Sequential(*linears(1), Call(layer)), [1, 1], devices=["cpu"] * 2, chunks=2)
+
+        def close() -> None:
+            assert running.wait(300)
+            asked.set()
+            pipe.close()
+
+        output, _ = at_once(lambda: pipe(rows()), close)
+        torch.testing.assert_close(output, linears(1)(rows()))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+class TestForks:
+    """A process is forked while another thread is in a run, and the child uses the pipe."""
+
+    @staticmethod
+    def forked(way: Callable[[], AbstractContextManager[None]], where: str, work: Callable[[GPipe], str]) -> str:
+        reached, done = threading.Event(), threading.Event()
+        parent = os.getpid()
+
+        def wait() -> None:
+            if os.getpid() == parent:
+                reached.set()
+                assert done.wait(300)
+
+        def layer(x: Tensor) -> Tensor:
+            if where == "forward":
+                wait()
+            return OnBackward.apply(x, wait) if where == "backward" else x
+
+        pipe = GPipe(nn.Sequential(*linears(1), Call(layer)), [1, 1], devices=["cpu"] * 2, chunks=2)
+
+        def train() -> None:
+            with way():
+                pipe(rows()).sum().backward()
+
+        def fork() -> str:
+            assert reached.wait(300)
+            try:
+                return in_child(lambda: within(20, lambda: work(pipe)))
+            finally:
+                done.set()
+
+        answer: str = at_once(fork, train)[0]
+        pipe.zero_grad()
+        assert_trains_like(pipe, nn.Sequential(*linears(1)))
+        return answer
+
+    @ways
+    def test_in_the_middle_of_a_forward_the_child_may_use_it(
+        self, way: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        def work(pipe: GPipe) -> str:
+            assert_trains_like(pipe, nn.Sequential(*linears(1)))
+            pipe.close()
+            return "trained"
+
+        assert self.forked(way, "forward", work) == "trained"
+
+    @ways
+    @pytest.mark.parametrize("use", [lambda pipe: pipe(rows()), lambda pipe: pipe.step(rows(), rows(), loss_fn=loss)])
+    def test_in_the_middle_of_a_backward_the_child_may_not(
+        self, way: Callable[[], AbstractContextManager[None]], use: Callable[[GPipe], Any]
+    ) -> None:
+        assert "RuntimeError('this process was forked while another thread" in self.forked(way, "backward", use)
+
+    def test_a_layer_that_forks_in_a_walk_on_its_own_thread(self) -> None:
+        answers: list[str] = []
+
+        def layer(x: Tensor) -> Tensor:
+            if not answers:
+                answers.append("")
+                answers.append(in_child(lambda: within(20, lambda: other(rows())).shape))
+            return x
+
+        other = piped(linears(), [1, 2])
+        pipe = GPipe(nn.Sequential(*linears(1), Call(layer)), [1, 1], devices=["cpu"] * 2)
+        with inline():
+            pipe(rows())
+        assert answers[1] == "torch.Size([6, 3])"

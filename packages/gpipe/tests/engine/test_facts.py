@@ -1,0 +1,85 @@
+"""What a run has found out about a stage: it returns a record, which the next run begins with."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, inline
+from gpipe.engine._facts import StageFacts
+
+from ..layers import linears, rows
+
+WAYS = {"threads": nullcontext, "inline": inline}
+
+
+class ChangesLate(nn.Module):
+    """Works in place on what it gets, except for the first micro-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) if float(x.detach().flatten()[0]) > 0 else x * 2
+
+
+def facts_of(pipe: GPipe) -> list[StageFacts]:
+    return [stage.facts for stage in pipe._pipeline.stages]
+
+
+def trains(pipe: GPipe, x: Tensor) -> None:
+    pipe(x).sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+def test_runs_that_show_nothing_new_return_the_record_that_they_began_with(way: str, mode: str):
+    pipe = GPipe(nn.Sequential(*linears(1, 2), nn.Dropout(), *linears(1, 2)), [2, 1], devices=["cpu"] * 2, chunks=2)
+    pipe.checkpoint = mode
+    with WAYS[way]():
+        for _ in range(3):
+            trains(pipe, rows(4, 2))
+        before = facts_of(pipe)
+        trains(pipe, rows(4, 2))
+        assert all(a is b for a, b in zip(before, facts_of(pipe), strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_failed_run_has_found_is_kept(way: str):
+    """The first run is refused, and the next one works, as the error promises."""
+    pipe = GPipe(nn.Sequential(*linears(1, 2), ChangesLate()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe.checkpoint = "never"
+    with torch.no_grad():
+        pipe[0].weight.copy_(torch.eye(2))
+        pipe[0].bias.zero_()
+    x = torch.tensor([[-1.0, -1.0], [1.0, 1.0]], dtype=torch.float64)
+    with WAYS[way]():
+        assert not facts_of(pipe)[1].changes_late
+        with pytest.raises(RuntimeError, match="on this micro-batch but not on the first"):
+            trains(pipe, x)
+        assert facts_of(pipe)[1].changes_late
+        assert torch.equal(pipe(x), 2 * x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(order=st.permutations(range(3)))
+def test_a_backward_takes_nothing_away_that_later_runs_have_found(way: str, order: list[int]):
+    """Property: whatever the order of the backwards of several runs, all training modes stay known."""
+    pipe = GPipe(nn.Sequential(nn.Dropout(), *linears(1, 2), nn.Dropout()), [1, 2], devices=["cpu"] * 2, chunks=2)
+    pipe.checkpoint = "always"
+    with WAYS[way]():
+        outputs = []
+        for k in range(3):
+            pipe[2].train(k != 1)
+            outputs.append(pipe(rows(4, 2)))
+        for k in order:
+            pipe[2].train(k != 1)
+            outputs[k].sum().backward()
+        assert [len(facts.compared) for facts in facts_of(pipe)] == [1, 2]
+
+
+def test_nobody_can_change_a_record():
+    with pytest.raises(AttributeError):
+        StageFacts().runs_whole = True  # type: ignore[misc]

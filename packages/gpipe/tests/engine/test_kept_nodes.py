@@ -1,0 +1,221 @@
+"""Hooks on the nodes that accumulate gradients, as data parallelism has them, fire once a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import gpipe
+from gpipe import GPipe
+from gpipe.engine._deferred_gradients import kept
+from gpipe.values._leaves import Arguments
+
+from ..layers import DOUBLE, Call, assert_same, assert_trains_like, linears, piped, rows
+from ..schedules import ALONE
+
+MODES = ("never", "except_last", "always")
+NAMES = sorted(name for name, _ in linears().named_parameters())
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def listening(model: nn.Module, names: set[str], calls: list[tuple[str, Tensor | None]]) -> list[Any]:
+    """The nodes of some parameters, with a hook each that says what has arrived in ``.grad``."""
+    nodes = []
+    for name, parameter in model.named_parameters():
+        if name in names:
+            nodes.append(get_gradient_edge(parameter).node)
+            nodes[-1].register_hook(
+                lambda _, found, name=name, p=parameter: calls.append(
+                    (name, None if p.grad is None else p.grad.clone())
+                )
+            )
+    return nodes
+
+
+def hear(calls: list[tuple[str, Tensor | None]], name: str, gradient: Tensor) -> None:
+    calls.append((f"hook of {name}", gradient.clone()))
+
+
+def trained(model: nn.Module, schedule: str | None, x: Tensor, counted: bool, decay: bool) -> None:
+    def loss(output: Tensor, _: Any) -> Any:
+        return (output.square().sum(), len(output)) if counted else output.square().sum()
+
+    if isinstance(model, GPipe) and schedule is not None:
+        model.step(x, loss_fn=loss, schedule=schedule, reduction="sum")
+        return
+    total = model(x).square().sum() / (len(x) if counted and schedule is not None else 1)
+    if schedule is None and decay:
+        total = total + sum(p.square().sum() for p in model.parameters())
+    total.backward()
+
+
+@given(
+    st.sets(st.sampled_from(NAMES)),
+    st.sets(st.sampled_from(NAMES), max_size=2),
+    st.sets(st.sampled_from(NAMES), max_size=2),
+    st.sampled_from([None, None, *ALONE]),
+    st.sampled_from(MODES),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    st.sampled_from([[3], [1, 2], [1, 1, 1]]),
+)
+def test_as_often_and_with_the_same_as_in_the_plain_model(
+    names: set[str], hooked: set[str], filled: set[str], schedule: str | None, mode: str, inline: bool, counted: bool,
+    decay: bool, counts: list[int], balance: list[int],
+):  # fmt: skip
+    """Whatever number of micro-batches a run has, and whatever else the caller's loss reaches."""
+    decay = decay and not hooked
+    model = linears()
+    pipe = piped(model, balance, chunks=3, checkpoint=mode)
+    results = []
+    for each in (model, pipe):
+        calls: list[tuple[str, Tensor | None]] = []
+        nodes = listening(each, names, calls)
+        for name, parameter in each.named_parameters():
+            if name in hooked:
+                parameter.register_hook(partial(hear, calls, name))
+            if name in filled:
+                parameter.grad = torch.ones_like(parameter)
+        with closing(each) if isinstance(each, GPipe) else nullcontext(), gpipe.inline() if inline else nullcontext():
+            for count in counts:
+                trained(each, schedule, rows(count), counted, decay)
+        assert len(nodes) == len(names)
+        results.append(sorted(calls, key=lambda call: call[0]))
+    assert_same(pipe, model)
+    found, expected = results
+    assert [name for name, _ in found] == [name for name, _ in expected]
+
+
+def test_plain_pipes_keep_nothing():
+    """So that their gradients go to .grad directly; also right after a run, and with one that is still to be used."""
+    pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
+    assert kept(pipe.parameters()) == []
+    output = pipe(rows())
+    assert kept(pipe.parameters()) == []
+    output.sum().backward()
+    pipe.step(rows(), loss_fn=lambda o, _: o.sum())
+    torch.optim.SGD(pipe.parameters(), 0.1, foreach=True).step()
+    assert kept(pipe.parameters()) == []
+    node = get_gradient_edge(pipe[1].weight).node
+    assert [id(p) for p in kept(pipe.parameters())] == [id(pipe[1].weight)]
+    assert [id(p) for p in kept(pipe.parameters())] == [id(pipe[1].weight)]
+    del node
+    assert kept(pipe.parameters()) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_runs_that_overlap(mode: str, reentrant: bool):
+    """The graph of the first keeps the nodes of the second."""
+    a, b, c = linears()
+    model = nn.Sequential(a, Call(lambda x: torch_checkpoint(b, x, use_reentrant=reentrant)), b, c)
+    pipe = GPipe(nn.Sequential(*model), [1, 3], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
+    (model(rows()).sum() + model(2 * rows()).sum()).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    (pipe(rows()).sum() + pipe(2 * rows()).sum()).backward()
+    pipe.close()
+    torch.testing.assert_close({name: p.grad for name, p in pipe.named_parameters()}, expected)
+
+
+def test_leaves_that_layers_use_are_trained_too():
+    free = torch.ones(3, dtype=DOUBLE, requires_grad=True)
+    layers = linears(1)
+    pipe = GPipe(nn.Sequential(*layers, Call(lambda x: x * free)), [2], devices=["cpu"], chunks=3)
+    calls: list[Any] = []
+    nodes = listening(pipe, {"0.weight"}, calls)
+    heard: list[Tensor] = []
+    free.register_hook(heard.append)
+    pipe(rows()).square().sum().backward()
+    found, free.grad = free.grad, None
+    assert len(calls) == len(nodes) == len(heard) == 1
+    (layers(rows()) * free).square().sum().backward()
+    torch.testing.assert_close(found, free.grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_a_failure_nothing_is_left(mode: str):
+    model, fails = linears(), [True]
+    pipe = piped(model, [1, 2], chunks=3, checkpoint=mode)
+    calls: list[Any] = []
+    nodes = listening(pipe, set(NAMES), calls)
+
+    def fail(*_: Any) -> None:
+        if fails[0]:
+            raise ArithmeticError("no")
+
+    pipe[1].register_full_backward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        pipe(rows()).sum().backward()
+    assert calls == []
+    assert all(p.grad is None for p in pipe.parameters())
+    fails.clear()
+    fails.append(False)
+    assert_trains_like(pipe, model)
+    assert len(calls) == len(nodes)
+
+
+def hooks_of(pipe: GPipe) -> dict[str, Callable[[], Any]]:
+    return {
+        "forward": lambda: pipe.register_forward_hook(lambda *_: None),
+        "full backward": lambda: pipe.register_full_backward_hook(lambda *_: None),
+        "full backward pre": lambda: pipe.register_full_backward_pre_hook(lambda *_: None),
+    }
+
+
+class TestHooksOfThePipe:
+    @pytest.mark.parametrize("kind", ["forward", "full backward", "full backward pre"])
+    def test_those_that_need_the_whole_output_are_refused_under_step(self, kind: str) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        handle = hooks_of(pipe)[kind]()
+        with pytest.raises(
+            RuntimeError, match=rf"step\(\) cannot call the {kind} hooks of this pipe.*register them on"
+        ):
+            pipe.step(rows(), loss_fn=lambda o, _: o.sum())
+        assert all(p.grad is None for p in pipe.parameters())
+        handle.remove()
+        pipe.step(rows(), loss_fn=lambda o, _: o.sum())
+
+    @pytest.mark.parametrize("keywords", [False, True])
+    def test_those_before_the_forward_fire_under_step(self, keywords: bool) -> None:
+        class First(nn.Module):
+            def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+                return x * scale
+
+        model = nn.Sequential(First(), *linears(1)) if keywords else linears()
+        (pipe, called), calls = [piped(model, [1, len(model) - 1], chunks=2) for _ in range(2)], []
+
+        def seen(module: nn.Module, args: Any) -> Any:
+            calls.append(args[0].shape)
+
+        def doubled(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return (args[0] * 2, *args[1:]), {name: value + 1 for name, value in kwargs.items()}
+
+        for each in (pipe, called):
+            each.register_forward_pre_hook(seen)
+            each.register_forward_pre_hook(doubled, with_kwargs=True)
+            each.register_forward_pre_hook(lambda module, args: args[0] + 1)
+        if keywords:
+            pipe.step(
+                Arguments((rows(),), {"scale": rows()}),
+                loss_fn=lambda o, _: o.square().sum(),
+                reduction="sum",
+            )
+            called(rows(), scale=rows()).square().sum().backward()
+        else:
+            pipe.step(rows(), loss_fn=lambda o, _: o.square().sum(), reduction="sum")
+            called(rows()).square().sum().backward()
+        assert calls == [rows().shape] * 2
+        assert_same(pipe, called)

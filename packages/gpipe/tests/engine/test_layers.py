@@ -1,0 +1,273 @@
+"""The layers of a pipe and of its partitions are the same, whoever changes them and in whatever way."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import DeferredBatchNorm, GPipe
+from gpipe.skip import pop, skippable, stash
+
+from ..layers import DOUBLE, assert_trains_like, linears, piped, rows
+
+
+def layer(seed: int = 7) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), nn.Tanh())
+
+
+def assert_one_truth(pipe: GPipe) -> None:
+    """The pipe, its partitions and its names show the same layers."""
+    held = [pair for partition in pipe.partitions for pair in partition.named_children()]
+    assert held == list(pipe.named_children())
+    assert [len(partition) for partition in pipe.partitions] == pipe.balance
+    inside = [name for partition in pipe.partitions for name in partition.state_dict()]
+    assert inside == list(pipe.state_dict())
+
+
+# Each is done to a pipe of linears() cut into [1, 2], and to the plain model where that can take it.
+REPLACING: dict[str, Callable[[Any, nn.Module], Any]] = {
+    "setattr": lambda each, new: setattr(each, "1", new),
+    "item": lambda each, new: each.__setitem__(1, new),
+    "item from the end": lambda each, new: each.__setitem__(-2, new),
+    "add_module": lambda each, new: each.add_module("1", new),
+    "register_module": lambda each, new: each.register_module("1", new),
+    "set_submodule": lambda each, new: each.set_submodule("1", new),
+    "_modules": lambda each, new: each._modules.__setitem__("1", new),
+    "_modules.update": lambda each, new: each._modules.update({"1": new}),
+}
+THROUGH_A_PARTITION: dict[str, Callable[[Any, nn.Module], Any]] = {
+    "setattr": lambda each, new: setattr(each, "1", new),
+    "item": lambda each, new: each.__setitem__(0, new),
+    "_modules": lambda each, new: each._modules.__setitem__("1", new),
+    "_modules |=": lambda each, new: each._modules.__ior__({"1": new}),
+}
+
+
+class TestReplacing:
+    @pytest.mark.parametrize("mode", ["never", "always"])
+    @pytest.mark.parametrize("used", [False, True])
+    @pytest.mark.parametrize("name", [("pipe", n) for n in REPLACING] + [("partition", n) for n in THROUGH_A_PARTITION])
+    def test_a_replaced_layer_is_computed_trained_and_saved(self, name: Any, used: bool, mode: str) -> None:
+        pipe, model = piped(linears(), [1, 2], chunks=2, checkpoint=mode), linears()
+        if used:
+            assert_trains_like(pipe, model)
+        where, how = name
+        if where == "pipe":
+            REPLACING[how](pipe, layer())
+        else:
+            THROUGH_A_PARTITION[how](pipe.partitions[1], layer())
+        model[1] = layer()
+        assert_one_truth(pipe)
+        assert_trains_like(pipe, model)
+        torch.testing.assert_close(pipe.state_dict(), model.state_dict())
+
+    @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 3)), max_size=6), st.booleans())
+    def test_any_row_of_replacements(self, changes: list[tuple[int, bool, int]], step: bool) -> None:
+        model = linears(4)
+        pipe = piped(model, [1, 2, 1], chunks=2)
+        for k, through, seed in changes:
+            where = next(part for part in pipe.partitions if str(k) in part._modules) if through else pipe
+            setattr(where, str(k), layer(seed))
+            setattr(model, str(k), layer(seed))
+            assert_one_truth(pipe)
+        if step:
+            model(rows()).square().mean().backward()
+            pipe.step(rows(), loss_fn=lambda y, _: y.square().mean())
+            grads = [{n: p.grad for n, p in each.named_parameters()} for each in (pipe, model)]
+            torch.testing.assert_close(*grads)
+        else:
+            assert_trains_like(pipe, model)
+
+    @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+    def test_between_forward_and_backward_it_is_as_on_the_plain_model_or_refused(self, mode: str) -> None:
+        pipe, model = piped(linears(), [1, 2], chunks=2, checkpoint=mode), linears()
+        old = pipe[1]
+        loss, expected = pipe(rows()).sum(), model(rows()).sum()
+        pipe[1] = layer()
+        pipe[0] = layer()
+        expected.backward()
+        if mode == "never":
+            loss.backward()
+            torch.testing.assert_close(old.weight.grad, model[1].weight.grad)
+        else:
+            with pytest.raises(
+                RuntimeError,
+                match=r"layer '[01]' was replaced or moved .* between the forward and the backward.*after backward\(\)",
+            ):
+                loss.backward()
+
+    def test_a_mode_and_dtype_of_its_own_stay(self) -> None:
+        pipe = piped(linears(), [1, 2])
+        pipe[1] = layer().eval().to(torch.float16)
+        assert (pipe[1].training, pipe[1][0].weight.dtype) == (False, torch.float16)
+
+    def test_deferred_batch_norm_goes_on(self) -> None:
+        pipe = piped(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), [1, 1], chunks=2, deferred_batch_norm=True)
+        pipe[0] = nn.BatchNorm1d(3)
+        pipe[1] = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        assert isinstance(pipe[0], DeferredBatchNorm)
+        assert isinstance(pipe[1][1], DeferredBatchNorm)
+        assert_one_truth(pipe)
+        pipe(torch.randn(4, 3))
+        assert (pipe[0].num_batches_tracked, pipe[1][1].num_batches_tracked) == (1, 1)
+
+    @pytest.mark.parametrize("within", [False, True])
+    def test_conversion_reaches_what_is_computed(self, within: bool) -> None:
+        pipe = piped(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), [1, 1], chunks=2)
+        DeferredBatchNorm.convert_deferred_batch_norm(pipe.partitions[0] if within else pipe, 2)
+        pipe(torch.randn(4, 3))
+        assert pipe[0].num_batches_tracked == 1
+        assert_one_truth(pipe)
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+    def test_a_copy_changes_by_itself(self, copied: Callable[[GPipe], GPipe]) -> None:
+        pipe, model = piped(linears(), [1, 2], chunks=2), linears()
+        twin = copied(pipe)
+        twin[0] = layer(1)
+        twin.partitions[1][0] = layer(2)
+        assert_one_truth(twin)
+        assert_one_truth(pipe)
+        assert_trains_like(pipe, model)
+        model[0], model[1] = layer(1), layer(2)
+        assert_trains_like(twin, model)
+
+    def test_a_copied_partition_belongs_to_nobody(self) -> None:
+        part = copy.deepcopy(piped(linears(), [1, 2]).partitions[1])
+        part.add_module("new", layer())
+        del part[0]
+        part.scale = nn.Parameter(torch.ones(1))
+        assert len(part) == 2
+
+    def test_partitions_outlive_their_pipe(self) -> None:
+        pipe = piped(linears(), [1, 2])
+        part = pipe.partitions[1]
+        del pipe
+        gc.collect()
+        part.add_module("new", layer())
+        part[0] = layer()
+        del part[1]
+        assert len(part) == 2
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return super().forward(x)
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return super().forward(x) + skip
+
+
+class TestSkips:
+    def model(self) -> nn.Sequential:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return nn.Sequential(Stash(3, 3), nn.Tanh(), nn.Tanh(), Pop(3, 3), nn.Tanh()).to(DOUBLE)
+
+    def test_another_layer_with_the_same_skip(self) -> None:
+        model = self.model()
+        pipe = piped(model, [2, 3], chunks=2)
+        assert_trains_like(pipe, model)
+        with torch.random.fork_rng(devices=[]):
+            new = Pop(3, 3).to(DOUBLE)
+        pipe[3], model[3] = new, copy.deepcopy(new)
+        assert_trains_like(pipe, model)
+
+    def test_one_that_leaves_a_skip_alone_is_refused(self) -> None:
+        model = self.model()
+        pipe = piped(model, [2, 3], chunks=2)
+        with pytest.raises(TypeError, match="'skip'"):
+            pipe[3] = nn.Linear(3, 3, dtype=DOUBLE)
+        assert_one_truth(pipe)
+        assert_trains_like(pipe, model)
+
+
+# What a plain nn.Sequential takes, and computes or trains; a pipe has no place for it.
+REFUSED: dict[str, Callable[[GPipe], Any]] = {
+    "a layer more": lambda pipe: pipe.add_module("new", layer()),
+    "a layer more, by attribute": lambda pipe: setattr(pipe, "new", layer()),
+    "a layer more, in _modules": lambda pipe: pipe._modules.update(new=layer()),
+    "a layer more, by default": lambda pipe: pipe._modules.setdefault("new", layer()),
+    "none": lambda pipe: setattr(pipe, "1", None),
+    "none, in _modules": lambda pipe: pipe._modules.__setitem__("1", None),
+    "no layer": lambda pipe: setattr(pipe, "1", 5),
+    "a parameter for a layer": lambda pipe: setattr(pipe, "1", nn.Parameter(torch.ones(1))),
+    "deleted": lambda pipe: delattr(pipe, "1"),
+    "deleted in _modules": lambda pipe: pipe._modules.pop("1"),
+    "the last one in _modules": lambda pipe: pipe._modules.popitem(),
+    "all of them": lambda pipe: pipe._modules.clear(),
+    "the same layer twice": lambda pipe: setattr(pipe, "1", pipe[2]),
+    "a layer without data": lambda pipe: setattr(pipe, "1", nn.Linear(3, 3, device="meta")),
+    "partition, a layer more": lambda pipe: pipe.partitions[1].append(layer()),
+    "partition, several more": lambda pipe: pipe.partitions[1].extend(linears()),
+    "partition, inserted": lambda pipe: pipe.partitions[1].insert(0, layer()),
+    "partition, a named one more": lambda pipe: pipe.partitions[1].add_module("new", layer()),
+    "partition, of another one": lambda pipe: setattr(pipe.partitions[0], "1", pipe[1]),
+    "partition, deleted": lambda pipe: pipe.partitions[1].__delitem__(0),
+    "partition, popped": lambda pipe: pipe.partitions[1].pop(0),
+    "partition, added": lambda pipe: pipe.partitions[1].__iadd__(linears()),
+    "partition, multiplied": lambda pipe: pipe.partitions[1].__imul__(2),
+    "partition, a parameter": lambda pipe: setattr(pipe.partitions[1], "scale", nn.Parameter(torch.ones(1))),
+    "partition, a buffer": lambda pipe: pipe.partitions[1].register_buffer("mean", torch.ones(1)),
+    "partitions, one more": lambda pipe: pipe.partitions.append(linears()),
+    "partitions, another one": lambda pipe: pipe.partitions.__setitem__(0, linears()),
+    "partitions, deleted": lambda pipe: pipe.partitions.__delitem__(0),
+    "partitions, inserted": lambda pipe: pipe.partitions.insert(0, linears()),
+    "partitions, popped": lambda pipe: pipe.partitions.pop(0),
+}
+
+
+class TestRefused:
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_it_says_so_and_nothing_has_changed(self, name: str) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        before = [*pipe.named_modules(), *pipe.partitions.named_modules()]
+        with pytest.raises((TypeError, ValueError)):
+            REFUSED[name](pipe)
+        assert [*pipe.named_modules(), *pipe.partitions.named_modules()] == before
+        assert_one_truth(pipe)
+        assert_trains_like(pipe, linears())
+
+    @given(st.lists(st.sampled_from(sorted(REFUSED)), max_size=5))
+    def test_any_row_of_refusals(self, names: list[str]) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        for name in names:
+            with pytest.raises((TypeError, ValueError)):
+                REFUSED[name](pipe)
+        assert_one_truth(pipe)
+        torch.testing.assert_close(pipe(rows()), linears()(rows()))
+
+    def test_the_message_says_the_way_out(self) -> None:
+        pipe = piped(linears(), [1, 2])
+        for name in ("a layer more", "deleted", "partition, a layer more"):
+            with pytest.raises(TypeError, match=r"GPipe\(nn.Sequential\(\.\.\.\), balance=\.\.\.\)"):
+                REFUSED[name](pipe)
+
+
+def test_a_parameter_of_the_pipe_itself_is_trained_and_saved_as_on_the_plain_model() -> None:
+    """Such as the weights of several losses."""
+    pipe, model = piped(linears(), [1, 2], chunks=2), linears()
+    for each in (pipe, model):
+        each.scale = nn.Parameter(torch.full((1,), 2.0, dtype=DOUBLE))
+        each.register_buffer("seen", torch.zeros(1))
+        (each(rows()).square().sum() * each.scale).backward()
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    grads = [{n: p.grad for n, p in each.named_parameters()} for each in (pipe, model)]
+    torch.testing.assert_close(*grads)
+    assert [name for name, _ in pipe.named_children()] == ["0", "1", "2"]

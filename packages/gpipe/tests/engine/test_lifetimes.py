@@ -1,0 +1,246 @@
+"""What a run made is gone when nobody needs it any more, although the pipe, its threads and its output live on."""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from gpipe import GPipe, inline
+from gpipe.skip import Namespace, pop, skippable, stash
+
+from ..layers import Call, linears, rows
+from ..sweeps import swept
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_collector", "sweeps")
+
+MODES = ("never", "except_last", "always")
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_way = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threads", "inline"])
+Block = Callable[[], AbstractContextManager[Any]]
+
+
+class Gradients(torch.autograd.Function):
+    """The identity, whose backward hands its gradient to a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, watch: Callable[[Tensor], object]) -> Tensor:
+        ctx.watch = watch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.watch(gradient)
+        return gradient * 1, None
+
+
+class Memory:
+    """The memory of tensors, without keeping it."""
+
+    def __init__(self) -> None:
+        self._seen: list[weakref.ref[Any]] = []
+        self.counts: list[int] = []
+
+    def watch(self, tensor: Tensor) -> None:
+        self._seen.append(weakref.ref(tensor.untyped_storage()))
+
+    @property
+    def settled(self) -> int:
+        """What is alive when the runs are over that nobody holds any more."""
+        swept()
+        return self.alive
+
+    @property
+    def alive(self) -> int:
+        return len({id(storage) for seen in self._seen if (storage := seen()) is not None})
+
+    def layer(self) -> nn.Module:
+        """Watches its input, its output, and the gradient of that."""
+
+        def act(x: Tensor) -> Tensor:
+            self.watch(x)
+            output = Gradients.apply(x * 2, self.watch)
+            self.watch(output)
+            self.counts.append(self.alive)
+            return output
+
+        return Call(act)
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * 2)
+        return x * 1
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip
+
+
+def watched(stages: int, mode: str, microbatches: int) -> tuple[GPipe, Memory]:
+    """A pipe of layers that are watched, with a skip past all of them."""
+    memory, space = Memory(), Namespace()
+    inner = [memory.layer() for _ in range(stages)]
+    model = nn.Sequential(*linears(1), Stash().isolate(space), *inner, Pop().isolate(space), *linears(1))
+    balance = [3, *[1] * (stages - 2), 3]
+    return GPipe(model, balance, devices=["cpu"] * stages, chunks=microbatches, checkpoint=mode), memory
+
+
+@each_mode
+@each_way
+@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [True, False])
+def test_without_gradients_nothing_is_kept(training: bool, block: Block, way: Block, mode: str):
+    pipe, memory = watched(3, mode, 8)
+    pipe.train(training)
+    with block(), way():
+        output = pipe(rows(16))
+    assert memory.settled == 0
+    assert output.shape == (16, 3)
+    pipe.close()
+
+
+@each_mode
+@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_micro_batch_is_gone_before_the_next_but_one(block: Block, mode: str):
+    """However many there are: memory in evaluation does not grow with the number of micro-batches."""
+    most = []
+    for microbatches in (4, 12):
+        pipe, memory = watched(3, mode, microbatches)
+        with block(), inline():
+            pipe(rows(2 * microbatches))
+        most.append(max(memory.counts))
+    assert most[0] == most[1]
+
+
+@each_mode
+@each_way
+def test_after_the_backward_nothing_is_kept_while_the_output_lives(way: Block, mode: str):
+    pipe, memory = watched(3, mode, 4)
+    with way():
+        x = rows(8, grad=True)
+        output = pipe(x)
+        output.square().sum().backward()
+    assert memory.settled == 0
+    assert output.grad_fn is not None
+    assert x.grad is not None
+    pipe.close()
+
+
+@each_mode
+@each_way
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
+def test_after_a_step_nothing_is_kept(schedule: str, way: Block, mode: str):
+    pipe, memory = watched(3, mode, 4)
+    with way():
+        loss, output = pipe.step(
+            rows(8), loss_fn=lambda y, _: y.square().mean(), schedule=schedule, return_outputs=True
+        )
+    assert memory.settled == 0
+    assert output.shape == (8, 3)
+    assert loss.isfinite()
+    pipe.close()
+
+
+@each_mode
+@each_way
+def test_an_output_without_its_backward_takes_everything_with_it(way: Block, mode: str):
+    pipe, memory = watched(3, mode, 4)
+    with way():
+        output = pipe(rows(8))
+        del output
+    assert memory.settled == 0
+    pipe.close()
+
+
+@each_mode
+@each_way
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_gradients_of_the_output_go_although_it_stays(chunks: int, way: Block, mode: str):
+    pipe = GPipe(nn.Sequential(*linears()), [1, 2], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
+    memory = Memory()
+    with way():
+        output = pipe(rows(6))
+        gradient = torch.ones_like(output)
+        memory.watch(gradient)
+        output.backward(gradient)
+        del gradient
+    assert memory.settled == 0
+    assert output.shape == (6, 3)
+    pipe.close()
+
+
+class Thing:
+    """What a caller has in a context variable."""
+
+
+class Passive(TorchFunctionMode):
+    """A mode that does nothing."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("gpipe.tests.variable", default=None)
+
+
+@each_mode
+@each_way
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_a_caller_had_switched_on_is_of_its_run_alone(trains: bool, way: Block, mode: str):
+    """The first run opens the threads; still they keep nothing of what its caller saw, and show it to no other run."""
+    seen: list[Any] = []
+    layer = Call(lambda x: seen.append(weakref.ref(v) if (v := VARIABLE.get()) else None) or x * 2)
+    pipe = GPipe(nn.Sequential(layer, *linears(1)), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
+
+    def run(switched_on: bool) -> list[weakref.ref[Any]]:
+        thing, function_mode, pack = Thing(), Passive(), lambda tensor: tensor
+        with ExitStack() as stack:
+            stack.enter_context(way())
+            stack.enter_context(nullcontext() if trains else torch.no_grad())
+            if switched_on:
+                token = VARIABLE.set(thing)
+                stack.callback(VARIABLE.reset, token)
+                stack.enter_context(function_mode)
+                stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+            output = pipe(rows(4))
+        if trains:
+            output.sum().backward()
+        return [weakref.ref(each) for each in (thing, function_mode, pack)]
+
+    for switched_on in (True, False, True, False):
+        seen.clear()
+        kept = run(switched_on)
+        assert {each is not None for each in seen} == {switched_on}
+        assert [each() for each in kept] == [None] * 3
+        assert [each() for each in seen if each is not None] == [None] * len(seen) * switched_on
+    pipe.close()
+
+
+@each_mode
+def test_a_thread_that_opened_the_workers_may_go(mode: str):
+    """As in a trainer that makes its first step on a thread of its own, in a context of its own."""
+    pipe = GPipe(nn.Sequential(*linears()), [1, 2], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
+
+    def first() -> weakref.ref[Any]:
+        thing = Thing()
+        VARIABLE.set(thing)
+        pipe(rows(4)).sum().backward()
+        return weakref.ref(thing)
+
+    kept = contextvars.Context().run(first)
+    assert kept() is None
+    pipe(rows(4)).sum().backward()
+    pipe.close()

@@ -1,0 +1,430 @@
+"""The loss of a step: that of the whole mini-batch, however it is put together from its micro-batches."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe import GPipe
+from profiler import AllocationTracker
+
+from ..layers import DOUBLE, assert_same, linears, piped, rows
+from ..schedules import ALONE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+CLASSES, PAD = 3, -100
+
+each_schedule = pytest.mark.parametrize("schedule", ALONE)
+
+
+@st.composite
+def labels(draw: st.DrawFn) -> tuple[Tensor, list[float], int]:
+    """Labels of rows of tokens, at least one of which counts; a weight for each class; chunks."""
+    length, count = draw(st.integers(1, 3)), draw(st.integers(1, 7))
+    flat = draw(st.lists(st.sampled_from([PAD, 0, 1, 2]), min_size=length * count, max_size=length * count))
+    flat[draw(st.integers(0, len(flat) - 1))] = draw(st.integers(0, CLASSES - 1))
+    weights = draw(st.lists(st.floats(0.1, 10), min_size=CLASSES, max_size=CLASSES))
+    return torch.tensor(flat).view(count, length), weights, draw(st.integers(1, 8))
+
+
+def tokens(count: int, length: int) -> Tensor:
+    return torch.randn(count, length, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(2))
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(labels(), st.sampled_from(ALONE), st.sampled_from(MODES), st.booleans(), st.booleans())
+def test_ignored_tokens_and_weights_of_classes(
+    case: tuple[Tensor, list[float], int], schedule: str, mode: str, counts: bool, weighted: bool
+):
+    """The count may come with each micro-batch, or the caller may know it before; some have nothing that counts."""
+    target, class_weights, chunks = case
+    weight = torch.tensor(class_weights, dtype=DOUBLE) if weighted else None
+    model, x = linears(), tokens(*target.shape)
+    pipe = piped(model, [1, 2], chunks=chunks, checkpoint=mode)
+
+    def total(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), weight, ignore_index=PAD, reduction="sum")
+
+    def count(target: Tensor) -> Tensor:
+        kept = target[target != PAD]
+        return torch.tensor(kept.numel()) if weight is None else weight[kept].sum()
+
+    options: dict[str, Any] = {} if counts else {"reduction": "sum", "normalizer": count(target)}
+    loss_fn = (lambda logits, target: (total(logits, target), count(target))) if counts else total
+    with gpipe.inline():
+        loss = pipe.step(x, target, loss_fn=loss_fn, schedule=schedule, **options)
+    expected = F.cross_entropy(model(x).flatten(0, 1), target.flatten(), weight, ignore_index=PAD)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    assert_same(pipe, model)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from(ALONE))
+@settings(max_examples=settings.default.max_examples // 3)
+def test_mean_weighs_microbatches_by_their_rows(count: int, chunks: int, schedule: str):
+    model = linears()
+    pipe = piped(model, [1, 2], chunks=chunks)
+    with gpipe.inline():
+        loss = pipe.step(rows(count), rows(count), loss_fn=nn.MSELoss(), schedule=schedule)
+    expected = F.mse_loss(model(rows(count)), rows(count))
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("count", [2, 2.0, True, torch.tensor(2), torch.tensor([[2.0]], dtype=DOUBLE)])
+def test_counts_are_any_numbers(count: Any):
+    model = linears()
+    pipe = piped(model, [1, 2], chunks=3)
+    loss = pipe.step(rows(), rows(), loss_fn=lambda o, t: (F.mse_loss(o, t, reduction="sum"), count))
+    expected = F.mse_loss(model(rows()), rows(), reduction="sum") / (3 * int(count))
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("count", [torch.tensor(200, dtype=torch.uint8), torch.tensor(257.0, dtype=torch.bfloat16)])
+def test_counts_add_up_in_any_dtype(count: Tensor):
+    pipe = piped(linears(), [1, 2], chunks=3)
+    loss = pipe.step(rows(), loss_fn=lambda o, _: (o.sum() * 0 + 1, count))
+    assert loss.item() == pytest.approx(1 / float(count))
+
+
+@each_schedule
+def test_sum_of_nothing_is_what_torch_makes_of_it(schedule: str):
+    pipe = piped(linears(), [1, 2], chunks=3)
+    calls: list[Tensor] = []
+    pipe[0].weight.register_hook(calls.append)
+    loss = pipe.step(rows(), loss_fn=lambda o, _: (o.sum() * 0, 0), schedule=schedule)
+    assert loss.isnan()
+    assert calls[0].isnan().all()
+    assert torch.equal(calls[0], pipe[0].weight.grad) or pipe[0].weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_loss_has_the_dtype_of_the_losses(dtype: torch.dtype):
+    pipe = piped(linears().to(dtype), [1, 2], chunks=3)
+    x = rows().to(dtype)
+    loss = pipe.step(x, x, loss_fn=F.mse_loss)
+    assert loss.dtype is dtype
+    assert loss.shape == ()
+    assert not loss.requires_grad
+
+
+def test_loss_is_computed_once_a_microbatch_where_the_last_stage_is():
+    pipe, threads = piped(linears(), [1, 2], chunks=3), []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        threads.append(threading.current_thread())
+        assert torch.is_grad_enabled()
+        assert output.requires_grad
+        return F.mse_loss(output, target)
+
+    pipe.step(rows(), rows(), loss_fn=loss_fn)
+    assert len(threads) == 3
+    assert len(set(threads)) == 1
+    assert threads[0] is not threading.current_thread()
+    threads.clear()
+    with gpipe.inline():
+        pipe.step(rows(), rows(), loss_fn=loss_fn)
+    assert threads == [threading.current_thread()] * 3
+
+
+def test_loss_function_sees_the_autocast_of_the_caller():
+    pipe, seen = piped(linears().float(), [1, 2], chunks=2), []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        seen.append((torch.is_autocast_enabled("cpu"), output.dtype))
+        return F.mse_loss(output.float(), target)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe.step(rows().float(), rows().float(), loss_fn=loss_fn)
+    assert seen == [(True, torch.bfloat16)] * 2
+
+
+def test_loss_function_may_work_in_place():
+    model = linears()
+    pipe = piped(model, [1, 2], chunks=3)
+    _, output = pipe.step(rows(), rows(), loss_fn=lambda o, t: o.sub_(t).square().mean(), return_outputs=True)
+    F.mse_loss(model(rows()), rows()).backward()
+    assert_same(pipe, model)
+    assert output.shape == (6, 3)
+
+
+def test_loss_function_may_work_in_place_on_some_microbatches_only():
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if target[0, 0] == 6:  # the second micro-batch
+            output.mul_(2)
+        return output.square().mean()
+
+    model = linears()
+    pipe, x, targets = piped(model, [1, 2], chunks=3), rows(), torch.arange(18.0, dtype=DOUBLE).view(6, 3)
+    pipe.step(x, targets, loss_fn=loss_fn)
+    factors = torch.tensor([1, 1, 2, 2, 1, 1], dtype=DOUBLE)[:, None]
+    (model(x) * factors).square().mean().backward()
+    assert_same(pipe, model)
+
+
+class Scaled(nn.Module):
+    """A loss with parameters."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=DOUBLE))
+        self.counts = counts
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        each = (output - target).square() * self.scale
+        return (each.sum(), each.numel()) if self.counts else each.mean()
+
+
+def criteria(counts: bool) -> tuple[nn.Sequential, GPipe, Scaled, Scaled]:
+    model, criterion = linears(), Scaled(counts)
+    return model, piped(model, [1, 2], chunks=4), criterion, copy.deepcopy(criterion)
+
+
+@each_schedule
+def test_parameters_of_the_loss_are_trained_too(schedule: str):
+    model, pipe, own, plain = criteria(counts=False)
+    pipe.step(rows(7), rows(7), loss_fn=own, schedule=schedule)
+    plain(model(rows(7)), rows(7)).backward()
+    assert_same(own, plain)
+    assert_same(pipe, model)
+
+
+def test_parameters_of_a_loss_that_counts_get_gradients_of_the_mean():
+    model, pipe, own, plain = criteria(counts=True)
+    pipe.step(rows(7), rows(7), loss_fn=own)
+    total, count = plain(model(rows(7)), rows(7))
+    (total / count).backward()
+    assert_same(pipe, model)
+    assert_same(own, plain)
+
+
+@each_schedule
+def test_parameters_of_the_loss_have_the_gradients_of_before_after_a_failure(schedule: str):
+    _, pipe, own, _ = criteria(counts=False)
+    calls: list[int] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ArithmeticError("no")
+
+    pipe[2].register_forward_hook(fail)
+    for before in (None, torch.ones_like(own.scale)):
+        calls.clear()
+        own.scale.grad = None if before is None else before.clone()
+        with pytest.raises(ArithmeticError):
+            pipe.step(rows(7), rows(7), loss_fn=own, schedule=schedule)
+        torch.testing.assert_close(own.scale.grad, before)
+
+
+def stepped(pipe: GPipe, x: Tensor, target: Tensor, scaler: torch.amp.GradScaler) -> None:
+    pipe.step(x, target, loss_fn=lambda output, target: scaler.scale(F.mse_loss(output, target)))
+
+
+def plainly(model: nn.Module, x: Tensor, target: Tensor, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(F.mse_loss(model(x), target)).backward()
+
+
+def test_gradient_scaler():
+    models = [linears().float(), piped(linears().float(), [1, 2], chunks=4)]
+    x, target = rows(7).float(), rows(7).float()
+    for model in models:
+        step = partial(stepped, model) if isinstance(model, GPipe) else partial(plainly, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            step(x, target, scaler)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert_same(*models)
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
+
+
+def test_gradient_scaler_skips_what_overflows():
+    pipe, scaler = piped(linears().float(), [1, 2], chunks=3), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer, before = torch.optim.SGD(pipe.parameters(), 0.1), copy.deepcopy(pipe.state_dict())
+    pipe.step(rows().float(), loss_fn=lambda o, _: scaler.scale((o * math.inf).sum()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    torch.testing.assert_close(pipe.state_dict(), before)
+
+
+class TestBadLosses:
+    @pytest.mark.parametrize(
+        ("loss_fn", "kind", "message"),
+        [
+            (lambda o, t: 3.0, TypeError, "returned float; expected a scalar tensor"),
+            (lambda o, t: None, TypeError, "returned NoneType"),
+            (lambda o, t: [o.sum()], TypeError, "returned list"),
+            (lambda o, t: o - t, ValueError, r"shape \(2, 3\); expected a scalar: take its mean"),
+            (lambda o, t: o.sum(0, keepdim=True)[:, :1], ValueError, r"shape \(1, 1\)"),
+            (lambda o, t: (o.sum(1), 3), ValueError, r"shape \(2,\)"),
+            (lambda o, t: o.detach().sum(), ValueError, "does not require grad"),
+            (lambda o, t: (t.sum(), 3), ValueError, "does not require grad"),
+            (lambda o, t: (o.sum(), 3, 4), ValueError, r"tuple of 3; expected a scalar loss, or \(sum, count\)"),
+            (lambda o, t: (), ValueError, "tuple of 0"),
+            (lambda o, t: (o + 1j).sum(), TypeError, r"complex128; expected a real scalar: take its \.real or \.abs"),
+            (lambda o, t: ((o + 1j).sum(), 3), TypeError, "complex128"),
+            (lambda o, t: (o.sum(), o.square().sum()), ValueError, r"count that requires grad.*count\.detach\(\)"),
+            (lambda o, t: (o.sum(), torch.ones(3)), ValueError, r"count of shape \(3,\); expected one number"),
+            (
+                lambda o, t: (o.sum(), torch.ones(()) * 1j),
+                TypeError,
+                "count of torch.complex64; expected a real number",
+            ),
+            (lambda o, t: (o.sum(), "3"), TypeError, "count of str; expected a real number"),
+            (lambda o, t: (o.sum(), None), TypeError, "count of NoneType"),
+        ],
+    )
+    @each_schedule
+    def test_what_is_no_loss_is_refused_with_the_place(
+        self, schedule: str, loss_fn: Any, kind: type[Exception], message: str
+    ) -> None:
+        pipe, model = piped(linears(), [1, 2], chunks=3), linears()
+        with pytest.raises(kind, match=message) as caught:
+            pipe.step(rows(), rows(), loss_fn=loss_fn, schedule=schedule)
+        assert "in partition 1" in " ".join(caught.value.__notes__)
+        assert all(p.grad is None for p in pipe.parameters())
+        pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
+        F.mse_loss(model(rows()), rows()).backward()
+        assert_same(pipe, model)
+
+    @each_schedule
+    def test_what_the_loss_raises_is_raised(self, schedule: str) -> None:
+        calls: list[int] = []
+
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            calls.append(1)
+            if len(calls) == 2:
+                raise ArithmeticError("no such loss")
+            return F.mse_loss(output, target)
+
+        pipe = piped(linears(), [1, 2], chunks=3)
+        with pytest.raises(ArithmeticError, match="no such loss") as caught:
+            pipe.step(rows(), rows(), loss_fn=loss_fn, schedule=schedule)
+        assert "micro-batch 1 of 3" in " ".join(caught.value.__notes__)
+        assert all(p.grad is None for p in pipe.parameters())
+
+    @pytest.mark.parametrize("normalizer", [0, torch.tensor(0)])
+    def test_division_by_no_count_is_refused_before_anything_runs(self, normalizer: Any) -> None:
+        pipe = piped(linears(), [1, 2], chunks=3)
+        with pytest.raises(ValueError, match="normalizer must not be 0"):
+            pipe.step(rows(), rows(), loss_fn=F.mse_loss, reduction="sum", normalizer=normalizer)
+        assert all(p.grad is None for p in pipe.parameters())
+
+    def test_counts_of_some_microbatches_only(self) -> None:
+        """No sum of these means anything."""
+        pipe, calls = piped(linears(), [1, 2], chunks=3), []
+
+        def loss_fn(output: Tensor, target: Tensor) -> Any:
+            calls.append(1)
+            loss = F.mse_loss(output, target)
+            return (loss, 1) if len(calls) == 2 else loss
+
+        with pytest.raises((TypeError, ValueError)):
+            pipe.step(rows(), rows(), loss_fn=loss_fn)
+
+
+class TestCheckpointed:
+    """Where the last stage is checkpointed the loss is computed when it is recomputed."""
+
+    @staticmethod
+    def peak(chunks: int, schedule: str, mode: str) -> int:
+        """The most bytes in a step with outputs of 32 KiB for each micro-batch, and little else."""
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 4096))
+        pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
+        x, labels = torch.randn(2 * chunks, 3), torch.zeros(2 * chunks, dtype=torch.int64)
+        with gpipe.inline():
+            pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
+            with AllocationTracker() as tracker:
+                pipe.step(x, labels, loss_fn=F.cross_entropy, schedule=schedule)
+        return tracker.peak
+
+    @each_schedule
+    @settings(max_examples=settings.default.max_examples // 10)
+    @given(few=st.integers(2, 5), more=st.integers(1, 12))
+    def test_what_losses_hold_does_not_grow_with_the_number_of_micro_batches(
+        self, schedule: str, few: int, more: int
+    ) -> None:
+        grown = self.peak(few + more, schedule, "always") - self.peak(few, schedule, "always")
+        assert grown < 4096 * more
+
+    @each_schedule
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("inline", [False, True])
+    def test_the_loss_is_computed_once_for_each_micro_batch(self, schedule: str, mode: str, inline: bool) -> None:
+        seen: list[list[float]] = []
+
+        def loss_fn(output: Tensor, target: Tensor) -> Any:
+            assert not gpipe.is_checkpointing()
+            assert not gpipe.is_recomputing()
+            seen.append(target[:, 0].tolist())
+            return F.mse_loss(output, target), {"first": target[:, 0]}
+
+        model, target = linears(), rows(7)
+        pipe = piped(model, [1, 2], chunks=3, checkpoint=mode)
+        with gpipe.inline() if inline else nullcontext():
+            loss, metrics, outputs = pipe.step(rows(7), target, loss_fn=loss_fn, schedule=schedule, return_outputs=True)
+        assert sorted(seen) == sorted(part[:, 0].tolist() for part in target.split(3))
+        expected = F.mse_loss(model(rows(7)), target)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(metrics["first"], target[:, 0])
+        torch.testing.assert_close(outputs, model(rows(7)).detach())
+        assert_same(pipe, model)
+
+    @each_schedule
+    def test_a_loss_that_draws_draws_the_same_in_every_mode(self, schedule: str) -> None:
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(F.dropout(output, 0.5), target)
+
+        found = []
+        for mode in MODES:
+            pipe = piped(nn.Sequential(*linears(), nn.Dropout(0.5)), [1, 3], chunks=3, checkpoint=mode)
+            for _ in range(2):
+                pipe.zero_grad()
+                torch.manual_seed(5)
+                loss = pipe.step(rows(7), rows(7), loss_fn=loss_fn, schedule=schedule)
+            found.append((loss, [parameter.grad for parameter in pipe.parameters()]))
+        torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-12, atol=1e-12)
+
+    @each_schedule
+    @pytest.mark.parametrize("mode", MODES)
+    def test_layers_that_change_themselves_keep_their_graph_and_get_their_loss(self, schedule: str, mode: str) -> None:
+        class Counting(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+                self.count = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.count.add_(1)
+                return self.inner(x)
+
+        layers = nn.Sequential(linears()[0], Counting(linears()[1]))
+        pipe, plain = piped(layers, [1, 1], chunks=3, checkpoint=mode), linears()[:2]
+        pipe.step(rows(7), rows(7), loss_fn=F.mse_loss, schedule=schedule)
+        F.mse_loss(plain(rows(7)), rows(7)).backward()
+        torch.testing.assert_close(
+            [p.grad for p in pipe.parameters() if p.requires_grad], [p.grad for p in plain.parameters()]
+        )

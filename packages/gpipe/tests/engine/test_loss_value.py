@@ -1,0 +1,192 @@
+"""What loss functions take and return, and what a step makes of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe import GPipe
+from gpipe.engine._loss_value import loss_value
+
+from ..layers import DOUBLE, assert_same, linears, piped, rows
+from ..schedules import ALONE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+each_schedule = pytest.mark.parametrize("schedule", ALONE)
+
+
+def square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+class Square(nn.Module):
+    def forward(self, output: Tensor) -> Tensor:
+        return square(output)
+
+
+class Called:
+    def __call__(self, output: Tensor, /) -> Tensor:
+        return square(output)
+
+    def method(self, output: Tensor) -> Tensor:
+        return square(output)
+
+
+class TestWithoutTarget:
+    @pytest.mark.parametrize(
+        "loss_fn",
+        [square, Square(), Called(), Called().method, lambda output: square(output)],
+    )
+    @each_schedule
+    def test_a_function_of_the_output_alone(self, loss_fn: Callable[[Tensor], Tensor], schedule: str) -> None:
+        pipe, plain = piped(linears(), [1, 2], chunks=3), linears()
+        loss = pipe.step(rows(7), loss_fn=loss_fn, schedule=schedule)
+        expected = loss_fn(plain(rows(7)))
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(pipe.evaluate(rows(7), loss_fn=loss_fn), pipe.step(rows(7), loss_fn=loss_fn))
+        pipe.zero_grad()
+        pipe.step(rows(7), loss_fn=loss_fn)
+        assert_same(pipe, plain)
+
+    def test_a_function_of_two_gets_none(self) -> None:
+        seen: list[Any] = []
+
+        def both(output: Tensor, target: Any) -> Tensor:
+            seen.append(target)
+            return square(output)
+
+        def optional(output: Tensor, target: Any = "default") -> Tensor:
+            return both(output, target)
+
+        def any_number(*arguments: Any) -> Tensor:
+            return both(*arguments)
+
+        for loss_fn in (both, optional, any_number):
+            piped(linears(), [1, 2], chunks=3).step(rows(), loss_fn=loss_fn)
+        assert seen == [None] * 9
+
+    def test_a_target_that_nobody_takes_is_refused(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=3)
+        with pytest.raises(TypeError, match="a target is given, but loss_fn takes the output alone"):
+            pipe.step(rows(), rows(), loss_fn=square)
+        with pytest.raises(TypeError, match="a target is given, but no loss_fn that takes it"):
+            pipe.step(rows(), rows())
+
+    @pytest.mark.parametrize("loss_fn", [3, "mse", torch.zeros(())])
+    def test_what_is_no_function_is_refused(self, loss_fn: Any) -> None:
+        with pytest.raises(TypeError, match="loss_fn must be a function of the output and the target; got"):
+            piped(linears(), [1, 2], chunks=3).step(rows(), rows(), loss_fn=loss_fn)
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss, given labels."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=DOUBLE)
+        self.kind = kind
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.layer(x)
+        loss = F.mse_loss(logits, labels)
+        return {"scalar": loss, "dict": {"loss": loss, "logits": logits}, "dataclass": Output(loss, logits)}[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["scalar", "dict", "dataclass"])
+@given(count=st.integers(1, 7), chunks=st.integers(1, 4), inline=st.booleans(), schedule=st.sampled_from(ALONE))
+@settings(max_examples=settings.default.max_examples // 4)
+def test_a_model_may_compute_its_loss(kind: str, count: int, chunks: int, inline: bool, schedule: str):
+    plain = WithLoss(kind)
+    pipe = GPipe(nn.Sequential(copy.deepcopy(plain)), [1], devices=["cpu"], chunks=chunks)
+    batch = {"x": rows(count), "labels": rows(count).abs()}
+    found = plain(**batch)
+    loss = found if kind == "scalar" else found["loss"] if kind == "dict" else found.loss
+    loss.backward()
+    with gpipe.inline() if inline else closing(pipe):
+        torch.testing.assert_close(pipe.evaluate(**batch), loss.detach())
+        torch.testing.assert_close(pipe.step(**batch, schedule=schedule), loss.detach())
+    torch.testing.assert_close(pipe[0].layer.weight.grad, plain.layer.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda x: x, r"got a tensor of shape \(2, 3\); give loss_fn=\.\.\., or what the model computes its loss from"),
+        (lambda x: {"logits": x}, "got a dict with 'logits'; give loss_fn"),
+        (lambda x: {"loss": x}, "got a dict with 'loss'"),
+        (lambda x: (x.sum(), x), "got a tuple; set return_dict=True, give loss_fn"),
+        (lambda x: None, "got a NoneType"),
+    ],
+)
+@each_schedule
+def test_an_output_that_is_no_loss_is_refused(schedule: str, output: Callable[[Tensor], Any], message: str):
+    class Last(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return output(x)
+
+    pipe = piped(nn.Sequential(*linears(), Last()), [2, 2], chunks=3)
+    for parameter in pipe.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(TypeError, match=f"without a loss_fn the output must be the loss.*{message}"):
+        pipe.step(rows(), schedule=schedule)
+    assert all(parameter.grad.eq(1).all() for parameter in pipe.parameters())
+    with pytest.raises(TypeError, match="without a loss_fn the output must be the loss"):
+        pipe.evaluate(rows())
+
+
+one = torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("found", "count", "metrics"),
+    [
+        (one, None, None),
+        ((one, 3), 3, None),
+        ((one, {"a": 1}), None, {"a": 1}),
+        ((one, 3, {"a": 1}), 3, {"a": 1}),
+        ((one, {}), None, {}),
+    ],
+)
+def test_forms_of_a_loss(found: Any, count: Any, metrics: Any):
+    assert loss_value(found) == (one, count, metrics)
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "message"),
+    [
+        ((one,), ValueError, r"tuple of 1; expected a scalar loss, or \(sum, count\), either with a dict of metrics"),
+        ((), ValueError, "tuple of 0"),
+        (({"a": 1},), ValueError, "tuple of 1"),
+        ((one, 3, 4), ValueError, "tuple of 3"),
+        ((one, 3, 4, {}), ValueError, "tuple of 4"),
+        ((one, [1]), TypeError, "a count of list"),
+        (({"a": 1}, one), TypeError, "returned dict; expected a scalar tensor"),
+        ({"loss": one}, TypeError, "returned dict; expected a scalar tensor"),
+        (SimpleNamespace(loss=one), TypeError, "returned SimpleNamespace"),
+        ((one, {"a": 1}, 3), ValueError, "tuple of 3"),
+    ],
+)
+def test_what_is_no_loss(found: Any, kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        loss_value(found)

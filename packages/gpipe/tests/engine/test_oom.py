@@ -1,0 +1,122 @@
+"""A step that runs out of memory raises its error, which says what to do; the pipe can be used afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe import GPipe
+from gpipe.schedule import SCHEDULES, v_placement
+
+from ..layers import Call, Raise, assert_same, linears, piped, rows, running
+from ..models import main_of, with_main
+from ..schedules import V_SHAPED
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "cpu": lambda: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 4000000000000000 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    "driver": lambda: RuntimeError("CUDA error: out of memory"),
+    "python": MemoryError,
+}
+
+
+class Limited(nn.Module):
+    """The identity, with memory for so many rows only, in one phase."""
+
+    def __init__(self, limit: int | None = None, phase: str = "forward", error: str = "cuda") -> None:
+        super().__init__()
+        self.limit, self.phase, self.error = limit, phase, error
+
+    def forward(self, value: Any) -> Any:
+        x = main_of(value)
+        if self.limit is not None and len(x) > self.limit:
+            if self.phase == ("recompute" if gpipe.is_recomputing() else "forward"):
+                raise ERRORS[self.error]()
+            if self.phase == "backward" and x.requires_grad:
+                return with_main(value, Raise.apply(x, ERRORS[self.error]()))
+        return with_main(value, x * 1)
+
+
+def advice(error: BaseException) -> list[str]:
+    return [note for note in error.__notes__ if "set more chunks" in note and "after=error" in note]
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize(
+    ("phase", "mode"),
+    [("forward", "never"), ("backward", "never"), ("forward", "always"), ("backward", "always"),
+     ("recompute", "always")],
+)  # fmt: skip
+@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+def test_the_error_says_what_to_do_and_more_chunks_then_fit(schedule: str, phase: str, mode: str, inline: bool):
+    devices = [f"cpu:{j}" for j in v_placement(4)] if schedule in V_SHAPED else ["cpu"] * 4
+    plain = nn.Sequential(*linears(3), Limited(None, phase), *linears(1))
+    layers = copy.deepcopy(plain)
+    layers[3].limit = 2
+    with (
+        closing(GPipe(layers, [1, 1, 2, 1], devices=devices, chunks=2, checkpoint=mode)) as pipe,
+        running(inline),
+    ):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
+        assert len(advice(caught.value)) == 1
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        pipe.chunks = 4
+        pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
+        F.mse_loss(plain(rows(8)), rows(8)).backward()
+        assert_same(pipe, plain)
+
+
+@pytest.mark.parametrize("error", list(ERRORS))
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_says_that_memory_ran_out(error: str, wrapped: bool):
+    def layer(x: Tensor) -> Tensor:
+        try:
+            return Limited(1, error=error)(x)
+        except (RuntimeError, MemoryError) as raised:
+            if wrapped:
+                raise ArithmeticError("the library that is called here") from raised
+            raise
+
+    with closing(piped(nn.Sequential(*linears(1), Call(layer)), [1, 1], chunks=2)) as pipe:
+        with pytest.raises((RuntimeError, MemoryError, ArithmeticError)) as caught:
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        assert len(advice(caught.value)) == 1
+
+
+def test_other_errors_get_no_advice_about_memory():
+    def layer(x: Tensor) -> Tensor:
+        raise RuntimeError("out of luck")
+
+    with closing(piped(nn.Sequential(*linears(1), Call(layer)), [1, 1], chunks=1)) as pipe:
+        with pytest.raises(RuntimeError, match="luck") as caught:
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        assert not advice(caught.value)
+
+
+def test_the_advice_is_given_once_by_pipes_in_pipes():
+    with closing(piped(nn.Sequential(*linears(1), Limited(0)), [1, 1], chunks=2)) as inner:
+        with (
+            closing(GPipe(nn.Sequential(*linears(1), inner), [1, 1], devices=["cpu"] * 2)) as pipe,
+            pytest.raises(torch.OutOfMemoryError) as caught,
+        ):
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        assert len(advice(caught.value)) == 1
+
+
+def test_to_repeat_a_step_is_no_argument():
+    with closing(piped(linears(2), [1, 1], chunks=2)) as pipe, pytest.raises(TypeError, match="on_oom"):
+        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss, on_oom="smaller chunks")

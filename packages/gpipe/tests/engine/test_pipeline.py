@@ -1,0 +1,206 @@
+"""A pipeline by itself: micro-batches in, micro-batches out, each as its partitions in a row would have made it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import inline, is_recomputing
+from gpipe.pipeline import Pipeline
+from gpipe.skip import inspect_skip_layout, pop, skippable, stash
+from microbatch import Batch
+from streams import CPUStream
+
+from ..layers import Call, OnBackward, assert_same, linears, numbered, rows, within
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Way = Callable[[], AbstractContextManager[Any]]
+each_way = pytest.mark.parametrize("way", [nullcontext, inline], ids=["threads", "inline"])
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x.sin())
+        return x * 1
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip
+
+
+class ToPair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.detach()
+
+
+class FromPair(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+class Problem(NamedTuple):
+    """Layers, how many each partition has, the rows of each micro-batch, and how many of these are checkpointed."""
+
+    layers: list[nn.Module]
+    balance: list[int]
+    sizes: list[int]
+    checkpoint_stop: int
+
+    def partitions(self, layers: list[nn.Module]) -> list[nn.Sequential]:
+        rest = iter(layers)
+        return [nn.Sequential(*(next(rest) for _ in range(count))) for count in self.balance]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Micro-batches may differ in rows, which no tensor that is cut evenly gives."""
+    order = draw(st.lists(st.sampled_from(["linear", "tanh", "pair", "skip", "dropout of nothing"]), max_size=4))
+    kinds: dict[str, Callable[[], list[nn.Module]]] = {
+        "linear": lambda: list(linears(1)),
+        "tanh": lambda: [nn.Tanh()],
+        "pair": lambda: [ToPair(), FromPair()],
+        "skip": lambda: [Stash(), *linears(1), Pop()],
+        "dropout of nothing": lambda: [nn.Dropout(0.0)],
+    }
+    if "skip" in order:  # of one name there is one in a model
+        order = [name for k, name in enumerate(order) if name != "skip" or k == order.index("skip")]
+    layers = [*linears(1), *(layer for name in order for layer in kinds[name]())]
+    cuts = sorted(draw(st.sets(st.integers(1, len(layers) - 1), max_size=3))) if len(layers) > 1 else []
+    balance = [end - start for start, end in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
+    sizes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    return Problem(layers, balance, sizes, draw(st.integers(0, len(sizes) + 1)))
+
+
+@each_way
+@given(problem=problems(), runs=st.integers(1, 2), own_options=st.booleans())
+def test_each_micro_batch_goes_through_all_partitions(way: Way, problem: Problem, runs: int, own_options: bool) -> None:
+    """What :meth:`run` leaves may be run again."""
+    plain, layers = nn.Sequential(*problem.layers), copy.deepcopy(problem.layers)
+    partitions, options = problem.partitions(layers), {}
+    if own_options:
+        options = {
+            "devices": [torch.device("cpu")] * len(partitions),
+            "copy_streams": [[CPUStream]] * len(partitions),
+            "skip_layout": inspect_skip_layout(partitions),
+        }
+    inputs = [rows(size, grad=True) for size in problem.sizes]
+    own = [x.detach().clone().requires_grad_() for x in inputs]
+    batches = [Batch(x) for x in own]
+    pipeline = Pipeline(batches, partitions, checkpoint_stop=problem.checkpoint_stop, **options)
+    with way():
+        for _ in range(runs):
+            pipeline.run()
+        assert pipeline.batches is batches
+        sum(batch.tensor.square().sum() for batch in batches).backward()
+    expected = inputs
+    for _ in range(runs):
+        expected = [applied(plain, x) for x in expected]
+    sum(y.square().sum() for y in expected).backward()
+    torch.testing.assert_close([batch.tensor for batch in batches], expected)
+    torch.testing.assert_close([x.grad for x in own], [x.grad for x in inputs])
+    assert_same(nn.Sequential(*layers), plain)
+
+
+def applied(model: nn.Sequential, value: Any) -> Any:
+    """What ``model`` makes of one micro-batch, skips included."""
+    kept: list[Tensor] = []
+    for layer in model:
+        if isinstance(layer, Stash):
+            kept.append(value.sin())
+        value = value + kept.pop() if isinstance(layer, Pop) else value if isinstance(layer, Stash) else layer(value)
+    return value
+
+
+@each_way
+@pytest.mark.parametrize("stop", range(5))
+def test_the_first_micro_batches_are_checkpointed(stop: int, way: Way) -> None:
+    recomputed: list[float] = []
+
+    def layer(x: Tensor) -> Tensor:
+        if is_recomputing():
+            recomputed.append(x[0].item())
+        return x * 2
+
+    batches = [Batch(x.requires_grad_()) for x in numbered(3).split(1)]
+    with way():
+        Pipeline(batches, [Call(layer), Call(torch.sin)], checkpoint_stop=stop).run()
+        sum(batch.tensor.sum() for batch in batches).backward()
+    assert sorted(recomputed) == [float(i) for i in range(min(stop, 3))]
+
+
+@each_way
+def test_without_gradients_there_is_no_graph(way: Way) -> None:
+    batches = [Batch(rows(2, grad=True)), Batch(rows(2))]
+    with way(), torch.no_grad():
+        Pipeline(batches, linears(2), checkpoint_stop=1).run()
+    assert not any(batch.tensor.requires_grad for batch in batches)
+
+
+@each_way
+@pytest.mark.parametrize("which", [[0], [1], [2], [0, 2], [0, 1, 2]])
+def test_a_failure_leaves_the_micro_batches_as_they_were(which: list[int], way: Way) -> None:
+    """Of several the earliest is raised, with the micro-batch and the partition in a note; a second run is whole."""
+    failing = set(which)
+
+    def layer(x: Tensor) -> Tensor:
+        if int(x[0]) in failing:
+            raise ArithmeticError(f"of {int(x[0])}")
+        return x
+
+    inputs = list(numbered(3).split(1))
+    batches = [Batch(x) for x in inputs]
+    pipeline = Pipeline(batches, [nn.Identity(), Call(layer)])
+    with way(), pytest.raises(ArithmeticError, match=f"of {which[0]}") as caught:
+        within(20, pipeline.run) if way is nullcontext else pipeline.run()
+    assert [batch.tensor for batch in batches] == inputs
+    (note,) = caught.value.__notes__
+    assert f"micro-batch {which[0]}" in note
+    assert "partition 1" in note
+    failing.clear()
+    pipeline.run()
+    torch.testing.assert_close([batch.tensor for batch in batches], inputs)
+
+
+def test_each_partition_has_a_thread_that_goes_with_the_pipeline() -> None:
+    seen: list[threading.Thread] = []
+    look = Call(lambda x: seen.append(threading.current_thread()) or x)
+    pipeline = Pipeline([Batch(rows(1))], [look, copy.copy(look)])
+    pipeline.run()
+    assert len({*seen, threading.current_thread()}) == 3
+    del pipeline
+    gc.collect()
+    for thread in seen:
+        thread.join(300)
+        assert not thread.is_alive()
+
+
+def test_a_backward_may_come_after_the_pipeline_is_gone() -> None:
+    called: list[int] = []
+    batches = [Batch(rows(1, grad=True)), Batch(rows(1, grad=True))]
+    Pipeline(batches, [Call(lambda x: OnBackward.apply(x, lambda: called.append(1))), Call(torch.sin)]).run()
+    gc.collect()
+    within(20, lambda: sum(batch.tensor.sum() for batch in batches).backward())
+    assert called == [1, 1]
+
+
+@pytest.mark.parametrize("option", ["devices", "copy_streams"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_partition_needs_one_device_and_one_stream(option: str, count: int) -> None:
+    each = {"devices": torch.device("cpu"), "copy_streams": [CPUStream]}[option]
+    with pytest.raises(ValueError, match=f"{option} must have one entry for each of the 2 partitions; got {count}"):
+        Pipeline([Batch(rows(1))], linears(2), **{option: [each] * count})

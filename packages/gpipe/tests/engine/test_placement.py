@@ -1,0 +1,179 @@
+"""Layers go to their devices all together or not at all, and only the pipe moves them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe.module._partition
+from gpipe import DeferredBatchNorm, GPipe, split_module
+
+from ..layers import DOUBLE, assert_trains_like, linears, piped, rows
+
+
+class FullError(RuntimeError):
+    """Raised by a device that is full, or a layer that cannot be moved."""
+
+
+def blocks(count: int) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(count)))
+
+
+def state(module: nn.Module) -> Any:
+    """Everything that a failed construction may not change."""
+    return (
+        [(name, id(each), type(each)) for name, each in module.named_modules()],
+        [(name, id(p), p.device, p.data_ptr(), id(p.grad)) for name, p in module.named_parameters()],
+        [(name, id(b), b.device, b.data_ptr()) for name, b in module.named_buffers()],
+    )
+
+
+class TestConstruction:
+    @given(st.integers(0, 3), st.booleans(), st.booleans())
+    def test_where_a_device_fails_nothing_has_moved(self, failing: int, deferred: bool, trained: bool) -> None:
+        """To leave their device at all, layers go to 'meta' here, which every build of torch has."""
+        model = blocks(4)
+        if trained:
+            model(torch.randn(4, 3)).sum().backward()
+        before, values = state(model), copy.deepcopy(model.state_dict())
+        gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+        def move(block: nn.Module, device: torch.device) -> None:
+            if block[0] is model[failing]:
+                block[0][0].to("meta")  # some of it had room
+                raise FullError
+            block.to("meta")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpipe.module._tied, "move", move)
+            with pytest.raises(FullError):
+                GPipe(model, [1] * 4, devices=["cpu"] * 4, deferred_batch_norm=deferred)
+        assert state(model) == before
+        torch.testing.assert_close(model.state_dict(), values)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert (parameter.grad is None) == (gradient is None)
+            assert gradient is None or torch.equal(parameter.grad, gradient)
+
+    def test_where_a_conversion_fails_none_is_half_done(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, made = blocks(3), []
+        before, like = state(model), DeferredBatchNorm._like
+
+        def fail(norm: nn.Module, chunks: int) -> DeferredBatchNorm:
+            made.append(norm)
+            if len(made) == 3:
+                raise FullError
+            return like(norm, chunks)
+
+        monkeypatch.setattr(DeferredBatchNorm, "_like", fail)
+        with pytest.raises(FullError):
+            GPipe(model, [1, 2], devices=["cpu"] * 2, deferred_batch_norm=True)
+        assert state(model) == before
+
+    @pytest.mark.parametrize("devices", [["meta", "cuda:99"], ["meta", "cpu"], ["cpu", "meta"], ["meta", "meta"]])
+    def test_no_weights_are_lost_on_meta(self, devices: list[str]) -> None:
+        for make in (lambda m: GPipe(m, [1, 2], devices=devices), lambda m: split_module(m, [1, 2], devices)):
+            model = blocks(3)
+            before = state(model)
+            with pytest.raises(ValueError, match=r"cuda:99|'\d.0.weight' of partition \d is on 'cpu' and cannot go to"):
+                make(model)
+            assert state(model) == before
+
+    def test_what_has_no_data_yet_is_told_what_to_do(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+        with pytest.raises(ValueError, match=r"'1.weight' of partition 1 is on 'meta'.*to_empty\(device='cpu'\)"):
+            GPipe(model, [1, 1], devices=["cpu"] * 2)
+        model[1].to_empty(device="cpu")
+        GPipe(model, [1, 1], devices=["cpu"] * 2)
+
+    def test_a_model_without_data_may_be_cut_without_data(self) -> None:
+        with torch.device("meta"):
+            pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["meta"] * 2)
+        assert all(parameter.is_meta for parameter in pipe.parameters())
+
+    def test_layers_to_be_initialised_are_cut(self) -> None:
+        GPipe(nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()), [1, 1], devices=["cpu"] * 2)
+
+
+class Around(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.middle, self.after = middle, linears()[2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.middle(x))
+
+
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "to": lambda outer: outer.to("meta"),
+    "to, with a dtype": lambda outer: outer.to("meta", torch.float16),
+    "to_empty": lambda outer: outer.to_empty(device="meta"),
+    "_apply": lambda outer: outer._apply(lambda tensor: torch.empty_like(tensor, device="meta")),
+}
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "half": lambda outer: outer.half(),
+    "float": lambda outer: outer.float(),
+    "type": lambda outer: outer.type(torch.float32),
+    "to a dtype": lambda outer: outer.to(torch.bfloat16),
+    "to where it is": lambda outer: outer.to("cpu"),
+    "cpu": lambda outer: outer.cpu(),
+    "both": lambda outer: outer.to("cpu", torch.float32),
+    "channels last": lambda outer: outer.to(memory_format=torch.channels_last),
+    "share_memory": lambda outer: outer.share_memory(),
+}
+
+
+class TestInsideOfAnotherModule:
+    @pytest.mark.parametrize("name", MOVES)
+    def test_a_move_is_denied_and_nothing_of_the_pipe_has_moved(self, name: str) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        before = state(pipe)
+        with pytest.raises(TypeError, match=r"denied to move parameters and buffers by 'cpu' to 'meta'.*devices="):
+            MOVES[name](Around(pipe))
+        assert state(pipe) == before
+        assert_trains_like(pipe, linears())
+
+    @pytest.mark.parametrize("used", [False, True])
+    @pytest.mark.parametrize("name", CHANGES)
+    def test_other_changes_are_those_of_the_plain_model(self, name: str, used: bool) -> None:
+        outer, plain = Around(piped(linears(), [1, 2], chunks=2, checkpoint="always")), Around(linears())
+        if used:
+            assert_trains_like(outer, plain)
+        for each in (outer, plain):
+            CHANGES[name](each)
+        assert [p.dtype for p in outer.parameters()] == [p.dtype for p in plain.parameters()]
+        assert [p.is_shared() for p in outer.parameters()] == [p.is_shared() for p in plain.parameters()]
+        for each in (outer, plain):
+            each.to(DOUBLE)
+        assert_trains_like(outer, plain)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to move to")
+    def test_a_device_that_is_not_there_changes_nothing(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        before = state(pipe)
+        with pytest.raises((TypeError, RuntimeError, AssertionError)):
+            nn.Sequential(pipe).cuda()
+        assert state(pipe) == before
+
+    def test_a_pipe_in_a_pipe_that_would_move_it(self) -> None:
+        inner = piped(linears(), [1, 2], chunks=2)
+        model = nn.Sequential(inner, *linears(1))
+        before = state(model)
+        with pytest.raises((TypeError, ValueError), match="'meta'"):
+            GPipe(model, [1, 1], devices=["meta", "cpu"])
+        assert state(model) == before
+        assert_trains_like(GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2), nn.Sequential(linears(), *linears(1)))
+
+
+def test_rows_stay_where_they_are() -> None:
+    x = rows()
+    piped(linears(), [1, 2])(x)
+    assert x.device.type == "cpu"

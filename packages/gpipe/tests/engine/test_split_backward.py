@@ -1,0 +1,385 @@
+"""The split backward does what the whole one does: the same gradients to the last bit, the same hooks, once each."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+from gpipe import GPipe
+from gpipe.engine._split_backward import backward_inputs
+
+from ..layers import DOUBLE, Call, Raise, assert_same, gradients, linears, piped, rows
+from ..models import PARTS, WIDTH, OnMain
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Shared(nn.Module):
+    """Uses its weights twice on the way to the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.inner(x).tanh())
+
+
+class Square(torch.autograd.Function):
+    """Of input and weight, both in one backward."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.square() * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        Square.calls += 1
+        x, weight = ctx.saved_tensors
+        return gradient * 2 * x * weight, (gradient * x.square()).sum(tuple(range(gradient.dim() - 1)))
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Square.apply(x, self.weight)
+
+
+class OneSided(nn.Module):
+    """A function of the weight alone, and one of the input alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.register_buffer("one", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Square.apply(x, self.one) * Square.apply(self.weight, self.one)
+
+
+class Chunks(nn.Module):
+    """A node with several outputs, one of which is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, _, c = self.inner(x).chunk(3, -1)
+        return a * c.sigmoid()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
+        super().__init__()
+        self.inner = kind(6, 6, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+class Rechecked(nn.Module):
+    """Computes its inside again in the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = Residual(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class ByHook(nn.Module):
+    """Changes a gradient on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient * 3)
+        return h.tanh()
+
+
+class Constant(nn.Module):
+    """Adds what comes from its parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.scale = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.bias.exp() * self.scale).tanh()
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6)),
+    "linear without bias": lambda: nn.Linear(6, 6, bias=False),
+    "conv, batch norm, relu in place": conv,
+    "residual layer norm": Residual,
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "embedding": lambda: OnMain(PARTS["embedding"].make()),
+    "attention": lambda: OnMain(PARTS["attention"].make()),
+    "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.1, batch_first=True),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(6, 6)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(6, 6)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(6, 6)),
+    "prelu": lambda: nn.PReLU(),
+    "shared weights": Shared,
+    "custom function": Custom,
+    "custom functions of one side": OneSided,
+    "several outputs": Chunks,
+    "lstm": Recurrent,
+    "gru": lambda: Recurrent(nn.GRU),
+    "checkpointed": lambda: Rechecked(False),
+    "checkpointed, reentrant": lambda: Rechecked(True),
+    "hook on the way": ByHook,
+    "parameters alone": Constant,
+    "nothing": nn.Identity,
+}
+WHOLE = {"shared weights", "custom function", "lstm", "gru", "hook on the way"}
+"""Those whose backward cannot be split."""
+
+
+def model_of(names: list[str]) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(LAYERS[name]() for name in names))
+
+
+def sample(count: int = 6) -> Tensor:
+    return torch.randn(count, 4, 6, generator=torch.Generator().manual_seed(4))
+
+
+def trained(model: nn.Sequential, balance: list[int], schedule: str, mode: str, grad: bool) -> dict[str, Any]:
+    """What two steps leave behind."""
+    pipe = piped(model, balance, chunks=3, checkpoint=mode)
+    x = sample().requires_grad_(grad)
+    with gpipe.inline():
+        torch.manual_seed(0)
+        for k in range(2):
+            pipe.step(x * (k + 1), sample(), loss_fn=F.mse_loss, schedule=schedule)
+    return {"input": x.grad, **gradients(pipe), **dict(pipe.named_buffers())}
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(
+    st.lists(st.sampled_from(sorted({*LAYERS} - {"checkpointed, reentrant"})), min_size=2, max_size=5),
+    st.data(),
+    st.sampled_from(MODES),
+    st.booleans(),
+)
+def test_bit_by_bit(names: list[str], data: st.DataObject, mode: str, grad: bool):
+    first = data.draw(st.integers(1, len(names)))
+    balance = [first, len(names) - first] if first < len(names) else [first]
+    model = model_of(["mlp", *names])
+    balance[0] += 1
+    whole, split = (trained(model, balance, schedule, mode, grad) for schedule in ("1f1b", "zero_bubble"))
+    torch.testing.assert_close(split, whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted({*LAYERS} - {"checkpointed, reentrant"}))
+@pytest.mark.parametrize("grad", [True, False])
+def test_each_layer_in_each_place(name: str, grad: bool, caplog: pytest.LogCaptureFixture):
+    model = nn.Sequential(nn.Tanh() if grad else nn.Linear(6, 6), *model_of([name] * 3))
+    whole = trained(model, [2, 1, 1], "1f1b", "never", grad)
+    with caplog.at_level(logging.WARNING, "gpipe"):
+        split = trained(model, [2, 1, 1], "zero_bubble", "never", grad)
+    torch.testing.assert_close(split, whole, rtol=0, atol=0)
+    said = [record.getMessage() for record in caplog.records]
+    partitions = (range(3) if grad else range(1, 3)) if name in WHOLE else ()
+    assert sorted(said) == [
+        f"the backward of partition {j} cannot be split into inputs and weights; it runs whole" for j in partitions
+    ]
+
+
+def test_layer_that_is_checkpointed_with_reentrance():
+    model = nn.Sequential(nn.Linear(6, 6), *model_of(["checkpointed, reentrant"] * 2))
+    whole, split = (trained(model, [1, 1, 1], schedule, "never", True) for schedule in ("1f1b", "zero_bubble"))
+    torch.testing.assert_close(split, whole, rtol=0, atol=0)
+
+
+def test_it_is_said_once_a_pipe(caplog: pytest.LogCaptureFixture):
+    pipe = piped(model_of(["mlp", "lstm"]), [1, 1], chunks=3)
+    with caplog.at_level(logging.WARNING, "gpipe"):
+        for _ in range(3):
+            pipe.step(sample(), sample(), loss_fn=F.mse_loss, schedule="zero_bubble")
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["custom function", "custom functions of one side"])
+def test_custom_functions_run_backwards_once(name: str):
+    counts = []
+    for schedule in ("1f1b", "zero_bubble"):
+        Square.calls = 0
+        trained(model_of([name] * 2), [1, 1], schedule, "never", True)
+        counts.append(Square.calls)
+    assert counts[0] == counts[1] > 0
+
+
+def test_embedding_of_tokens_first():
+    """A stage without a gradient of its input does everything when the weights' turn comes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 7))
+    tokens = torch.randint(7, (6, 4))
+    pipes = [piped(model, [1, 1, 1], chunks=3) for _ in range(2)]
+    for pipe, schedule in zip(pipes, ("1f1b", "zero_bubble"), strict=True):
+        pipe.step(tokens, tokens, loss_fn=lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()), schedule=schedule)
+    torch.testing.assert_close(gradients(pipes[1]), gradients(pipes[0]), rtol=0, atol=0)
+
+
+def test_weights_tied_in_a_stage():
+    torch.manual_seed(0)
+    embedding = nn.Embedding(7, 6)
+    head = nn.Linear(6, 7, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, nn.Tanh(), head, nn.Linear(7, 7))
+    tokens = torch.randint(7, (6, 4))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    pipe = piped(model, [3, 1], chunks=3)
+    pipe.step(tokens, tokens, loss_fn=loss_fn, schedule="zero_bubble")
+    loss_fn(model(tokens), tokens).backward()
+    assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_hooks_of_modules_and_tensors_fire_once_a_microbatch(schedule: str):
+    pipe, calls = piped(linears(), [1, 1, 1], chunks=3, checkpoint="never"), []
+    pipe[1].register_full_backward_hook(lambda module, grad_input, grad_output: calls.append("module"))
+    pipe[1].register_full_backward_pre_hook(lambda module, grad_output: calls.append("before"))
+
+    def listen(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: calls.append("tensor"))
+
+    pipe[0].register_forward_hook(listen)
+    pipe[2].register_forward_hook(listen)
+    pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
+    assert {name: calls.count(name) for name in set(calls)} == {"module": 3, "before": 3, "tensor": 6}
+
+
+def test_modules_whose_hooks_change_gradients():
+    model = linears()
+    for layer in model:
+        layer.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 2,))
+        layer.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 3,))
+    pipe, x, y = piped(model, [1, 1, 1], chunks=3), rows(grad=True), rows(grad=True)
+    pipe.step(x, rows(), loss_fn=F.mse_loss, schedule="zero_bubble")
+    F.mse_loss(model(y), rows()).backward()
+    assert_same(pipe, model)
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_skips_and_values_without_gradient():
+    def forked(x: Tensor) -> Any:
+        return x * 2, x.detach(), (x[:, 0] * 3).long(), x.sum(1, keepdim=True)
+
+    def joined(value: Any) -> Tensor:
+        a, b, c, _ = value  # the last one goes nowhere
+        return a * b + c[:, None]
+
+    a, b, c = linears()
+    model = nn.Sequential(a, Call(forked), Call(joined), b, c)
+    pipe = piped(model, [2, 2, 1], chunks=3)
+    pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule="zero_bubble")
+    F.mse_loss(model(rows()), rows()).backward()
+    assert_same(pipe, model)
+
+
+def test_frozen_layers_and_stages():
+    model = linears(5)
+    model[1].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    model[4].requires_grad_(False)
+    pipe = piped(model, [1, 1, 2, 1], chunks=3)
+    pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule="zero_bubble")
+    F.mse_loss(model(rows()), rows()).backward()
+    assert_same(pipe, model)
+
+
+def test_weights_wait_for_their_turn():
+    """After the gradients of the inputs no parameter has one; the graph is run backwards once in all."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), nn.Tanh(), nn.Linear(3, 3, dtype=DOUBLE))
+    leaf, plain = rows(grad=True), copy.deepcopy(layer)
+    output = layer(leaf)
+    parts = backward_inputs([output], [torch.ones_like(output)], [leaf])
+    assert parts is not None
+    assert leaf.grad is None
+    assert all(p.grad is None for p in layer.parameters())
+    for each in parts[1]:
+        each.backward()
+    other = rows(grad=True)
+    plain(other).sum().backward()
+    assert torch.equal(parts[0][0], other.grad)
+    for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_deep_graphs():
+    """Without recursion."""
+    layer, leaf = nn.Linear(3, 3, dtype=DOUBLE), rows(grad=True)
+    output = layer(leaf)
+    for _ in range(5000):
+        output = output * 1.0
+    parts = backward_inputs([output], [torch.ones_like(output)], [leaf])
+    assert parts is not None
+    parts[1][0].backward()
+    torch.testing.assert_close(layer.bias.grad, torch.full((3,), 6.0, dtype=DOUBLE))
+
+
+def test_output_that_does_not_come_from_the_input_is_not_split():
+    layer, leaf = nn.Linear(3, 3, dtype=DOUBLE), rows(grad=True)
+    outputs = [layer(leaf), layer.weight * 2]
+    assert backward_inputs(outputs, [torch.ones_like(o) for o in outputs], [leaf]) is None
+
+
+def test_failure_in_the_weights_says_so():
+    pipe = GPipe(linears(), [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint="never")
+
+    class Raising(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return Raise.apply(weight, ArithmeticError("bad weight"))
+
+    nn.utils.parametrize.register_parametrization(pipe[1], "weight", Raising())
+    with pytest.raises(ArithmeticError, match="bad weight") as caught:
+        pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule="zero_bubble")
+    assert "in partition 1" in " ".join(caught.value.__notes__)
+    assert "backward_weight" in " ".join(caught.value.__notes__)
+    assert all(p.grad is None for p in pipe.parameters())

@@ -1,0 +1,151 @@
+"""Which stream each action of a run is on, and what waits for it: on stand-ins for streams, with stages on the CPU.
+
+The stand-ins know what waits for what, and a layer queues work on the one that is current for its thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from packages.streams.tests.accelerator import FakeAccelerator, accelerator
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+from gpipe.engine import _autograd_calls, _run
+from streams import current_stream, use_stream
+
+from ..layers import Call, OnBackward, rows
+
+DEVICE = torch.device("xpu", 0)
+MODES = ("never", "except_last", "always")
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAccelerator]:
+    """Every stage is on the CPU, and computes on the caller's current stream of ``DEVICE``."""
+    with accelerator("xpu") as fake:
+        monkeypatch.setattr(_run, "current_stream", lambda device: current_stream(DEVICE))
+        yield fake
+
+
+@pytest.fixture(params=["threads", "inline"])
+def walked(request: pytest.FixtureRequest) -> Iterator[None]:
+    with gpipe.inline() if request.param == "inline" else nullcontext():
+        yield
+
+
+class Works(nn.Module):
+    """The identity; it queues work on the current stream, in the forward and in the backward, and notes which it is."""
+
+    def __init__(self, fake: FakeAccelerator, seen: list[Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.fake = fake
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.work()
+        return OnBackward.apply(x * self.weight, self.work)
+
+    def work(self) -> None:
+        stream = self.fake.current_stream(DEVICE)
+        stream.work()
+        self.seen.append((stream, self.fake.index))
+
+
+def piped(fake: FakeAccelerator, mode: str, *, last: nn.Module | None = None) -> tuple[GPipe, list[Any]]:
+    seen: list[Any] = []
+    layers = [Works(fake, seen) for _ in range(3)] + ([] if last is None else [last])
+    balance = [1, 1, len(layers) - 2]
+    pipe = GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * 3, chunks=3, checkpoint=mode)
+    pipe._pipeline.on_accelerator = True  # else nobody asks for streams
+    return pipe, seen
+
+
+@each_mode
+def test_everything_is_on_the_stream_of_the_forward(fake: FakeAccelerator, mode: str, walked: None) -> None:
+    """Also a recomputation, whose backward the caller asks for on another stream, with another device current."""
+    pipe, seen = piped(fake, mode)
+    forth, back = fake.stream(0, 1), fake.stream(0, 2)
+    with use_stream(forth):
+        output = pipe(rows())
+    fake.set_device_index(2)
+    with use_stream(back):
+        fake.set_device_index(1)
+        output.sum().backward()
+    assert len(seen) == 3 * 3 * 2 + 3 * {"never": 0, "except_last": 2, "always": 3}[mode]
+    assert set(seen) == {(forth, 0)}
+    assert back.comes_after(forth)
+
+
+@each_mode
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "interleaved", "zero_bubble"])
+def test_a_step_is_on_the_caller_s_stream(fake: FakeAccelerator, mode: str, schedule: str, walked: None) -> None:
+    pipe, seen = piped(fake, mode)
+    own = fake.stream(0, 1)
+    with use_stream(own):
+        pipe.step(rows(), loss_fn=lambda output, _: output.sum(), schedule=schedule)
+    assert set(seen) == {(own, 0)}
+
+
+class BrokenError(RuntimeError):
+    pass
+
+
+def breaking() -> Call:
+    """A layer that raises in its second backward."""
+    calls: list[None] = []
+
+    def count() -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise BrokenError
+
+    return Call(lambda x: OnBackward.apply(x, count))
+
+
+@each_mode
+def test_the_caller_waits_also_for_a_backward_that_fails(fake: FakeAccelerator, mode: str, walked: None) -> None:
+    pipe, _ = piped(fake, mode, last=breaking())
+    forth, back = fake.stream(0, 1), fake.stream(0, 2)
+    with use_stream(forth):
+        output = pipe(rows())
+    with use_stream(back), pytest.raises(BrokenError):
+        output.sum().backward()
+    assert back.comes_after(forth)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+def test_leaves_on_several_devices_get_their_gradients_in_one_backward(
+    hooked: bool, counts: bool, walked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By way of nodes of their own devices: hooks, also those that wait for several, see what they always saw."""
+    found = [_trained(hooked, counts)]
+    monkeypatch.setattr(_autograd_calls, "_on_several", lambda roots: True)
+    found.append(_trained(hooked, counts))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def _trained(hooked: bool, counts: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
+    pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=3)
+    events: list[Any] = []
+    handle: AbstractContextManager[Any] = nullcontext()
+    if hooked:
+        model[0].weight.register_hook(lambda gradient: events.append(gradient.clone()))
+        model[2].bias.register_post_accumulate_grad_hook(lambda leaf: events.append(leaf.grad.clone()))
+        handle = torch.autograd.graph.register_multi_grad_hook(
+            [model[0].bias, model[1].weight, model[2].weight], lambda gradients: events.extend(gradients)
+        )
+    x = torch.ones(5, 4, dtype=torch.float64, requires_grad=True)
+    with handle:
+        pipe.step(x * 2, loss_fn=lambda o, _: (o.square().sum(), o.numel()) if counts else o.square().mean())
+    return [x.grad, *[p.grad for p in pipe.parameters()], *sorted(events, key=lambda g: (g.dim(), float(g.sum())))]

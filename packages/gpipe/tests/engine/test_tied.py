@@ -1,0 +1,505 @@
+"""Parameters that several stages share train as in the plain model, whatever shares what."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+from gpipe.distributed._crossings import Crossing
+from gpipe.distributed._tied import Twin, Twins
+from gpipe.engine import _tied
+from gpipe.module._tied import expect_shareable
+
+from ..layers import DOUBLE, Call, Raise, assert_same, assert_trains_like, gradients, linears, rows, within
+
+HOWS = ("call", "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto")
+MODES = ("never", "except_last", "always")
+
+
+class Tie(NamedTuple):
+    """What a layer shares with an earlier one."""
+
+    what: str
+    earlier: int
+
+
+class Case(NamedTuple):
+    """A model and how it is run."""
+
+    ties: tuple[Tie | None, ...]
+    frozen: bool
+    balance: list[int]
+    workers: int
+    apart: bool
+    how: str
+    mode: str
+    chunks: int
+    inline: bool
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    balance = draw(st.lists(st.integers(1, 2), min_size=2, max_size=4))
+    ties: list[Tie | None] = [None]
+    for k in range(1, sum(balance)):
+        tie = st.builds(Tie, st.sampled_from(("weight", "bias", "linear", "weight and bias")), st.integers(0, k - 1))
+        ties.append(draw(st.none() | tie))
+    return Case(
+        tuple(ties),
+        frozen=draw(st.booleans()),
+        balance=balance,
+        workers=(workers := draw(st.integers(1, len(balance)))),
+        apart=draw(st.booleans()),
+        how=draw(st.sampled_from(HOWS).filter(lambda how: how != "interleaved" or len(balance) % workers == 0)),
+        mode=draw(st.sampled_from(MODES)),
+        chunks=draw(st.integers(1, 4)),
+        inline=draw(st.booleans()),
+    )
+
+
+def model(ties: tuple[Tie | None, ...], *, frozen: bool = False) -> nn.Sequential:
+    """Layers of a linear one and its activation, with ``ties``; the first bias may be frozen."""
+    layers = nn.Sequential(*(nn.Sequential(linear, nn.Tanh()) for linear in linears(len(ties))))
+    for layer, tie in zip(layers, ties, strict=True):
+        if tie is None:
+            continue
+        other = layers[tie.earlier][0]
+        if tie.what == "linear":
+            layer[0] = other
+        else:
+            for name in tie.what.split(" and "):
+                setattr(layer[0], name, getattr(other, name))
+    layers[0][0].bias.requires_grad_(not frozen)
+    return layers
+
+
+def squares(output: Tensor, target: Any = None) -> Tensor:
+    return output.square().sum()
+
+
+def trained(module: nn.Module, how: str, *, count: int = 6) -> Tensor:
+    """The loss of a training step, whose gradients are added to those there are."""
+    if how == "call" or not isinstance(module, GPipe):
+        loss = squares(module(rows(count)))
+        loss.backward()
+        return loss.detach()
+    return module.step(rows(count), loss_fn=squares, reduction="sum", schedule=how)
+
+
+def two_steps(module: nn.Module, how: str) -> list[Any]:
+    """Losses and gradients before and after the optimizer's first step."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    found: list[Any] = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        found += [trained(module, how), {name: g if g is None else g.clone() for name, g in gradients(module).items()}]
+        optimizer.step()
+    return found
+
+
+def piped(case: Case) -> GPipe:
+    places = [f"cpu:{j % case.workers}" for j in range(len(case.balance))]
+    layers = model(case.ties, frozen=case.frozen)
+    return GPipe(layers, case.balance, devices=places, chunks=case.chunks, checkpoint=case.mode)
+
+
+def run(case: Case) -> list[Any]:
+    with apart() if case.apart else nullcontext(), gpipe.inline() if case.inline else nullcontext():
+        pipe = piped(case)
+        found = within(60, lambda: two_steps(pipe, case.how))
+        pipe.close()
+    return found
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, stages copy what they share as if each was on another device."""
+    real = _tied.copy_of
+
+    def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
+        there = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return real(nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_tied, "copy_of", copy_of)
+        yield
+
+
+@given(cases())
+@example(Case((None, Tie("linear", 0)), False, [1, 1], 2, False, "1f1b", "always", 3, False))
+@example(Case((None, Tie("weight", 0), Tie("bias", 0)), True, [1, 1, 1], 3, True, "zero_bubble", "never", 2, False))
+def test_it_trains_like_the_plain_model(case: Case) -> None:
+    expected = two_steps(model(case.ties, frozen=case.frozen), "call")
+    torch.testing.assert_close(run(case), expected, rtol=1e-9, atol=1e-9)
+
+
+@given(cases())
+def test_every_run_gives_the_same_bits(case: Case) -> None:
+    first = run(case)
+    for inline in (False, True):
+        torch.testing.assert_close(run(case._replace(inline=inline)), first, rtol=0, atol=0)
+
+
+places = pytest.mark.parametrize("place", [nullcontext, apart], ids=["together", "apart"])
+ways = pytest.mark.parametrize("way", [nullcontext, gpipe.inline], ids=["threads", "inline"])
+modes = pytest.mark.parametrize("mode", MODES)
+hows = pytest.mark.parametrize("how", ["call", "1f1b"])
+
+TIED = (None, Tie("weight", 0), Tie("linear", 0))
+
+
+def pipe_of(layers: nn.Sequential, **options: Any) -> GPipe:
+    """Each layer on a stage of its own."""
+    return GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), chunks=3, **options)
+
+
+def assert_sees_the_same(watched: Callable[[nn.Module], list[Tensor]]) -> None:
+    """A pipe and the plain model, both trained by ``watched``, give what it saw, and the same gradients."""
+    pipe, plain = pipe_of(model(TIED)), model(TIED)
+    torch.testing.assert_close(watched(pipe), watched(plain))
+    assert_same(pipe, plain)
+
+
+def assert_tied(module: nn.Module) -> None:
+    assert module[0][0] is module[2][0]
+    assert module[0][0].weight is module[1][0].weight
+    assert [name for name, _ in module.named_parameters()] == ["0.0.weight", "0.0.bias", "1.0.bias"]
+
+
+class TestTheTieStays:
+    def test_in_the_pipe_and_in_the_model(self) -> None:
+        layers = model(TIED)
+        pipe = pipe_of(layers)
+        trained(pipe, "call")
+        assert_tied(layers)
+        assert_tied(pipe)
+        assert list(pipe.state_dict()) == list(layers.state_dict()) == list(model(TIED).state_dict())
+
+    @pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+    def test_in_copies(self, again: Callable[[GPipe], GPipe]) -> None:
+        pipe = pipe_of(model(TIED))
+        trained(pipe, "1f1b")
+        other = again(pipe)
+        assert_tied(other)
+        assert_trains_like(other, model(TIED))
+
+    def test_in_another_dtype(self) -> None:
+        pipe, plain = pipe_of(model(TIED)).float(), model(TIED).float()
+        assert_tied(pipe)
+        assert_trains_like(pipe, plain, rows().float())
+
+    @places
+    def test_when_a_state_is_loaded(self, place: Callable[[], Any]) -> None:
+        state = {name: tensor + 1 for name, tensor in model(TIED).state_dict().items()}
+        pipe, plain = pipe_of(model(TIED)), model(TIED)
+        with place():
+            trained(pipe, "call")
+            for module in (pipe, plain):
+                module.load_state_dict(state)
+            assert_trains_like(pipe, plain)
+
+    def test_when_a_run_fails(self) -> None:
+        layers = nn.Sequential(*model(TIED), Call(lambda x: Raise.apply(x, KeyError("here"))))
+        pipe = pipe_of(layers)
+        for parameter in pipe.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for how in ("call", "1f1b"):
+            with pytest.raises(KeyError):
+                trained(pipe, how)
+            assert_tied(pipe)
+        torch.testing.assert_close(pipe[0][0].weight.grad, torch.ones(3, 3, dtype=DOUBLE))
+
+
+@places
+class TestChangesBetweenRuns:
+    def test_by_an_optimizer_or_data(self, place: Callable[[], Any]) -> None:
+        pipe, plain = pipe_of(model(TIED)), model(TIED)
+        with place():
+            for change in (lambda p: p.data.mul_(2), lambda p: setattr(p, "data", p.data + 1), lambda p: None):
+                assert_trains_like(pipe, plain)
+                for module in (pipe, plain):
+                    change(module[0][0].weight)
+
+    def test_tied_untied_and_frozen_later(self, place: Callable[[], Any]) -> None:
+        pipe, plain = pipe_of(model((None,) * 3)), model((None,) * 3)
+        changes: list[Callable[[nn.Module], Any]] = [
+            lambda module: setattr(module[2][0], "weight", module[1][0].weight),
+            lambda module: module[1][0].weight.requires_grad_(False),
+            lambda module: module[1][0].weight.requires_grad_(True),
+            lambda module: setattr(module[2][0], "weight", nn.Parameter(torch.ones(3, 3, dtype=DOUBLE))),
+            lambda module: module.__setitem__(2, nn.Sequential(module[0], module[1][0])),
+        ]
+        with place():
+            for change in changes:
+                for module in (pipe, plain):
+                    change(module)
+                assert_trains_like(pipe, plain)
+
+
+@places
+@ways
+@hows
+class TestAsInThePlainModel:
+    def test_hooks_fire_once_with_the_sum(self, place: Any, way: Any, how: str) -> None:
+        def watched(module: nn.Module) -> list[Tensor]:
+            seen: list[Tensor] = []
+            weight = module[0][0].weight
+            weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
+            weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+            trained(module, how)
+            return seen
+
+        with place(), way():
+            assert_sees_the_same(watched)
+
+    def test_a_table_for_words_and_for_logits(self, place: Any, way: Any, how: str) -> None:
+        class Head(nn.Module):
+            def __init__(self, table: nn.Embedding) -> None:
+                super().__init__()
+                self.table = table
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x @ self.table.weight.T
+
+        def built(sparse: bool) -> nn.Sequential:
+            table = nn.Embedding.from_pretrained(rows(5), freeze=False, sparse=sparse, padding_idx=0)
+            return nn.Sequential(table, linears(1)[0], Head(table))
+
+        words = torch.tensor([[0, 1], [2, 3], [4, 4], [1, 0]])
+        for sparse in (False, True):
+            with place(), way():
+                pipe, plain = pipe_of(built(sparse), checkpoint="always"), built(sparse)
+                squares(plain(words)).backward()
+                if how == "call":
+                    squares(pipe(words)).backward()
+                else:
+                    pipe.step(words, loss_fn=lambda out, _: (squares(out), len(out) / len(words)))
+                assert_same(pipe, plain)
+
+    def test_a_loss_that_uses_it_too(self, place: Any, way: Any, how: str) -> None:
+        def loss(module: nn.Module, output: Tensor) -> Tensor:
+            return squares(output) + sum(squares(layer[0].weight) for layer in module) * len(output)
+
+        with place(), way():
+            pipe, plain = pipe_of(model(TIED)), model(TIED)
+            loss(plain, plain(rows())).backward()
+            if how == "call":
+                loss(pipe, pipe(rows())).backward()
+            else:
+                pipe.step(rows(), loss_fn=lambda output, _: loss(pipe, output), reduction="sum")
+            assert_same(pipe, plain)
+
+    def test_nodes_that_somebody_keeps(self, place: Any, way: Any, how: str) -> None:
+        """As DistributedDataParallel does."""
+
+        def watched(module: nn.Module) -> list[Tensor]:
+            seen: list[Tensor] = []
+            node = torch.autograd.graph.get_gradient_edge(module[0][0].weight).node
+            node.register_prehook(lambda gradients: seen.append(gradients[0].clone()))
+            trained(module, how)
+            trained(module, how)
+            return seen
+
+        with place(), way():
+            assert_sees_the_same(watched)
+
+
+@places
+def test_several_forwards_before_their_backwards(place: Any) -> None:
+    pipe, plain = pipe_of(model(TIED)), model(TIED)
+    with place():
+        for module in (pipe, plain):
+            losses = [squares(module(rows(count))) for count in (6, 4, 1)]
+            for loss in losses[::-1]:
+                loss.backward()
+        assert_same(pipe, plain)
+
+
+@places
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
+def test_evaluation(place: Any, mode: Callable[[], Any]) -> None:
+    pipe, plain = pipe_of(model(TIED)).eval(), model(TIED).eval()
+    with place(), mode():
+        torch.testing.assert_close(pipe(rows()), plain(rows()))
+        torch.testing.assert_close(pipe.evaluate(rows(), loss_fn=squares, reduction="sum"), squares(plain(rows())))
+    assert_tied(pipe)
+
+
+@places
+def test_buffers_that_are_trained_and_parameters_frozen_before_the_backward(place: Any) -> None:
+    def built() -> nn.Sequential:
+        counts = Counts(lambda layer: None)
+        counts.total.requires_grad_()
+        return shared(nn.Sequential(counts, linears(1)[0]))
+
+    pipe, plain = pipe_of(built(), checkpoint="never"), built()
+    with place():
+        for module in (pipe, plain):
+            loss = squares(module(rows()))
+            module[0][0][1].weight.requires_grad_(False)
+            loss.backward()
+    assert_same(pipe, plain)
+    torch.testing.assert_close(pipe[0][0][0].total.grad, plain[0][0][0].total.grad)
+    assert pipe[0][0][1].weight.grad is None
+
+
+@places
+@modes
+def test_a_change_between_forward_and_backward(place: Any, mode: str) -> None:
+    """Is refused, or does not matter."""
+    pipe, plain = pipe_of(model(TIED), checkpoint=mode), model(TIED)
+    squares(plain(rows())).backward()
+    loss = squares(pipe(rows()))
+    with torch.no_grad(), place():
+        pipe[0][0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"0\.weight|modified by an inplace operation"):
+        loss.backward()
+    assert_tied(pipe)
+
+
+class Counts(nn.Module):
+    """Has a buffer that it may change."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1, dtype=DOUBLE))
+        self.scale = 1.0
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return x + self.total
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "in place": (lambda layer: layer.total.add_(1), "'0.0.total' of partition 0 and '2.0.total' of partition 2"),
+    "by assignment": (lambda layer: setattr(layer, "total", layer.total + 1), "'total' of '0.0' of partition 0"),
+    "of an attribute": (lambda layer: setattr(layer, "scale", layer.scale + 1), "'scale' of '0.0' of partition 0"),
+}
+
+
+@places
+@ways
+@hows
+@modes
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_stage_changes_is_refused_by_name(place: Any, way: Any, how: str, mode: str, change: str) -> None:
+    function, name = CHANGES[change]
+    counts = Counts(function)
+    pipe = pipe_of(nn.Sequential(nn.Sequential(counts), linears(1)[0], nn.Sequential(counts)), checkpoint=mode)
+    with place(), way(), pytest.raises(RuntimeError, match=name):
+        trained(pipe, how)
+    assert pipe[1].weight.grad is None
+    assert pipe[2][0] is counts
+
+
+@places
+def test_a_buffer_that_nobody_changes(place: Any) -> None:
+    def built() -> nn.Sequential:
+        counts = Counts(lambda layer: None)
+        counts.total.fill_(3)
+        return nn.Sequential(nn.Sequential(counts), linears(1)[0], nn.Sequential(counts))
+
+    with place():
+        assert_trains_like(pipe_of(built()), built())
+
+
+@hows
+def test_renorming_is_refused(how: str) -> None:
+    table = nn.Embedding(5, 3, max_norm=0.1, dtype=DOUBLE)
+    head = nn.Linear(3, 5, bias=False, dtype=DOUBLE)
+    head.weight = table.weight
+    pipe = pipe_of(nn.Sequential(table, head))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' of partition 0 and '1\.weight' of partition 1 in place"):
+        squares(pipe(torch.arange(5))).backward()
+
+
+def shared(what: nn.Module) -> nn.Sequential:
+    """A model whose first and last layer contain ``what``."""
+    return nn.Sequential(nn.Sequential(what), linears(1)[0], nn.Sequential(what))
+
+
+def with_forward(layer: nn.Module) -> nn.Module:
+    layer.forward = layer.forward
+    return layer
+
+
+UNSHAREABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "lazy": (lambda: nn.LazyLinear(3, dtype=DOUBLE), r"'0\.0\.weight' of partition 0 .* has no shape yet"),
+    "compiled": (lambda: torch.compile(linears(1)[0], backend="eager"), r"'2\.0' of partition 2 .* forward was set"),
+    "patched": (lambda: with_forward(linears(1)[0]), r"'2\.0' of partition 2 is '0\.0' of partition 0 too.* forward"),
+    "a pipe": (lambda: pipe_of(linears(1)), r"'2\.0' of partition 2 is '0\.0' of partition 0 too, and it is a pipe"),
+}
+
+
+@pytest.mark.parametrize("name", UNSHAREABLE)
+def test_what_cannot_be_copied_is_refused_by_name(name: str) -> None:
+    made, message = UNSHAREABLE[name]
+    with pytest.raises(ValueError, match=message):
+        pipe_of(shared(made()))
+    GPipe(shared(made()), [3], devices=["cpu"])
+
+
+def test_what_holds_no_tensors_may_be_in_several_partitions() -> None:
+    pipe, plain = pipe_of(shared(with_forward(nn.Tanh()))), shared(nn.Tanh())
+    assert_trains_like(pipe, plain)
+
+
+def views() -> nn.Sequential:
+    """The first rows of the second weight are the last of the first."""
+    layers, memory = linears(2), rows(4)
+    layers[0].weight, layers[1].weight = nn.Parameter(memory[:3]), nn.Parameter(memory[1:])
+    return layers
+
+
+def test_views_train_on_one_device_and_are_refused_on_several() -> None:
+    pipe, plain = pipe_of(views()), views()
+    for module in (pipe, plain):
+        trained(module, "call")
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    torch.testing.assert_close(pipe.state_dict(), plain.state_dict())
+    others = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with pytest.raises(ValueError, match=r"'weight' of partition 0 on 'cuda:0' and 'weight' of partition 1"):
+        expect_shareable(list(views()), others)
+    expect_shareable(list(model(TIED)), [*others, torch.device("cpu")])
+    expect_shareable([layer.requires_grad_(False) for layer in views()], others)
+
+
+class _Answers:
+    """Stands for both directions of a channel, on which another rank has sent a gradient."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+        self.sent: list[Any] = []
+
+    def put(self, _: int, payload: Any) -> None:
+        self.sent += payload
+
+    def get(self) -> tuple[int, bool, list[Tensor]]:
+        return 0, False, [self.gradient]
+
+    def expect(self, messages: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("members", [(0, 1), (1, 0)])
+def test_a_gradient_that_only_another_rank_has_goes_to_the_device_of_the_parameter(members: tuple[int, int]):
+    layer = nn.Linear(2, 2, device="meta")
+    there = _Answers(torch.ones(2, 2))
+    crossing: Any = Crossing(1, 1, True, there, there, 1)
+    wires: Any = SimpleNamespace(settle=lambda: None)
+    found = Twins([Twin(0, members, layer, "weight")], 0, [crossing], wires).summed({})
+    assert found[layer.weight].device == layer.weight.device

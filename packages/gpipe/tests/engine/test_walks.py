@@ -1,0 +1,85 @@
+"""What workers walk: every step once, on the worker of its stage, in an order in which nobody waits for ever."""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.engine._walks import forwards_and_backwards, walk_of
+from gpipe.schedule import Choice, Kind, Schedule, Step, Walk, fill_drain, replay
+
+from ..schedules import CHOICES, some_schedule
+
+SIZES = st.integers(1, 4)
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[int, ...]:
+    """Stages on workers, of which none is left out."""
+    found = draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
+    return tuple(sorted(set(found)).index(worker) for worker in found)
+
+
+@st.composite
+def stops(draw: st.DrawFn, microbatches: int, stages: int) -> tuple[int, ...]:
+    return tuple(draw(st.lists(st.integers(0, microbatches), min_size=stages, max_size=stages)))
+
+
+def assert_in_place(walk: Walk, placement: tuple[int, ...]) -> None:
+    assert all(placement[step.stage] == worker for worker, steps in enumerate(walk) for step in steps)
+    assert len(replay(walk)) == sum(map(len, walk))  # each once, and none waits for ever
+
+
+def recomputed(walk: Walk) -> set[tuple[int, int]]:
+    return {(stage, i) for stage, (kind, i) in chain.from_iterable(walk) if kind == Kind.RECOMPUTE}
+
+
+@given(CHOICES, SIZES, placements(), st.data())
+def test_a_schedule_of_ones_own(choices: tuple[int, ...], m: int, placement: tuple[int, ...], data: st.DataObject):
+    below = data.draw(stops(m, len(placement)))
+    schedule = some_schedule(choices, m, placement, 0)
+    walk = walk_of(schedule, m, below, placement)
+    assert_in_place(walk, placement)
+    assert recomputed(walk) == {(j, i) for j, stop in enumerate(below) for i in range(stop)}
+    steps = {step for step in chain.from_iterable(walk) if step.action.kind != Kind.RECOMPUTE}
+    assert steps == {Step(j, action) for j, program in enumerate(schedule) for action in program}
+
+
+@given(SIZES, placements(), st.data())
+def test_the_walks_of_a_forward_and_a_backward(m: int, placement: tuple[int, ...], data: st.DataObject):
+    below = data.draw(stops(m, len(placement)))
+    forwards, backwards = forwards_and_backwards(m, below, placement)
+    both = [(*first, *second) for first, second in zip(forwards, backwards, strict=True)]
+    assert_in_place(tuple(both), placement)
+    assert {step.action.kind for step in chain.from_iterable(forwards)} == {Kind.FORWARD}
+    assert Kind.FORWARD not in {step.action.kind for step in chain.from_iterable(backwards)}
+    assert recomputed(backwards) == {(j, i) for j, stop in enumerate(below) for i in range(stop)}
+
+
+@given(st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]), SIZES, placements())
+def test_walks_are_made_once(name: str, m: int, placement: tuple[int, ...]):
+    below = (0,) * len(placement)
+    choice = Choice(name)
+    assert walk_of(choice, m, below, placement) is walk_of(choice, m, below, placement)
+    assert forwards_and_backwards(m, below, placement) is forwards_and_backwards(m, below, placement)
+    assert_in_place(walk_of(choice, m, below, placement), placement)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "m"), [(fill_drain(2, 2), 3), (fill_drain(3, 2), 2), (fill_drain(2, 3), 2), (Schedule([[], []]), 1)]
+)
+def test_a_schedule_that_does_not_fit(schedule: Schedule, m: int):
+    with pytest.raises(ValueError, match=r"."):
+        walk_of(schedule, m, (0, 0), (0, 1))
+
+
+def test_interleaving_nothing_is_said_once(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "gpipe"):
+        for placement in [(0, 1, 2, 3, 4)] * 2 + [(0, 1, 0, 1), (0,)]:
+            walk_of(Choice("interleaved"), 7, (0,) * len(placement), placement)
+    assert len(caplog.records) == 1
+    assert "each of the 5 partitions has a worker of its own" in caplog.text

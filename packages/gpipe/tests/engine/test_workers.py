@@ -1,0 +1,338 @@
+"""The threads of a pipe: kept between runs, gone with the pipe, and nobody else's business."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, inline
+from gpipe.engine._workers import Workers, placement
+from streams import CPUStream, Task
+
+from ..children import in_child
+from ..layers import Call, OnBackward, assert_trains_like, linears, numbered, piped, rows, within
+
+CPU = torch.device("cpu")
+devices = st.lists(
+    st.sampled_from([CPU, torch.device("cuda", 0), torch.device("cuda", 1), torch.device("meta")]), max_size=6
+)
+
+
+@pytest.fixture
+def born() -> Callable[[], set[threading.Thread]]:
+    """Which threads live now that did not when the test began."""
+    gc.collect()
+    before = set(threading.enumerate())
+    return lambda: set(threading.enumerate()) - before
+
+
+def spy() -> tuple[nn.Module, list[threading.Thread]]:
+    """A layer, and the threads that call it, forwards and backwards."""
+    threads: list[threading.Thread] = []
+
+    def note() -> None:
+        threads.append(threading.current_thread())
+
+    def layer(x: Tensor) -> Tensor:
+        note()
+        return OnBackward.apply(x, note)
+
+    return Call(layer), threads
+
+
+def spied(stages: int, **options: Any) -> tuple[GPipe, list[list[threading.Thread]]]:
+    layers, threads = zip(*(spy() for _ in range(stages)), strict=True)
+    pipe = GPipe(nn.Sequential(*layers), [1] * stages, devices=["cpu"] * stages, **options)
+    return pipe, list(threads)
+
+
+class TestPlacement:
+    @given(devices)
+    def test_stages_share_a_worker_exactly_when_they_share_an_accelerator(self, devices: list[torch.device]) -> None:
+        workers = placement(devices)
+        for a in range(len(devices)):
+            for b in range(a):
+                shared = devices[a] == devices[b] and devices[a].type != "cpu"
+                assert (workers[a] == workers[b]) == shared
+
+    @given(devices)
+    def test_workers_are_numbered_in_the_order_of_their_first_stages(self, devices: list[torch.device]) -> None:
+        firsts = list(dict.fromkeys(placement(devices)))
+        assert firsts == list(range(len(firsts)))
+
+
+class TestThreads:
+    def test_every_stage_has_one_of_its_own_forwards_and_backwards_and_in_every_run(self) -> None:
+        pipe, threads = spied(3, chunks=2)
+        for _ in range(3):
+            pipe(rows(grad=True)).sum().backward()
+        assert [len(set(each)) for each in threads] == [1, 1, 1]
+        assert len({each[0] for each in threads} | {threading.current_thread()}) == 4
+
+    def test_they_work_at_the_same_time(self) -> None:
+        meeting = threading.Barrier(3, timeout=300)
+
+        def layer(stage: int) -> Callable[[Tensor], Tensor]:
+            def meet(x: Tensor) -> Tensor:
+                if x[0, 0] + stage == 2:  # the tick at which all three have something to do
+                    meeting.wait()
+                return x
+
+            return meet
+
+        model = nn.Sequential(*(Call(layer(j)) for j in range(3)))
+        pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=3)
+        assert torch.equal(pipe(numbered(3)), numbered(3))
+
+    def test_making_a_pipe_starts_none(self, born: Callable[[], set[threading.Thread]]) -> None:
+        pipe = piped(linears(), [1, 2])
+        assert pipe.state_dict()
+        assert not born()
+
+    def test_they_are_kept_between_runs(self, born: Callable[[], set[threading.Thread]]) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        pipe(rows()).sum().backward()
+        kept = born()
+        assert len(kept) == 2
+        for _ in range(3):
+            pipe(rows()).sum().backward()
+            with torch.no_grad():
+                pipe(rows())
+        assert born() == kept
+
+    def test_close_ends_them_and_the_next_run_starts_new_ones(self, born: Callable[[], set[threading.Thread]]) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        pipe.close()  # before any run: nothing to do
+        for _ in range(3):
+            assert_trains_like(pipe, linears())
+            assert len(born()) == 2
+            pipe.close()
+            assert not born()
+            pipe.close()
+
+    def test_close_between_forward_and_backward(self, born: Callable[[], set[threading.Thread]]) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        output = pipe(rows())
+        pipe.close()
+        output.sum().backward()
+        assert len(born()) == 2
+        pipe.close()
+        assert not born()
+
+    def test_they_go_with_the_pipe(self, born: Callable[[], set[threading.Thread]]) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        pipe(rows()).sum().backward()
+        del pipe
+        gc.collect()
+        assert not born()
+
+    def test_they_go_with_a_pipe_that_refers_to_itself(self, born: Callable[[], set[threading.Thread]]) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        pipe.__dict__["me"] = pipe
+        pipe(rows()).sum().backward()
+        del pipe
+        gc.collect()
+        assert not born()
+
+    def test_a_run_that_outlives_its_pipe_goes_backward_all_the_same(
+        self, born: Callable[[], set[threading.Thread]]
+    ) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        weight = pipe[0].weight
+        output = pipe(rows())
+        del pipe
+        gc.collect()
+        within(20, output.sum().backward)
+        assert weight.grad is not None
+        del output
+        gc.collect()
+        for thread in born():
+            thread.join(2)
+        assert not born()
+
+    @pytest.mark.usefixtures("no_collector")
+    @pytest.mark.parametrize("balance", [[2, 1], [1, 2]], ids=["the last worker", "a worker that others wait for"])
+    def test_a_pipe_may_become_garbage_on_its_own_worker(
+        self, balance: list[int], born: Callable[[], set[threading.Thread]]
+    ) -> None:
+        def train() -> None:
+            collecting = Call(lambda x: OnBackward.apply(x, gc.collect))
+            model = nn.Sequential(*linears(1), collecting, *linears(1))
+            pipe = GPipe(model, balance, devices=["cpu"] * 2, chunks=2)
+            pipe.__dict__["me"] = pipe
+            output = pipe(rows())
+            del pipe, model, collecting
+            output.sum().backward()
+
+        within(20, train)
+        gc.collect()
+        for thread in born():
+            thread.join(2)
+        assert not born()
+
+    def test_each_pipe_has_its_own(self) -> None:
+        (one, first), (other, second) = spied(2), spied(2)
+        for pipe in (one, other):
+            pipe(rows())
+        assert not {each[0] for each in first} & {each[0] for each in second}
+
+    def test_hundreds_of_runs_leave_no_more_than_one(self, born: Callable[[], set[threading.Thread]]) -> None:
+        pipe = piped(linears(2, 1), [1, 1], chunks=2)
+        x = rows(2, 1)
+        pipe(x).sum().backward()
+        kept = born()
+        for _ in range(300):
+            pipe(x).sum().backward()
+        assert born() == kept
+
+
+class TestShares:
+    @staticmethod
+    def counting(stages: int) -> tuple[GPipe, list[int]]:
+        counts: list[int] = []
+        layers = [Call(lambda x: (counts.append(torch.get_num_threads()), x)[1]) for _ in range(stages)]
+        return GPipe(nn.Sequential(*layers), [1] * stages, devices=["cpu"] * stages), counts
+
+    @pytest.fixture(autouse=True)
+    def _restored(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        yield
+        torch.set_num_threads(before)
+
+    @pytest.mark.parametrize(("threads", "stages", "share"), [(1, 2, 1), (4, 2, 2), (5, 2, 2), (4, 1, 4), (2, 3, 1)])
+    def test_workers_divide_the_threads_of_the_caller(self, threads: int, stages: int, share: int) -> None:
+        torch.set_num_threads(threads)
+        pipe, counts = self.counting(stages)
+        pipe(rows())
+        assert counts == [share] * stages
+        assert torch.get_num_threads() == threads
+
+    def test_a_change_by_the_caller_is_heeded_in_the_next_run(self) -> None:
+        pipe, counts = self.counting(2)
+        for threads in (2, 4, 1):
+            torch.set_num_threads(threads)
+            pipe(rows())
+            assert torch.get_num_threads() == threads
+        assert counts == [1, 1, 2, 2, 1, 1]
+
+    def test_after_close_the_new_ones_have_their_share_too(self) -> None:
+        torch.set_num_threads(4)
+        pipe, counts = self.counting(2)
+        pipe(rows())
+        pipe.close()
+        pipe(rows())
+        assert counts == [2, 2, 2, 2]
+
+    def test_other_threads_keep_theirs(self) -> None:
+        torch.set_num_threads(4)
+        pipe, _ = self.counting(2)
+        pipe(rows())
+        seen: list[int] = []
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join(300)
+        assert seen == [4]
+
+    def test_inline_the_caller_keeps_all_of_them(self) -> None:
+        torch.set_num_threads(4)
+        pipe, counts = self.counting(2)
+        with inline():
+            pipe(rows())
+        assert counts == [4, 4]
+
+
+class TestWorkers:
+    def test_results_come_in_the_order_of_the_works(self) -> None:
+        workers = Workers([CPU, CPU])
+        first, second = threading.Event(), threading.Event()
+
+        def late() -> str:
+            assert second.wait(300)
+            return "late"
+
+        def early() -> str:
+            second.set()
+            return "early"
+
+        assert workers.run([(CPUStream, late), (CPUStream, early)], first.set) == ["late", "early"]
+        assert not first.is_set()
+        workers.close()
+
+    def test_a_work_that_raises_ends_the_others(self) -> None:
+        workers = Workers([CPU, CPU])
+        stopped = threading.Event()
+
+        def fail() -> None:
+            raise KeyError("who should not")
+
+        try:
+            with pytest.raises(KeyError):
+                within(2, lambda: workers.run([(CPUStream, stopped.wait), (CPUStream, fail)], stopped.set))
+        finally:
+            stopped.set()
+            workers.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
+    pipe(rows()).sum().backward()
+
+    def train_again() -> bool:
+        pipe.zero_grad()
+        within(20, lambda: pipe(rows()).sum().backward())
+        pipe.close()
+        return pipe[0].weight.grad is not None
+
+    assert in_child(train_again) == "True"
+    assert_trains_like(pipe, linears())
+
+
+def test_a_run_leaves_nothing_behind_in_the_hands_of_workers(monkeypatch: pytest.MonkeyPatch):
+    workers, go = Workers([CPU]), threading.Event()
+    workers.run([(CPUStream, int)], lambda: None)  # which has them divide the cores
+
+    def stand_there(self: Task[Any], answer: Any, out_queue: Any) -> None:
+        out_queue.put(answer)
+        go.wait(300)
+
+    monkeypatch.setattr(Task, "answer", stand_there)
+    layer = nn.Linear(1, 1)
+    alive = weakref.ref(layer)
+    workers.run([(CPUStream, partial(id, layer))], partial(id, layer))
+    del layer
+    assert alive() is None
+    go.set()
+    workers.close()
+
+
+def test_the_owner_may_go_just_when_a_run_begins_or_ends():
+    """On another thread, as a garbage collector's: the run is done, and afterwards no thread is left."""
+    before = set(threading.enumerate())
+    for _ in range(50):
+        workers, meet = Workers([CPU] * 2), threading.Barrier(2)
+
+        def end(workers: Workers = workers, meet: threading.Barrier = meet) -> None:
+            meet.wait(300)
+            workers._orphan()
+
+        workers.run([(CPUStream, int)] * 2, lambda: None)
+        other = threading.Thread(target=end)
+        other.start()
+        meet.wait(300)
+        assert workers.run([(CPUStream, lambda: 7)] * 2, lambda: None) == [7, 7]
+        other.join(300)
+        assert workers._scope is None
+    assert set(threading.enumerate()) <= before

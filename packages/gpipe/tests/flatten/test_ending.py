@@ -1,0 +1,305 @@
+"""A model that computes its own loss gives its whole output through a pipe: the loss of the whole mini-batch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import weakref
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import Arguments, GPipe, flatten, inline
+from microbatch import Mean
+
+IGNORED = -100
+DOUBLE = torch.float64
+
+
+class Trunk(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, dtype=DOUBLE)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, dtype=DOUBLE) for _ in range(blocks))
+        self.norm = nn.LayerNorm(4, dtype=DOUBLE)
+
+    def forward(self, tokens: Tensor) -> dict[str, Any]:
+        hidden = embedded = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"hidden": self.norm(hidden), "embedded": embedded, "cache": None}
+
+
+class Model(nn.Module):
+    """Its loss is a mean over what is not ignored, or divided by what the caller counted."""
+
+    def __init__(self, blocks: int = 3, cap: float = 2.0) -> None:
+        super().__init__()
+        self.trunk = Trunk(blocks)
+        self.dropout = nn.Dropout(0.0)
+        self.head = nn.Linear(4, 7, dtype=DOUBLE)
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED, reduction="none")
+        self.cap = cap
+
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, num_items_in_batch: Tensor | None = None
+    ) -> dict[str, Any]:
+        logits = self.head(self.dropout(self.trunk(tokens)["hidden"]))
+        logits = (logits / self.cap).tanh() * self.cap
+        if labels is None:
+            return {"logits": logits}
+        count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        return {"loss": self.loss(logits.flatten(0, 1), labels.flatten()).sum() / count, "logits": logits}
+
+
+def model_of(blocks: int = 3) -> Model:
+    torch.manual_seed(0)
+    return Model(blocks)
+
+
+def batch(rows: int, length: int = 5, padded: bool = True) -> dict[str, Tensor]:
+    tokens = torch.randint(7, (rows, length), generator=torch.Generator().manual_seed(rows))
+    labels = tokens.flip(1).clone()
+    if padded:  # ever fewer labels count, down to one in a row
+        for k, row in enumerate(labels):
+            row[1 + k % length :] = IGNORED
+    return {"tokens": tokens, "labels": labels}
+
+
+def pipe_of(model: nn.Module, cut: int, **options: Any) -> GPipe:
+    layers = flatten(model, batch(2))
+    sizes = [cut, len(layers) - cut]
+    return GPipe(layers, sizes, devices=["cpu"] * 2, **options)
+
+
+def assert_same(pipe: nn.Module, plain: nn.Module, inputs: dict[str, Any]) -> None:
+    found, expected = pipe(**inputs), plain(**inputs)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12)
+    if "loss" not in expected:
+        return
+    for output in (found, expected):
+        (output["loss"] * 2 + output["logits"].square().mean()).backward()
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+
+
+@cache
+def both(cut: int) -> tuple[GPipe, Model]:
+    model = model_of()
+    return pipe_of(copy.deepcopy(model), cut), model
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(
+    rows=st.integers(1, 7),
+    length=st.integers(1, 6),
+    chunks=st.integers(1, 8),
+    cut=st.integers(1, 4),
+    checkpoint=st.sampled_from(["never", "except_last", "always"]),
+    counted=st.booleans(),
+    threads=st.booleans(),
+)
+def test_the_output_is_that_of_the_model(
+    rows: int, length: int, chunks: int, cut: int, checkpoint: str, counted: bool, threads: bool
+) -> None:
+    pipe, plain = both(cut)
+    pipe.chunks, pipe.checkpoint = chunks, checkpoint
+    inputs: dict[str, Any] = batch(rows, length)
+    if counted:
+        inputs["num_items_in_batch"] = torch.tensor(11)
+    with nullcontext() if threads else inline():
+        assert_same(pipe, plain, inputs)
+    pipe.zero_grad()
+    plain.zero_grad()
+
+
+def test_in_evaluation() -> None:
+    model = model_of().eval()
+    with torch.no_grad():
+        found, expected = pipe_of(model, 2, chunks=3)(**batch(5)), model(**batch(5))
+    torch.testing.assert_close(found, expected)
+
+
+def test_without_labels() -> None:
+    model = model_of()
+    plain = copy.deepcopy(model)
+    assert_same(pipe_of(model, 2, chunks=3), plain, {"tokens": batch(5)["tokens"]})
+
+
+def test_a_mapping_is_named_arguments() -> None:
+    model = model_of()
+    plain = copy.deepcopy(model)
+    found = pipe_of(model, 2, chunks=3)(batch(5) | {"num_items_in_batch": torch.tensor(3)})
+    torch.testing.assert_close(found, plain(**batch(5), num_items_in_batch=torch.tensor(3)))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_copies_have_it(again: Any) -> None:
+    model = model_of()
+    plain = copy.deepcopy(model)
+    assert_same(again(pipe_of(model, 2, chunks=3)), plain, batch(5))
+
+
+def test_another_balance_has_it() -> None:
+    model = model_of()
+    plain = copy.deepcopy(model)
+    assert_same(GPipe(pipe_of(model, 2)[:], [1, 3, 1], devices=["cpu"] * 3, chunks=2), plain, batch(5))
+
+
+def test_a_spec_for_outputs_takes_the_losses_of_micro_batches() -> None:
+    model = model_of()
+    plain = copy.deepcopy(model)
+    inputs = batch(6, padded=False)
+    pipe = pipe_of(model, 2, chunks=3, out_spec=Mean())
+    torch.testing.assert_close(pipe(**inputs), plain(**inputs)["loss"])
+
+
+def test_a_step_takes_them_too() -> None:
+    model = model_of()
+    plain = copy.deepcopy(model)
+    inputs = batch(6, padded=False)
+    loss = pipe_of(model, 2, chunks=3).step(Arguments((), inputs), loss_fn=lambda loss, _: loss)
+    torch.testing.assert_close(loss, plain(**inputs)["loss"].detach())
+
+
+def test_threads_may_call_it_at_once() -> None:
+    model = model_of().eval()
+    pipe = pipe_of(model, 2, chunks=2)
+    expected = {rows: model(**batch(rows))["loss"].detach() for rows in range(1, 9)}
+    found: dict[int, Tensor] = {}
+
+    def call(rows: int) -> None:
+        with torch.no_grad():
+            found[rows] = pipe(**batch(rows))["loss"]
+
+    threads = [threading.Thread(target=call, args=(rows,)) for rows in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_run_is_held(fails: bool) -> None:
+    pipe = pipe_of(model_of(), 2, chunks=3)
+    inputs = batch(5)
+    if fails:
+        with pytest.raises(ValueError, match="batch_size"):
+            pipe(inputs["tokens"], inputs["labels"][:, :3])
+    found = pipe(**inputs)
+    held = [weakref.ref(tensor) for tensor in (found["logits"], found["loss"])]
+    del found
+    assert [each() for each in held] == [None, None]
+
+
+class Halved(Model):
+    """Does something else with its logits in training."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().forward(*args, **kwargs)
+        return found | {"loss": found["loss"] / 2} if self.training else found
+
+
+def test_the_mode_is_that_of_the_pipe() -> None:
+    torch.manual_seed(0)
+    model = Halved()
+    plain = copy.deepcopy(model)
+    pipe = pipe_of(model, 2, chunks=3)
+    for mode in (True, False):
+        torch.testing.assert_close(pipe.train(mode)(**batch(5))["loss"], plain.train(mode)(**batch(5))["loss"])
+
+
+def test_a_sample_whose_loss_is_no_number_shows_nothing() -> None:
+    ignored = batch(2) | {"labels": torch.full((2, 5), IGNORED)}
+    assert flatten(model_of(), ignored)[-1].ending is None
+
+
+class Flat(Model):
+    """Its blocks are its own, so that there is nothing around the loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.trunk.blocks
+        del self.trunk.blocks
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Any]:  # type: ignore[override]
+        hidden = self.trunk.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), "logits": logits}
+
+
+class Tells(Model):
+    """Returns what the first stage computed, which the last one does not have."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Any]:  # type: ignore[override]
+        trunk = self.trunk(tokens)
+        logits = self.head(trunk["hidden"])
+        loss = self.loss(logits.flatten(0, 1), tokens.flatten()).mean()
+        return {"loss": loss, "logits": logits, "embedded": trunk["embedded"]}
+
+
+def test_what_cannot_be_told_is_an_error_by_name() -> None:
+    torch.manual_seed(0)
+    pipe = pipe_of(Flat(), 2, chunks=2)
+    with pytest.raises((TypeError, ValueError), match=r"0-d|dimension|scalar"):
+        pipe(**batch(4))
+
+
+def test_fields_that_cannot_be_told_are_left_out() -> None:
+    torch.manual_seed(0)
+    model = Tells()
+    plain = copy.deepcopy(model)
+    found = pipe_of(model, 2, chunks=2)(**batch(4))
+    assert found.keys() == {"loss", "logits"}
+    torch.testing.assert_close(found["loss"], plain(**batch(4))["loss"])
+
+
+class Listening(Trunk):
+    """Also returns what its blocks returned, as transformers does if asked for hidden states."""
+
+    def forward(self, tokens: Tensor) -> dict[str, Any]:
+        heard: list[Tensor] = []
+        hooks = [
+            block.register_forward_hook(lambda module, args, output: heard.append(output))
+            for block in self.blocks
+            if type(block) is nn.Linear
+        ]
+        found = super().forward(tokens)
+        for hook in hooks:
+            hook.remove()
+        return {**found, "states": tuple(heard)} if heard else found
+
+
+class TellsOfBlocks(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Listening(3)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        found = self.trunk(tokens)
+        logits = self.head(found["hidden"])
+        states = {"states": found["states"]} if "states" in found else {}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits, **states}
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_what_the_last_stage_does_not_know_of_blocks_is_left_out(cut: int) -> None:
+    torch.manual_seed(0)
+    model = TellsOfBlocks()
+    plain = copy.deepcopy(model)
+    found = pipe_of(model, cut, chunks=2)(**batch(4))
+    assert found.keys() == {"loss", "logits"}
+    torch.testing.assert_close(found["loss"], plain(**batch(4))["loss"])

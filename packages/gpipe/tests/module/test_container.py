@@ -1,0 +1,128 @@
+"""The container of a pipe's layers: computed as the plain model computes it, or refused by the name of what is lost."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, verify_module
+
+from ..layers import DOUBLE, linears, rows
+
+
+class OnlyNamed(nn.Sequential):
+    """A subclass as people write them: it only makes its layers."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__(nn.Linear(width, width, dtype=DOUBLE), nn.Tanh())
+        self.width = width
+
+    def extra_repr(self) -> str:
+        return f"width={self.width}"
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self[0](x)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Scaled(OnlyNamed):
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * super().__call__(x)
+
+
+class Frozen(nn.Sequential):
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
+class Twice(nn.Sequential):
+    def __iter__(self) -> Any:
+        return iter([*self._modules.values(), *self._modules.values()])
+
+
+class Mixin:
+    def forward(self, x: Tensor) -> Tensor:
+        return -x
+
+
+class Mixed(Mixin, nn.Sequential):
+    pass
+
+
+def of(kind: type[nn.Sequential]) -> nn.Sequential:
+    return kind(*linears(2)) if kind not in (OnlyNamed, Scaled) else kind()
+
+
+BELONGINGS: dict[str, Any] = {
+    "parameters 'scale'": lambda m: setattr(m, "scale", nn.Parameter(torch.ones(3))),
+    "buffers 'mean'": lambda m: m.register_buffer("mean", torch.ones(3)),
+    "buffers 'hidden'": lambda m: m.register_buffer("hidden", None, persistent=False),
+    "forward pre-hooks": lambda m: m.register_forward_pre_hook(lambda _, args: (args[0] + 1,)),
+    "forward hooks": lambda m: m.register_forward_hook(lambda _, args, output: output * 2),
+    "backward pre-hooks": lambda m: m.register_full_backward_pre_hook(lambda *_: None),
+    "backward hooks": lambda m: m.register_full_backward_hook(lambda *_: None),
+    "state-dict pre-hooks": lambda m: m.register_state_dict_pre_hook(lambda *_: None),
+    "state-dict hooks": lambda m: m.register_state_dict_post_hook(lambda *_: None),
+    "load-state-dict pre-hooks": lambda m: m.register_load_state_dict_pre_hook(lambda *_: None),
+    "load-state-dict post-hooks": lambda m: m.register_load_state_dict_post_hook(lambda *_: None),
+    "'forward' of its own, set on the instance": lambda m: setattr(m, "forward", lambda x: x),
+    "no layer under 'gap'": lambda m: m.add_module("gap", None),
+}
+KINDS = {OnlyNamed: "", nn.Sequential: "", Residual: "'forward'", Scaled: "'__call__'", Frozen: "'train'"} | {
+    Twice: "'__iter__'",
+    Mixed: "'forward' of its own, by class Mixin",
+}
+
+
+@given(st.sampled_from(list(KINDS)), st.sets(st.sampled_from(sorted(BELONGINGS)), max_size=3))
+def test_any_container_is_computed_or_refused_by_the_name_of_what_is_lost(
+    kind: type[nn.Sequential], belongings: set[str]
+) -> None:
+    model = of(kind)
+    for name in belongings:
+        BELONGINGS[name](model)
+    lost = [*belongings, *filter(None, [KINDS[kind]])]
+    if not lost:
+        expected = model(rows())
+        torch.testing.assert_close(GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)(rows()), expected)
+        return
+    for make in (lambda: GPipe(model, [1, 1], devices=["cpu"] * 2), lambda: verify_module(model)):
+        with pytest.raises(TypeError, match=r"computes the layers of an nn\.Sequential and nothing else") as caught:
+            make()
+        assert all(word in str(caught.value) for name in lost for word in name.split())
+        assert kind.__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Residual, Scaled, Frozen, Twice, Mixed])
+def test_as_a_layer_it_may_do_what_it_likes(kind: type[nn.Sequential]) -> None:
+    model = nn.Sequential(of(kind), *linears(1))
+    for name in ("forward hooks", "parameters 'scale'", "buffers 'mean'"):
+        BELONGINGS[name](model[0])
+    expected = model(rows())
+    torch.testing.assert_close(GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)(rows()), expected)
+
+
+def test_the_way_out_works() -> None:
+    model = Residual(*linears(2))
+    plain = nn.Sequential(OrderedDict(model.named_children()))
+    GPipe(plain, [1, 1], devices=["cpu"] * 2)
+    around = nn.Sequential(model)
+    expected = model(rows())
+    torch.testing.assert_close(GPipe(around, [1], devices=["cpu"])(rows()), expected)
+
+
+def test_a_partition_may_become_a_pipe() -> None:
+    pipe = GPipe(linears(), [1, 2], devices=["cpu"] * 2)
+    part = copy.deepcopy(pipe.partitions[1])
+    torch.testing.assert_close(GPipe(part, [1, 1], devices=["cpu"] * 2)(rows()), part(rows()))

@@ -1,0 +1,155 @@
+"""CUDA graphs in layers are refused by name, wherever they hide; what torch.compile does without them works."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+from gpipe.engine._capture import expect_no_capture
+from gpipe.module import _graphs, _partition
+from gpipe.module._graphs import expect_no_graphs
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+GRAPHS: dict[str, dict[str, Any]] = {
+    "reduce-overhead": {"mode": "reduce-overhead"},
+    "max-autotune": {"mode": "max-autotune"},
+    "options": {"options": {"triton.cudagraphs": True}},
+    "backend": {"backend": "cudagraphs"},
+}
+PLAIN: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no cudagraphs": {"mode": "max-autotune-no-cudagraphs"},
+    "eager": {"backend": "eager"},
+    "own": {"backend": lambda graph, inputs: graph.forward},
+}
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own making
+        yield
+    torch._dynamo.reset()
+
+
+def wrapped(layer: nn.Module, options: dict[str, Any]) -> nn.Module:
+    return torch.compile(layer, **options)  # type: ignore[return-value]
+
+
+def in_place(layer: nn.Module, options: dict[str, Any]) -> nn.Module:
+    layer.compile(**options)
+    return layer
+
+
+each_way = pytest.mark.parametrize("compiled", [wrapped, in_place])
+Compile = Callable[[nn.Module, dict[str, Any]], nn.Module]
+
+
+@each_way
+@pytest.mark.parametrize("options", GRAPHS.values(), ids=GRAPHS)
+def test_a_graph_is_found_at_any_depth(compiled: Compile, options: dict[str, Any]) -> None:
+    layer = nn.Sequential(nn.Tanh(), nn.Sequential(compiled(nn.Linear(2, 2), options)))
+    with pytest.raises(ValueError, match=r"'1\.0' of partition 3 replays a CUDA graph \(torch\.comp.*mode='def"):
+        expect_no_graphs(layer, CUDA, 3)
+    expect_no_graphs(layer, CPU, 3)
+
+
+@each_way
+@pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
+def test_without_graphs_nothing_is_found(compiled: Compile, options: dict[str, Any]) -> None:
+    expect_no_graphs(nn.Sequential(compiled(nn.Linear(2, 2), options)), CUDA, 0)
+
+
+def test_a_graphed_callable_is_found() -> None:
+    """It replaces the forward of the module itself."""
+    layer = nn.Linear(2, 2)
+    layer.forward = FunctionType((lambda x: x).__code__, vars(torch.cuda.graphs))  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"'' of partition 0 .*make_graphed_callables"):
+        expect_no_graphs(layer, CUDA, 0)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    expect_no_graphs(layer, CUDA, 0)
+
+
+@pytest.mark.parametrize("when", ["made", "replaced"])
+def test_a_pipe_asks_before_anything_has_moved(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expect(block: nn.Module, device: torch.device, partition: int) -> None:
+        expect_no_graphs(block, CUDA, partition)
+
+    monkeypatch.setattr(_partition, "expect_no_graphs", expect)
+    bad = wrapped(nn.Linear(2, 2), GRAPHS["reduce-overhead"])
+    if when == "made":
+        with pytest.raises(ValueError, match=r"'1' of partition 1 replays"):
+            GPipe(nn.Sequential(nn.Tanh(), bad), [1, 1], devices=["cpu", "cpu"])
+        return
+    pipe = GPipe(nn.Sequential(nn.Tanh(), nn.Tanh()), [1, 1], devices=["cpu", "cpu"])
+    with pytest.raises(ValueError, match="partition 1 replays"):
+        pipe.partitions[1][0] = bad
+    assert isinstance(pipe[1], nn.Tanh)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_run_is_no_part_of_a_graph(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    with pytest.raises(RuntimeError, match="cannot be captured") if capturing else nullcontext():
+        expect_no_capture([CPU, CUDA])
+    expect_no_capture([CPU, CPU])
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(3))).double()
+
+
+def trained(module: nn.Module, schedule: str | None) -> list[Any]:
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4).requires_grad_()
+    module.zero_grad()
+    if isinstance(module, GPipe) and schedule is not None:
+        loss = module.step(x, loss_fn=lambda output, _: output.square().mean(), schedule=schedule)
+    else:
+        loss = module(x).square().mean()
+        loss.backward()
+    return [loss.detach(), x.grad, *[p.grad for p in module.parameters()]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mode", "inline", "backend"),
+    [
+        (None, "always", False, "aot_eager"),
+        (None, "never", True, "eager"),
+        ("1f1b", "except_last", False, "eager"),
+        ("zero_bubble", "never", False, "aot_eager"),
+        ("zero_bubble", "always", True, "eager"),
+    ],
+)
+def test_compiled_layers_train_as_the_plain_model(schedule: str | None, mode: str, inline: bool, backend: str) -> None:
+    """Wrapped, compiled in place, and a whole partition: a call and steps, more than once."""
+    plain = blocks()
+    layers = list(copy.deepcopy(plain))
+    layers[0] = wrapped(layers[0], {"backend": backend})
+    in_place(layers[1], {"backend": backend})
+    pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint=mode)
+    pipe.partitions[2].compile(backend=backend)
+    expected = trained(plain, None)
+    with gpipe.inline() if inline else nullcontext():
+        for _ in range(2):
+            torch.testing.assert_close(trained(pipe, schedule), expected)
+
+
+def test_state_of_compiled_layers_has_the_names_that_torch_gives_it() -> None:
+    layers = blocks()
+    layers[1] = wrapped(layers[1], {"backend": "eager"})
+    pipe = GPipe(layers, [2, 1], devices=["cpu"] * 2)
+    assert list(pipe.state_dict()) == list(layers.state_dict())
+    assert isinstance(pipe.state_dict()["1._orig_mod.0.weight"], Tensor)
+    assert _graphs._graph_of(pipe[1]) is None

@@ -1,0 +1,230 @@
+"""``step`` and ``evaluate`` are called as the first layer is: with keywords, or one value, which may be a mapping."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe import Arguments, GPipe
+from gpipe.module._keywords import NOTHING, Call, called_with
+
+from ..layers import DOUBLE, assert_same, linears, piped, rows
+from ..schedules import ALONE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS = ("loss_fn", "schedule", "reduction", "normalizer", "return_outputs")
+
+
+class Several(nn.Module):
+    """Takes arguments by name."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *, shift: Tensor | None = None) -> Any:
+        x = x if mask is None else x * mask
+        return x * scale if shift is None else x * scale + shift
+
+
+class Whole(nn.Module):
+    """Takes a mapping."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["x"] * batch.get("mask", 1)
+
+
+def model(first: nn.Module) -> nn.Sequential:
+    return nn.Sequential(first, *linears())
+
+
+def loss_fn(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+masks = st.sampled_from([rows().abs(), rows()[:, :1].abs()])
+keywords = st.fixed_dictionaries(
+    {"x": st.just(rows())},
+    optional={"mask": masks, "scale": st.sampled_from([2, 0.5]), "shift": masks},
+)
+
+
+CALLS: list[Callable[[Callable[..., Any], dict[str, Any]], Any]] = [
+    lambda method, batch: method(**batch, loss_fn=loss_fn),
+    lambda method, batch: method(**UserDict(batch), loss_fn=loss_fn),
+    lambda method, batch: method(Arguments((), batch), loss_fn=loss_fn),
+    lambda method, batch: method(batch["x"], **without_x(batch), loss_fn=loss_fn),
+    lambda method, batch: method(Arguments((batch["x"],), {}), **without_x(batch), loss_fn=loss_fn),
+]
+
+
+def without_x(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != "x"}
+
+
+@given(keywords, st.sampled_from(CALLS), st.integers(1, 7), st.sampled_from(ALONE), st.booleans())
+def test_every_way_to_give_keywords_trains_like_the_model(
+    batch: dict[str, Any], call: Callable[..., Any], chunks: int, schedule: str, inline: bool
+):
+    plain = model(Several())
+    expected = loss_fn(plain[1:](plain[0](**batch)))
+    expected.backward()
+    pipe = piped(plain, [2, 2], chunks=chunks)
+    with gpipe.inline() if inline else closing(pipe):
+        torch.testing.assert_close(call(pipe.evaluate, batch), expected.detach())
+        torch.testing.assert_close(call(partial(pipe.step, schedule=schedule), batch), expected.detach())
+        assert_same(pipe, plain)
+
+
+class Mean(nn.Module):
+    """Takes a mapping, beside keywords that may have the names of its keys."""
+
+    def forward(self, batch: Any, x: Any = None, **options: Any) -> Tensor:
+        assert x is None
+        assert not options
+        return batch["x"] * batch.get("mask", 1)
+
+
+class Anything(nn.Module):
+    def forward(self, **batch: Tensor) -> Tensor:
+        return batch["x"] + batch["y"]
+
+
+X, Y = rows(), rows().abs()
+
+
+@given(
+    st.sampled_from([Whole, Mean]), st.sampled_from([dict, UserDict]), st.booleans(), st.integers(1, 7), st.booleans()
+)
+def test_a_mapping_is_one_argument(
+    layer: type[nn.Module], kind: Callable[[Any], Any], masked: bool, chunks: int, inline: bool
+):
+    """As in a call of any module, whatever the names of its keys and of the layer's arguments are."""
+    plain, batch = model(layer()), {"x": X, "mask": Y} if masked else {"x": X}
+    expected = F.mse_loss(plain(batch), Y)
+    expected.backward()
+    pipe = piped(plain, [2, 2], chunks=chunks)
+    with gpipe.inline() if inline else closing(pipe):
+        torch.testing.assert_close(pipe(kind(batch)), plain(batch))
+        torch.testing.assert_close(pipe.evaluate(kind(batch), Y, loss_fn=F.mse_loss), expected.detach())
+        torch.testing.assert_close(pipe.step(kind(batch), Y, loss_fn=F.mse_loss), expected.detach())
+        assert_same(pipe, plain)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_mapping_for_a_layer_that_takes_tensors_is_an_error_of_the_layer(kind: Callable[[Any], Any]):
+    batch = {"x": X, "mask": Y}
+    pipe = piped(model(Several()), [2, 2], chunks=2)
+    for method in (pipe, partial(pipe.step, loss_fn=loss_fn), partial(pipe.evaluate, loss_fn=loss_fn)):
+        with pytest.raises(TypeError) as caught:
+            method(kind(batch))
+        assert "in partition 0" in caught.value.__notes__[0]
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_input_and_target_may_be_named():
+    plain = linears()
+    expected = F.mse_loss(plain(rows()), rows())
+    expected.backward()
+    for call in (
+        lambda pipe: pipe.step(input=rows(), target=rows(), loss_fn=F.mse_loss),
+        lambda pipe: pipe.step(rows(), target=rows(), loss_fn=F.mse_loss),
+    ):
+        for layers in (plain, nn.Sequential(Several(), *plain)):
+            pipe = piped(layers, [1, len(layers) - 1], chunks=3)
+            torch.testing.assert_close(call(pipe), expected.detach())
+
+
+class Clashing(nn.Module):
+    """Has the names of step's own."""
+
+    def forward(self, x: Tensor, target: Any = None, reduction: str = "none", input: Any = 0.0) -> Tensor:  # noqa: A002
+        return x + input if target is None else x + target
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("layer", "call", "message"),
+        [
+            (Clashing, {"x": X, "target": Y}, r"'reduction', 'target' can be meant for step\(\), and for the first "),
+            (
+                Clashing,
+                {"x": X},
+                r"'reduction' can .* Clashing, .* as step\(Arguments\(args, kwargs\), target",
+            ),
+            (
+                Several,
+                {"x": X, "labels": Y},
+                r"Several\.forward\(x, mask=None, scale=1\.0, \*, shift=None\); step\(\) ",
+            ),
+            (Several, {"x": X, "labels": Y}, r"keywords x, labels for it: got an unexpected keyword argument 'labels'"),
+            (Several, {"mask": Y}, r"keywords mask for it: missing a required argument: 'x'"),
+            (
+                Anything,
+                {"x": X, "y": Y, "losss_fn": 3},
+                r"'losss_fn' is no keyword of step\(\); did you mean 'loss_fn'",
+            ),
+            (Several, {}, r"step\(\) needs a mini-batch: step\(x, \.\.\.\), or step\(\*\*batch\)"),
+        ],
+    )
+    def test_keywords(self, layer: type[nn.Module], call: dict[str, Any], message: str) -> None:
+        pipe = piped(model(layer()), [2, 2], chunks=2)
+        with pytest.raises(TypeError, match=message):
+            pipe.step(**call, loss_fn=loss_fn)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+    def test_what_is_said_twice(self) -> None:
+        pipe = piped(model(Several()), [2, 2], chunks=2)
+        with pytest.raises(TypeError, match=r"step\(\) got 'mask' as a keyword and in its input; pass it once"):
+            pipe.step(Arguments((X,), {"mask": Y}), mask=Y, loss_fn=loss_fn)
+
+    def test_the_ways_out_of_a_clash_work(self) -> None:
+        plain = model(Clashing())
+        expected = F.mse_loss(plain[1:](plain[0](X, target=Y)), Y)
+        pipe = piped(plain, [2, 2], chunks=3)
+        given_batch = Arguments((X,), {"target": Y})
+        torch.testing.assert_close(pipe.step(given_batch, Y, loss_fn=F.mse_loss), expected.detach())
+        pipe = piped(plain, [2, 2], chunks=3)
+        loss = pipe.step(X, target=Y, reduction="sum", loss_fn=nn.MSELoss(reduction="sum"))
+        torch.testing.assert_close(loss, F.mse_loss(plain(X), Y, reduction="sum").detach())
+
+
+def test_pre_hooks_of_the_pipe_see_the_keywords():
+    pipe, seen = piped(model(Several()), [2, 2], chunks=2), []
+    pipe.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, sorted(kwargs))), with_kwargs=True)
+    for _ in range(2):
+        pipe.step(x=X, mask=Y, loss_fn=loss_fn)
+    assert seen == [((), ["mask", "x"])] * 2
+
+
+def test_in_spec_may_be_a_mapping_of_keywords():
+    from microbatch import Replicate, Split
+
+    class Time(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x.transpose(0, 1) * mask
+
+    layers = nn.Sequential(Time(), *linears())
+    x, mask = torch.randn(2, 6, 3, dtype=DOUBLE), torch.rand(1, 1, 3, dtype=DOUBLE)
+    pipe = GPipe(
+        copy.deepcopy(layers), [2, 2], devices=["cpu", "cpu"], chunks=4, in_spec={"x": Split(1), "mask": Replicate()}
+    )
+    loss = pipe.step(x=x, mask=mask, loss_fn=loss_fn)
+    torch.testing.assert_close(loss, loss_fn(layers[1:](layers[0](x, mask))).detach())
+
+
+def test_nothing_is_looked_up_for_one_tensor():
+    layer, call = nn.Linear(3, 3), Call("step", OPTIONS, X, Y, {})
+    layer.forward = None  # type: ignore[assignment]
+    assert called_with(layer, call) == (X, Y)
+    with pytest.raises(TypeError):
+        called_with(Several(), call._replace(input=NOTHING))

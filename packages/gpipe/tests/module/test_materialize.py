@@ -1,0 +1,400 @@
+"""A model that was built on ``meta`` gets its data stage by stage, and is then the plain model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+import gpipe
+from gpipe import DeferredBatchNorm, GPipe
+from profiler._allocations import AllocationTracker
+
+from ..models import CHANNELS, PARTS, WIDTH, Counts
+
+SLOW = settings(suppress_health_check=[HealthCheck.too_slow])
+# Their constructors compute with the values of their weights, which torch cannot do on meta.
+COMPUTED = ("orthogonal",)
+# What has no reset_parameters(), although it owns parameters or buffers.
+HELPLESS = ("weight norm", "orthogonal", "spectral norm", "buffers", "unused parameter")
+
+
+@st.composite
+def balanced(draw: st.DrawFn, without: tuple[str, ...] = COMPUTED) -> tuple[list[str], list[int]]:
+    """Names of parts, and a balance of their layers."""
+    names = draw(st.lists(st.sampled_from([name for name in PARTS if name not in without]), min_size=1, max_size=6))
+    layers = len(built(names))
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=3))) if layers > 1 else []
+    return names, [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+
+
+def built(names: list[str]) -> nn.Sequential:
+    return nn.Sequential(*(layer for name in names for layer in PARTS[name].layers()))
+
+
+def on_meta(make: Callable[[], nn.Module]) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+def piped(model: nn.Sequential, balance: list[int], **options: Any) -> GPipe:
+    return GPipe(model, balance, devices=["cpu"] * len(balance), **options)
+
+
+def assert_equal_state(found: nn.Module, expected: nn.Module) -> None:
+    torch.testing.assert_close(dict(found.state_dict()), dict(expected.state_dict()), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        dict(found.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def looks(model: nn.Module) -> dict[str, Any]:
+    """All of a model that must be the same after an error: objects, and what they are."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {
+        "tensors": {
+            name: (id(t), type(t), t.device, t.dtype, None if is_lazy(t) else t.shape, t.requires_grad)
+            for name, t in tensors
+        },
+        "modules": {name: (id(m), m.training, sorted(vars(m))) for name, m in model.named_modules()},
+        "values": {name: t.tolist() for name, t in tensors if not t.is_meta},
+    }
+
+
+def two() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2))
+
+
+@SLOW
+@given(balanced(), st.integers(0, 99), st.booleans(), st.sampled_from([torch.float32, torch.float64]))
+def test_a_state_dict_makes_the_plain_model(drawn: Any, seed: int, inline: bool, dtype: torch.dtype) -> None:
+    names, balance = drawn
+    torch.manual_seed(seed)
+    plain, meta = built(names).to(dtype), on_meta(lambda: built(names)).to(dtype)
+    for model in (plain, meta):
+        model.train(seed % 2 == 0)
+        for parameter in list(model.parameters())[:: 1 + seed % 3]:
+            parameter.requires_grad_(False)
+    parameters, modes = list(meta.parameters()), [module.training for module in meta.modules()]
+    pipe = piped(meta, balance, init=plain.state_dict())
+    assert_equal_state(pipe, plain)
+    assert all(a is b for a, b in zip(pipe.parameters(), parameters, strict=True))
+    assert [module.training for module in meta.modules()] == modes
+    assert [p.requires_grad for p in pipe.parameters()] == [p.requires_grad for p in plain.parameters()]
+    x = torch.rand(3, CHANNELS, WIDTH, dtype=dtype)
+    with gpipe.inline() if inline else nullcontext():
+        torch.testing.assert_close(pipe.eval()(x), plain.eval()(x))
+
+
+@SLOW
+@given(balanced(HELPLESS), st.integers(0, 99))
+def test_reset_draws_the_numbers_of_a_constructor(drawn: Any, seed: int) -> None:
+    names, balance = drawn
+    if "frozen batch norm" in names:  # draws its running mean, which is no reset
+        names = [name if name != "frozen batch norm" else "batch norm" for name in names]
+    torch.manual_seed(seed)
+    plain = built(names)
+    torch.manual_seed(seed)
+    pipe = piped(on_meta(lambda: built(names)), balance, init="reset")
+    assert_equal_state(pipe, plain)
+
+
+def uniform(module: nn.Module) -> None:
+    """Initialises what any module owns."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        with torch.no_grad():
+            tensor.uniform_() if tensor.is_floating_point() else tensor.zero_()
+
+
+@SLOW
+@given(balanced(("orthogonal", "weight norm", "spectral norm")), st.integers(0, 99))
+def test_a_function_does_what_it_does_to_the_plain_model(drawn: Any, seed: int) -> None:
+    names, balance = drawn
+    torch.manual_seed(seed)
+    plain = on_meta(lambda: built(names)).to_empty(device="cpu").apply(uniform)
+    torch.manual_seed(seed)
+    seen: list[nn.Module] = []
+    meta = on_meta(lambda: built(names))
+    pipe = piped(meta, balance, init=lambda module: (seen.append(module), uniform(module)))
+    assert_equal_state(pipe, plain)
+    expected: list[nn.Module] = []
+    for layer in meta:
+        layer.apply(expected.append)
+    assert seen == expected
+
+
+@pytest.mark.parametrize("init", [None, False])
+def test_without_init_the_error_shows_it(init: Any) -> None:
+    model = on_meta(two)
+    before = looks(model)
+    with pytest.raises(ValueError, match=r"'0\.weight' of partition 0 is on 'meta'.*init=.*'reset'.*state dict.*path"):
+        piped(model, [2, 2], init=init)
+    assert looks(model) == before
+
+
+class BrokenError(Exception):
+    pass
+
+
+def breaks(module: nn.Module) -> None:
+    uniform(module)
+    module.note = "seen"
+    if isinstance(module, nn.Linear) and module.out_features == 2:
+        module.weight = nn.Parameter(torch.ones(2, 8))
+        raise BrokenError("in the middle")
+
+
+def half(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        uniform(module)
+
+
+class Scaled(nn.Linear):
+    """Has a buffer that only its constructor computes."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("scale", torch.arange(8.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Unregistered(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.table = {"powers": [torch.arange(3)]}
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Sequential], Any, type[Exception], str]] = {
+    "raises": (two, breaks, BrokenError, "in the middle"),
+    "leaves out": (two, half, ValueError, r"has not written to '1\.weight', '1\.bias', '1\.running_mean'"),
+    "missing, unexpected and misshapen": (
+        two,
+        {k: torch.ones(3) for k in [*two().state_dict(), "a", "b"] if k not in ("0.weight", "3.bias")},
+        ValueError,
+        r"missing: '0\.weight', '3\.bias'; unexpected: 'a', 'b'; of another shape: 0\.bias, \(3,\).*3\.weight",
+    ),
+    "no reset": (
+        lambda: nn.Sequential(Counts(), nn.Linear(1, 1), nn.Sequential(Counts())),
+        "reset",
+        ValueError,
+        r"'0' \(Counts\), '2\.0' \(Counts\)",
+    ),
+    "reset forgets a buffer": (lambda: nn.Sequential(nn.Linear(4, 8), Scaled()), True, ValueError, r"not.* '1\.scale'"),
+    "loading forgets a buffer": (
+        lambda: nn.Sequential(Counts(), Scaled()),
+        {**nn.Sequential(Counts(), nn.Linear(8, 8)).state_dict()},
+        ValueError,
+        r"has not written to '1\.scale'",
+    ),
+    "nobody computes a buffer": (
+        lambda: nn.Sequential(nn.Linear(1, 1), rotary()),
+        nn.Sequential(nn.Linear(1, 1)).state_dict(),
+        ValueError,
+        r"computed by the constructor: '1\.inv_freq' \(build these with data",
+    ),
+    "not registered": (
+        lambda: nn.Sequential(Unregistered()),
+        nn.Sequential(nn.Linear(4, 4)).state_dict(),
+        ValueError,
+        r"still on 'meta' after init=: '0\.table'",
+    ),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "reset", ValueError, r"'0\.weight' is lazy"),
+    "another type": (two, 3, TypeError, "init must be 'reset', a function"),
+}
+
+
+def rotary() -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("inv_freq", torch.arange(4.0), persistent=False)
+    return module
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_on_any_error_the_model_is_as_it_was(what: str) -> None:
+    make, init, error, message = REFUSED[what]
+    model = on_meta(make)
+    model.append(nn.Linear(2, 2))  # with data, at the end
+    if isinstance(init, Mapping):
+        init = {**init, f"{len(model) - 1}.weight": torch.ones(2, 2), f"{len(model) - 1}.bias": torch.ones(2)}
+    before = looks(model)
+    with pytest.raises(error, match=message):
+        piped(model, [len(model) - 1, 1], init=init)
+    assert looks(model) == before
+
+
+def test_what_fails_later_is_undone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise BrokenError
+
+    monkeypatch.setattr(DeferredBatchNorm, "convert_deferred_batch_norm", fail)
+    model = on_meta(two)
+    before = looks(model)
+    with pytest.raises(BrokenError):
+        piped(model, [2, 2], init="reset", deferred_batch_norm=True)
+    assert looks(model) == before
+
+
+def test_buffers_that_a_constructor_computes_may_have_data() -> None:
+    """As accelerate's ``init_empty_weights()`` builds a model."""
+    plain, model = nn.Sequential(Scaled(), nn.Linear(8, 2)), on_meta(lambda: nn.Sequential(Scaled(), nn.Linear(8, 2)))
+    model[0].scale = torch.arange(8.0)
+    assert_equal_state(piped(model, [1, 1], init=plain.state_dict()), plain)
+
+
+def test_buffers_that_a_constructor_computes_may_be_in_the_state_dict() -> None:
+    plain, model = nn.Sequential(Scaled(), nn.Linear(8, 2)), on_meta(lambda: nn.Sequential(Scaled(), nn.Linear(8, 2)))
+    assert_equal_state(piped(model, [1, 1], init={**plain.state_dict(), "0.scale": torch.arange(8.0)}), plain)
+
+
+class Resets(Scaled):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "scale"):
+            torch.arange(8.0, out=self.scale)
+
+
+def test_buffers_may_be_made_by_a_reset() -> None:
+    plain, model = nn.Sequential(Resets(), nn.Linear(8, 2)), on_meta(lambda: nn.Sequential(Resets(), nn.Linear(8, 2)))
+    assert_equal_state(piped(model, [1, 1], init=plain.state_dict()), plain)
+    assert isinstance(piped(on_meta(lambda: nn.Sequential(Resets())), [1], init="reset")[0].scale, Tensor)
+
+
+def test_what_has_data_keeps_it_under_reset() -> None:
+    model = on_meta(two)
+    pretrained = model[0] = nn.Linear(4, 8)
+    bias = model[3].bias = nn.Parameter(torch.full((2,), 7.0))
+    values = pretrained.weight.detach().clone()
+    pipe = piped(model, [2, 2], init="reset")
+    assert pipe[0].weight is pretrained.weight
+    assert torch.equal(pretrained.weight, values)
+    assert pipe[3].bias is bias
+    assert bias.tolist() == [7.0, 7.0]
+
+
+def test_init_is_for_models_on_meta() -> None:
+    with pytest.raises(ValueError, match="has data already"):
+        piped(two(), [2, 2], init="reset")
+    with pytest.raises(ValueError, match="'meta'"):
+        GPipe(on_meta(two), [2, 2], devices=["meta"] * 2, init="reset")
+    piped(nn.Sequential(nn.ReLU(), nn.Tanh()), [1, 1], init="reset")  # has nothing to initialise
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x))
+
+
+@pytest.mark.parametrize("missing", [None, "0.embed.weight", "0.head.weight"])
+def test_tied_weights_stay_tied(missing: str | None) -> None:
+    plain, model = nn.Sequential(Tied(), nn.ReLU()), on_meta(lambda: nn.Sequential(Tied(), nn.ReLU()))
+    state = {name: value for name, value in plain.state_dict().items() if name != missing}
+    pipe = piped(model, [1, 1], init=state)
+    assert pipe[0].embed.weight is pipe[0].head.weight
+    assert_equal_state(pipe, plain)
+
+
+def test_layers_of_a_partition_may_share() -> None:
+    def make() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU())
+        model[2].weight = model[0].weight
+        model[3].register_buffer("transposed", model[0].weight.detach().t())
+        return model
+
+    plain = make()
+    pipe = piped(on_meta(make), [4], init=plain.state_dict())
+    assert pipe[0].weight is pipe[2].weight
+    assert pipe[3].transposed.data_ptr() == pipe[0].weight.data_ptr()
+    assert pipe[3].transposed.stride() == (1, 4)
+    assert_equal_state(pipe, plain)
+
+
+def test_hooks_and_attributes_of_parameters_stay() -> None:
+    model = on_meta(two)
+    called: list[str] = []
+    model[0].weight.register_hook(lambda gradient: called.append("before"))
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: called.append("after"))
+    model[0].weight.learning_rate = 3
+    pipe = piped(model, [2, 2], init="reset")
+    pipe(torch.rand(4, 4)).sum().backward()
+    assert pipe[0].weight.learning_rate == 3
+    handle.remove()
+    pipe(torch.rand(4, 4)).sum().backward()
+    assert called == ["before", "after", "before"]
+
+
+def test_layers_that_know_their_weights_weakly() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.LSTM(4, 5), nn.Identity()))
+    lstm = piped(model, [1, 1], init="reset")[0]
+    assert lstm._flat_weights[0] is lstm.weight_ih_l0
+    assert lstm._flat_weight_refs[0]() is lstm.weight_ih_l0
+    assert lstm(torch.ones(2, 3, 4))[0].isfinite().all()
+
+
+def test_an_outer_default_device_does_not_matter() -> None:
+    def make(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(torch.ones(module.weight.shape))
+            module.bias.data = torch.zeros(module.bias.shape)
+
+    with torch.device("meta"):
+        pipe = piped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], init=make)
+    assert all(p.device.type == "cpu" and p.isfinite().all() for p in pipe.parameters())
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_afterwards_it_is_a_pipe_like_any_other(deferred: bool) -> None:
+    plain, x = two(), torch.rand(8, 4)
+    pipe = piped(on_meta(two), [2, 2], chunks=2, init=plain.state_dict(), deferred_batch_norm=deferred)
+    expected = piped(plain, [2, 2], chunks=2, deferred_batch_norm=deferred)
+    for each in (pipe, copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        twin = copy.deepcopy(expected)
+        for model in (each, twin):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model.step(x, x[:, :2], loss_fn=nn.functional.mse_loss)
+            optimizer.step()
+        assert_equal_state(each, twin)
+
+
+class Lazily(Mapping[str, Tensor]):
+    """A state dict whose values are made when they are asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.ones(self._shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+@pytest.mark.parametrize("kind", ["reset", "state dict"])
+def test_no_more_than_one_layer_is_in_memory_beside_the_stages(kind: str) -> None:
+    model = on_meta(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)) for _ in range(8))))
+    sizes = [sum(tensor.nbytes for tensor in layer.state_dict().values()) for layer in model]
+    tracker = AllocationTracker()
+    with tracker:
+        pipe = piped(model, [3, 5], init="reset" if kind == "reset" else Lazily(model))
+        held = tracker.alive()
+    assert held == sum(sizes)
+    assert tracker.peak <= sum(sizes) + max(sizes)
+    assert all(parameter.device.type == "cpu" for parameter in pipe.parameters())

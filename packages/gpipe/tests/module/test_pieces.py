@@ -1,0 +1,309 @@
+"""Partitions of which some layers are checkpointed train as any other, and hold what those hold."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from contextlib import closing
+from dataclasses import replace
+from itertools import groupby, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe import GPipe, record
+from gpipe.module._arguments import checked_checkpoint
+from gpipe.module._pieces import expect_fitting
+from gpipe.schedule import SCHEDULES, v_placement
+
+from ..layers import DOUBLE, Call, Pop, Stash, assert_same, linears, piped, rows, running
+from ..models import Recipe, recipes
+from ..schedules import V_SHAPED
+from ..test_models import assert_close
+from .test_rebalance import balances
+from .test_step import SLOW, Way, lived_by, ways
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+each_way = pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
+
+
+def flags(balance: list[int], choices: list[bool]) -> list[list[bool]]:
+    """A flag for each layer of each partition."""
+    every = iter(choices * sum(balance))
+    return [[next(every) for _ in range(size)] for size in balance]
+
+
+def pieces(choices: list[list[bool]]) -> list[int]:
+    """The layers of each piece."""
+    return [len([*run]) for choice in choices for _, run in groupby(choice)]
+
+
+def lived(recipe: Recipe, way: Way, balance: list[int], checkpoint: Any) -> list[Any]:
+    """What two steps of training leave behind."""
+    options = {"chunks": recipe.chunks, "checkpoint": checkpoint, "deferred_batch_norm": recipe.deferred}
+    pipe = GPipe(recipe.model(), balance, devices=way.devices(len(balance)), **options)
+    return lived_by(pipe, recipe, way)
+
+
+@settings(SLOW, max_examples=SLOW.max_examples // 2)
+@given(recipes(), ways, st.lists(st.booleans(), min_size=1, max_size=9))
+def test_any_pieces_are_exact(recipe: Recipe, way: Way, choices: list[bool]):
+    """Masks, buffers and gradients are those without checkpointing; to the last bit where partitions are the pieces."""
+    recipe = replace(recipe, training=True, input_needs_grad=True)
+    balance = recipe.balance(len(recipe.model()))
+    checkpoint = flags(balance, choices)
+    found = lived(recipe, way, balance, checkpoint)
+    assert_close(found, lived(recipe, way, balance, "never"), recipe)
+    if way.schedule in ("1f1b", "fill_drain"):  # where any number of partitions is done in the same order
+        fine = lived(recipe, way, pieces(checkpoint), "never")
+        torch.testing.assert_close(found, fine, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@each_way
+def test_every_schedule(schedule: str, inline: bool):
+    plain = linears(8)
+    devices = [f"cpu:{j}" for j in v_placement(4)] if schedule in V_SHAPED else ["cpu"] * 4
+    choices = [[True, False], "always", [False, True], [True, True]]
+    pipe = GPipe(copy.deepcopy(plain), [2] * 4, devices=devices, chunks=4, checkpoint=choices)
+    with closing(pipe), running(inline):
+        loss = pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
+        expected = F.mse_loss(plain(rows(8)), rows(8))
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        assert_same(pipe, plain)
+
+
+@each_way
+def test_forward_and_backward(inline: bool):
+    plain, x, leaf = linears(5), rows(8, grad=True), rows(8, grad=True)
+    with closing(piped(plain, [4, 1], chunks=3, checkpoint=[[False, True, True, False], "never"])) as pipe:
+        with running(inline):
+            pipe(x).square().sum().backward()
+        plain(leaf).square().sum().backward()
+        assert_same(pipe, plain)
+        torch.testing.assert_close(x.grad, leaf.grad)
+
+
+class Seen(nn.Module):
+    """Notes in which phases it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        recomputes, first = gpipe.is_recomputing(), gpipe.is_checkpointing()
+        self.phases.append("again" if recomputes else "first" if first else "plain")
+        return x * 1
+
+
+def test_only_the_layers_with_a_flag_are_computed_again():
+    layers = [Seen() for _ in range(4)]
+    model = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), *layers)
+    with closing(GPipe(model, [5], devices=["cpu"], chunks=2, checkpoint=[[False, True, True, False, True]])) as pipe:
+        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        again = ["first", "again", "first", "again"]
+        assert [layer.phases for layer in layers] == [again, again, ["plain"] * 2, again]
+        for layer in layers:
+            layer.phases.clear()
+        pipe.eval()
+        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        assert [layer.phases for layer in layers] == [["plain"] * 2] * 4
+
+
+def test_what_is_held_falls_by_what_the_pieces_save():
+    def held(choice: Any) -> int:
+        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+        with closing(GPipe(nn.Sequential(*blocks), [3, 1], devices=["cpu"] * 2, chunks=4, checkpoint=choice)) as pipe:
+            x, y = torch.zeros(64, 64), torch.zeros(64, 64)
+            with gpipe.inline():
+                pipe.step(x, y, loss_fn=F.mse_loss, schedule="fill_drain")
+                with record(memory=True) as timeline:
+                    pipe.step(x, y, loss_fn=F.mse_loss, schedule="fill_drain")
+        return timeline.peak_bytes[0]
+
+    counts = [held([[True] * k + [False] * (3 - k), "never"]) for k in range(3)]
+    layer = 2 * 16 * 256 * 4  # two activations of 16 rows and 256 columns
+    inner = 16 * 64 * 4  # what is between two layers of a piece
+    assert [a - b for a, b in pairwise(counts)] == pytest.approx([4 * layer, 4 * (layer + inner)], rel=0.02)
+
+
+def test_skips_into_out_of_and_inside_of_pieces():
+    plain = nn.Sequential(*linears(1), Stash(), *linears(1), Pop(), *linears(1)).double()
+    for number in range(2**5):
+        choice = [bool(number >> k & 1) for k in range(5)]
+        with closing(piped(plain, [5], chunks=2, checkpoint=[choice])) as pipe, gpipe.inline():
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+            other = copy.deepcopy(plain)
+            with closing(GPipe(other, [5], devices=["cpu"], chunks=2, checkpoint="never")) as whole:
+                whole.step(rows(4), rows(4), loss_fn=F.mse_loss)
+                assert_same(pipe, whole)
+
+
+def test_a_weight_in_two_pieces():
+    plain = linears(4)
+    plain[2].weight = plain[0].weight
+    with closing(piped(plain, [4], chunks=2, checkpoint=[[True, False, False, True]])) as pipe:
+        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        F.mse_loss(plain(rows(4)), rows(4)).backward()
+        assert_same(pipe, plain)
+
+
+class Uses(nn.Module):
+    """A module that other layers use as well."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.sampled_from(["own", "linear", "norm"]), min_size=5, max_size=5),
+    st.lists(st.booleans(), min_size=5, max_size=5),
+    st.sampled_from(sorted(SCHEDULES.keys() - V_SHAPED)),
+    st.booleans(),
+)
+def test_what_pieces_of_one_partition_share_is_as_in_a_whole_partition(
+    kinds: list[str], choice: list[bool], schedule: str, inline: bool
+):
+    """Also what their forwards change; of two partitions, weights alone."""
+    linear, norm = linears(1), nn.BatchNorm1d(3, dtype=DOUBLE)
+    make = {"own": lambda: linears(1), "linear": lambda: Uses(linear), "norm": lambda: Uses(norm)}
+    plain = nn.Sequential(linears(1), *(make[kind]() for kind in kinds), Uses(linear), linears(1))
+    options: Any = {"chunks": 2, "checkpoint": [[True, *choice], "never"]}
+    with closing(piped(plain, [6, 2], **options)) as pipe, running(inline):
+        for _ in range(2):
+            pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
+            for x in rows(8).chunk(2):
+                (F.mse_loss(plain(x), x) / 2).backward()
+            assert_same(pipe, plain)
+            torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
+
+
+def test_errors_and_timelines_speak_of_partitions():
+    layers = [*linears(5), Call(lambda x: 1 / 0)]
+    with closing(
+        GPipe(nn.Sequential(*layers), [4, 2], devices=["cpu"] * 2, checkpoint=[[True, False] * 2, "never"])
+    ) as pipe:
+        with pytest.raises(ZeroDivisionError) as caught:
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        assert "in partition 1 (layers '4' to '5')" in caught.value.__notes__[0]
+        pipe[5] = nn.Identity()
+        with record(memory=True) as timeline:
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        assert {event.stage: event.layers for event in timeline.events} == {0: "'0' to '3'", 1: "'4' to '5'"}
+        pipe.checkpoint = ["never", [True, False]]
+        pipe[4] = Call(lambda x: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as caught:
+            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        assert "in partition 1 (layers '4')" in caught.value.__notes__[0]
+
+
+def test_it_may_be_set_between_steps_copied_and_pickled():
+    plain = linears(4)
+    with closing(piped(plain, [3, 1], chunks=2)) as pipe:
+        choice: Any = [[True, False, True], "never"]
+        pipe.checkpoint = choice
+        assert pipe.checkpoint == choice
+        pipe.checkpoint[0][0] = False  # a copy
+        assert pipe.checkpoint == choice
+        for each in (pipe, copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+            assert each.checkpoint == choice
+            each.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        F.mse_loss(plain(rows(4)), rows(4)).backward()
+        assert_same(pipe, plain)
+
+
+@each_way
+def test_a_layer_cannot_put_its_own_partition_into_pieces(inline: bool):
+    def change(x: Tensor) -> Tensor:
+        pipe.checkpoint = [[True, False], "never"]
+        return x
+
+    with closing(piped(nn.Sequential(Call(change), *linears(2)), [2, 1])) as pipe, running(inline):
+        with pytest.raises(RuntimeError, match=r"while it computes|wait for itself forever"):
+            pipe(rows(4))
+        assert pipe.checkpoint == "except_last"
+
+
+@given(st.data())
+def test_flags_follow_their_layers(data: st.DataObject):
+    """Wherever they move; modes stay with their partitions, until a layer comes that says something else."""
+    n, stages = 6, data.draw(st.integers(1, 3))
+    first, second = (data.draw(balances(n, stages)) for _ in range(2))
+    modes = st.sampled_from(["always", "never", "except_last"])
+    choice = [data.draw(modes | st.lists(st.booleans(), min_size=size, max_size=size)) for size in first]
+    plain = linears(n)
+    with closing(piped(plain, first, chunks=2, checkpoint=choice)) as pipe, gpipe.inline():
+        pipe.rebalance(second)
+        for before, after in zip(
+            said(choice, first), said(expect_fitting(pipe.checkpoint, second), second), strict=True
+        ):
+            if isinstance(before, bool):
+                assert after in (before, "always" if before else "never")
+        if all(isinstance(each, str) for each in choice):
+            assert pipe.checkpoint == choice
+        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+        F.mse_loss(plain(rows(4)), rows(4)).backward()
+        assert_same(pipe, plain)
+
+
+def said(choices: list[Any], balance: list[int]) -> list[str | bool]:
+    """What is said of each layer."""
+    each = zip(choices, balance, strict=True)
+    return [own for choice, size in each for own in ([choice] * size if isinstance(choice, str) else choice)]
+
+
+def test_auto():
+    plain = linears(3)
+    with closing(piped(plain, [2, 1], chunks=4, checkpoint=[[True, False], "never"])) as pipe:
+        for schedule in ("auto", "zero_bubble") * 3:
+            pipe.zero_grad()
+            pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
+        F.mse_loss(plain(rows(8)), rows(8)).backward()
+        assert_same(pipe, plain)
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind", "says"),
+    [
+        ([[True], "never"], ValueError, r"checkpoint\[0\].*each of the 2 layers of partition 0; got 1"),
+        ([[True, 1], "never"], TypeError, r"checkpoint\[0\]\[1\] must be True or False"),
+        ([True, "never"], ValueError, r"checkpoint\[0\]"),
+        ([[True, False]], ValueError, "each of the 2 partitions"),
+    ],
+)
+def test_what_does_not_fit(choice: Any, kind: type[Exception], says: str):
+    with pytest.raises(kind, match=says):
+        piped(linears(3), [2, 1], checkpoint=choice)
+
+
+@each_way
+@pytest.mark.parametrize("mode", [True, False])
+def test_hooks_of_a_partition_are_refused(inline: bool, mode: bool):
+    """Also where nothing is checkpointed: its layers are called in pieces all the same."""
+    with closing(piped(linears(3), [2, 1], checkpoint=[[True, False], "never"])) as pipe, running(inline):
+        pipe.train(mode).partitions[0].register_forward_hook(lambda *_: None)
+        for call in (pipe.step, pipe.evaluate):
+            with pytest.raises(RuntimeError, match="partition 0 has hooks"):
+                call(rows(4), rows(4), loss_fn=F.mse_loss)
+        with pytest.raises(RuntimeError, match="partition 0 has hooks"):
+            pipe(rows(4))
+
+
+def test_elsewhere_modes_are_wanted():
+    """As by :func:`gpipe.distributed.export`."""
+    with pytest.raises(ValueError, match=r"checkpoint\[0\] is not one of .*for GPipe and gpipe.distributed.Rank"):
+        checked_checkpoint([[True], "never"])

@@ -1,0 +1,176 @@
+"""What follows a computation through one thread is refused by name, and leaves the pipe as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from gpipe import GPipe, inline
+
+from ..layers import assert_trains_like, linears, piped, rows
+
+X = rows()
+
+
+def dual(of: Callable[[Tensor], Any]) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(of(forward_ad.make_dual(X, X))).tangent
+
+
+def dual_parameter(of: nn.Module | Callable[[Tensor], Any]) -> Any:
+    layer = PIPES[-1][0]
+    with forward_ad.dual_level():
+        weight = layer.weight
+        del layer.weight
+        layer.weight = forward_ad.make_dual(weight.detach(), weight.detach())
+        try:
+            return of(X)
+        finally:
+            del layer.weight
+            layer.weight = weight
+
+
+PIPES: list[GPipe] = []
+TRANSFORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "dual input": (dual, "forward-mode"),
+    "dual parameter": (dual_parameter, "forward-mode"),
+    "jvp": (lambda f: torch.func.jvp(f, (X,), (X,)), r"torch\.func\.jvp"),
+    "jacfwd": (lambda f: torch.func.jacfwd(f)(X), r"torch\.func\."),
+    "linearize": (lambda f: torch.func.linearize(f, X), "forward-mode"),
+    "vjp": (lambda f: torch.func.vjp(f, X), r"torch\.func\.grad"),
+    "grad": (lambda f: torch.func.grad(lambda x: f(x).sum())(X), r"torch\.func\.grad"),
+    "jacrev": (lambda f: torch.func.jacrev(f)(X), r"torch\.func\."),
+    "vmap": (lambda f: torch.func.vmap(f)(X[None]), r"torch\.func\.vmap"),
+    "make_fx": (lambda f: make_fx(f)(X), "make_fx"),
+    "jit.trace": (lambda f: torch.jit.trace(f, X), r"torch\.jit\.trace"),
+}
+
+
+def stepped(pipe: GPipe) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        return pipe.step(x, X, loss_fn=F.mse_loss)
+
+    return step
+
+
+# Their own tools warn of each other.
+quietly = pytest.mark.filterwarnings("ignore")
+
+
+@quietly
+@pytest.mark.parametrize("by", ["call", "step"])
+@pytest.mark.parametrize("where", ["threads", "inline"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_it_is_refused_by_name(name: str, where: str, by: str) -> None:
+    transform, called = TRANSFORMS[name]
+    pipe = piped(linears(), [1, 2], chunks=2)
+    PIPES[:] = [pipe]
+    function = pipe if by == "call" else stepped(pipe)
+    with (
+        inline() if where == "inline" else nullcontext(),
+        pytest.raises(RuntimeError, match=rf"a pipe (cannot|has no).*{called}.*plain model: nn.Sequential\("),
+    ):
+        transform(function)
+    assert_trains_like(pipe, linears())
+
+
+@quietly
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_is_refused_by_name(strict: bool) -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
+    with pytest.raises(RuntimeError, match=r"a pipe (cannot be traced|runs its stages)"):
+        torch.export.export(pipe, (X,), strict=strict)
+    assert_trains_like(pipe, linears())
+
+
+def test_symbolic_tracing_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match=r"a pipe cannot be traced by torch\.fx"):
+        torch.fx.symbolic_trace(piped(linears(), [1, 2]))
+
+
+def test_a_transform_inside_a_layer_is_free() -> None:
+    class Slope(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.grad(lambda y: y.sin().sum())(x)
+
+    model = nn.Sequential(linears(1)[0], Slope())
+    assert_trains_like(piped(model, [1, 1], chunks=2), model)
+
+
+def test_the_way_out_works() -> None:
+    pipe = piped(linears(), [1, 2], chunks=2)
+    plain = nn.Sequential(*pipe)
+    expected = torch.func.jvp(linears(), (X,), (X,))
+    torch.testing.assert_close(torch.func.jvp(plain, (X,), (X,)), expected)
+
+
+class Around(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.before, self.middle, self.after = linears()[0], middle, linears()[2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.middle(self.before(x)).relu())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("wrap", [lambda module: module, Around, lambda module: nn.Sequential(module, nn.Tanh())])
+def test_the_compiler_calls_a_pipe_as_it_is(wrap: Callable[[nn.Module], nn.Module], mode: str) -> None:
+    """Any warning of the compiler, of something that it cannot trace, would be an error here."""
+    torch._dynamo.reset()
+    compiled = torch.compile(wrap(piped(linears(), [1, 2], chunks=2, checkpoint=mode)), backend="eager")
+    for _ in range(2):
+        assert_compiled_like(compiled, wrap(linears()))
+
+
+def assert_compiled_like(compiled: Any, model: nn.Module) -> None:
+    compiled.zero_grad()
+    x, y = rows(grad=True), rows(grad=True)
+    for module, leaf in ((compiled, x), (model, y)):
+        module(leaf).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    for p, q in zip(compiled.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_compiled_training_step_calls_step_as_it_is() -> None:
+    torch._dynamo.reset()
+    pipe, model = piped(linears(), [1, 2], chunks=2), linears()
+    loss = torch.compile(lambda x: pipe.step(x + 1, X, loss_fn=F.mse_loss) * 2, backend="eager")(X)
+    torch.testing.assert_close(loss, F.mse_loss(model(X + 1), X).detach() * 2)
+
+
+def test_importing_gpipe_imports_no_compiler() -> None:
+    program = "import gpipe, sys; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+class Tangent(nn.Linear):
+    """A layer whose output is partly its own derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, tangent = torch.func.jvp(super().forward, (x,), (torch.ones_like(x),))
+        return output + tangent
+
+
+@quietly
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize(("where", "layers"), [("inline", 3), ("threads", 1)])
+def test_forward_mode_inside_of_layers(where: str, layers: int, mode: str) -> None:
+    """On one thread: torch has one row of levels for all threads."""
+    torch.manual_seed(0)
+    kinds = [Tangent if j < layers else nn.Linear for j in range(3)]
+    plain = nn.Sequential(*(kind(3, 3, dtype=torch.float64) for kind in kinds))
+    with inline() if where == "inline" else nullcontext():
+        assert_trains_like(piped(plain, [1, 1, 1], chunks=2, checkpoint=mode), plain)

@@ -1,0 +1,210 @@
+"""What is no tensor goes whole into each micro-batch, and nothing that has rows does so without a word."""
+
+from __future__ import annotations
+
+import enum
+from collections import UserDict
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import Arguments, GPipe
+from microbatch import Replicate, Split
+
+from ..layers import assert_same, linears, piped, rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = 2
+
+
+class Config:
+    """Some object that nobody registered."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.names = ["a", {"b": width}]
+
+
+@dataclass
+class Options:
+    scale: Tensor
+    name: str
+
+
+class Noting(nn.Module):
+    """Takes anything beside ``x``, and notes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor, other: Any = None, **more: Any) -> Tensor:
+        self.seen.append((len(x), other, more))
+        return x
+
+
+def noting(**options: Any) -> GPipe:
+    return GPipe(nn.Sequential(Noting(), *linears()), [2, 2], devices=["cpu"] * 2, chunks=3, **options)
+
+
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3), st.binary(max_size=2)
+)
+objects = st.sampled_from(
+    [Color.RED, Color, torch.float32, torch.device("cpu"), torch.Size([6, 3]), range(6), slice(6), ..., Config(6),
+     object(), len, linears, nn.Linear(3, 3), np.float32(2), {1, 2}, frozenset("ab")]
+)  # fmt: skip
+constants = st.recursive(
+    leaves | objects,
+    lambda each: st.one_of(
+        st.lists(each, max_size=3), st.dictionaries(st.text(max_size=2), each, max_size=3), st.tuples(each, each)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(constants, constants, st.booleans())
+def test_constants_reach_the_first_layer_whole(other: Any, more: Any, inline: bool):
+    """By position, by name, and inside of one value."""
+    pipe, plain = noting(), linears()
+    x, seen = rows(7), pipe[0].seen
+    with gpipe.inline() if inline else closing(pipe):
+        output = pipe(x, other, more=more)
+        torch.testing.assert_close(output, plain(x))
+        output.square().mean().backward()
+        pipe.step(x, other=other, more=more, loss_fn=lambda output: output.square().mean())
+        pipe.evaluate(**{"x": x, "other": other, "more": more}, loss_fn=lambda output: output.mean())
+    # The backward recomputes two micro-batches, and so does the step.
+    assert sorted(length for length, _, _ in seen) == sorted([3, 3, 1] * 3 + [3, 3] * 2)
+    assert all(same(o, other) and same(m, {"more": more}) for _, o, m in seen)
+
+
+def same(found: Any, given: Any) -> bool:
+    return found is given or (type(found) is type(given) and found == given)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
+def test_broadcast_rows_train_as_in_the_model(schedule: str):
+    """A tensor of one row, of which ``Replicate`` says that it goes to all."""
+    x, mask = rows(7), rows(1).abs().requires_grad_()
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x * mask
+
+    layers = nn.Sequential(Masked(), *linears())
+    pipe = piped(layers, [2, 2], chunks=3)
+    loss = pipe.step(x, mask=Replicate(mask), loss_fn=lambda output: output.square().mean(), schedule=schedule)
+    found, mask.grad = mask.grad, None
+    expected = layers[1:](layers[0](x, mask)).square().mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(found, mask.grad)
+    assert_same(pipe, layers)
+
+
+def test_a_row_for_all_is_not_dealt_out_without_a_word():
+    with pytest.raises(ValueError, match=r"kwargs\['mask'\] with shape \(1, 3\)"):
+        noting()(rows(7), mask=rows(1))
+
+
+class Hiding:
+    def __init__(self) -> None:
+        self.config = Config(3)
+        self.config.names.append({"deep": (rows(7),)})
+
+
+class Sized:
+    def __len__(self) -> int:
+        return 7
+
+
+class TestWhatHasRows:
+    @pytest.mark.parametrize(
+        "value",
+        [list("abcdefg"), tuple(range(7)), set(range(7)), Sized(), [None, "b"] * 3 + [1], [[1], [2, 3]] * 3 + [[]]],
+    )
+    def test_as_many_entries_as_rows(self, value: Any) -> None:
+        way = r"as many as the mini-batch has rows.*make a tensor of it, or put Replicate\(\) around it"
+        for call, path in (
+            (lambda pipe: pipe(rows(7), value), r"input\.args\[1\]"),
+            (lambda pipe: pipe(x=rows(7), other=value), r"input\.kwargs\['other'\]"),
+            (lambda pipe: pipe.step(x=rows(7), m={"d": value}, loss_fn=Tensor.mean), r"input\.kwargs\['m'\]\['d'\]"),
+            (lambda pipe: pipe(rows(7), UserDict(deep=[3, value])), r"input\.args\[1\]\['deep'\]\[1\]"),
+        ):  # fmt: skip
+            pipe = noting()
+            with pytest.raises(TypeError, match=f"^{path} is a .* of 7, {way}"):
+                call(pipe)
+            assert not pipe[0].seen
+
+    def test_it_may_be_replicated(self) -> None:
+        pipe = noting()
+        pipe(rows(7), Replicate(list("abcdefg")))
+        assert {str(other) for _, other, _ in pipe[0].seen} == {str(list("abcdefg"))}
+
+    def test_one_micro_batch_is_the_whole(self) -> None:
+        pipe = noting()
+        pipe.chunks = 1
+        pipe(rows(7), list("abcdefg"))
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            (np.zeros((7, 3)), r"an array, whose rows .* torch\.as_tensor\(\) it, or put Replicate"),
+            (np.zeros(2), "an array"),
+            (Hiding(), "a Hiding with tensors inside, whose rows .* make it a dataclass, or register it as a pytree"),
+        ],
+    )
+    def test_rows_that_are_hidden(self, value: Any, message: str) -> None:
+        pipe = noting()
+        with pytest.raises(TypeError, match=rf"^input\.kwargs\['other'\] is {message}"):
+            pipe(x=rows(7), other=value)
+        assert not pipe[0].seen
+        pipe(rows(7), Replicate(value))
+        assert all(other is value for _, other, _ in pipe[0].seen)
+
+    @pytest.mark.parametrize("value", ["text", 3, [1, 2], Color.RED])
+    def test_without_any_tensor_there_is_no_mini_batch(self, value: Any) -> None:
+        with pytest.raises(TypeError, match=r"^input.* cannot be split; expected a tensor"):
+            noting()(value)
+
+
+def test_a_rule_for_all_is_one_for_tensors():
+    pipe = noting(in_spec=Split(1))
+    pipe.out_spec = Split(1)
+    pipe(rows(7).expand(3, 7, 3), "whole")
+    assert [other for _, other, _ in pipe[0].seen] == ["whole"] * 3
+
+
+def test_targets_too():
+    seen: list[Any] = []
+
+    def loss_fn(output: Tensor, target: dict[str, Any]) -> Tensor:
+        seen.append(target["kind"])
+        return (output - target["y"]).square().mean()
+
+    pipe, plain = piped(linears(), [1, 2], chunks=3), linears()
+    loss = pipe.step(rows(7), {"y": rows(7), "kind": Color.RED}, loss_fn=loss_fn)
+    torch.testing.assert_close(loss, loss_fn(plain(rows(7)), {"y": rows(7), "kind": None}).detach())
+    assert seen[:3] == [Color.RED] * 3
+    with pytest.raises(TypeError, match=r"^target\['kind'\] is a list of 7"):
+        pipe.step(rows(7), {"y": rows(7), "kind": list("abcdefg")}, loss_fn=loss_fn)
+
+
+def test_dataclasses_are_cut_field_by_field():
+    pipe = noting()
+    pipe(Arguments((rows(7),), {"other": Options(rows(7), "name")}))
+    assert [(len(other.scale), other.name) for _, other, _ in pipe[0].seen] == [(3, "name"), (3, "name"), (1, "name")]

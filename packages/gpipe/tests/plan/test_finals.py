@@ -1,0 +1,139 @@
+"""Which ways to train are tried, and that the one is taken which was fastest then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gpipe
+from gpipe import inline, plan
+from gpipe._plan import _calibrate
+from gpipe._plan._calibrate import calibrated, learned
+from gpipe._plan._candidate import Candidate, key, simplicity
+from gpipe._plan._costs import Measured
+from gpipe._plan._finals import CLOSE, STEPS, Trial, finalists, race
+from gpipe._plan._rehearse import total
+from gpipe._plan._search import neighbours, search
+from gpipe.schedule import Kind, named
+from gpipe.simulate import simulate
+
+from ..layers import linears, rows
+from ..plans import fits, measurements, space_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+Try = Callable[..., Trial]
+
+
+def timeline_of(way: Candidate):
+    stages = way.costs.stage_costs(way.sizes, way.modes)
+    return simulate(named(way.schedule, way.chunks, range(len(stages)), 0, way.split), stages)
+
+
+def steps_off_by(seed: int, share: float, log: dict[object, Candidate]) -> Try:
+    """Every way takes what its costs say, more or less a share that it alone has."""
+
+    def tried(layers, devices, x, y, loss_fn, way: Candidate) -> Trial:
+        log[key(way)] = way
+        factor = 1 + share * Random(f"{seed}{key(way)}").uniform(-1, 1)
+        return Trial([factor * way.seconds] * STEPS, [timeline_of(way)])
+
+    return tried
+
+
+@few
+@given(measurements(), st.integers(0, 99), st.sampled_from([0.0, 0.05, 0.15]))
+def test_of_those_that_were_tried_the_fastest_is_taken_and_its_seconds_are_those_of_its_steps(
+    measured: Measured, seed: int, share: float
+):
+    space, log = space_of(measured), dict[object, Candidate]()
+    tried = steps_off_by(seed, share, log)
+    with patch.object(_calibrate, "_tried", tried):
+        space, found, spread, note = calibrated(space, search(space), nn.Sequential(), [], None, None, None)
+    took = {name: tried(None, None, None, None, None, way).median for name, way in log.items()}
+    assert took[key(found[0])] == pytest.approx(found[0].seconds)
+    assert took[key(found[0])] <= min(took.values()) * (1 + CLOSE) * (1 + 1e-6)
+    assert (spread.low, spread.mid, spread.high) == pytest.approx((0.95, 1, 1.05))
+    assert [each.seconds for each in found[1:]] == sorted(each.seconds for each in found[1:])
+    assert len({key(each) for each in found}) == len(found)
+    assert "trained in turns" in note
+
+
+@few
+@given(measurements(), st.floats(0.3, 2), st.floats(1e-3, 10))
+def test_ways_that_are_tried_fit_and_the_best_of_the_search_is_among_them(
+    measured: Measured, share: float, step: float
+):
+    space = space_of(measured)
+    space = space_of(measured, round(share * search(space)[0].fullest))
+    found = search(space)
+    if not found:
+        return
+    ways = finalists(space, found, step)
+    fastest = min(each.seconds for each in found)
+    assert 1 <= len(ways) <= 5
+    assert len({key(way) for way in ways}) == len(ways)
+    assert ways[0].seconds <= fastest * (1 + CLOSE)
+    for way in ways:
+        assert fits(space, way)
+        assert sum(way.sizes) == measured.layers
+        assert min(way.sizes) > 0
+        for other in ways:  # no two differ in schedule alone, where that makes no difference
+            same = (way.chunks, way.sizes, way.modes) == (other.chunks, other.sizes, other.modes)
+            if way is not other and same and simplicity(way) < simplicity(other):
+                assert other.seconds < way.seconds
+
+
+@few
+@given(measurements(most_layers=5))
+def test_neighbours_have_one_layer_on_the_other_side_of_one_cut(measured: Measured):
+    for way in search(space_of(measured))[:2]:
+        for near in neighbours(space_of(measured), way):
+            moved = [b - a for a, b in zip(way.sizes, near.sizes, strict=True) if a != b]
+            assert sorted(moved) == [-1, 1]
+            assert (near.chunks, near.schedule, near.modes) == (way.chunks, way.schedule, way.modes)
+
+
+@given(st.integers(1, 5), st.sampled_from([1e-3, 0.05, 0.4, 3.0]))
+def test_turns_end_in_time(ways: int, step: float):
+    trials = race([None] * ways, lambda _: Trial([step] * STEPS, []))  # type: ignore[list-item]
+    (turns,) = {len(trial.seconds) // STEPS for trial in trials}
+    assert 1 <= turns <= 5
+    assert turns == 5 or (turns - 1) * ways * STEPS * step <= 2 < turns * ways * STEPS * step
+
+
+@few
+@given(measurements(), st.integers(0, 2), st.floats(2, 50))
+def test_an_interrupted_step_teaches_nothing(measured: Measured, at: int, factor: float):
+    """What else the machine does in one of several steps leaves the costs as they are."""
+    way = search(space_of(measured))[0]
+    quiet = timeline_of(way)
+    busy = gpipe.Timeline([replace(e, end=e.start + factor * e.seconds) for e in quiet.events], quiet.workers)
+    timelines = [busy if k == at else quiet for k in range(3)]
+    assert learned(measured, way, timelines) == learned(measured, way, [quiet])
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(("count", "chunks", "made"), [(8, 2, 2), (9, 4, 3)])
+def test_a_trial_does_what_the_candidate_says(split: bool, count: int, chunks: int, made: int):
+    """Of 9 rows in 4 chunks `torch.chunk` makes 3."""
+    layers, x = linears(4), rows(count)
+    known = plan(layers, x, ["cpu"] * 2, chunks=chunks, schedule="zero_bubble", checkpoint="never", calibrate=False)
+    assert known._here.chosen is not None
+    way = replace(known._here.chosen, split=(1,) if split else ())
+    with inline():
+        trial = _calibrate._tried(layers, [torch.device("cpu")] * 2, x, None, total, way)
+    events = [event for event in trial.timelines[0].events if event.stage == 1]
+    backwards = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.BACKWARD,)
+    assert {event.kind for event in events} == {Kind.FORWARD, *backwards}
+    assert {event.microbatch for event in events} == set(range(made))
+    assert len(trial.seconds) == STEPS

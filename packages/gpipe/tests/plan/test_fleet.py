@@ -1,0 +1,352 @@
+"""Plans for many machines: layouts, links, the average of gradients, and who does what."""
+
+from __future__ import annotations
+
+import json
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe import Infeasible, Plan, plan
+from gpipe._plan._candidate import Space
+from gpipe._plan._costs import Measured
+from gpipe._plan._data import PlanData
+from gpipe._plan._fake import BETWEEN, INSIDE, read_bandwidth, read_fake
+from gpipe._plan._fleet import Layout, all_chunks, layouts_of, of_replica, search_all
+from gpipe._plan._search import NEAR
+from gpipe.distributed import Rank, average_gradients
+from gpipe.simulate import Link
+from profiler import profile
+
+from ..plans import SCHEDULES, everything, measurements
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+few = settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+counts = st.integers(1, 12)
+WIDTH, ROWS = 2**13, 64
+
+
+def large(layers: int = 8) -> nn.Sequential:
+    """Layers of 256 MiB each, without data."""
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+
+
+def made(devices: str = "4x4x3GB", rows: int = ROWS, **options: Any) -> Plan:
+    return plan(large(), torch.zeros(rows, WIDTH, device="meta"), devices, **options)
+
+
+@pytest.fixture(scope="module")
+def example() -> Plan:
+    return made()
+
+
+def fleet(nodes: int, count: int, **links: Any) -> Any:
+    return read_fake(f"{nodes}x{count}x80GB", **links)
+
+
+class TestLayouts:
+    @given(counts, counts, st.integers(1, 20), st.integers(1, 200))
+    def test_all_that_use_each_device_and_give_each_replica_as_many_rows(
+        self, nodes: int, count: int, layers: int, rows: int
+    ) -> None:
+        expected = [
+            (nodes * count // stages, stages)
+            for stages in range(1, layers + 1)
+            if nodes * count % stages == 0 and rows % (nodes * count // stages) == 0
+        ]
+        if not expected:
+            with pytest.raises(ValueError, match=f"sample: expected rows that go evenly .* has {rows} rows"):
+                layouts_of(fleet(nodes, count), layers, rows, None, None)
+            return
+        found = layouts_of(fleet(nodes, count), layers, rows, None, None)
+        assert [(each.replicas, each.stages) for each in found] == expected
+        assert all(each.replicas * each.rows == rows for each in found)
+        assert all(1 <= m <= each.rows for each in found for m in each.chunks)
+
+    @given(counts, counts, st.integers(1, 40))
+    def test_a_hop_is_one_between_nodes_if_it_is_that_in_any_replica(self, nodes: int, count: int, k: int) -> None:
+        if nodes * count % k:
+            return
+        fake = fleet(nodes, count, bandwidth=["2GB", "1GB"])
+        measured = Measured((None,) * k, (), 1, 0, False, False, (), ())  # type: ignore[arg-type]
+        links = of_replica(measured, fake, Layout(nodes * count // k, k, 1)).links
+        for j in range(1, k):
+            ends = [(q * k + j - 1, q * k + j) for q in range(nodes * count // k)]
+            crosses = any(a // count != b // count for a, b in ends)
+            assert links[j].bandwidth == (1e9 if crosses else 2e9)
+
+    def test_one_pipe_is_what_it_was(self) -> None:
+        found = layouts_of(read_fake("8x80GB"), 4, 16, 2, None)  # type: ignore[arg-type]
+        assert found == [Layout(1, 4, 16, (2,))]
+        assert all_chunks([Layout(2, 4, 16, (1, 4)), Layout(4, 2, 8, (1, 2))]) == [2, 4, 8]
+
+
+class TestSearch:
+    @few
+    @given(measurements(most_layers=4), st.sampled_from([(1, 2), (2, 2), (2, 1)]), st.floats(1e3, 1e6))
+    def test_no_layout_is_much_faster(self, measured: Measured, devices: tuple[int, int], bandwidth: float) -> None:
+        fake = fleet(*devices, bandwidth=[2 * bandwidth, bandwidth])
+        layouts = layouts_of(fake, measured.layers, measured.rows, [1, 2, 4], None)
+        spaces = [space_of(of_replica(measured, fake, each), each) for each in layouts]
+        space, found = search_all(spaces)
+        least = min(each.seconds for some in spaces for each in everything(some))
+        assert found[0].seconds <= least * 1.12 * (1 + NEAR)
+        assert found[0].costs.measured is space.measured
+        assert len(found[0].sizes) == len(space.modes)
+
+    def test_nothing_fits_anywhere(self) -> None:
+        with pytest.raises(Infeasible, match=r"device \d \(fake 300MB\) has .* what would fit: "):
+            made("2x2x300MB")
+
+    @pytest.mark.parametrize(("memory", "stages"), [("20GB", 1), ("3GB", 8)])
+    def test_as_few_stages_as_fit_where_links_are_fast(self, memory: str, stages: int) -> None:
+        found = made("4x4x80GB", 2**16, memory=memory, chunks=[4, 16, 64], bandwidth=["10000GB", "10000GB"])
+        assert (found.replicas, len(found.balance)) == (16 // stages, stages)
+
+    def test_slow_links_make_fewer_replicas(self) -> None:
+        fast, slow = (made("4x2x80GB", bandwidth=bandwidth) for bandwidth in ("1000GB", "10MB"))
+        assert fast.replicas > slow.replicas
+
+    def test_faster_links_are_never_slower(self) -> None:
+        seconds = [made(bandwidth=bandwidth).predicted.seconds.mid for bandwidth in ("1GB", "10GB", "100GB")]
+        assert seconds == sorted(seconds, reverse=True)
+
+
+def space_of(measured: Measured, layout: Layout) -> Space:
+    modes = (("never", "always"),) * layout.stages
+    return Space(measured, layout.chunks, SCHEDULES, modes, (None,) * layout.stages)
+
+
+class TestPlan:
+    def test_it_uses_all_devices_and_all_rows(self, example: Plan) -> None:
+        stages = len(example.balance)
+        assert example.replicas * stages == 16
+        assert example.rows == ROWS
+        assert example.chunks <= ROWS // example.replicas
+        assert list(example.ranks) == list(range(stages))
+        assert example.predicted.throughput == pytest.approx(ROWS / example.predicted.seconds.mid)
+        assert all(need.total <= 3 * 10**9 for need in example.predicted.bytes)
+
+    def test_the_average_of_gradients_takes_a_ring_after_the_last_backward(self, example: Plan) -> None:
+        largest = max(example.balance) * 2**28
+        r = example.replicas
+        assert r > 1
+        assert example.reduction == pytest.approx(2 * (r - 1) / r * largest / BETWEEN.bandwidth)
+        assert example.predicted.seconds.mid == pytest.approx(example.timeline.makespan + example.reduction)
+
+    def test_one_node_averages_inside(self) -> None:
+        found = made("1x8x80GB", bandwidth="5GB")
+        r = found.replicas
+        assert found.reduction == pytest.approx(2 * (r - 1) / r * max(found.balance) * 2**28 / 5e9)
+
+    def test_hops_between_nodes_take_longer(self) -> None:
+        found = made("2x2x3GB", chunks=4, checkpoint=["always"] * 4, bandwidth=["8GB", "1GB"], latency=[0.25, 0.5])
+        size = ROWS // 4 * WIDTH * 4
+        assert found.hops == pytest.approx((0, 0.25 + size / 8e9, 0.5 + size / 1e9, 0.25 + size / 8e9))
+
+    def test_everything_is_said_to_be_an_estimate(self, example: Plan) -> None:
+        text = str(example)
+        assert example.is_estimate
+        assert "an estimate that was not measured" in text
+        assert "nothing ran" in example.notes[0]
+        assert all("a formula, not measured" in note for note in example.notes[1:-2])
+        assert "nothing of it is overlapped" in example.notes[-2]
+        assert f"replicas={example.replicas} × {len(example.balance)} stages = 16 devices" in text
+        assert "average of gradients" in text
+
+    def test_other_layouts_are_shown_with_why_they_lost(self, example: Plan) -> None:
+        stages = {len(other.balance) for other in example.alternatives} - {len(example.balance)}
+        assert stages
+        assert all(f"{16 // k} × {k} stages" in str(example) for k in stages)
+        assert all(other.reason for other in example.alternatives)
+
+    def test_the_page_shows_replicas(self, example: Plan, tmp_path: Path) -> None:
+        example.save(tmp_path / "plan.html")
+        page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+        for words in ("on 16 devices", f"replicas={example.replicas} ×", "in which replicas average their gradients"):
+            assert words in page
+
+    def test_one_replica_builds(self) -> None:
+        layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        found = plan(layers, torch.zeros(8, 4), "2x2x1GB", checkpoint=["never"] * 2)
+        assert (found.replicas, found.rows) == (2, 8)
+        pipe = found.build(layers, devices=["cpu", "cpu"])
+        loss = pipe.step(torch.zeros(4, 4), loss_fn=lambda output, _: output.sum(), schedule=found.schedule)
+        assert loss.isfinite()
+        shown = found.verify(torch.zeros(4, 4), loss_fn=lambda output, _: output.sum())
+        assert shown.predicted_seconds == found.predicted.seconds.mid - found.reduction
+        pipe.close()
+
+    def test_a_layer_that_refuses_a_single_row(self) -> None:
+        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        found = plan(layers, torch.zeros(8, 4), "2x2x1GB")
+        assert all(other.chunks < ROWS for other in found.alternatives)
+        assert found.chunks < 8 // found.replicas
+
+    def test_a_profile_that_was_counted_before(self, example: Plan) -> None:
+        known = profile(large(), torch.empty(ROWS, WIDTH, device="meta"), device="meta", rows=[1, 4])
+        found = made(profile=known)
+        assert (found.replicas, found.sizes, found.chunks, found.stages) == (
+            example.replicas, example.sizes, example.chunks, example.stages
+        )  # fmt: skip
+        assert "those of the layers alone" in found.notes[-1]
+
+    def test_a_plan_for_one_pipe_has_one_replica(self) -> None:
+        found = made("4x3GB")
+        assert (found.replicas, list(found.ranks), found.reduction) == (1, [0, 1, 2, 3], 0.0)
+        assert "replicas" not in str(found)
+
+
+class TestJson:
+    def test_round_trip(self, example: Plan) -> None:
+        again = Plan.from_json(example.to_json())
+        assert again == example
+        assert (again.replicas, again.ranks, str(again)) == (example.replicas, example.ranks, str(example))
+
+    def test_what_was_written_before_there_were_replicas_is_read(self) -> None:
+        found = made("4x3GB")
+        document = {k: v for k, v in json.loads(found.to_json()).items() if k not in ("replicas", "ranks", "reduction")}
+        assert Plan.from_json(json.dumps(document)) == found
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("replicas", 0), ("replicas", 3), ("ranks", [0]), ("ranks", [0, 2, 3, 4]), ("reduction", -1)],
+    )
+    def test_a_plan_that_contradicts_itself(self, name: str, value: Any) -> None:
+        document = json.loads(made("4x3GB").to_json()) | {name: value}
+        with pytest.raises(ValueError, match=rf"plan\.{name}: expected"):
+            Plan.from_json(json.dumps(document))
+
+
+class TestDistribution:
+    def test_each_stage_of_each_replica_is_somewhere_and_each_row_is_read_once(self, example: Plan) -> None:
+        found = example.distribute()
+        places = [found.place(rank) for rank in range(found.world_size)]
+        assert found.world_size == 16
+        assert found.mesh_shape == (example.replicas, len(example.balance))
+        cells = sorted((place.replica, j) for place in places for j in place.stages)
+        assert cells == [(q, j) for q in range(example.replicas) for j in range(len(example.balance))]
+        first = [place for place in places if 0 in place.stages]
+        assert [row for place in first for row in range(ROWS)[place.rows]] == list(range(ROWS))
+
+    def test_groups_are_those_of_a_mesh(self, example: Plan) -> None:
+        found = example.distribute()
+        mesh = torch.arange(found.world_size).view(found.mesh_shape)
+        for rank in range(found.world_size):
+            place = found.place(rank)
+            assert mesh[place.replica, place.rank] == rank
+            assert list(place.pipe) == mesh[place.replica].tolist()
+            assert list(place.twins) == mesh[:, place.rank].tolist()
+
+    def test_arguments_are_those_of_the_plan(self, example: Plan) -> None:
+        found = Plan.from_json(example.to_json()).distribute()
+        assert found.rank_arguments == {
+            "balance": example.balance,
+            "chunks": example.chunks,
+            "checkpoint": example.checkpoint,
+            "ranks": list(example.ranks),
+        }
+        assert found.step_arguments == {"schedule": example.schedule}
+        signature(Rank).bind(large(), **found.rank_arguments)
+        signature(Rank.step).bind(None, None, **found.step_arguments)
+
+    def test_several_stages_of_a_rank(self) -> None:
+        document = json.loads(made("4x3GB").to_json()) | {"ranks": [0, 1, 0, 1]}
+        found = Plan.from_json(json.dumps(document)).distribute()
+        assert (found.mesh_shape, found.place(1).stages) == ((1, 2), (1, 3))
+
+    def test_ranks_that_are_not_there(self, example: Plan) -> None:
+        for rank in (-1, 16):
+            with pytest.raises(ValueError, match=f"rank: the plan is for 16 processes, ranks 0 to 15; got {rank}"):
+                example.distribute().place(rank)
+        with pytest.raises(TypeError, match="an integer is expected"):
+            example.distribute().place(True)
+
+    def test_measured_plans_are_distributed_too(self) -> None:
+        layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        found = plan(layers, torch.zeros(8, 4), ["cpu"] * 2, calibrate=False, chunks=2)
+        assert isinstance(found, PlanData)
+        assert (found.is_estimate, found.replicas, found.ranks, found.reduction) == (False, 1, (0, 1), 0.0)
+        assert found.distribute().place(1).stages == (1,)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+@pytest.mark.parametrize("memory", ["14kB", "20kB"])  # a replica of four stages, and two of two
+def test_processes_that_do_as_planned_train_the_model(worlds: Any, memory: str) -> None:
+    found = plan(small(), torch.zeros(16, 16), f"2x2x{memory}", chunks=2)
+    assert (found.replicas, len(found.balance)) == {"14kB": (1, 4), "20kB": (2, 2)}[memory]
+    worlds(4).run(_expect_as_the_model, found.to_json())
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+
+
+def _expect_as_the_model(text: str) -> None:
+    found = Plan.from_json(text).distribute()
+    place, loss_fn = found.place(dist.get_rank()), nn.functional.mse_loss
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 16, 16, generator=generator)
+    mesh = dist.init_device_mesh("cpu", found.mesh_shape, mesh_dim_names=("replica", "pipe"))
+    rank, plain = Rank(small(), **found.rank_arguments, group=mesh.get_group("pipe")), small()
+    assert tuple(rank.stages) == place.stages
+    loss_fn(plain(x), y).backward()
+    rank.step(x[place.rows], y[place.rows], loss_fn=loss_fn, **found.step_arguments)
+    average_gradients(rank, mesh.get_group("replica"))
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+class TestArguments:
+    def test_links(self) -> None:
+        assert (fleet(2, 2).inside, fleet(2, 2).between) == (INSIDE, BETWEEN)
+        assert fleet(2, 2, bandwidth="1GB").between == Link(BETWEEN.latency, 1e9)
+        assert fleet(2, 2, bandwidth="1GB").inside == INSIDE
+        assert fleet(1, 2, bandwidth=["1GB"], latency=0).inside == Link(0, 1e9)
+        assert read_fake("2x80GB", "3GB").inside == Link(INSIDE.latency, 3e9)  # type: ignore[union-attr]
+        assert fleet(2, 2, bandwidth=[1, 2], latency=[3, 4]).between == Link(4, 2)
+
+    @pytest.mark.parametrize("text", ["1GB", "1GB/s", " 1GB/s", "8Gbit", "8Gbit/s", "1000MB", "1e9"])
+    def test_bandwidths(self, text: str) -> None:
+        assert read_bandwidth(float(text) if "e" in text else text) == 1e9
+
+    @pytest.mark.parametrize(
+        ("wrong", "error", "message"),
+        [
+            ({"devices": "0x8x80GB"}, ValueError, "devices: expected at least one, got '0x8x80GB'"),
+            ({"devices": "8x0x80GB"}, ValueError, "devices: expected at least one"),
+            ({"devices": "8x8xlots"}, ValueError, "devices: .* nodes and the devices of each, as in '64x8x80GB'; got"),
+            ({"devices": "8x8xH10O"}, ValueError, "devices: .*; got '8x8xH10O'"),
+            ({"devices": ["cpu"], "bandwidth": "1GB"}, ValueError, "bandwidth: goes with devices that are not there"),
+            ({"devices": ["cpu"], "latency": 1e-6}, ValueError, "latency: goes with devices that are not there"),
+            ({"bandwidth": "400Gb"}, ValueError, "bandwidth: expected bytes, as in '50GB', or bits, as in '400Gbit'"),
+            ({"bandwidth": "fast"}, ValueError, "bandwidth: expected bytes"),
+            ({"bandwidth": -1}, ValueError, "bandwidth: .* not positive"),
+            ({"bandwidth": {}}, TypeError, "bandwidth: expected bytes"),
+            ({"bandwidth": [1, 2, 3]}, ValueError, "bandwidth: expected one, or two: inside a node and between nodes"),
+            ({"latency": -1.0}, ValueError, "latency: expected seconds that are not negative"),
+            ({"latency": "5us"}, TypeError, "latency: expected seconds, such as 5e-6; got '5us'"),
+            ({"memory": ["80GB"] * 16}, ValueError, "memory: expected one size for all of 16 devices"),
+            ({"checkpoint": ["never"] * 3}, ValueError, "checkpoint: .* which may be 1, 2, 4, 8; got 3"),
+            ({"checkpoint": ["sometimes"] * 4}, ValueError, r"checkpoint\[0\] is not one of"),
+            ({"chunks": 65}, ValueError, "chunks: expected numbers from 1 to 32"),
+            ({"rows": 63}, ValueError, r"rows that go evenly .* 16 \(of 1 stages\), 8 \(of 2 stages\).* has 63 rows"),
+        ],
+    )
+    def test_what_is_wrong_is_named_before_anything_is_counted(
+        self, wrong: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("count", "measure"):
+            monkeypatch.setattr(f"gpipe._plan._make.{name}", None)
+        with pytest.raises(error, match=message):
+            made(**wrong)

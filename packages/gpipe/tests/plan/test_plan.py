@@ -1,0 +1,430 @@
+"""Plans from the first call to the trained pipe: what they say, refuse, and keep."""
+
+from __future__ import annotations
+
+import copy
+import json
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import Infeasible, Plan, inline, plan
+from gpipe._plan._costs import busy
+from gpipe.schedule._flags import mode_of
+from profiler import profile
+
+from ..layers import Call, assert_same, linears, rows
+from ..plans import ROWS, profile_of
+from ..plans import layer as made_up
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPUS = ["cpu", "cpu"]
+LAYERS = [(1e-3, 40, 400, 10), (2e-3, 40, 400, 10), (1e-3, 10, 100, 10), (4e-3, 40, 400, 10)]
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in LAYERS))
+
+
+def named_like(found: Any) -> Any:
+    """A made-up profile under the names of the layers of `model`."""
+
+    def renamed(each: Any) -> Any:
+        layers = tuple(replace(layer, name=str(k)) for k, layer in enumerate(each.layers))
+        return replace(each, layers=layers, others=tuple(map(renamed, each.others)))
+
+    return renamed(found)
+
+
+def made(**options: Any) -> Plan:
+    """A plan of made-up costs, which measures only the engine."""
+    known = named_like(profile_of(LAYERS))
+    given = {"profile": known, "calibrate": False, **options}
+    return plan(model(), torch.zeros(ROWS, 3), CPUS, **given)
+
+
+@pytest.fixture(scope="module")
+def example() -> Plan:
+    return made(memory="20kB")
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    """A plan in which one of two layers of a stage is recomputed."""
+    return made(memory=3000, chunks=8, schedule="1f1b")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", None])
+def test_a_micro_batch_takes_in_the_report_what_it_takes_in_the_timeline(checkpoint: str | None):
+    """With a loss, which is computed again where the last stage is."""
+    known = named_like(profile_of(LAYERS))
+    slow = made_up("loss", 5e-3, 10, 0, 1, rows=ROWS)
+    known = replace(known, loss=slow, others=tuple(replace(each, loss=slow) for each in known.others))
+    found = made(profile=known, chunks=8, schedule="1f1b", checkpoint=checkpoint or "never")
+    if checkpoint is None:  # only the first layers
+        modes = tuple(mode_of((True, *(False,) * (size - 1))) for size in found.sizes)
+        stages = found._here.chosen.costs.stage_costs(found.sizes, modes)
+        found = replace(found, modes=modes, stages=tuple(stages))
+    for j, (stage, mode) in enumerate(zip(found.stages, found.modes, strict=True)):
+        seconds = [event.seconds for event in found.timeline.events if event.stage == j]
+        assert busy(stage, mode) == pytest.approx(sum(seconds) / found.chunks)
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_a_planned_pipe_trains_like_the_model(calibrate: bool):
+    plain, x, y = linears(4), rows(8), rows(8) * 2
+    found = plan(plain, x, CPUS, target=y, loss_fn=loss, calibrate=calibrate)
+    assert all(parameter.grad is None for parameter in plain.parameters())
+    pipe = found.build(copy.deepcopy(plain))
+    assert (pipe.balance, pipe.chunks, pipe.checkpoint) == (found.balance, found.chunks, found.checkpoint)
+    pipe.step(x, y, loss_fn=loss, **found.step_arguments)
+    loss(plain(x), y).backward()
+    assert_same(pipe, plain)
+    pipe.close()
+
+
+def test_what_was_measured_is_shown_beside_what_was_predicted():
+    plain, x, y = nn.Sequential(*linears(3), nn.BatchNorm1d(3, dtype=torch.float64)), rows(8), rows(8)
+    found = plan(plain, x, CPUS, target=y, loss_fn=loss, chunks=[2, 4], calibrate=False)
+    with pytest.raises(ValueError, match=r"pipe: the plan has not been built; call plan.build\(model\) first"):
+        found.verify(x, y)
+    pipe = found.build(plain)
+    pipe.step(x, y, loss_fn=loss)
+    before = copy.deepcopy(pipe.state_dict()), [parameter.grad.clone() for parameter in pipe.parameters()]
+    with inline():
+        shown = found.verify(x, y)
+    after = pipe.state_dict(), [parameter.grad for parameter in pipe.parameters()]
+    torch.testing.assert_close(dict(after[0]), dict(before[0]), rtol=0, atol=0)
+    torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
+    assert shown.seconds > 0
+    assert shown.ratio == found.predicted.seconds.mid / shown.seconds
+    assert [0.5 < ratio < 2 for ratio in shown.byte_ratios] == [True, True]
+    assert len(shown.timeline.events) == 2 * 2 * found.chunks
+    assert [line.split()[0] for line in str(shown).splitlines()[2:]] == ["a", "device", "device"]
+    with pytest.raises(ValueError, match=r"loss_fn: the plan was made without one"):
+        Plan.from_json(found.to_json()).verify(x, y, pipe=pipe)
+    pipe.close()
+
+
+class TestReport:
+    def test_it_shows_stages_memory_and_what_was_not_taken(self, example: Plan) -> None:
+        text = str(example)
+        assert text.startswith(f"balance={example.balance}, chunks={example.chunks}, checkpoint=")
+        for word in ("bubble", "rows/s", "stage", "KiB", "not taken", "why", "engine"):
+            assert word in text
+        assert all(other.reason for other in example.alternatives)
+        assert max(map(len, text.splitlines())) < 160
+
+    def test_the_timeline_is_that_of_the_prediction(self, example: Plan) -> None:
+        timeline = example.timeline
+        assert timeline.microbatches == example.chunks
+        assert timeline.makespan <= example.predicted.seconds.mid
+        assert timeline.bubble == example.predicted.bubble
+
+    def test_predicted_bytes_are_by_kind_and_device(self, example: Plan) -> None:
+        for need, room in zip(example.predicted.bytes, example.memory, strict=True):
+            assert need.total == sum(need.by_kind.values()) <= room
+            assert set(need.by_kind) >= {"parameters", "gradients", "optimizer", "activations", "transient", "loss"}
+
+    def test_it_is_saved_as_its_ending_says(self, example: Plan, tmp_path: Path) -> None:
+        for ending in ("html", "json", "txt"):
+            example.save(tmp_path / f"plan.{ending}")
+        page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+        assert page.startswith("<!DOCTYPE html>")
+        assert "{{" not in page
+        assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+        assert "<svg" in page
+        assert Plan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8")) == example
+        assert (tmp_path / "plan.txt").read_text(encoding="utf-8") == f"{example}\n"
+        with pytest.raises(ValueError, match=r"path: expected a name that ends in .html, .json or .txt, got .* '.pdf'"):
+            example.save(tmp_path / "plan.pdf")
+        assert not (tmp_path / "plan.pdf").exists()
+
+    def test_names_are_escaped_in_the_page(self, tmp_path: Path) -> None:
+        layers = nn.Sequential()
+        layers.add_module("<script>alert(1)</script>", nn.Linear(3, 3))
+        plan(layers, torch.zeros(4, 3), ["cpu"], chunks=2, calibrate=False).save(tmp_path / "plan.html")
+        assert "<script>" not in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+class TestJson:
+    def test_round_trip(self, example: Plan) -> None:
+        again = Plan.from_json(example.to_json())
+        assert again == example
+        assert str(again) == str(example)
+
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.data())
+    def test_nothing_else_is_read(self, example: Plan, data: st.DataObject) -> None:
+        """Whatever is taken out, added, or replaced by something of another type, is refused by its place."""
+        document = json.loads(example.to_json())
+        at = document
+        while True:
+            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+            key = data.draw(st.sampled_from(keys))
+            if not (isinstance(at[key], (dict, list)) and at[key] and data.draw(st.booleans())):
+                break
+            at = at[key]
+        change = data.draw(st.sampled_from(["drop", "add", "replace"] if isinstance(at, dict) else ["replace"]))
+        if change == "drop":
+            del at[key]
+        elif change == "add":
+            at["surplus"] = 1
+        else:
+            at[key] = data.draw(st.sampled_from([{"a": 1}, -1, float("inf")]))
+        with pytest.raises(ValueError, match=r"plan|schema|expected"):
+            Plan.from_json(json.dumps(document))
+
+    @pytest.mark.parametrize("text", ["", "no", "[]", "null", '{"schema": "gpipe-plan/0"}', '{"a": 1, "a": 2}', "NaN"])
+    def test_no_plan(self, text: str) -> None:
+        with pytest.raises(ValueError, match=r"plan|schema"):
+            Plan.from_json(text)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("sizes", [4]), ("sizes", [3, 2]), ("sizes", []), ("chunks", 0), ("chunks", 10_000), ("chunks", 10**30),
+            ("modes", ["never"]), ("modes", ["never", "sometimes"]), ("schedule", "interleaved"), ("split", [2]),
+            ("split", [1, 1]), ("ranks", [0, 2**62]), ("rows", 0), ("replicas", 3), ("memory", [True, None]),
+        ],
+    )  # fmt: skip
+    def test_a_plan_that_contradicts_itself(self, example: Plan, name: str, value: Any) -> None:
+        document = json.loads(example.to_json()) | {name: value}
+        with pytest.raises(ValueError, match=rf"plan\.({name}|devices|replicas|chunks)\b.*expected"):
+            Plan.from_json(json.dumps(document))
+
+
+class TestInPieces:
+    def test_a_pipe_is_built_with_the_flags_and_trains_like_the_model(self, found: Plan) -> None:
+        assert found.checkpoint == [[True, False, False], "never"]
+        plain = model().double()
+        with closing(found.build(copy.deepcopy(plain))) as pipe:
+            assert pipe.checkpoint == found.checkpoint
+            pipe.step(rows(ROWS), rows(ROWS) * 2, loss_fn=loss, schedule=found.schedule)
+            loss(plain(rows(ROWS)), rows(ROWS) * 2).backward()
+            assert_same(pipe, plain)
+            with inline():
+                shown = found.verify(rows(ROWS), rows(ROWS), loss_fn=loss, pipe=pipe)
+            assert len(shown.timeline.events) == len(found.timeline.events) == 2 * 2 * found.chunks
+
+    def test_it_is_written_and_read(self, found: Plan) -> None:
+        again = Plan.from_json(found.to_json())
+        assert again == found
+        assert json.loads(found.to_json())["modes"] == [[True, False, False], "never"]
+        flags = json.loads(found.to_json()) | {"modes": [[True], "never"]}
+        with pytest.raises(ValueError, match=r"plan.modes\[0\]: expected a flag for each of 3 layers, got 1"):
+            Plan.from_json(json.dumps(flags))
+
+    def test_it_says_which_layers(self, found: Plan) -> None:
+        assert "layer 1 of 3 recomputed" in str(found)
+        assert "checkpoint=['layer 1 of 3', 'never']" in str(found)
+        assert "layer 1 of 3 recomputed" in found._repr_html_()
+
+    def test_the_recomputation_is_a_part_of_the_backward(self, found: Plan) -> None:
+        whole = replace(found, modes=("never", "never"))
+        assert whole.timeline.makespan == found.timeline.makespan
+        costs = found._here.chosen.costs
+        plainly = costs.stage_costs(found.sizes, whole.modes)[0]
+        again = costs.profiles[0][0].forward_seconds + 2 * costs.measured.action  # of two pieces, one of them again
+        assert found.stages[0].backward - plainly.backward == pytest.approx(again)
+
+
+class TestAnotherModel:
+    def test_other_layers(self, example: Plan) -> None:
+        layers = model()
+        layers[1] = nn.Tanh()
+        with pytest.raises(
+            ValueError, match=r"another model; its layer 1 is '1' \(Sequential, 12 .*here it is '1' \(Tanh"
+        ):
+            example.build(layers)
+
+    def test_fewer_layers(self, example: Plan) -> None:
+        with pytest.raises(ValueError, match="the plan is for another model, of 4 layers; this one has 3"):
+            example.build(model()[:3])
+
+    def test_the_profile_of_another_model(self) -> None:
+        with pytest.raises(ValueError, match=r"profile: expected one of these 4 layers, got one of layer0"):
+            made(profile=profile_of(LAYERS))
+
+
+class TestSearch:
+    def test_what_is_asked_for_is_kept(self) -> None:
+        found = made(chunks=4, schedule="fill_drain", checkpoint=["always", "never"])
+        assert (found.chunks, found.schedule, found.checkpoint) == (4, "fill_drain", ["always", "never"])
+        assert found.alternatives == ()
+
+    def test_less_memory_makes_stages_recompute(self) -> None:
+        free = made(chunks=8, schedule="fill_drain", optimizer="sgd")
+        assert free.checkpoint == ["never", "never"]
+        room = max(each.total for each in free.predicted.bytes)
+        tight = made(chunks=8, schedule="fill_drain", optimizer="sgd", memory=room * 3 // 4)
+        assert set(tight.checkpoint) & {"except_last", "always"}
+        assert max(each.total for each in tight.predicted.bytes) <= room * 3 // 4
+        assert tight.predicted.seconds.mid > free.predicted.seconds.mid
+
+    def test_nothing_fits(self) -> None:
+        with pytest.raises(Infeasible) as caught:
+            made(memory="2kB", checkpoint="never", chunks=1)
+        error = caught.value
+        assert error.short > 0
+        assert f"device {error.device} (cpu) has 1.95 KiB and is " in str(error)
+        assert len(error.changes) >= 1
+        enough = int(error.changes[-1].partition("=")[2].split()[0])
+        assert made(memory=enough, checkpoint="never", chunks=1).chunks == 1
+
+    def test_what_would_fit_is_named(self) -> None:
+        roomy = made(chunks=16, checkpoint="always")
+        room = max(each.total for each in roomy.predicted.bytes)
+        with pytest.raises(Infeasible, match=r"what would fit: .*chunks up to 16"):
+            made(memory=room + 10, chunks=1)
+
+    def test_several_sizes_of_memory(self) -> None:
+        found = made(memory=[None, "50kB"])
+        assert found.memory == (None, 50_000)
+
+    def test_a_profile_of_one_size_goes_with_its_chunks(self) -> None:
+        plain, x = linears(4), rows(8)
+        known = profile(plain, x, device="cpu", chunks=4, timeout=0.01)
+        assert plan(plain, x, CPUS, profile=known, chunks=4, calibrate=False).chunks == 4
+        with pytest.raises(ValueError, match="this profile knows 2 rows only"):
+            plan(plain, x, CPUS, profile=known, calibrate=False)
+
+
+class TestModels:
+    def test_a_model_that_is_flattened(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(3, 3)
+                self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.first(x)
+                for layer in self.layers:
+                    x = layer(x).tanh() if isinstance(layer, nn.Tanh) else layer(x)
+                return x
+
+        net, x = Net(), torch.randn(8, 3)
+        found = plan(net, x, CPUS, chunks=4, calibrate=False)
+        pipe = found.build(net)
+        torch.testing.assert_close(pipe(x), net(x))
+        pipe.close()
+
+    def test_a_layer_that_refuses_a_single_row(self) -> None:
+        found = plan(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.randn(8, 3), CPUS, calibrate=False)
+        assert max(found.chunks, *(other.chunks for other in found.alternatives)) <= 4
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            plan(nn.Sequential(nn.BatchNorm1d(3)), torch.randn(8, 3), CPUS, chunks=8, calibrate=False)
+
+    @pytest.mark.parametrize("devices", [CPUS, "2x1GB"])
+    @pytest.mark.parametrize(
+        "loss_fn", [lambda output: output.mean(), lambda output: (output.sum(), 3, {"most": output.max()})]
+    )
+    def test_a_loss_of_the_output_alone(self, devices: Any, loss_fn: Any) -> None:
+        found = plan(linears(2), rows(4), devices, loss_fn=loss_fn, chunks=2, calibrate=devices is CPUS)
+        assert found.balance == [1, 1]
+
+    def test_a_frozen_model(self) -> None:
+        frozen = linears(2).requires_grad_(False)
+        assert plan(frozen, rows(4), CPUS, chunks=2, calibrate=False).balance == [1, 1]
+        with pytest.raises(ValueError, match=r"nothing to train; plan.* calibrate=False"):
+            plan(frozen, rows(4), CPUS, chunks=2)
+
+    def test_one_device(self) -> None:
+        found = plan(linears(2), rows(4), ["cpu"], calibrate=False)
+        assert found.balance == [2]
+
+    def test_fewer_layers_than_devices(self) -> None:
+        assert plan(linears(2), rows(4), ["cpu"] * 5, calibrate=False).balance == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"memory": "lots"}, ValueError, "memory: expected bytes"),
+        ({"memory": ["1GB"]}, ValueError, "memory: expected one size, or one for each of 2 devices, got 1"),
+        ({"memory": {"cpu": 1}}, TypeError, "memory must be a size"),
+        ({"chunks": 0}, ValueError, "chunks: expected numbers from 1 to 16, the rows of the sample, got 0"),
+        ({"chunks": [4, 17]}, ValueError, r"chunks: expected numbers from 1 to 16.*got \[4, 17\]"),
+        ({"chunks": "4"}, TypeError, "chunks must be a number"),
+        ({"schedule": "1f2b"}, ValueError, "there is no schedule '1f2b'.*did you mean '1f1b'"),
+        ({"schedule": "interleaved"}, ValueError, "there is no schedule 'interleaved'"),
+        ({"schedule": 3}, TypeError, "schedule"),
+        ({"checkpoint": "sometimes"}, ValueError, "checkpoint is not one of"),
+        ({"checkpoint": ["never"]}, ValueError, "checkpoint: expected one mode, or one for each of 2 stages, got 1"),
+        ({"optimizer": "adamm"}, ValueError, "optimizer: expected one of .*did you mean 'adam'"),
+        ({"optimizer": -1}, ValueError, "optimizer: expected bytes for each parameter"),
+        ({"optimizer": None}, TypeError, "optimizer: expected a name such as 'adam'"),
+        ({"calibrate": "no"}, TypeError, "calibrate must be True or False"),
+        ({"target": torch.zeros(ROWS, 3)}, TypeError, "a target is given, but no loss_fn that takes it"),
+        ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
+        ({"target": torch.zeros(3, 3), "loss_fn": loss}, ValueError, "target has 3 rows .*, the input 16 rows"),
+        ({"chunks": True}, TypeError, "chunks: an integer is expected"),
+        ({"schedule": []}, ValueError, "schedule: expected at least one of"),
+        ({"checkpoint": 3}, TypeError, "checkpoint must be a mode, or a list"),
+        ({"optimizer": lambda own: None}, TypeError, "optimizer: expected a function that returns one, got NoneType"),
+        ({"profile": 3}, TypeError, "profile: expected a profiler.Profile, got int"),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_is_measured(
+    wrong: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gpipe._plan._make.measure", None)
+    with pytest.raises(error, match=message):
+        made(**wrong)
+
+
+def test_wrong_devices_and_models():
+    x = torch.zeros(4, 3)
+    with pytest.raises(ValueError, match="devices: expected at least one, got none"):
+        plan(model(), x, [])
+    with pytest.raises(ValueError, match="model: expected at least one layer, got none"):
+        plan(nn.Sequential(), x, CPUS)
+    with pytest.raises(ValueError, match="there is no device type 'gpu'"):
+        plan(model(), x, ["gpu"])
+    with pytest.raises(TypeError, match="devices must be a list"):
+        plan(model(), x, "cpu")
+    with pytest.raises(ValueError, match=r"devices: nothing runs on 'meta'; text such as '8x80GB'"):
+        plan(model(), x, ["meta"])
+    with pytest.raises(TypeError, match=r"text: expected what Plan.to_json wrote, got int"):
+        Plan.from_json(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Sequential|module"):
+        plan(3, x, CPUS)
+
+
+def test_a_layer_in_two_places_is_refused_before_anything_is_measured():
+    def layer(x):
+        raise AssertionError("it was run")
+
+    again = Call(layer)
+    with pytest.raises(ValueError, match="duplicate children is not supported: '1' is the same layer as '0'"):
+        plan(nn.Sequential(again, again), torch.zeros(4, 2), ["cpu", "cpu"])
+
+
+@pytest.mark.parametrize("sample", [None, [], {}, torch.zeros(0, 3), torch.tensor(1.0), [3], "text"])
+def test_no_mini_batches(sample: Any):
+    with pytest.raises((TypeError, ValueError), match=r"^sample: "):
+        plan(model(), sample, CPUS)
+
+
+def test_no_model_is_built(example: Plan):
+    with pytest.raises(TypeError, match="model: expected the one that was planned for, got int"):
+        example.build(3)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_fails_is_said_to_be_the_cause():
+    with pytest.raises(ZeroDivisionError) as caught:
+        made(optimizer=lambda own: 1 / 0)
+    assert "optimizer=" in caught.value.__notes__[0]

@@ -1,0 +1,69 @@
+"""Plans for devices that are not there, of models without data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe import Infeasible, Plan, plan
+from gpipe._plan._fake import read_fake
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def large(layers: int = 8, width: int = 2**13) -> nn.Sequential:
+    """Layers of 256 MiB each, without data."""
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+
+def test_a_model_that_fits_nowhere_here_is_planned():
+    x = torch.zeros(16, 2**13)
+    found = plan(large(), x, "4x3GB", loss_fn=lambda output, _: output.sum())
+    assert found.devices == ("fake 3GB",) * 4
+    assert found.memory == (3 * 10**9,) * 4
+    assert found.balance == [2, 2, 2, 2]
+    for need in found.predicted.bytes:
+        assert need.parameters == 2 * 2**28
+        assert need.optimizer == 2 * need.parameters
+        assert need.gradients in (2**28, 2**29)  # half of them, while the first micro-batch turns around
+        assert need.total <= 3 * 10**9
+    assert "an estimate: nothing ran" in found.notes[0]
+    assert found.predicted.seconds.low < found.predicted.seconds.mid < found.predicted.seconds.high
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_what_is_short_is_said():
+    with pytest.raises(Infeasible, match=r"device \d \(fake 2GB\) has 1.86 GiB and is .* what would fit: .*'sgd'"):
+        plan(large(), torch.zeros(16, 2**13), "4x2GB")
+
+
+def test_a_faster_kind_takes_less_time():
+    model, x = large(4), torch.zeros(64, 2**13)
+    slow, fast = (plan(model, x, f"2x{kind}", chunks=4) for kind in ("V100", "H100"))
+    assert fast.predicted.seconds.mid < slow.predicted.seconds.mid
+
+
+def test_it_is_built_on_devices_that_are_there():
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    found = plan(layers, torch.zeros(8, 4), "2x1GB")
+    with pytest.raises(
+        ValueError, match=r"devices: the plan is for 2 devices that are not there \(fake 1GB\); give real"
+    ):
+        found.build(layers)
+    assert found.build(layers, devices=["cpu", "cpu"]).balance == [1, 1]
+
+
+@pytest.mark.parametrize("wrong", ["0x80GB", "8x", "8xlots", "8xH10O"])
+def test_no_devices(wrong: str):
+    with pytest.raises((ValueError, TypeError), match="devices"):
+        plan(large(2), torch.zeros(4, 2**13), wrong)
+
+
+def test_kinds_are_known_by_their_names():
+    found = read_fake("8xh100")
+    assert found is not None
+    assert (found.count, found.name, found.memory) == (8, "H100", 80 * 10**9)
+    assert read_fake("cpu") is None
+    assert read_fake(["cpu"]) is None

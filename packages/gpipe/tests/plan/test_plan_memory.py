@@ -1,0 +1,344 @@
+"""Predicted bytes against those that storages take, counted one by one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, inline, plan
+from gpipe._plan._arguments import optimizer_bytes, read_bytes
+from gpipe._plan._bytes import moments
+from gpipe._plan._candidate import Candidate
+from gpipe._plan._costs import Costs, Measured
+from gpipe._plan._measure import measure
+from gpipe._plan._rehearse import rehearsed, with_peaks
+from gpipe._plan._verify import peak_bytes
+from gpipe.engine._run import Run
+from gpipe.schedule import Step, checkpoint_stops, in_flight, named, zero_bubble
+from gpipe.schedule._actions import requirement
+from gpipe.schedule._flags import as_lists, mode_of
+from gpipe.skip import pop, skippable, stash
+from profiler import profile
+
+from ..models import CHANNELS, PARTS, Fresh
+from ..models import WIDTH as PART_WIDTH
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CHUNKS, STAGES = 6, 2
+MODES = [["never", "never"], ["always", "always"], ["always", "never"], ["except_last", "except_last"]]
+WIDTH, ROWS = 48, 64
+
+
+def wide() -> nn.Sequential:
+    """Blocks whose gradients are as large as their activations."""
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
+
+
+def tall() -> nn.Sequential:
+    """Hardly any parameters, and a large output."""
+    return nn.Sequential(
+        *[make() for _ in range(3) for make in (lambda: nn.LayerNorm(WIDTH), nn.GELU)],
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, 4 * WIDTH),
+    )
+
+
+def loss(output: Tensor, _: object) -> Tensor:
+    return output.square().mean()
+
+
+def costs_of(model: nn.Sequential, x: Tensor, chunks: int = CHUNKS, loss_fn=loss) -> Costs:
+    """Of layers that all take as long: how far stages lag behind each other is the same in every run."""
+    rows = len(x) // chunks
+    found = profile(
+        model, x, device="cpu", rows=[rows // 2, rows], loss_fn=loss_fn, timeout=1e-3, split_backward=True
+    ).at(rows)
+    alike = [replace(layer, forward_seconds=1.0, backward_seconds=2.0) for layer in found]
+    bare = Measured(
+        (replace(found, layers=tuple(alike)),) * STAGES,
+        (0,) * len(model), len(x), x.nbytes, False, x.requires_grad, (False,) * STAGES, (),
+    )  # fmt: skip
+    return bare.cut(chunks)
+
+
+def taken(model, x, balance, modes, schedule, chunks=CHUNKS, loss_fn=loss) -> list[int]:
+    """What each stage takes at most, whichever goes first when several could.
+
+    That is in a step after the first, which is special: it finds out what layers do.
+    """
+    pipe = GPipe(model, balance, devices=["cpu"] * STAGES, chunks=chunks, checkpoint=modes)
+    with inline():
+        pipe.step(x, loss_fn=loss_fn, schedule=schedule)
+        found = []
+        for stages in ([0, 1], [1, 0]):
+            with eager(stages):
+                found.append(peak_bytes(pipe, x, None, loss_fn, schedule))
+    return list(map(max, *found))
+
+
+@contextmanager
+def eager(stages: list[int]) -> Iterator[None]:
+    """Inline, the first of these stages that can do something does it."""
+    train = Run.train
+
+    def reordered(self: Run, inputs, walk):
+        return train(self, inputs, [in_order(steps, stages) for steps in walk])
+
+    with patch.object(Run, "train", reordered):
+        yield
+
+
+def in_order(steps: tuple[Step, ...], stages: list[int]) -> tuple[Step, ...]:
+    left = {j: [step for step in steps if step.stage == j] for j in stages}
+    present, done = set(steps), dict[Step, None]()
+
+    def ready(j: int) -> bool:
+        needed = next((each for each in requirement(left[j][0]) if each in present), None) if left[j] else None
+        return bool(left[j]) and (needed is None or needed in done)
+
+    while len(done) < len(steps):
+        done[left[next(filter(ready, stages))].pop(0)] = None
+    return tuple(done)
+
+
+def expect_near(predicted, found, loosely=()):
+    """Within a tenth, and a page; of stages in ``loosely``, no less than eight tenths."""
+    for j, (need, true) in enumerate(zip(predicted, found, strict=True)):
+        assert need.total >= (0.8 if j in loosely else 0.9) * true - 4096, (j, need, true)
+        assert need.total <= 1.1 * true + 4096, (j, need, true)
+
+
+@pytest.mark.parametrize("make", [wide, tall])
+@pytest.mark.parametrize("modes", MODES, ids="-".join)
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zero_bubble"])
+def test_each_stage_takes_what_is_predicted(make: Callable[[], nn.Sequential], modes: list[str], schedule: str):
+    model, x = make(), torch.randn(16 * CHUNKS, WIDTH)
+    balance = [len(model) // 2, len(model) - len(model) // 2]
+    split = [1] if schedule == "zero_bubble" else []
+    costs = costs_of(model, x)
+    predicted = costs.device_bytes(balance, modes, schedule, split)
+    found = taken(model, x, balance, modes, zero_bubble(CHUNKS, STAGES, split=split) if split else schedule)
+    expect_near(predicted, found)
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+@pytest.mark.parametrize("cut", [1, 3])
+def test_gradients_that_pile_up_before_a_slower_stage_are_all_counted(mode: str, chunks: int, cut: int):
+    """The seconds of a profile do not say how many: another step is slower there. So it is as if all did."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)]
+    model, x = nn.Sequential(*layers), torch.randn(ROWS * chunks, WIDTH)
+    balance, modes = [cut, len(model) - cut], [mode] * 2
+    predicted = costs_of(model, x, chunks, squares).device_bytes(balance, modes, "fill_drain")
+    found = taken(model, x, balance, modes, "fill_drain", chunks, squares)
+    assert 0.98 * found[1] <= predicted[1].total <= 1.05 * found[1]
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+PIECES = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "relu": nn.ReLU,
+    "in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
+    "gelu": nn.GELU,
+    "tanh": nn.Tanh,
+    "view": nn.Flatten,
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "residual": Residual,
+    "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+}
+
+
+@skippable(stash=["skip"])
+class Keep(nn.Module):
+    def forward(self, x: Tensor):
+        x = x.tanh()
+        yield stash("skip", x)
+        return x * 2
+
+
+@skippable(pop=["skip"])
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor):
+        skip = yield pop("skip")
+        return self.mix(torch.cat([x, skip], dim=1))
+
+
+def squares(output: Tensor, _: object) -> Tensor:
+    """Several times as large as its output in between."""
+    return (output.square() * output.sigmoid()).mean()
+
+
+@st.composite
+def cases(draw: st.DrawFn):
+    names = draw(st.lists(st.sampled_from(sorted(PIECES)), min_size=2, max_size=7))
+    layers = [nn.Linear(WIDTH, WIDTH), *(PIECES[name]() for name in names)]
+    if draw(st.booleans()):
+        source = draw(st.integers(1, len(layers)))
+        layers[source:source] = [Keep()]
+        layers.insert(draw(st.integers(source + 1, len(layers))), Join())
+    layers.append(nn.Linear(WIDTH, draw(st.sampled_from([8, 6 * WIDTH]))))
+    cut = draw(st.integers(1, len(layers) - 1))
+    modes = draw(st.sampled_from(MODES))
+    schedule = draw(st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]))
+    chunks = draw(st.sampled_from([1, 2, 3, 5]))
+    return nn.Sequential(*layers), [cut, len(layers) - cut], modes, schedule, chunks, draw(st.booleans())
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(), st.none() | st.lists(st.booleans(), min_size=12, max_size=12))
+def test_a_rehearsal_takes_what_the_step_takes(case, choices: list[bool] | None):
+    """Of any layers, with skips into, out of and past stages and pieces, split, with a large loss."""
+    model, balance, modes, schedule, chunks, needs_gradient = case
+    x = torch.randn(ROWS * chunks, WIDTH, requires_grad=needs_gradient)
+    each = iter(choices or ())
+    ways = [mode_of([next(each) for _ in range(size)]) for size in balance] if choices else modes
+    split = (1,) if schedule == "zero_bubble" else ()
+    way = replace(EXAMPLE, costs=costs_of(model, x, chunks, squares), schedule=schedule, split=split,
+                  sizes=tuple(balance), modes=tuple(ways))  # fmt: skip
+    rehearsal = rehearsed(copy.deepcopy(model), x, None, squares, way)
+    assert rehearsal is not None
+    walk = zero_bubble(chunks, STAGES, split=split) if split else schedule
+    found = taken(model, x, balance, as_lists(ways), walk, chunks, squares)
+    assert rehearsal == pytest.approx(found, rel=0.05, abs=4096)
+    # The account leaves much out, and is there to tell ways to train from each other.
+    account = way.costs.device_bytes(balance, ways, schedule, split)
+    assert all(0.5 * true <= need.total <= 2 * true for need, true in zip(account, found, strict=True))
+    assert [each.total for each in with_peaks(way, rehearsal).bytes] == rehearsal
+
+
+EXAMPLE = Candidate(None, "1f1b", (), (), (), (), 0.0)  # type: ignore[arg-type]
+
+
+def test_what_is_tied_is_on_every_stage_that_uses_it():
+    """A copy and a gradient, also in the account; the optimizer's state is there once."""
+    embedding = nn.Embedding(1000, WIDTH)
+    head = nn.Linear(WIDTH, 1000, bias=False)
+    head.weight = embedding.weight
+    model, x = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), head), torch.randint(1000, (8 * CHUNKS,))
+    found = plan(model, x, "2x1GB", chunks=CHUNKS, schedule="1f1b", checkpoint="never", loss_fn=lambda y: y.mean())
+    first, last = found.predicted.bytes
+    size = embedding.weight.nbytes
+    assert first.parameters >= size <= last.parameters
+    assert first.gradients >= size <= last.gradients
+    assert first.optimizer + last.optimizer == 2 * sum(parameter.nbytes for parameter in model.parameters())
+    real = taken(model, x, found.balance, found.checkpoint, "1f1b", CHUNKS, lambda y, _: y.mean())
+    assert [need.total - need.optimizer for need in (first, last)] == pytest.approx(real, rel=0.2)
+
+
+def test_a_layer_that_needs_values_has_the_account_alone():
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    model = nn.Sequential(nn.Linear(4, 4), Looks(), nn.Linear(4, 4))
+    found = plan(model, torch.ones(8, 4), ["cpu", "cpu"], chunks=2, calibrate=False)
+    assert "a rehearsal without data failed" in found.notes[-1]
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_a_stage_is_planned_to_split_if_the_engine_splits_it(name: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(Fresh(), Fresh(), *PARTS[name].layers())
+    x = torch.randn(4, CHANNELS, PART_WIDTH, requires_grad=True)
+    found = profile(model, x, device="cpu", timeout=1e-6, split_backward=True)
+    pipe = GPipe(model, [1, len(model) - 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    with inline():
+        pipe.step(x, loss_fn=loss, schedule=zero_bubble(2, 2, split=[1]))
+    whole = pipe._pipeline.stages[1].facts.runs_whole
+    assert any(layer.backward_input_seconds is None for layer in found) == whole
+
+
+@given(
+    st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]),
+    st.sampled_from(["never", "always", "except_last"]),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_moments_are_those_of_the_schedule(schedule: str, mode: str, m: int, n: int, data: st.DataObject):
+    """A few micro-batches show as many at once as all do."""
+    j = data.draw(st.integers(0, n - 1))
+    split = [k for k in range(n) if k and schedule == "zero_bubble"]
+    found = moments(schedule, mode, m, n, j, j in split)
+    programs = named(schedule, m, range(n), checkpoint_stops(mode, m, n), split)
+    assert max(each.whole + each.bare + each.late + 1 for each in found) == in_flight(programs[j])
+    assert {each.kind for each in found} == {action.kind for action in programs[j]}
+    backwards = [each for each in found if each.kind in ("backward", "backward_weight")]
+    assert {each.begun for each in backwards} == ({False, True} if m > 1 else {False})
+
+
+def test_measuring_leaves_the_model_alone():
+    model, x = wide(), torch.randn(8, WIDTH)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = measure(
+        model, x, [torch.device("cpu")] * 2, [1, 2, 8], target=None, loss_fn=loss, optimizer=[0] * 8, known=None
+    )
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert found.rows == 8
+    assert [each.rows for each in (*found.profiles[0].others, found.profiles[0])] == [1, 4]
+    assert found.action > 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "times"),
+    [("sgd", 0), ("adam", 2), ("AdamW", 2), (8, 2), (torch.optim.SGD, 0), (lambda p: torch.optim.SGD(p, 1, 0.9), 1)],
+)
+def test_what_an_optimizer_keeps(optimizer: object, times: int):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4).requires_grad_(False))
+    assert optimizer_bytes(optimizer, model) == [times * 20 * 4, 0, 0]
+
+
+def test_the_optimizers_of_torch_keep_what_their_names_say():
+    model = nn.Sequential(nn.Linear(64, 64))
+    for name in ("Adagrad", "RMSprop", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"):
+        (tried,) = optimizer_bytes(getattr(torch.optim, name), model)
+        (known,) = optimizer_bytes(name, model)
+        assert known <= tried <= known + 32  # counts of steps
+
+
+def test_shared_parameters_count_once():
+    layer = nn.Linear(4, 4)
+    assert optimizer_bytes("adam", nn.Sequential(layer, nn.Sequential(layer))) == [160, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GB", 80 * 10**9), ("80 GiB", 80 * 2**30), ("1.5mb", 1_500_000), ("512", 512), (".5KiB", 512), (7.0, 7)],
+)
+def test_sizes_as_text(text: str | float, size: int):
+    assert read_bytes(text) == size
+
+
+@pytest.mark.parametrize("wrong", ["lots", "80 GBs", "", "GB", "-1GB", "0GB", "1e400GB", "nan", 0, -5])
+def test_no_sizes(wrong: str | int):
+    with pytest.raises(ValueError, match=r"memory: expected bytes, such as 8_000_000_000, '80GB' .*; got"):
+        read_bytes(wrong)
+
+
+@pytest.mark.parametrize("wrong", [True, None, [1]])
+def test_sizes_of_another_type(wrong: object):
+    with pytest.raises(TypeError, match="memory: expected bytes"):
+        read_bytes(wrong)

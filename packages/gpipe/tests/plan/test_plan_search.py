@@ -1,0 +1,123 @@
+"""The search against trying everything, on made-up costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from unittest.mock import patch
+
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from gpipe._plan import _search
+from gpipe._plan._arguments import read_chunks
+from gpipe._plan._candidate import schedule_of
+from gpipe._plan._costs import Measured
+from gpipe._plan._infeasible import explain
+from gpipe._plan._search import NEAR, search
+from gpipe.simulate import simulate
+
+from ..plans import SCHEDULES, everything, fits, measured_of, measurements, space_of
+
+EQUAL = measured_of([(1e-3, 400, 10, 10)] * 24, 2)
+UNEVEN = measured_of([(seconds, 10, 10, 10) for seconds in (1e-3, 2e-3, 2e-3, 5e-3, 5e-3)], 2)
+
+few = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+problems = measurements(most_layers=5)
+rooms = st.sampled_from([0.99, 1.01, 1.1, 1.5, None])
+"""Memory, in parts of the least with which anything fits."""
+
+
+@settings(few, max_examples=15)
+@given(problems, rooms, st.booleans())
+@example(UNEVEN, 1.1, False)
+def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, room: float | None, complete: bool):
+    """Whether all ways are looked at, as of small models, or those that dynamic programming finds."""
+    space = space_of(measured, pieces=True)
+    every = list(everything(space))
+    if room is not None:
+        memory = int(room * min(each.fullest for each in every))
+        space = replace(space, memory=(memory,) * measured.stages)
+    possible = [each for each in every if fits(space, each)]
+    with patch.object(_search, "EVERY", _search.EVERY if complete else 0):
+        found = search(space)
+    assert bool(found) == bool(possible)
+    assert all(fits(space, each) for each in found)
+    if found:
+        fastest = min(each.seconds for each in possible)
+        assert found[0].seconds <= fastest * (1 + NEAR if complete else 1.05)
+        near = [each for each in found if each.seconds <= min(one.seconds for one in found) * (1 + NEAR)]
+        assert found[0].chunks == min(each.chunks for each in near)
+
+
+def test_with_two_micro_batches_the_first_stage_has_more_to_do():
+    """Which only a replay can tell: the slowest stage and the sum of all are the same for either."""
+    best = search(replace(space_of(UNEVEN), chunks=(2,), schedules=("1f1b",)))[0]
+    others = [each for each in everything(space_of(UNEVEN)) if (each.chunks, each.schedule) == (2, "1f1b")]
+    other = next(each for each in others if (each.sizes, each.modes) == (best.sizes[::-1], best.modes))
+    assert best.seconds < 0.97 * other.seconds
+    assert best.sizes[0] > best.sizes[1]
+
+
+def test_pieces_of_equal_layers_are_quicker_than_whole_stages():
+    """Where what is short is a little, little is computed again."""
+    free = replace(space_of(EQUAL), chunks=(8,), schedules=("1f1b",))
+    fastest = search(free)[0]
+    for share in (0.9, 0.8, 0.7, 0.6):
+        space = replace(free, memory=(round(share * fastest.fullest),) * 2, pieces=True)
+        pieces, whole = search(space)[0], search(replace(space, pieces=False))[0]
+        assert pieces.in_pieces
+        assert fastest.seconds < pieces.seconds < 0.97 * whole.seconds
+
+
+@few
+@given(measurements())
+def test_a_plan_is_replayed_as_it_is_simulated(measured: Measured):
+    for found in search(space_of(measured)):
+        stages, hops = found.costs.stage_costs(found.sizes, found.modes), found.costs.hops(found.sizes)
+        schedule = schedule_of(found.schedule, found.chunks, found.modes, found.split)
+        assert found.seconds == simulate(schedule, stages, transfer=hops[1:]).makespan + measured.step
+
+
+@given(measurements(), st.sampled_from(SCHEDULES))
+def test_a_schedule_alone_is_found_also_where_nothing_can_be_split(measured: Measured, schedule: str):
+    whole = [
+        replace(one, layers=tuple(replace(layer, backward_input_seconds=None) for layer in one))
+        for one in (measured.profiles[0], *measured.profiles[0].others)
+    ]
+    profile = replace(whole[0], others=tuple(whole[1:]))
+    space = space_of(replace(measured, profiles=(profile,) * measured.stages))
+    found = search(replace(space, schedules=(schedule,)))
+    assert found
+    assert {(each.schedule, each.split) for each in found} == {(schedule, ())}
+
+
+@given(st.integers(1, 5000))
+def test_numbers_of_micro_batches_reach_from_all_rows_to_one(rows: int):
+    """The next is never much more than twice as many, and the micro-batches have nearly the same rows."""
+    found = read_chunks(None, rows)
+    assert found[0] == 1
+    assert found[-1] == rows
+    assert all(b <= 2 * a + 1 for a, b in pairwise(found))
+    assert all(-(-rows // -(-rows // m)) == m for m in found)
+
+
+@few
+@given(measurements(), st.floats(0.1, 0.98))
+def test_an_error_names_who_is_short_and_what_would_fit(measured: Measured, share: float):
+    least = min(each.fullest for each in everything(space_of(measured)))
+    space = space_of(measured, max(1, int(share * least)))
+    assert not search(space)
+    every = ("every number of chunks", lambda own: replace(own, chunks=(1, 2, 4, 8, 16)))
+    plain = ("no optimizer", lambda own: replace(own, measured=replace(own.measured, optimizer=(0,) * measured.layers)))
+    error = explain(space, ["cpu"] * measured.stages, [every, plain])
+    assert error.short > 0
+    assert f"device {error.device} (cpu)" in str(error)
+    enough = int(error.changes[-1].partition("=")[2].split()[0])
+    assert enough <= 1.02 * least + 1
+    assert search(space_of(measured, enough))
+    for text in error.changes[:-1]:
+        changed = space
+        for name, change in (every, plain):
+            changed = change(changed) if name in text else changed
+        assert search(changed)

@@ -1,0 +1,195 @@
+"""The schedules of the literature: complete, in order, free of deadlocks, and as short as can be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain, pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.schedule import (
+    Action,
+    Schedule,
+    clock_cycles,
+    fill_drain,
+    halves,
+    in_flight,
+    merge,
+    one_forward_one_backward,
+    replay,
+    requirement,
+    start_ticks,
+    validate,
+    zero_bubble,
+)
+
+from ..schedules import executed, runs, scheduled, sizes, steps_of
+
+
+class TestClockCycles:
+    @given(sizes)
+    def test_each_cell_runs_once(self, size: tuple[int, int]) -> None:
+        m, n = size
+        cells = Counter(chain.from_iterable(clock_cycles(m, n)))
+        assert cells == Counter((i, j) for i in range(m) for j in range(n))
+
+    @given(sizes)
+    def test_a_tick_is_a_diagonal(self, size: tuple[int, int]) -> None:
+        assert all(i + j == tick for tick, cells in enumerate(clock_cycles(*size)) for i, j in cells)
+
+    @given(sizes)
+    def test_there_are_as_many_ticks_as_the_longest_way_has_cells(self, size: tuple[int, int]) -> None:
+        assert len(list(clock_cycles(*size))) == sum(size) - 1
+
+    @given(sizes)
+    def test_stages_ascend_within_a_tick(self, size: tuple[int, int]) -> None:
+        assert all([j for _, j in cells] == sorted({j for _, j in cells}) for cells in clock_cycles(*size))
+
+    @pytest.mark.parametrize("size", [(0, 0), (0, 3), (3, 0)])
+    def test_nothing_takes_no_time(self, size: tuple[int, int]) -> None:
+        assert list(clock_cycles(*size)) == []
+
+
+class TestFillDrain:
+    @given(runs())
+    def test_each_cell_runs_once_each_way_and_checkpointed_ones_again(self, run: tuple[int, int, int]) -> None:
+        m, n, stop = run
+        expected = Counter(
+            [Action("forward", i) for i in range(m)]
+            + [Action("recompute", i) for i in range(stop)]
+            + [Action("backward", i) for i in range(m)]
+        )
+        programs = fill_drain(m, n, stop)
+        assert len(programs) == n
+        assert all(Counter(program) == expected for program in programs)
+
+    @given(runs())
+    def test_forward_comes_before_recompute_before_backward(self, run: tuple[int, int, int]) -> None:
+        for program in fill_drain(*run):
+            for i in range(run[0]):
+                kinds = [kind for kind, microbatch in program if microbatch == i]
+                assert kinds == ["forward", *["recompute"] * (i < run[2]), "backward"]
+
+    @given(runs())
+    def test_a_graph_is_rebuilt_no_earlier_than_it_must(self, run: tuple[int, int, int]) -> None:
+        for program in fill_drain(*run):
+            for here, following in pairwise(program):
+                assert here.kind != "recompute" or following == Action("backward", here.microbatch)
+
+    @given(runs())
+    def test_no_more_than_all_micro_batches_are_in_flight(self, run: tuple[int, int, int]) -> None:
+        for program in fill_drain(*run):
+            flying = peak = 0
+            for kind, _ in program:
+                flying += {"forward": 1, "recompute": 0, "backward": -1}[kind]
+                peak = max(peak, flying)
+            assert (peak, flying) == (run[0], 0)
+
+    @given(sizes)
+    def test_forwards_run_as_in_the_clock_cycles(self, size: tuple[int, int]) -> None:
+        forwards, _ = halves(fill_drain(*size))
+        ticks = start_ticks(forwards, range(size[1]))
+        by_tick = [{(i, j) for (j, (_, i)), t in ticks.items() if t == tick} for tick in range(sum(size) - 1)]
+        assert by_tick == [set(cells) for cells in clock_cycles(*size)]
+
+    @given(sizes)
+    def test_both_ways_take_the_shortest_time(self, size: tuple[int, int]) -> None:
+        for half in halves(fill_drain(*size)):
+            assert max(start_ticks(half, range(size[1])).values()) + 1 == sum(size) - 1
+
+    @given(sizes)
+    def test_recomputations_hide_behind_the_backwards_of_other_stages(self, size: tuple[int, int]) -> None:
+        m, n = size
+        _, backwards = halves(fill_drain(m, n, checkpoint_stop=m))
+        assert max(start_ticks(backwards, range(n)).values()) + 1 == 2 * m + n - 1
+
+    def test_nothing_is_a_program_too(self) -> None:
+        assert fill_drain(0, 2) == ((), ())
+        assert fill_drain(2, 0) == ()
+
+
+class TestHalves:
+    @given(runs())
+    def test_together_they_are_the_whole(self, run: tuple[int, int, int]) -> None:
+        programs = fill_drain(*run)
+        assert tuple(a + b for a, b in zip(*halves(programs), strict=True)) == programs
+
+    @given(runs())
+    def test_the_first_has_the_forwards_and_nothing_else(self, run: tuple[int, int, int]) -> None:
+        forwards, rest = halves(fill_drain(*run))
+        assert all(kind == "forward" for program in forwards for kind, _ in program)
+        assert all(kind != "forward" for program in rest for kind, _ in program)
+
+
+class TestEverySchedule:
+    @given(scheduled())
+    def test_it_is_valid(self, problem: tuple[Schedule, int, list[int]]) -> None:
+        schedule, m, placement = problem
+        validate(schedule, m, placement)
+
+    @given(scheduled())
+    def test_each_cell_runs_once_each_way(self, problem: tuple[Schedule, int, list[int]]) -> None:
+        schedule, m, placement = problem
+        assert len(schedule) == len(placement)
+        for program in schedule:
+            kinds = Counter(program)
+            assert set(kinds.values()) == {1}
+            for i in range(m):
+                assert Action("forward", i) in kinds
+                whole = Action("backward", i) in kinds
+                halved = {Action("backward_input", i), Action("backward_weight", i)} & set(kinds)
+                assert (whole, len(halved)) in ((True, 0), (False, 2))
+
+    @given(scheduled())
+    def test_workers_that_wait_for_what_they_need_get_everything_done(
+        self, problem: tuple[Schedule, int, list[int]]
+    ) -> None:
+        schedule, _, placement = problem
+        walk = schedule.on(placement)
+        assert Counter(executed(walk)) == Counter(steps_of(schedule))
+        assert set(replay(walk)) == set(steps_of(schedule))
+
+    @given(scheduled(), st.randoms(use_true_random=False))
+    def test_no_placement_makes_it_wait_for_ever(
+        self, problem: tuple[Schedule, int, list[int]], random: Random
+    ) -> None:
+        schedule, _, placement = problem
+        workers = [random.randrange(3) for _ in placement]
+        assert Counter(executed(merge(schedule, workers))) == Counter(steps_of(schedule))
+
+    @given(scheduled())
+    def test_its_text_reads_back(self, problem: tuple[Schedule, int, list[int]]) -> None:
+        schedule, _, placement = problem
+        again = Schedule.parse(str(schedule))
+        assert again == schedule
+        assert again.on(placement) == schedule.on(placement)
+
+    @given(sizes, st.integers(0, 7))
+    def test_one_forward_one_backward_holds_no_more_than_the_stages_behind(
+        self, size: tuple[int, int], stop: int
+    ) -> None:
+        m, n = size
+        held = [in_flight(program) for program in one_forward_one_backward(m, n, min(stop, m))]
+        assert held == [min(m, n - j) for j in range(n)]
+
+    @given(sizes)
+    def test_one_forward_one_backward_takes_no_longer_than_fill_drain(self, size: tuple[int, int]) -> None:
+        ends = [
+            max(span.end for span in replay(make(*size).on(range(size[1]))).values())
+            for make in (fill_drain, one_forward_one_backward)
+        ]
+        assert ends[0] == ends[1] == 2 * (sum(size) - 1)
+
+    @given(sizes)
+    def test_zero_bubble_holds_no_more_than_the_stages(self, size: tuple[int, int]) -> None:
+        assert all(in_flight(program) <= size[1] for program in zero_bubble(*size))
+
+    @given(runs())
+    def test_only_neighbours_wait_for_each_other_and_for_the_same_micro_batch(self, run: tuple[int, int, int]) -> None:
+        for step in steps_of(fill_drain(*run)):
+            direction = {"forward": -1, "recompute": 0, "backward": 1}[step.action.kind]
+            assert {needed.stage for needed in requirement(step)} == ({step.stage + direction} if direction else set())
+            assert {needed.action.microbatch for needed in requirement(step)} <= {step.action.microbatch}

@@ -1,0 +1,115 @@
+"""The makespan alone is that of the replay with all its events, exactly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.schedule import SCHEDULES, Kind, Schedule, Step, fill_drain, halves, named, replay
+from gpipe.schedule._makespan import makespan as replayed
+from gpipe.schedule._named import lanes
+from gpipe.simulate import Link, StageCost, makespan, simulate
+
+from ..schedules import V_SHAPED, names, orders
+from ..timelines import exact_seconds, fewer, problems, stage_costs
+
+MODES = st.sampled_from(["never", "except_last", "always"])
+Problem = tuple[Schedule, list[StageCost], list[int]]
+
+
+@fewer
+@given(problems(), st.data())
+def test_the_makespan_of_a_simulation(problem: Problem, data: st.DataObject):
+    schedule, costs, placement = problem
+    modes = data.draw(st.none() | MODES | st.lists(MODES, min_size=len(costs), max_size=len(costs)))
+    times = exact_seconds | st.builds(Link, exact_seconds, st.sampled_from([16.0, float("inf")]))
+    transfer = data.draw(times | st.lists(times, min_size=len(costs) - 1, max_size=len(costs) - 1))
+    given = {"checkpoint": modes, "placement": placement, "transfer": transfer}
+    assert makespan(schedule, costs, **given) == simulate(schedule, costs, **given).makespan
+
+
+@given(orders(), st.data())
+def test_any_order_that_trains(order: tuple[Schedule, int, list[int]], data: st.DataObject):
+    schedule, _, placement = order
+    costs = data.draw(st.lists(stage_costs(), min_size=len(placement), max_size=len(placement)))
+    assert makespan(schedule, costs, placement=placement) == simulate(schedule, costs, placement=placement).makespan
+
+
+@given(st.integers(0, 6), st.integers(1, 4), st.sampled_from(sorted(SCHEDULES)), st.data())
+def test_schedules_by_their_names(m: int, n: int, name: str, data: st.DataObject):
+    n *= 2 if name in V_SHAPED else 1
+    costs = data.draw(st.lists(stage_costs(), min_size=n, max_size=n))
+    modes = data.draw(MODES | st.lists(MODES, min_size=n, max_size=n))
+    timeline = simulate(name, costs, microbatches=m, checkpoint=modes)
+    assert makespan(name, costs, microbatches=m, checkpoint=modes) == timeline.makespan
+
+
+@given(names(), st.integers(1, 9), st.booleans(), st.data())
+def test_steps_made_while_they_are_read_are_those_of_the_schedule(
+    case: tuple[str, list[int]], m: int, alone: bool, data: st.DataObject
+):
+    name, placement = case
+    placement = [0] * len(placement) if alone else placement
+    stops = data.draw(st.lists(st.integers(0, m), min_size=len(placement), max_size=len(placement)))
+    split = data.draw(st.none() | st.sets(st.sampled_from(range(len(placement)))))
+    found = tuple(tuple((j, tuple(action)) for j, action in lane) for lane in lanes(name, m, placement, stops, split))
+    assert found == named(name, m, placement, stops, split).on(placement)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), exact_seconds)
+def test_forwards_alone(m: int, n: int, seconds: float):
+    walk = halves(fill_drain(m, n))[0].on(range(n))
+    expected = max(span.end for span in replay(walk, lambda step: seconds).values())
+    assert replayed(walk, m, [{Kind.FORWARD: seconds}] * n, [0.0] * n) == expected
+
+
+def test_a_schedule_that_never_ends():
+    schedule, cost = Schedule.parse("F0 B0 F1 B1\nF0 F1 B0 B1"), StageCost(1, 1)
+    with pytest.raises(ValueError, match="wait for each other forever"):
+        makespan(schedule, [cost] * 2)
+    walk = [[Step(j, action) for action in program] for j, program in enumerate(schedule)]
+    with pytest.raises(ValueError, match="the workers wait for each other forever: F1@1 for F1@0, B0@0 for B0@1"):
+        replayed(walk, 2, [dict.fromkeys(Kind, 1.0)] * 2, [0.0] * 2)
+
+
+def test_many_stages_and_micro_batches():
+    m, n = 512, 128
+    costs = [StageCost(1, 2)] * n
+    assert makespan("1f1b", costs, microbatches=m, checkpoint="always") == n - 1 + 2 * (n - 1) + 4 * m
+    assert makespan("zero_bubble", costs, microbatches=m) == 3 * m + n - 1
+    assert makespan("zbv", costs, microbatches=m) == 6 * m + n // 2 - 1
+    looped = [j % 8 for j in range(n)]
+    assert makespan("interleaved_zero_bubble", costs, microbatches=m, placement=looped) == 3 * m * n // 8 + 8 - 1
+    assert makespan("looped_bfs", costs, microbatches=m, placement=looped) == 3 * (m * n // 8 + 8 - 1)
+
+
+def test_a_name_needs_a_number_of_micro_batches():
+    for run in (simulate, makespan):
+        with pytest.raises(ValueError, match="microbatches: expected a number for the schedule '1f1b', got None"):
+            run("1f1b", [StageCost(1, 1)])
+        with pytest.raises(ValueError, match="microbatches: goes with the name of a schedule"):
+            run(fill_drain(1, 1), [StageCost(1, 1)], microbatches=1)
+        with pytest.raises(ValueError, match=r"there is no schedule '1f2b'.*did you mean '1f1b'"):
+            run("1f2b", [StageCost(1, 1)], microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"checkpoint": "sometimes"}, "checkpoint: expected one of 'always', 'except_last', 'never', got 'sometimes'"),
+        ({"checkpoint": ["never"]}, "checkpoint: expected a mode for each of 2 stages, got 1"),
+        ({"placement": [0]}, "placement: expected one for each of the schedule's 2 stages, got 1"),
+        ({"transfer": [1, 2]}, "transfer: expected one entry for each of 1 links, got 2"),
+    ],
+)
+def test_wrong_arguments(given: dict[str, object], message: str):
+    for run in (simulate, makespan):
+        with pytest.raises(ValueError, match=message):
+            run("1f1b", [StageCost(1, 1)] * 2, microbatches=2, **given)
+
+
+@pytest.mark.parametrize("wrong", [{"latency": -1}, {"latency": float("nan")}, {"bandwidth": 0}])
+def test_impossible_links(wrong: dict[str, float]):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
+        Link(**wrong)

@@ -1,0 +1,107 @@
+"""Programs of several stages on one worker: each step as soon as what it needs is done."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import example, given
+
+from gpipe.schedule import Action, Program, Step, fill_drain, halves, merge, replay, start_ticks
+
+from ..schedules import executed, needs, placed, runs, shuffled, steps_of
+
+
+class TestStartTicks:
+    @given(placed())
+    def test_every_step_starts(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        assert Counter(start_ticks(programs, placement).keys()) == Counter(steps_of(programs))
+
+    @given(placed())
+    def test_what_is_needed_has_ended(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        ticks = start_ticks(*problem)
+        assert all(ticks[needed] < ticks[step] for step in ticks if (needed := needs(step, set(ticks))))
+
+    @given(placed())
+    def test_a_worker_does_one_thing_at_a_time(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        ticks = start_ticks(programs, placement)
+        assert max(Counter((placement[step.stage], tick) for step, tick in ticks.items()).values(), default=1) == 1
+
+    @given(placed())
+    def test_a_stage_keeps_to_its_program(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        ticks = start_ticks(programs, placement)
+        for j, program in enumerate(programs):
+            own = [ticks[Step(j, action)] for action in program]
+            assert own == sorted(set(own))
+
+    @given(placed())
+    def test_they_come_in_order_of_time_and_of_one_tick_the_last_stage_first(
+        self, problem: tuple[tuple[Program, ...], list[int]]
+    ) -> None:
+        order = [(tick, -step.stage) for step, tick in start_ticks(*problem).items()]
+        assert order == sorted(order)
+
+    @given(placed())
+    def test_nobody_idles_who_could_work(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        ticks = start_ticks(programs, placement)
+        busy = {(placement[step.stage], tick) for step, tick in ticks.items()}
+        for j, program in enumerate(programs):
+            ready = 0
+            for step in (Step(j, action) for action in program):
+                needed = needs(step, set(ticks))
+                ready = max(ready, ticks[needed] + 1 if needed else 0)
+                assert all((placement[j], tick) in busy for tick in range(ready, ticks[step]))
+                ready = ticks[step] + 1
+
+    @given(shuffled())
+    @example([(Action("backward", 0), Action("forward", 0)), (Action("forward", 0), Action("backward", 0))])
+    def test_a_deadlock_is_found_exactly_where_workers_would_stand_still(self, programs: list[Program]) -> None:
+        walks = [[Step(j, action) for action in program] for j, program in enumerate(programs)]
+        done = set(executed(walks))
+        stuck = [queue for queue in ([step for step in walk if step not in done] for walk in walks) if queue]
+        if not stuck:
+            assert set(start_ticks(programs, range(len(programs)))) == done
+            return
+        with pytest.raises(ValueError, match="wait for each other forever") as caught:
+            start_ticks(programs, range(len(programs)))
+        told = str(caught.value).split(": ", 1)[1].split(", ")
+        present = set(steps_of(programs))
+        assert sorted(told) == sorted(f"{step} for {needs(step, present)}" for step, *_ in stuck)
+        with pytest.raises(ValueError, match="wait for each other forever"):
+            replay(tuple(map(tuple, walks)))
+
+
+class TestMerge:
+    @given(placed())
+    def test_every_step_is_on_the_worker_of_its_stage(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        for worker, walk in enumerate(merge(programs, placement)):
+            assert {placement[step.stage] for step in walk} <= {worker}
+
+    @given(placed())
+    def test_each_stage_keeps_to_its_program(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        programs, placement = problem
+        walks = merge(programs, placement)
+        for j, program in enumerate(programs):
+            assert tuple(action for stage, action in walks[placement[j]] if stage == j) == program
+
+    @given(placed())
+    def test_workers_that_wait_for_what_they_need_get_everything_done(
+        self, problem: tuple[tuple[Program, ...], list[int]]
+    ) -> None:
+        programs, placement = problem
+        assert Counter(executed(merge(programs, placement))) == Counter(steps_of(programs))
+
+    @given(runs())
+    def test_a_single_worker_never_waits(self, run: tuple[int, int, int]) -> None:
+        for half in halves(fill_drain(*run)):
+            (walk,) = merge(half, (0,) * len(half))
+            place = {step: k for k, step in enumerate(walk)}
+            assert all(place[needed] < k for step, k in place.items() if (needed := needs(step, set(place))))
+
+    def test_no_stages_need_no_workers(self) -> None:
+        assert merge((), ()) == ()

@@ -1,0 +1,119 @@
+"""Each stage may be checkpointed in its own mode; what that computes is compared in test_models.py and test_step.py."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe import GPipe, Timeline, inline, record
+from gpipe.pipeline import Pipeline
+from gpipe.schedule import checkpoint_stops, fill_drain, interleaved, one_forward_one_backward, zero_bubble
+from microbatch import Batch
+
+from ..layers import Call, linears, piped, rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+modes = st.sampled_from(MODES)
+SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
+
+
+def recomputed(timeline: Timeline, stages: int) -> list[list[int]]:
+    """The micro-batches that each stage recomputed."""
+    events = [(e.stage, e.microbatch) for e in timeline.events if e.kind == "recompute"]
+    return [sorted(i for j, i in events if j == stage) for stage in range(stages)]
+
+
+@given(st.lists(modes, min_size=1, max_size=4), st.integers(0, 5))
+def test_stops_are_all_but_one_or_none_of_the_microbatches(each: list[str], m: int):
+    stops = {"never": 0, "except_last": len(range(m)[:-1]), "always": m}
+    assert checkpoint_stops(each, m, len(each)) == tuple(stops[mode] for mode in each)
+    assert checkpoint_stops(each[0], m, len(each)) == (stops[each[0]],) * len(each)
+
+
+@given(st.lists(modes, min_size=1, max_size=4), st.integers(1, 5), st.sampled_from(SCHEDULES), st.booleans())
+def test_each_stage_recomputes_what_its_mode_says(each: list[str], m: int, schedule: str, inside: bool):
+    pipe = piped(linears(len(each)), [1] * len(each), chunks=m, checkpoint=each)
+    expected = [list(range(stop)) for stop in checkpoint_stops(each, m, len(each))]
+    with record() as timeline, inline() if inside else nullcontext():
+        pipe.step(rows(m), loss_fn=lambda y, _: y.sum(), schedule=schedule)
+    assert recomputed(timeline, len(each)) == expected
+    with record() as timeline, inline() if inside else nullcontext():
+        pipe(rows(m)).sum().backward()
+    assert recomputed(timeline, len(each)) == expected
+    pipe.close()
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.data())
+def test_builders_take_a_stop_for_each_stage(m: int, n: int, data: st.DataObject):
+    stops = data.draw(st.lists(st.integers(0, m), min_size=n, max_size=n))
+    for make in (fill_drain, one_forward_one_backward, zero_bubble, lambda m, n, stop=0: interleaved(m, n, n, stop)):
+        found = make(m, n, stops)
+        assert found == make(m, n).recomputing(stops)
+        assert [sum(a.kind == "recompute" for a in program) for program in found] == stops
+        assert make(m, n, stops[0]) == make(m, n, [stops[0]] * n)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_keeps_by_its_own_mode_whatever_the_others_do(schedule: str):
+    """Of m micro-batches in flight: with three exponentials in a row each keeps three tensors, or recomputes them."""
+    layers = nn.Sequential(*[nn.Sequential(Call(torch.exp), Call(torch.exp), Call(torch.exp)) for _ in range(3)])
+    peaks = {}
+    for each in product(("never", "always"), repeat=3):
+        pipe = piped(layers, [1, 1, 1], chunks=6, checkpoint=list(each))
+        with inline(), record(memory=True) as timeline:
+            x = torch.zeros(6, 100, requires_grad=True)
+            pipe.step(x, loss_fn=lambda y, _: y.sum(), schedule=schedule)
+        peaks[each] = timeline.peak_bytes
+    for each, found in peaks.items():
+        for j in range(2):  # the last one holds a single micro-batch under 1F1B
+            other = (*each[:j], "never" if each[j] == "always" else "always", *each[j + 1 :])
+            assert (found[j] < peaks[other][j]) == (each[j] == "always")
+
+
+class TestArgument:
+    def test_it_stays_as_it_was_given(self) -> None:
+        pipe = piped(linears(), [2, 1], checkpoint=("always", "never"))
+        assert pipe.checkpoint == ["always", "never"]
+        assert "checkpoint=['always', 'never']" in repr(pipe)
+        pipe.checkpoint.append("never")  # a copy
+        for again in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+            assert again.checkpoint == ["always", "never"]
+        pipe.checkpoint = "never"
+        assert pipe.checkpoint == "never"
+        pipe.checkpoint = ["never", "except_last"]
+        assert pipe.checkpoint == ["never", "except_last"]
+
+    @pytest.mark.parametrize("wrong", [[], ["always"], ["always"] * 3])
+    def test_one_for_each_partition(self, wrong: list[str]) -> None:
+        message = rf"checkpoint must be one mode, or a list of one for each of the 2 partitions; got {len(wrong)}"
+        with pytest.raises(ValueError, match=message):
+            GPipe(linears(), [2, 1], devices=["cpu"] * 2, checkpoint=wrong)
+        pipe = piped(linears(), [2, 1], checkpoint="never")
+        with pytest.raises(ValueError, match=message):
+            pipe.checkpoint = wrong
+        assert pipe.checkpoint == "never"
+
+    def test_each_is_a_mode(self) -> None:
+        with pytest.raises(ValueError, match=r"checkpoint\[1\] is not one of .*'allways'; did you mean 'always'\?"):
+            GPipe(linears(), [2, 1], devices=["cpu"] * 2, checkpoint=["never", "allways"])
+        with pytest.raises(ValueError, match=r"checkpoint\[0\].* instead of True write checkpoint='always'"):
+            GPipe(linears(), [2, 1], devices=["cpu"] * 2, checkpoint=[True, False])
+
+    def test_an_empty_pipe(self) -> None:
+        assert GPipe(nn.Sequential(), [], devices=[], checkpoint=[])(1 * rows()).shape == rows().shape
+
+    def test_stops_of_a_pipeline(self) -> None:
+        batches = [Batch(row) for row in rows(2).chunk(2)]
+        Pipeline(batches, linears(2), checkpoint_stop=[2, 0]).run()
+        with pytest.raises(ValueError, match="checkpoint_stop: expected a number, or one for each of 2 stages, got 1"):
+            Pipeline(batches, linears(2), checkpoint_stop=[2])

@@ -1,0 +1,65 @@
+"""Schedules by their names."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.schedule import SCHEDULES, in_flight, named, validate
+from gpipe.simulate import StageCost, makespan, simulate
+
+from ..schedules import LOOPED, V_SHAPED, names
+
+
+class TestNames:
+    @pytest.mark.parametrize("name", ["1F1B", "1f1b", "Fill_Drain", "ZERO_BUBBLE", "Looped_BFS"])
+    def test_capitals_do_not_matter(self, name: str) -> None:
+        assert named(name, 3, [0, 1]) == named(name.lower(), 3, [0, 1])
+        assert named("ZBV", 3, [0, 0]) == named("zbv", 3, [0, 0]) == SCHEDULES["zbv"](3, [0, 0])
+
+    @pytest.mark.parametrize(
+        ("name", "meant"), [("1f1b ", "1f1b"), ("fill-drain", "fill_drain"), ("zerobubble", "zero")]
+    )
+    def test_what_was_meant_is_said(self, name: str, meant: str) -> None:
+        with pytest.raises(ValueError, match=rf"there is no schedule {name!r}; .*; did you mean '{meant}"):
+            named(name, 3, [0, 1])
+
+
+class TestPlacement:
+    @pytest.mark.parametrize("name", LOOPED)
+    @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 1, 0], [1, 0, 1, 0]])
+    def test_workers_that_are_not_taken_in_turn(self, name: str, placement: list[int]) -> None:
+        told = f"schedule='{name}' takes the workers in turn, as in devices=[0, 1, 0, 1], .* on workers {placement}"
+        with pytest.raises(ValueError, match=told.replace("[", r"\[")):
+            named(name, 3, placement)
+
+    @pytest.mark.parametrize("name", V_SHAPED)
+    @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 2, 3], [1, 0, 0, 1]])
+    def test_workers_that_are_not_in_a_v(self, name: str, placement: list[int]) -> None:
+        told = f"'{name}' goes down all workers and up again, as in devices=[0, 1, 1, 0], .* on workers {placement}"
+        with pytest.raises(ValueError, match=told.replace("[", r"\[")):
+            named(name, 3, placement)
+        with pytest.raises(ValueError, match=told.replace("[", r"\[")):
+            makespan(name, [StageCost(1, 2)] * 4, microbatches=3, placement=placement)
+
+    @given(names(), st.integers(1, 6))
+    def test_a_single_worker_will_do_for_all(self, case: tuple[str, list[int]], m: int) -> None:
+        name, placement = case
+        alone = [0] * len(placement)
+        validate(named(name, m, alone), m, alone)
+
+    @pytest.mark.parametrize("name", V_SHAPED)
+    def test_a_single_worker_does_what_several_would_do_in_their_order(self, name: str) -> None:
+        assert named(name, 5, [0] * 6) == named(name, 5, [0, 1, 2, 2, 1, 0])
+        assert max(map(in_flight, named(name, 20, [0] * 6))) <= 7
+
+    @pytest.mark.parametrize("name", V_SHAPED)
+    def test_a_simulation_by_name_is_in_a_v(self, name: str) -> None:
+        costs = [StageCost(1, 2)] * 4
+        timeline = simulate(name, costs, microbatches=6)
+        assert timeline.workers == {0: 0, 1: 1, 2: 1, 3: 0}
+        assert makespan(name, costs, microbatches=6) == timeline.makespan == 6 * 6 + 1
+        for run in (simulate, makespan):
+            with pytest.raises(ValueError, match="two stages on every worker"):
+                run(name, costs[:3], microbatches=6)

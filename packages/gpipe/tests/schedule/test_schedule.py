@@ -1,0 +1,144 @@
+"""Schedules as data: walks of workers, recomputations that are written down, and text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain, pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.schedule import Kind, Schedule, Step, fill_drain, validate
+
+from ..schedules import executed, needs, orders, placed, steps_of
+
+
+@st.composite
+def walked(draw: st.DrawFn) -> tuple[Schedule, list[int]]:
+    """A schedule whose stages share workers, in any order that comes to an end, and other workers to run it."""
+    programs, placement = draw(placed())
+    order = draw(st.randoms(use_true_random=False))
+    queues = [[Step(j, action) for action in program] for j, program in enumerate(programs)]
+    present, done = set(chain.from_iterable(queues)), []
+    while any(queues):
+        able = [queue for queue in queues if queue and needs(queue[0], present) in (None, *done)]
+        done.append(order.choice(able).pop(0))
+    walk = tuple(tuple(step for step in done if placement[step.stage] == worker) for worker in range(4))
+    return Schedule(programs, walk), draw(st.permutations(placement) | st.just([0] * len(placement)))
+
+
+class TestWalk:
+    @given(walked())
+    def test_other_workers_keep_the_order_that_was_written(self, problem: tuple[Schedule, list[int]]) -> None:
+        schedule, placement = problem
+        walk = schedule.on(placement)
+        assert Counter(executed(walk)) == Counter(steps_of(schedule))
+        if schedule.walk is None:
+            return
+        for written in schedule.walk:
+            for steps in walk:
+                shared = [step for step in steps if step in written]
+                assert shared == [step for step in written if step in steps]
+
+    @given(walked())
+    def test_each_worker_gets_the_steps_of_its_stages(self, problem: tuple[Schedule, list[int]]) -> None:
+        schedule, placement = problem
+        for worker, steps in enumerate(schedule.on(placement)):
+            assert {placement[step.stage] for step in steps} <= {worker}
+        for j, program in enumerate(schedule):
+            steps = schedule.on(placement)[placement[j]]
+            assert tuple(action for stage, action in steps if stage == j) == program
+
+    @given(walked(), walked())
+    def test_equal_schedules_do_the_same_on_any_workers(
+        self, one: tuple[Schedule, list[int]], other: tuple[Schedule, list[int]]
+    ) -> None:
+        schedule, placement = one
+        again = Schedule(tuple(schedule), schedule.walk)
+        assert again == schedule
+        assert hash(again) == hash(schedule)
+        assert again.on(placement) == schedule.on(placement)
+        assert (schedule == other[0]) == (str(schedule) == str(other[0]))
+        assert (schedule != other[0]) == (str(schedule) != str(other[0]))
+
+    def test_the_order_of_a_worker_s_steps_makes_a_difference(self) -> None:
+        one = Schedule.parse("F0@0 F0@1 F1@0 F1@1 B0@1 B1@1 B0@0 B1@0")
+        other = Schedule.parse("F0@0 F1@0 F0@1 F1@1 B0@1 B1@1 B0@0 B1@0")
+        assert tuple(one) == tuple(other)
+        assert one != other
+        assert len({one, other, Schedule.parse(str(one))}) == 2
+        assert tuple.__hash__(one) == hash(fill_like := Schedule(tuple(one)))
+        assert fill_like == tuple(one)
+        assert fill_like != one
+
+    @pytest.mark.parametrize("other", ["1f1b", None, 3])
+    def test_it_can_be_compared_with_anything(self, other: object) -> None:
+        assert fill_drain(3, 2) != other
+
+    def test_a_line_for_each_stage_says_no_more_than_the_programs(self) -> None:
+        schedule = fill_drain(3, 2)
+        assert Schedule.parse(str(schedule)) == schedule == tuple(schedule)
+        assert Schedule.parse("F0@1 B0@1\nF0@0 B0@0") == fill_drain(1, 2)
+
+    @pytest.mark.parametrize(
+        ("programs", "walk", "named"),
+        [
+            (fill_drain(1, 2), (tuple(steps_of(fill_drain(2, 2))),), "other steps of stage 0"),
+            (fill_drain(1, 2), (tuple(steps_of(fill_drain(1, 1))),), "other steps of stage 1"),
+            (fill_drain(1, 1), tuple((step,) for step in steps_of(fill_drain(1, 1))), "stage 0 are on 2 workers"),
+        ],
+    )
+    def test_one_that_is_not_that_of_the_programs_is_refused(
+        self, programs: Schedule, walk: tuple[tuple[Step, ...], ...], named: str
+    ) -> None:
+        with pytest.raises(ValueError, match=named):
+            Schedule(programs, walk)
+
+    @pytest.mark.parametrize("placement", [[0, 0], [0, 1]])
+    def test_what_waits_for_ever_as_written_is_refused_anywhere(self, placement: list[int]) -> None:
+        with pytest.raises(ValueError, match="forever"):
+            validate(Schedule.parse("F0@0 B0@0 F0@1 B0@1"), 1, placement)
+
+
+class TestRecomputing:
+    @given(orders(), st.integers(0, 4), st.integers(0, 4))
+    def test_once_is_as_good_as_twice(self, problem: tuple[Schedule, int, list[int]], one: int, two: int) -> None:
+        schedule, _, _ = problem
+        assert schedule.recomputing(one).recomputing(two) == schedule.recomputing(max(one, two))
+
+    @given(orders(), st.integers(0, 4))
+    def test_all_else_stays_in_its_place(self, problem: tuple[Schedule, int, list[int]], stop: int) -> None:
+        schedule, m, placement = problem
+        again = schedule.recomputing(stop)
+        validate(again, m, placement)
+        added = set(steps_of(again)) - set(steps_of(schedule))
+        for before, after in zip(schedule.on(placement), again.on(placement), strict=True):
+            assert tuple(step for step in after if step not in added) == before or schedule.walk is None
+        for program, longer in zip(schedule, again, strict=True):
+            assert tuple(action for action in longer if action in program) == program
+            assert {i for kind, i in longer if kind == Kind.RECOMPUTE} >= set(range(min(stop, m)))
+            for action, following in pairwise(longer):
+                assert action in program or following.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+                assert action in program or following.microbatch == action.microbatch < stop
+
+
+class TestParse:
+    @pytest.mark.parametrize(("text", "line"), [("F0 X1", 1), ("# first\n\nF0 B0\n  # then\nF0 X1", 5)])
+    def test_what_cannot_be_read_is_named_with_its_line_in_the_text(self, text: str, line: int) -> None:
+        with pytest.raises(ValueError, match=f"cannot read 'X1' in line {line} of the schedule"):
+            Schedule.parse(text)
+
+    @given(orders(), st.randoms(use_true_random=False))
+    def test_blank_lines_comments_and_dots_say_nothing(
+        self, problem: tuple[Schedule, int, list[int]], random: Random
+    ) -> None:
+        schedule, _, _ = problem
+        noise = ["", "   ", "# F9 B9", "  # nothing", "#"]
+        lines: list[str] = random.choices(noise, k=2)
+        for line in str(schedule).splitlines():
+            words = [word for each in line.split() for word in (["."] * random.randrange(3) + [each])]
+            lines += ["  " * random.randrange(2) + "  ".join(words) + random.choice(["", "  # R0", "#"])]
+            lines += random.choices(noise, k=random.randrange(3))
+        assert Schedule.parse("\n".join(lines)) == schedule

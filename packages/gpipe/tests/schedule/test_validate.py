@@ -1,0 +1,120 @@
+"""A schedule is taken if it trains, and refused by what is wrong if it does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.schedule import Action, Kind, Schedule, Step, fill_drain, in_flight, validate
+
+from ..schedules import executed, held, orders, steps_of
+
+
+@st.composite
+def edited(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
+    """A valid schedule after up to two edits of its lines, each of which may spoil it, or not."""
+    schedule, m, placement = draw(orders())
+    lines = [list(steps) for steps in schedule.on(placement)]
+    for _ in range(draw(st.integers(0, 2))):
+        line = draw(st.sampled_from([line for line in lines if line] or [[]]))
+        if line:
+            _edit(line, draw)
+    programs = [[s.action for line in lines for s in line if s.stage == j] for j in range(len(placement))]
+    return Schedule(programs, tuple(map(tuple, lines))), m, placement
+
+
+def _edit(line: list[Step], draw: st.DrawFn) -> None:
+    at, to = draw(st.integers(0, len(line) - 1)), draw(st.integers(0, len(line) - 1))
+    stage, action = line[at]
+    match draw(st.sampled_from(["move", "repeat", "leave out", "other kind", "other micro-batch"])):
+        case "move":
+            line.insert(to, line.pop(at))
+        case "repeat":
+            line.insert(to, line[at])
+        case "leave out":
+            del line[at]
+        case "other kind":
+            line[at] = Step(stage, Action(draw(st.sampled_from(list(Kind))), action.microbatch))
+        case "other micro-batch":
+            line[at] = Step(stage, Action(action.kind, draw(st.integers(0, 3))))
+
+
+def trains(schedule: Schedule, m: int, placement: Sequence[int]) -> bool:
+    """What :func:`validate` promises, said in another way: a word for each cell, and workers that get through."""
+    for program in schedule:
+        words = ["".join(Kind(kind).letter for kind, k in program if k == i) for i in range(m)]
+        if not all(re.fullmatch("FR?(B|IW)", word) for word in words) or any(k >= m for _, k in program):
+            return False
+    return len(executed(schedule.walk or lines_of(schedule))) == len(steps_of(schedule))
+
+
+def lines_of(schedule: Schedule) -> list[list[Step]]:
+    return [[Step(j, action) for action in program] for j, program in enumerate(schedule)]
+
+
+class TestValidate:
+    @given(orders())
+    def test_any_order_that_trains_is_valid(self, problem: tuple[Schedule, int, list[int]]) -> None:
+        schedule, m, placement = problem
+        assert trains(schedule, m, placement)
+        validate(schedule, m, placement)
+
+    @given(edited())
+    def test_it_is_refused_exactly_if_it_does_not_train(self, problem: tuple[Schedule, int, list[int]]) -> None:
+        schedule, m, placement = problem
+        if trains(schedule, m, placement):
+            validate(schedule, m, placement)
+        else:
+            with pytest.raises(ValueError, match=r"[FRBIW]\d@\d"):
+                validate(schedule, m, placement)
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("F0 F0 B0", "F0@0 occurs twice"),
+            ("F0 R0 R0 B0", "R0@0 occurs twice"),
+            ("F0 B0 B0", "B0@0 occurs twice"),
+            ("F0 I0 W0 W0", "W0@0 occurs twice"),
+            ("R0 F0 B0", "R0@0 comes before F0@0"),
+            ("B0 F0", "B0@0 comes before F0@0"),
+            ("F0 W0 I0", "W0@0 comes before I0@0"),
+            ("F0 B0 R0", "R0@0 comes after the backward"),
+            ("F0 I0 R0 W0", "R0@0 comes after the backward"),
+            ("F0 I0 W0 R0", "R0@0 comes after the backward"),
+            ("F0 I0 W0 B0", "B0@0 comes after I0@0"),
+            ("F0 I0 B0 W0", "B0@0 comes after I0@0"),
+            ("F0 B0 I0 W0", "I0@0 comes after B0@0"),
+            ("F0 I0", "W0@0 is missing"),
+            ("F0", "B0@0 is missing"),
+            ("F0 B0 F1 B1", "F1@0 is of micro-batch 1, but there are 1"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, text: str, told: str) -> None:
+        with pytest.raises(ValueError, match=told):
+            validate(Schedule.parse(text), 1, [0])
+
+    def test_a_missing_forward_is_named(self) -> None:
+        with pytest.raises(ValueError, match="F1@0 is missing"):
+            validate(Schedule.parse("F0 B0"), 2, [0])
+
+    def test_workers_that_stages_share_may_wait_for_ever_where_others_would_not(self) -> None:
+        alone, shared = "F0@0 B0@0\nF0@1 B0@1", "F0@1 F0@0 B0@1 B0@0"
+        validate(Schedule.parse(alone), 1, [0, 1])
+        with pytest.raises(ValueError, match="forever: F0@1 for F0@0"):
+            validate(Schedule.parse(shared), 1, [0, 0])
+
+    def test_other_numbers_of_stages_are_named(self) -> None:
+        with pytest.raises(ValueError, match="for 2 stages, the pipe has 1"):
+            validate(fill_drain(1, 2), 1, [0])
+
+
+@given(orders())
+def test_a_stage_holds_what_a_later_action_of_it_needs(problem: tuple[Schedule, int, list[int]]):
+    """Whichever of its backwards are split."""
+    schedule, _, _ = problem
+    alone = [[Step(j, action) for action in program] for j, program in enumerate(schedule)]
+    assert [in_flight(program) for program in schedule] == held(alone)

@@ -1,0 +1,388 @@
+"""Skips: whatever the cut, a popped tensor is what was stashed, and its gradient finds the way back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, inline
+from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, verify_skippables
+from gpipe.skip._store import current_store
+
+from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, piped, rows
+from ..sweeps import awake
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 1.5, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * self.scale)
+        return x.tanh()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x if skip is None else x + skip.square()
+
+
+@skippable(stash=["skip"])
+class StashNone(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", None)
+        return x * 2
+
+
+@skippable(stash=["same"])
+class StashInput(nn.Module):
+    """Gives away twice what it got."""
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("same", x)
+        return x
+
+
+@skippable(pop=["same"])
+class PopSame(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        same = yield pop("same")
+        return x + 2 * same
+
+
+@skippable(stash=["a", "b"])
+class StashTwo(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("b", x * 2)
+        yield stash("a", (x[:, :1] > 0).long())
+        return x
+
+
+@skippable(pop=["a", "b"])
+class PopTwo(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        a = yield pop("a")
+        b = yield pop("b")
+        return x + b * a
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(3, 3, dtype=DOUBLE)
+
+
+@st.composite
+def skipping(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
+    """A model with up to three skips, which may cross, nest, and begin or end anywhere, and how to cut it."""
+    torch.manual_seed(0)
+    spaces = [Namespace() for _ in range(draw(st.integers(1, 3)))]
+    order = draw(st.permutations([k for k in range(len(spaces)) for _ in range(2)] + [None] * draw(st.integers(0, 3))))
+    seen: set[int] = set()
+    layers: list[nn.Module] = [linear()]
+    for k in order:
+        if k is None:
+            layers.append(linear())
+        elif k in seen:
+            layers.append(Pop().isolate(spaces[k]))
+        else:
+            seen.add(k)
+            layers.append((StashNone if draw(st.integers(0, 4)) == 4 else Stash)().isolate(spaces[k]))
+    cuts = sorted(draw(st.sets(st.integers(1, len(layers) - 1), max_size=4)))
+    return nn.Sequential(*layers), [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(skipping(), st.integers(1, 4), st.sampled_from(MODES), st.booleans())
+def test_pipe_is_its_model(problem: tuple[nn.Sequential, list[int]], chunks: int, mode: str, grad: bool):
+    model, balance = problem
+    pipe = piped(model, balance, chunks=chunks, checkpoint=mode)
+    for count in (6, 5):
+        assert_trains_like(pipe, model, rows(count, grad=grad))
+    pipe.close()
+
+
+@given(skipping())
+def test_layout_has_the_skips_that_cross_a_cut(problem: tuple[nn.Sequential, list[int]]):
+    model, balance = problem
+    layers, start, places = list(model), 0, {}
+    for j, size in enumerate(balance):
+        for layer in layers[start : start + size]:
+            for key in getattr(layer, "stashable", list)():
+                places[key] = [j]
+            for key in getattr(layer, "poppable", list)():
+                places[key].append(j)
+        start += size
+    pipe = GPipe(model, balance, devices=["cpu"] * len(balance))
+    layout = inspect_skip_layout(list(pipe.partitions))
+    for key, (source, target) in places.items():
+        assert layout.requires_copy(*key) == (source != target)
+        assert ((source, *key) in layout.copy_policy(target)) == (source != target)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_same_layers_train_in_a_plain_sequential(mode: str):
+    model = nn.Sequential(linear(), StashTwo(), linear(), PopTwo(), linear())
+    for balance in ([5], [2, 1, 2], [1, 1, 1, 1, 1], [3, 2]):
+        assert_trains_like(piped(model, balance, chunks=3, checkpoint=mode), model)
+
+
+def test_skip_past_a_stage_is_not_handed_to_it():
+    seen = []
+    middle = Call(lambda x: seen.append(x) or x * 1)
+    pipe = GPipe(nn.Sequential(Stash(), middle, Pop()), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+    pipe(rows()).sum().backward()
+    assert all(isinstance(value, Tensor) for value in seen)
+
+
+def test_none_may_be_stashed_now_and_a_tensor_then():
+    @skippable(stash=["skip"])
+    class Sometimes(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", x * 2 if float(x[0, 0].detach()) > 0 else None)
+            return x * 1
+
+    model = nn.Sequential(linear(), Sometimes(), linear(), Pop(), linear())
+    for mode in MODES:
+        pipe = piped(model, [2, 1, 2], chunks=6, checkpoint=mode)
+        model.zero_grad()
+        pipe(rows()).square().sum().backward()
+        for row in rows().split(1):
+            model(row).square().sum().backward()
+        assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("balance", [[2, 1, 1], [2, 2], [1, 1, 1, 1]])
+@pytest.mark.parametrize("mode", MODES)
+def test_skip_changed_in_place_under_way_is_refused(balance: list[int], mode: str):
+    """In the plain model the popped tensor is the changed one, and its gradient passes the change."""
+    model = nn.Sequential(linear(), StashInput(), nn.ReLU(inplace=True), PopSame())
+    with pytest.raises(RuntimeError, match=r"shares its memory|changed in place"):
+        assert_trains_like(piped(model, balance, chunks=2, checkpoint=mode), model)
+    for within in ([3, 1], [1, 3], [4]):
+        assert_trains_like(piped(model, within, chunks=2, checkpoint=mode), model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_popped_tensor_may_be_changed_in_place(mode: str):
+    @skippable(pop=["skip"])
+    class PopInPlace(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = yield pop("skip")
+            return x + skip.mul_(0.5).add_(1)
+
+    model = nn.Sequential(linear(), Stash(), linear(), PopInPlace())
+    for balance in ([1, 1, 1, 1], [2, 2], [4]):
+        assert_trains_like(piped(model, balance, chunks=3, checkpoint=mode), model)
+
+
+def test_copies_and_pickles_train():
+    ns = Namespace()
+    pipe = piped(nn.Sequential(Stash().isolate(ns), linear(), Pop().isolate(ns)), [1, 1, 1], chunks=2)
+    plain = copy.deepcopy(nn.Sequential(*pipe))
+    pipe(rows()).sum().backward()
+    file = io.BytesIO()
+    torch.save(pipe, file)
+    file.seek(0)
+    for again in (copy.deepcopy(pipe), torch.load(file, weights_only=False), pickle.loads(pickle.dumps(pipe))):
+        assert_trains_like(again, plain)
+
+
+def test_namespace_equals_its_copies_only():
+    ns, other = Namespace(), Namespace()
+    for again in (copy.copy(ns), copy.deepcopy(ns), pickle.loads(pickle.dumps(ns))):
+        assert again == ns
+        assert hash(again) == hash(ns)
+    assert ns != other
+    assert ns != "ns"
+    assert (ns < other) != (other < ns)
+
+
+def test_isolating_one_name_leaves_the_others():
+    ns = Namespace()
+    layer = StashTwo().isolate(ns, only=["a"])
+    assert layer.stashable() == [(ns, "a"), (None, "b")]
+    assert StashTwo().stashable() == [(None, "a"), (None, "b")]
+
+
+@given(st.lists(st.none() | st.sets(st.sampled_from(["a", "b"])), max_size=4))
+def test_each_name_is_in_the_namespace_it_was_given_last(onlys: list[set[str] | None]):
+    layer, expected = StashTwo(), dict.fromkeys("ab")
+    for only in onlys:
+        ns = Namespace()
+        assert layer.isolate(ns, only=only) is layer
+        expected.update(dict.fromkeys("ab" if only is None else only, ns))
+    assert {name: ns for ns, name in layer.stashable()} == expected
+    assert [layer.key(name) for name in "ab"] == [(expected[name], name) for name in "ab"]
+
+
+def test_after_a_failure_nobody_finds_the_skips_of_the_run():
+    """Layers on the same thread are plain modules again."""
+
+    def fail(x: Tensor) -> Tensor:
+        raise KeyError("no more")
+
+    pipe = GPipe(nn.Sequential(Stash(), Call(fail), Pop()), [1, 2], devices=["cpu"] * 2)
+    before = current_store()
+    with inline(), pytest.raises(KeyError, match="no more"):
+        pipe(rows())
+    assert current_store() is before
+    with pytest.raises(RuntimeError, match="'skip' is popped, but no layer before has stashed it"):
+        Pop()(rows())
+
+
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        ([Stash()], "no module declared 'skip' as poppable"),
+        ([Pop()], "declared 'skip' as poppable but it was not stashed"),
+        ([Pop(), Stash()], "declared 'skip' as poppable but it was not stashed"),
+        ([Stash(), Stash(), Pop()], "redeclared 'skip' as stashable"),
+        ([Stash(), Pop(), Pop()], "redeclared 'skip' as poppable"),
+        ([Stash().isolate(Namespace()), Pop()], "not stashed"),
+        ([Stash(), nn.Sequential(nn.Sequential(Pop(), Pop()))], "'1.0.1' redeclared"),
+    ],
+)
+def test_what_does_not_match_is_refused(layers: list[nn.Module], problem: str):
+    model = nn.Sequential(*layers)
+    with pytest.raises(TypeError, match=problem):
+        verify_skippables(model)
+    with pytest.raises(TypeError, match=problem):
+        GPipe(model, [len(layers)], devices=["cpu"])
+
+
+def test_a_name_is_not_a_list_of_names():
+    for options in ({"stash": "skip"}, {"pop": "skip"}):
+        with pytest.raises(TypeError, match=r"\['skip'\]"):
+            skippable(**options)
+    with pytest.raises(TypeError, match="only must be a list"):
+        Stash().isolate(Namespace(), only="skip")
+    with pytest.raises(TypeError, match="3 is of type int"):
+        skippable(stash=[3])
+    with pytest.raises(TypeError, match="must be a Namespace"):
+        Stash().isolate("skip")
+    with pytest.raises(ValueError, match="declares"):
+        Stash().isolate(Namespace(), only=["other"])
+
+
+def commands(*given: Any) -> nn.Module:
+    """A layer that declares ``a`` to stash and ``b`` to pop, and yields what it is told."""
+
+    @skippable(stash=["a"], pop=["b"])
+    class Yields(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            for command in given:
+                yield command() if callable(command) else command
+            return x
+
+    return Yields()
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "text"),
+    [
+        (commands(stash("a", None)), RuntimeError, "'b' must be popped but has not been"),
+        (commands(stash("c", None)), RuntimeError, "'c' has not been declared as stashable"),
+        (commands(pop("c")), RuntimeError, "'c' has not been declared as poppable"),
+        (commands(pop("a")), RuntimeError, "'a' has not been declared as poppable"),
+        (commands(pop("b")), RuntimeError, "no layer before has stashed"),
+        (commands(3), TypeError, "not a command"),
+        (commands(lambda: stash("a", 3)), TypeError, "takes a tensor or None"),
+    ],
+)
+def test_broken_promises_are_named(layer: nn.Module, error: type[Exception], text: str):
+    with pytest.raises(error, match=text):
+        layer(torch.ones(1))
+
+
+def test_layer_without_commands_is_refused_when_it_runs():
+    @skippable(stash=["a"])
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(RuntimeError, match="'a' must be stashed but has not been"):
+        Plain()(torch.ones(1))
+
+
+def test_decorated_class_is_still_its_class():
+    class Base(nn.Module):
+        """About it."""
+
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.size = size
+
+        def forward(self, x: Tensor) -> Any:
+            yield stash("a", x)
+            return x
+
+    layer = skippable(stash=["a"])(Base)
+    assert issubclass(layer, Base)
+    assert (layer.__name__, layer.__doc__, layer(3).size) == ("Base", "About it.", 3)
+
+
+def test_skip_inside_a_nested_module_crosses_stages():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(linear(), Stash())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = nn.Sequential(Block(), linear(), nn.Sequential(linear(), Pop()))
+    assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint="always"), model)
+
+
+@pytest.mark.usefixtures("sweeps")
+@pytest.mark.parametrize("where", [nullcontext, inline])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
+def test_what_fails_between_stash_and_pop_keeps_nothing_alive(
+    balance: list[int], mode: str, phase: str, where: Callable[[], AbstractContextManager[None]]
+):
+    stashed: list[weakref.ref[Tensor]] = []
+
+    @skippable(stash=["skip"])
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = x * 2
+            stashed.append(weakref.ref(skip))
+            yield stash("skip", skip)
+            return x
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    def layer(x: Tensor) -> Any:
+        return fail() if phase == "forward" else OnBackward.apply(x, fail)
+
+    model = nn.Sequential(Watched(), Call(layer), Pop())
+    pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2, checkpoint=mode)
+    with where(), pytest.raises(ArithmeticError):
+        pipe(rows(grad=True)).sum().backward()
+    awake(pipe)
+    gc.collect()
+    assert stashed
+    assert not any(ref() is not None for ref in stashed)
+    pipe.close()

@@ -1,0 +1,393 @@
+"""What ``record()`` sees of a run is what the schedule says, in an order that can be; and nothing when it is off."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import count, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packages.streams.tests.accelerator import FakeEvent, accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe import Event, GPipe, Timeline, record
+from gpipe._current import current
+from gpipe.engine._settings import settings as run_settings
+from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
+from gpipe.skip import Namespace
+from gpipe.timeline._record import Clock, Look, Recorder, WatchedLink
+from gpipe.values._leaves import Activation
+
+from ..layers import Call, Pop, Stash, assert_same, linears, piped, rows
+from ..schedules import fitting
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+
+
+def stepped(pipe: GPipe, schedule: str | Schedule, count: int) -> None:
+    pipe.step(rows(count), rows(count), loss_fn=F.mse_loss, schedule=schedule)
+
+
+def step_of(event: Event) -> Step:
+    return Step(event.stage, Action(event.kind, event.microbatch))
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[GPipe, str | None, Schedule]:
+    """A pipe, a schedule by name or None for forward and backward by the caller, and what has to happen."""
+    m, name = draw(st.integers(1, 5)), draw(st.sampled_from([None, *sorted(SCHEDULES)]))
+    placement = fitting(name or "interleaved", draw(st.integers(1, 2)), draw(st.integers(1, 2)))
+    n = len(placement)
+    mode = draw(st.sampled_from(MODES))
+    stop = {"never": 0, "except_last": m - 1, "always": m}[mode]
+    devices = [f"cpu:{worker}" for worker in placement]
+    pipe = GPipe(linears(n), [1] * n, devices=devices, chunks=m, checkpoint=mode)
+    return pipe, name, fill_drain(m, n, stop) if name is None else programs_of(name, m, pipe, stop)
+
+
+def programs_of(name: str, m: int, pipe: GPipe, stop: int) -> Schedule:
+    """What a step is recorded to do on an input that needs no gradient, so that the first stage splits nothing."""
+    return named(name, m, pipe._workers.placement, stop, split=range(1, len(pipe.partitions)))
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(runs())
+def test_every_action_once_in_an_order_that_can_be(run: tuple[GPipe, str | None, Schedule]):
+    pipe, name, programs = run
+    m = pipe.chunks
+    with closing(pipe), record() as timeline:
+        pipe(rows(m)).square().sum().backward() if name is None else stepped(pipe, name, m)
+    events = timeline.events
+    expected = [Step(j, action) for j, program in enumerate(programs) for action in program]
+    assert Counter(map(step_of, events)) == Counter(expected)
+    assert all(0 <= e.start <= e.end and e.wait >= 0 and e.bytes_moved == 0 for e in events)
+    assert {e.device for e in events} <= {"cpu"}
+    for lane in timeline.lanes.values():
+        assert all(a.end <= b.start for a, b in pairwise(lane))
+    for j, program in enumerate(programs):
+        assert [step_of(e).action for e in events if e.stage == j] == list(program)
+    starts = {step_of(e): e.start for e in events}
+    for step in expected:
+        for needed in requirement(step):
+            assert needed not in starts or starts[needed] <= starts[step]
+    assert timeline.workers == dict(enumerate(pipe._workers.placement))
+    assert [e.layers for e in events] == [f"'{e.stage}'" for e in events]
+
+
+def test_waiting_for_a_link_is_no_work(monkeypatch: pytest.MonkeyPatch):
+    """By a clock that ticks whenever somebody looks at it: before an action, when its input is there, and after it."""
+    monkeypatch.setattr("gpipe.timeline._record.time", SimpleNamespace(perf_counter=map(float, count()).__next__))
+    pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
+    with record() as timeline, gpipe.inline():
+        stepped(pipe, "zero_bubble", 4)
+    assert {event.seconds for event in timeline.events} == {1}
+    links = {
+        ("forward", 0),
+        ("forward", 1),
+        ("backward", 0),
+    }  # the input needs no gradient; the last stage gets its gradients from the loss
+    assert all(event.wait == ((event.kind, event.stage) in links) for event in timeline.events)
+    assert sum(event.wait for event in timeline.events) == 6
+
+
+@pytest.mark.parametrize("skips", [0, 1, 3])
+def test_waits_for_several_links_add_up(monkeypatch: pytest.MonkeyPatch, skips: int):
+    """By the same clock, which ticks once for each link that is read."""
+    monkeypatch.setattr("gpipe.timeline._record.time", SimpleNamespace(perf_counter=map(float, count()).__next__))
+    spaces = [Namespace() for _ in range(skips)]
+    layers = [*(Stash().isolate(ns) for ns in spaces), nn.Identity(), *(Pop().isolate(ns) for ns in spaces)]
+    pipe = GPipe(nn.Sequential(*layers), [max(1, skips), len(layers) - max(1, skips)] if skips else [1],
+                 devices=["cpu"] * (1 + (skips > 0)), chunks=2, checkpoint="never")  # fmt: skip
+    with record() as timeline, gpipe.inline():
+        pipe(rows(4, grad=True)).sum().backward()
+    into = {0: 1, 1: 1 + skips}
+    outof = {0: 1 + skips, 1: 1}
+    for event in timeline.events:
+        assert event.wait == (into if event.kind == "forward" else outof)[event.stage]
+        assert event.seconds == 1
+
+
+class Courier:
+    """From one device to another of the same memory."""
+
+    def send(self, payload: Any) -> Any:
+        return payload
+
+    receive = send
+
+
+@pytest.mark.parametrize(("carrier", "moved"), [(Courier(), 24 + 8), (None, 0)])
+def test_bytes_that_cross_between_devices(monkeypatch: pytest.MonkeyPatch, carrier: Any, moved: int):
+    look = Look(lambda: 0.0)
+    monkeypatch.setattr(current, "observed", look)
+    link = WatchedLink("values", carrier)
+    link.put(0, Activation((torch.zeros(3, dtype=torch.float64), None)))
+    link.put(1, [None, torch.zeros(2)])
+    assert link.get(1)[0] is None
+    assert link.get(0).tensors[0].shape == (3,)
+    assert look.bytes_moved == moved
+
+
+class TestClockOfADevice:
+    """On stand-ins for streams, whose clocks go as the tests say."""
+
+    DEVICE = torch.device("xpu", 0)
+
+    def test_an_action_waits_from_the_end_of_the_last_one_until_its_input_is_there(self):
+        with accelerator("xpu") as fake:
+            clock, stream = Clock(), fake.stream(0, 0)
+            look = Look(lambda: clock.now(self.DEVICE))
+            stream.clock += 3
+            look.got([], False)
+            stream.clock += 4
+            look.got([], False)
+            stream.clock += 2
+            end = clock.now(self.DEVICE)
+            waits = [clock.seconds(b) - clock.seconds(a) for a, b in look.waits]
+            assert waits == pytest.approx([3, 4])
+            assert clock.seconds(end) - clock.seconds(look.start) == pytest.approx(2)
+
+    def test_nobody_waits_for_what_the_device_has_still_to_do(self):
+        with accelerator("xpu") as fake:
+            Clock().now(self.DEVICE)
+            assert not fake.stream(0, 0).drained
+
+    def test_nobody_waits_for_another_device(self, monkeypatch: pytest.MonkeyPatch):
+        held, stuck = threading.Event(), threading.Event()
+
+        def synchronize(event: FakeEvent) -> None:
+            if event.device == self.DEVICE:
+                stuck.set()
+                held.wait(300)
+
+        monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+        with accelerator("xpu"):
+            clock = Clock()
+            thread = threading.Thread(target=clock.now, args=(self.DEVICE,), daemon=True)
+            thread.start()
+            assert stuck.wait(300)
+            clock.now(torch.device("xpu", 1))
+            held.set()
+            thread.join(300)
+
+    @pytest.mark.parametrize("inline", [False, True])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_events_of_a_run_are_read_when_the_timeline_is(
+        self, mode: str, inline: bool, monkeypatch: pytest.MonkeyPatch
+    ):
+        read: list[FakeEvent] = []
+        with accelerator("xpu") as fake:
+            pipe = piped(linears(), [1, 2], chunks=2, checkpoint=mode)
+            for stage in pipe._pipeline.stages:
+                monkeypatch.setattr(stage, "on_accelerator", True)
+            monkeypatch.setattr(Clock, "now", lambda clock, device, now=Clock.now: now(clock, self.DEVICE))
+            with record() as timeline, gpipe.inline() if inline else nullcontext():
+                pipe(rows(4)).sum().backward()
+                assert not fake.stream(0, 0).drained
+            monkeypatch.setattr(FakeEvent, "synchronize", lambda event: read.append(event))
+            assert all(event.wait >= 0 for event in timeline.events)
+            assert read
+
+
+class TestOff:
+    def test_no_recorder_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("__init__", "begin"):
+            monkeypatch.setattr(Recorder, name, lambda *args: pytest.fail("a recorder at work"))
+        assert run_settings().observer is None
+        stepped(piped(linears(), [1, 2], chunks=2), "1f1b", 4)
+
+    def test_it_ends_with_the_block(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+        with record() as timeline:
+            stepped(pipe, "1f1b", 4)
+        before = timeline.events
+        stepped(pipe, "1f1b", 4)
+        assert timeline.events == before
+        assert len(before) == 8
+
+    def test_an_error_ends_it_too(self) -> None:
+        with pytest.raises(ArithmeticError), record():
+            raise ArithmeticError
+        assert run_settings().observer is None
+
+    def test_nothing_run_is_nothing_recorded(self) -> None:
+        with record() as timeline:
+            pass
+        assert timeline.events == ()
+        assert timeline.bubble == 0
+        assert timeline.peak_bytes is None
+        assert isinstance(timeline.table(), str)
+
+    def test_inner_one_takes_over(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+        with record() as outer:
+            stepped(pipe, "1f1b", 4)
+            with record() as inner:
+                stepped(pipe, "1f1b", 4)
+                stepped(pipe, "1f1b", 4)
+            stepped(pipe, "1f1b", 4)
+        assert (len(outer), len(inner)) == (16, 16)
+
+    def test_run_that_began_outside_stays_outside(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+        output = pipe(rows(4))
+        with record() as timeline:
+            output.sum().backward()
+        assert len(timeline) == 0
+
+    def test_backward_after_the_block_belongs_to_its_run(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+        with record() as timeline:
+            output = pipe(rows(4))
+        output.sum().backward()
+        assert Counter(e.kind for e in timeline.events) == {"forward": 4, "backward": 4}
+
+    def test_other_threads_of_the_caller_are_not_recorded(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+        with record() as timeline:
+            thread = threading.Thread(target=stepped, args=(pipe, "1f1b", 4))
+            thread.start()
+            thread.join(300)
+        assert len(timeline) == 0
+        assert pipe[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
+@pytest.mark.parametrize("mode", MODES)
+def test_results_are_the_same(memory: bool, where: type[AbstractContextManager[Any]], mode: str):
+    model, recorded = linears(), piped(linears(), [1, 2], chunks=4, checkpoint=mode)
+    with record(memory=memory), where():
+        stepped(recorded, "zero_bubble", 7)
+    F.mse_loss(model(rows(7)), rows(7)).backward()
+    assert_same(recorded, model)
+    recorded.close()
+
+
+def test_failed_action_is_not_recorded_and_the_others_are():
+    pipe = piped(linears(), [1, 1, 1], chunks=3, checkpoint="never")
+    calls: list[int] = []
+
+    def fail(module: nn.Module, args: Any, output: Tensor) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ArithmeticError("no")
+
+    pipe[1].register_forward_hook(fail)
+    with record() as timeline, gpipe.inline(), pytest.raises(ArithmeticError):
+        stepped(pipe, "fill_drain", 3)
+    names = [str(event) for event in timeline.events]
+    assert "F0@1" in names
+    assert "F1@1" not in names
+
+
+class TestMemory:
+    @pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
+    def test_bytes_of_storages(self, where: type[AbstractContextManager[Any]]) -> None:
+        """Exponentials keep their own output, once, which is also what the stage sends on."""
+        size, m = 2 * 5 * 8, 3
+        model = nn.Sequential(Call(torch.exp), Call(torch.exp))
+        pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=m, checkpoint="never")
+        x = torch.zeros(2 * m, 5, dtype=torch.float64, requires_grad=True)
+        with record(memory=True) as timeline, where():
+            output = pipe(x)
+        copied = size  # of the first input, until it is known that the layers leave it as it is
+        assert timeline.peak_bytes == {0: m * size + copied, 1: m * size}
+        assert timeline.device_peak_bytes == {"cpu": 2 * m * size + copied}
+        assert [e.held_bytes - copied for e in timeline.events if e.stage == 0] == [size, 2 * size, 3 * size]
+        assert output.shape == x.shape
+        pipe.close()
+
+    def test_checkpointed_microbatches_keep_what_they_got(self) -> None:
+        peaks = {}
+        for mode in MODES:
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 30), nn.GELU(), nn.Linear(30, 3)) for _ in range(2)))
+            pipe = piped(model, [1, 1], chunks=8, checkpoint=mode)
+            x = torch.zeros(64, 3)
+            with record(memory=True) as timeline:
+                pipe.step(x, x, loss_fn=F.mse_loss, schedule="fill_drain")
+            peaks[mode] = sum(timeline.peak_bytes.values())
+        assert peaks["always"] < peaks["never"] / 2
+        assert peaks["except_last"] < peaks["never"] / 2
+
+    def test_unasked_nobody_counts(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2)
+        with record() as timeline:
+            stepped(pipe, "1f1b", 4)
+        assert timeline.peak_bytes is None
+        assert all(event.held_bytes is None for event in timeline.events)
+
+    def test_several_runs_are_counted_one_by_one(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+        peaks = []
+        for steps in (1, 4):
+            with record(memory=True) as timeline, gpipe.inline():
+                for _ in range(steps):
+                    stepped(pipe, "1f1b", 4)
+            peaks.append(timeline.peak_bytes)
+        assert peaks[0] == peaks[1]
+
+    def test_runs_that_overlap_are_counted_one_by_one(self) -> None:
+        """Inline, since whether a gradient on its way is still its sender's would be a matter of timing."""
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+        found = []
+        for others in (0, 1):
+            with record(memory=True) as timeline, gpipe.inline():
+                output = pipe(rows(4))
+                between = [pipe(rows(4)) for _ in range(others)]
+                seen = len(timeline)
+                output.sum().backward()
+            backward = timeline.events[seen:]
+            found.append({j: [e.held_bytes for e in backward if e.stage == j] for j in range(2)})
+            assert len(between) == others
+        assert found[0] == found[1]
+
+
+class TestProfilers:
+    @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+    def test_labels_inline(self, schedule: str) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, gpipe.inline():
+            stepped(pipe, schedule, 4)
+        found = Counter(e.name for e in profile.events() if e.name.startswith("gpipe "))
+        programs = named(schedule, 2, (0, 0), 2, split=[1])  # the input needs no gradient
+        assert found == Counter(f"gpipe {action}@{j}" for j, program in enumerate(programs) for action in program)
+
+    def test_labels_hold_the_operations(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, gpipe.inline():
+            pipe(rows(4))
+        labelled = [e for e in profile.events() if e.name == "gpipe F0@1"]
+        assert len(labelled) == 1
+        inside = [e.name for e in profile.events() if labelled[0].time_range.start <= e.time_range.start
+                  and e.time_range.end <= labelled[0].time_range.end]  # fmt: skip
+        assert inside.count("aten::linear") == 2
+
+    def test_recording_and_profiling_at_once(self) -> None:
+        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), record() as timeline:
+            stepped(pipe, "1f1b", 4)
+        assert len(timeline) == 8
+
+
+def test_timeline_can_be_used_after_the_pipe_is_gone(tmp_path: Any):
+    pipe = piped(linears(), [1, 2], chunks=2)
+    with record() as timeline:
+        stepped(pipe, "1f1b", 4)
+    pipe.close()
+    del pipe
+    for ending in ("svg", "html", "json"):
+        timeline.save(tmp_path / f"t.{ending}")
+    assert Timeline.load(tmp_path / "t.json").makespan == pytest.approx(timeline.makespan, rel=1e-3)
+    assert 0 <= timeline.bubble < 1
+    assert set(timeline.utilisation) == {0, 1}

@@ -1,0 +1,439 @@
+"""Foretold timelines: exact where there is a formula, and within the bounds that hold for all."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe import Timeline
+from gpipe.schedule import (
+    Action,
+    Schedule,
+    Step,
+    fill_drain,
+    in_flight,
+    interleaved,
+    one_forward_one_backward,
+    requirement,
+    zero_bubble,
+)
+from gpipe.simulate import StageCost, makespan, simulate, stage_costs
+from profiler import LayerProfile, Profile
+
+from ..plans import profile_of as made_up
+from ..timelines import exact_seconds, fewer, problems
+
+Problem = tuple[Schedule, list[StageCost], list[int]]
+shapes = st.tuples(st.integers(1, 16), st.integers(1, 8))
+
+
+def spans(timeline: Timeline) -> dict[tuple[int, str, int], tuple[float, float]]:
+    return {(e.stage, e.kind, e.microbatch): (e.start, e.end) for e in timeline.events}
+
+
+def work(schedule: Schedule, costs: list[StageCost], stage: int) -> float:
+    return sum(costs[stage].seconds(action.kind) for action in schedule[stage])
+
+
+class TestFormulas:
+    @given(shapes, exact_seconds, exact_seconds)
+    def test_fill_drain_and_1f1b_take_all_cells_and_the_way_in_and_out(
+        self, shape: tuple[int, int], forward: float, backward: float
+    ) -> None:
+        m, n = shape
+        for make in (fill_drain, one_forward_one_backward):
+            timeline = simulate(make(m, n), [StageCost(forward, backward)] * n)
+            assert timeline.makespan == (m + n - 1) * (forward + backward)
+            assert timeline.bubble == pytest.approx((n - 1) / (m + n - 1) if forward + backward else 0)
+
+    @given(shapes, exact_seconds.filter(bool))
+    def test_zero_bubble_has_a_third_of_the_idle_time(self, shape: tuple[int, int], unit: float) -> None:
+        m, n = shape
+        m = max(m, n)
+        timeline = simulate(zero_bubble(m, n), [StageCost(unit, 2 * unit)] * n)
+        assert timeline.makespan == (3 * m + n - 1) * unit
+
+    @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+    def test_interleaving_divides_the_bubble(self, groups: int, workers: int, each: int) -> None:
+        m = groups * workers
+        timeline = simulate(interleaved(m, workers * each, workers), [StageCost(1, 2)] * (workers * each))
+        assert timeline.makespan == 3 * (m * each + workers - 1)
+        assert timeline.workers == {j: j % workers for j in range(workers * each)}
+
+    def test_checkpointing_costs_a_forward_that_hides_behind_the_wait_for_the_gradient(self) -> None:
+        # The last stage rebuilds seven graphs; every other one does it while the next one is in its backward.
+        timeline = simulate(fill_drain(8, 4, checkpoint_stop=7), [StageCost(1, 2)] * 4)
+        assert timeline.makespan == 8 + 3 + 7 + 8 * 2 + 3 * 2
+
+
+class TestBounds:
+    @fewer
+    @given(problems(), exact_seconds)
+    def test_every_action_happens_once_and_takes_its_time(self, problem: Problem, transfer: float) -> None:
+        schedule, costs, placement = problem
+        timeline = simulate(schedule, costs, placement=placement, transfer=transfer)
+        happened = sorted((e.stage, e.kind, e.microbatch, e.seconds) for e in timeline.events)
+        assert happened == sorted(
+            (j, a.kind, a.microbatch, costs[j].seconds(a.kind)) for j, program in enumerate(schedule) for a in program
+        )
+
+    @fewer
+    @given(problems(), exact_seconds)
+    def test_workers_do_one_thing_at_a_time_and_stand_still_only_to_wait(
+        self, problem: Problem, transfer: float
+    ) -> None:
+        schedule, costs, placement = problem
+        for lane in simulate(schedule, costs, placement=placement, transfer=transfer).lanes.values():
+            ends = [0.0, *(each.end for each in lane)]
+            # Actions that take no time may be listed in any order among those of the same moment.
+            assert sum(each.seconds + each.wait for each in lane) == max(ends)
+            assert all(a.end <= b.start for a, b in pairwise(lane) if a.seconds and b.seconds)
+
+    @fewer
+    @given(problems(), exact_seconds)
+    def test_nothing_starts_before_its_input_is_there(self, problem: Problem, transfer: float) -> None:
+        schedule, costs, placement = problem
+        when = spans(simulate(schedule, costs, placement=placement, transfer=transfer))
+        for j, program in enumerate(schedule):
+            for action in program:
+                sources = [when[key] for s in requirement(Step(j, action)) if (key := (s.stage, *s.action)) in when]
+                k = j - 1 if action.kind == "forward" else j + 1
+                for _, end in sources:
+                    late = transfer if placement[j] != placement[k] else 0
+                    assert when[j, action.kind, action.microbatch][0] >= end + late
+
+    @fewer
+    @given(problems())
+    def test_never_faster_than_the_busiest_worker_or_the_way_of_one_micro_batch(self, problem: Problem) -> None:
+        schedule, costs, placement = problem
+        makespan = simulate(schedule, costs, placement=placement).makespan
+        for worker in set(placement):
+            assert makespan >= sum(work(schedule, costs, j) for j, w in enumerate(placement) if w == worker)
+        for i in range(max(a.microbatch for a in schedule[0]) + 1):
+            back = [min(c.seconds(a.kind) for a in p if a.kind in ("backward", "backward_input") and a.microbatch == i)
+                    for p, c in zip(schedule, costs, strict=True)]  # fmt: skip
+            assert makespan >= sum(cost.forward for cost in costs) + sum(back)
+
+    @fewer
+    @given(problems(), exact_seconds, st.sampled_from([0.5, 4.0]))
+    def test_twice_the_costs_twice_the_time(self, problem: Problem, transfer: float, factor: float) -> None:
+        schedule, costs, placement = problem
+        slower = [scaled(cost, factor) for cost in costs]
+        before = spans(simulate(schedule, costs, placement=placement, transfer=transfer))
+        after = spans(simulate(schedule, slower, placement=placement, transfer=transfer * factor))
+        assert after == {step: (start * factor, end * factor) for step, (start, end) in before.items()}
+
+    @fewer
+    @given(problems(), exact_seconds, st.data())
+    def test_in_a_given_order_nothing_gets_later_when_something_gets_cheaper(
+        self, problem: Problem, transfer: float, data: st.DataObject
+    ) -> None:
+        """Lists of tasks that take whatever is ready can get slower by it (Graham's anomaly); fixed orders cannot."""
+        schedule, costs, placement = problem
+        j = data.draw(st.integers(0, len(costs) - 1))
+        name = data.draw(st.sampled_from(["forward", "backward", "recompute", "backward_input", "backward_weight"]))
+        dearer = [replace(c, **{name: c.seconds(name) + data.draw(exact_seconds)}) if k == j else c
+                  for k, c in enumerate(costs)]  # fmt: skip
+        before = spans(simulate(schedule, costs, placement=placement, transfer=transfer))
+        after = spans(simulate(schedule, dearer, placement=placement, transfer=transfer))
+        assert all(after[step][1] >= end for step, (_, end) in before.items())
+
+
+def scaled(cost: StageCost, factor: float) -> StageCost:
+    times = ("forward", "backward", "recompute", "backward_input", "backward_weight")
+    return replace(cost, **{name: cost.seconds(name) * factor for name in times})
+
+
+class TestMemory:
+    @fewer
+    @given(problems())
+    def test_nothing_is_kept_in_the_end_and_never_less_than_nothing(self, problem: Problem) -> None:
+        schedule, costs, placement = problem
+        timeline = simulate(schedule, costs, placement=placement)
+        for j, program in enumerate(schedule):
+            last = {(e.kind, e.microbatch): e.held_bytes for e in timeline.events if e.stage == j}
+            assert last[program[-1]] == 0
+            assert min(last.values()) >= 0
+
+    @fewer
+    @given(problems())
+    def test_a_stage_keeps_as_many_activations_as_it_has_micro_batches_in_flight(self, problem: Problem) -> None:
+        schedule, costs, placement = problem
+        alike = [replace(cost, activation_bytes=10, boundary_bytes=10) for cost in costs]
+        peaks = simulate(schedule, alike, placement=placement).peak_bytes
+        assert peaks == {j: 10 * in_flight(program) for j, program in enumerate(schedule)}
+
+    def test_checkpointed_micro_batches_keep_their_input_only(self) -> None:
+        cost = StageCost(1, 2, activation_bytes=100, boundary_bytes=1)
+        timeline = simulate(fill_drain(3, 1, checkpoint_stop=2), [cost])
+        assert [(str(e), e.held_bytes) for e in timeline.events] == [
+            ("F0@0", 1),
+            ("F1@0", 2),
+            ("F2@0", 102),
+            ("B2@0", 2),
+            ("R1@0", 101),
+            ("B1@0", 1),
+            ("R0@0", 100),
+            ("B0@0", 0),
+        ]
+
+    @fewer
+    @given(problems())
+    def test_a_micro_batch_is_kept_until_its_last_backward(self, problem: Problem) -> None:
+        """The gradients of the weights need the activations: a backward for the inputs alone frees nothing."""
+        schedule, costs, placement = problem
+        timeline = simulate(schedule, costs, placement=placement)
+        held = {Step(e.stage, Action(e.kind, e.microbatch)): e.held_bytes for e in timeline.events}
+        for j, program in enumerate(schedule):
+            last = {action.microbatch: k for k, action in enumerate(program)}
+            recomputed = {action.microbatch: k for k, action in enumerate(program) if action.kind == "recompute"}
+            begun = {action.microbatch: k for k, action in enumerate(program) if action.kind == "forward"}
+            for k, action in enumerate(program):
+                alive = [i for i in last if begun[i] <= k < last[i]]
+                inputs = [i for i in alive if k < recomputed.get(i, -1)]
+                whole = len(alive) - len(inputs)
+                expected = whole * costs[j].activation_bytes + len(inputs) * costs[j].boundary_bytes
+                assert held[Step(j, action)] == expected
+
+    def test_two_stages_of_a_device_have_their_peak_together(self) -> None:
+        costs = [StageCost(1, 2, activation_bytes=size) for size in (1, 10, 100, 1000)]
+        timeline = simulate(fill_drain(3, 4), costs, placement=[0, 1, 0, 1])
+        assert timeline.peak_bytes == {0: 3, 1: 30, 2: 300, 3: 3000}
+        assert timeline.device_peak_bytes == {"device 0": 303, "device 1": 3030}
+
+    @given(st.integers(1, 8), st.integers(1, 8))
+    def test_1f1b_keeps_what_is_on_its_way(self, m: int, n: int) -> None:
+        timeline = simulate(one_forward_one_backward(m, n), [StageCost(1, 2, activation_bytes=7)] * n)
+        assert timeline.peak_bytes == {j: 7 * min(m, n - j) for j in range(n)}
+        assert timeline.device_peak_bytes == {f"device {j}": 7 * min(m, n - j) for j in range(n)}
+
+
+class TestLinks:
+    def test_bytes_cross_only_between_workers(self) -> None:
+        costs = [StageCost(1, 1, boundary_bytes=size) for size in (1000, 100, 10)]
+        timeline = simulate(fill_drain(2, 3), costs, placement=[0, 0, 1])
+        moved = {(e.stage, e.kind): e.bytes_moved for e in timeline.events}
+        assert moved == {
+            (0, "forward"): 0,
+            (0, "backward"): 0,
+            (1, "forward"): 0,
+            (1, "backward"): 10,
+            (2, "forward"): 10,
+            (2, "backward"): 0,
+        }
+
+    @fewer
+    @given(problems())
+    def test_every_crossing_carries_a_value_forth_and_a_gradient_back(self, problem: Problem) -> None:
+        schedule, costs, placement = problem
+        timeline = simulate(schedule, costs, placement=placement)
+        microbatches = 1 + max(action.microbatch for action in schedule[0])
+        for kinds, behind in (({"forward"}, 0), ({"backward", "backward_input"}, 1)):
+            for j in range(len(schedule)):
+                moved = sum(e.bytes_moved for e in timeline.events if e.stage == j and e.kind in kinds)
+                k = j + behind
+                crosses = 0 < k < len(schedule) and placement[k - 1] != placement[k]
+                assert moved == (microbatches * costs[k].boundary_bytes if crosses else 0)
+        assert sum(e.bytes_moved for e in timeline.events if e.kind in ("recompute", "backward_weight")) == 0
+
+    @fewer
+    @given(problems(), exact_seconds)
+    def test_on_one_worker_there_is_nothing_to_cross(self, problem: Problem, transfer: float) -> None:
+        schedule, costs, _ = problem
+        timeline = simulate(schedule, costs, placement=[0] * len(schedule), transfer=transfer)
+        assert timeline.makespan == sum(work(schedule, costs, j) for j in range(len(schedule)))
+        assert all(each.bytes_moved == 0 for each in timeline.events)
+
+    def test_the_time_of_a_crossing_may_depend_on_its_bytes(self) -> None:
+        costs = [StageCost(1, 1, boundary_bytes=size) for size in (1000, 100, 10)]
+        timeline = simulate(fill_drain(1, 3), costs, transfer=lambda size: size / 100)
+        assert timeline.makespan == pytest.approx(6 + 2 * (1 + 0.1))
+        assert [e.wait for e in timeline.events if e.stage == 2] == pytest.approx([2 + 1.1, 0])
+
+
+class TestCosts:
+    @given(exact_seconds, exact_seconds)
+    def test_what_is_not_told_follows_from_the_rest(self, forward: float, backward: float) -> None:
+        cost = StageCost(forward, backward)
+        assert cost.seconds("recompute") == forward
+        assert cost.seconds("backward_input") == cost.seconds("backward_weight") == backward / 2
+        part = replace(cost, backward_weight=backward / 4)
+        assert part.seconds("backward_input") == backward * 3 / 4
+
+    @pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+    @pytest.mark.parametrize("name", ["forward", "backward", "recompute", "backward_input", "activation_bytes"])
+    def test_impossible_figures(self, name: str, value: float) -> None:
+        with pytest.raises(ValueError, match=f"{name}: expected a number that is not negative, got {value}"):
+            StageCost(**{"forward": 1, "backward": 1, name: value})
+
+    def test_a_part_that_is_more_than_the_whole(self) -> None:
+        with pytest.raises(ValueError, match="backward: 1 seconds are less than the 2 of one of its parts"):
+            StageCost(1, 1, backward_input=2)
+        assert StageCost(1, 1, backward_input=2, backward_weight=2).seconds("backward") == 1
+
+    def test_one_for_each_stage(self) -> None:
+        with pytest.raises(ValueError, match="costs: expected one for each of the schedule's 3 stages, got 2"):
+            simulate(fill_drain(2, 3), [StageCost(1, 1)] * 2)
+        with pytest.raises(ValueError, match="placement: expected one for each of the schedule's 3 stages, got 1"):
+            simulate(fill_drain(2, 3), [StageCost(1, 1)] * 3, placement=[0])
+
+    @pytest.mark.parametrize("run", [simulate, makespan])
+    @pytest.mark.parametrize(
+        ("wrong", "error"),
+        [(-1.0, ValueError), (math.inf, ValueError), ([math.nan], ValueError), ("fast", TypeError), (None, TypeError)],
+    )
+    def test_impossible_transfers(self, run: Any, wrong: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match="transfer: expected seconds"):
+            run("1f1b", [StageCost(1, 2)] * 2, microbatches=2, transfer=wrong)
+
+    def test_a_schedule_that_never_ends(self) -> None:
+        with pytest.raises(ValueError, match="forever"):
+            simulate(Schedule.parse("F0 B0 F1 B1\nF0 F1 B0 B1"), [StageCost(1, 1)] * 2)
+
+    def test_plain_programs_are_as_good_as_a_schedule(self) -> None:
+        schedule, costs = fill_drain(3, 2), [StageCost(1, 2)] * 2
+        assert simulate(list(schedule), costs).events == simulate(schedule, costs).events
+
+    def test_no_stages(self) -> None:
+        assert simulate(fill_drain(0, 0), []).events == ()
+
+
+def profile_of(layers: int, device: str = "cpu", seconds: bool = True) -> Profile:
+    """Layer k takes 2ᵏ seconds forward and twice that backward, keeps 10ᵏ bytes, and hands on k."""
+    records = tuple(
+        LayerProfile(
+            name=f"layer{k}",
+            kind="Linear",
+            forward_seconds=2.0**k if seconds else None,
+            backward_seconds=2.0**k * 2 if seconds else None,
+            trainable_bytes=0,
+            frozen_bytes=0,
+            buffer_bytes=0,
+            saved_bytes=10**k,
+            output_bytes=k,
+            peak_bytes=0,
+            flops=0,
+        )
+        for k in range(layers)
+    )
+    return Profile(records, device, torch="2", threads=1, chunks=4, rows=8, rounds=3)
+
+
+class TestProfiles:
+    @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    def test_stages_cost_what_their_layers_cost(self, balance: list[int]) -> None:
+        layers, ends = sum(balance), list(accumulate(balance))
+        costs = stage_costs(profile_of(layers), balance, input_bytes=99)
+        assert sum(cost.forward for cost in costs) == 2.0**layers - 1
+        assert sum(cost.backward for cost in costs) == 2 * (2.0**layers - 1)
+        assert sum(cost.activation_bytes for cost in costs) == int("1" * layers)
+        assert [cost.boundary_bytes for cost in costs] == [99, *(end - 1 for end in ends[:-1])]
+        assert ", ".join(cost.layers for cost in costs) == ", ".join(f"layer{k}" for k in range(layers))
+
+    def test_other_micro_batches_than_profiled(self) -> None:
+        (half,) = stage_costs(profile_of(2), [2], chunks=8)
+        assert (half.forward, half.backward, half.activation_bytes) == (1.5, 3.0, round(11 / 2))
+
+    def test_on_cuda_a_stage_keeps_a_copy_of_its_input(self) -> None:
+        there = stage_costs(profile_of(4, "cuda:0"), [3, 1], input_bytes=5)
+        here = stage_costs(profile_of(4), [3, 1], input_bytes=5)
+        assert [a.activation_bytes - b.activation_bytes for a, b in zip(there, here, strict=True)] == [0, 2]
+
+    @pytest.mark.parametrize("balance", [[1, 1], [3, 1], [3, 0], []])
+    def test_a_balance_of_another_model(self, balance: list[int]) -> None:
+        with pytest.raises(ValueError, match="balance: expected positive numbers that sum up to 3 layers"):
+            stage_costs(profile_of(3), balance)
+
+    @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.sampled_from(["1f1b", "fill_drain"]))
+    def test_a_profile_without_seconds_tells_bytes(self, balance: list[int], schedule: str) -> None:
+        """Each stage keeps what it would keep at any speed, and times are ticks."""
+        timed, blind = (stage_costs(profile_of(sum(balance), seconds=seconds), balance) for seconds in (True, False))
+        assert [(cost.forward, cost.backward, cost.timed) for cost in blind] == [(1, 2, False)] * len(balance)
+        expected, found = (simulate(schedule, costs, microbatches=5) for costs in (timed, blind))
+        assert found.peak_bytes == expected.peak_bytes
+        assert (expected.unit, found.unit) == ("s", "ticks")
+        assert found.makespan == 3 * (5 + len(balance) - 1)
+
+    def test_ticks_are_not_taken_for_seconds(self, tmp_path: Path) -> None:
+        blind = stage_costs(profile_of(2, "meta", seconds=False), [1, 1])
+        timeline = simulate("1f1b", blind, microbatches=2)
+        assert "in 9 ticks, bubble" in str(timeline)
+        assert " s" not in str(timeline).splitlines()[-1]
+        timeline.save(tmp_path / "a.svg")
+        picture = (tmp_path / "a.svg").read_text()
+        assert "duration: 2 ticks" in picture
+        assert ">9 ticks<" in picture
+        timeline.save(tmp_path / "a.json")
+        assert Timeline.load(tmp_path / "a.json").unit == "ticks"
+        assert pickle.loads(pickle.dumps(timeline)).unit == "ticks"
+        with pytest.raises(ValueError, match="beside: timelines in s and in ticks have no common scale"):
+            timeline.save(tmp_path / "b.svg", beside={"timed": simulate("1f1b", [StageCost(1, 2)], microbatches=1)})
+        with pytest.raises(ValueError, match="costs: expected seconds for all stages or for none"):
+            simulate("1f1b", [blind[0], StageCost(1, 2)], microbatches=2)
+
+    def test_no_chunks(self) -> None:
+        with pytest.raises(ValueError, match="chunks: expected a positive number of micro-batches, got 0"):
+            stage_costs(profile_of(2), [1, 1], 0)
+
+
+class TestFlags:
+    """Of which layers of a stage are checkpointed."""
+
+    COSTS = stage_costs(made_up([(1e-3, 40, 0, 10), (2e-3, 10, 0, 10), (4e-3, 20, 0, 5), (1e-3, 40, 0, 10)]), [3, 1])
+
+    @given(st.lists(st.booleans(), min_size=3, max_size=3), st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]))
+    def test_recomputations_are_parts_of_backwards(self, flags: list[bool], schedule: str) -> None:
+        again = sum(part.forward for part, flag in zip(self.COSTS[0].parts(3), flags, strict=True) if flag)
+        first = self.COSTS[0]
+        slower = replace(
+            first,
+            backward=first.backward + again,
+            backward_input=first.backward / 2 + again,
+            backward_weight=first.backward / 2,
+        )
+        found = makespan(schedule, self.COSTS, microbatches=4, checkpoint=[flags, "never"])
+        if all(flags):
+            assert found == makespan(schedule, self.COSTS, microbatches=4, checkpoint=["always", "never"])
+        else:
+            assert found == makespan(schedule, [slower, self.COSTS[1]], microbatches=4)
+        timeline = simulate(schedule, self.COSTS, microbatches=4, checkpoint=[flags, "never"])
+        assert timeline.makespan == pytest.approx(found)
+
+    def test_a_stage_keeps_what_its_pieces_keep(self) -> None:
+        def held(flags: list[bool]) -> int:
+            return simulate("fill_drain", self.COSTS, microbatches=4, checkpoint=[flags, "never"]).peak_bytes[0]
+
+        rows, kept = 16, self.COSTS[0].activation_bytes
+        assert held([False] * 3) == 4 * kept
+        assert held([True, True, False]) == 4 * (kept - rows * (40 + 10 + 10))
+        assert held([False, False, True]) == 4 * (kept - rows * (20 + 5))
+
+    def test_layers_of_which_nothing_is_known_are_equal(self) -> None:
+        cost = StageCost(3, 6, activation_bytes=30)
+        (event, *_) = [
+            e
+            for e in simulate("1f1b", [cost], microbatches=1, checkpoint=[[True, False, False]]).events
+            if e.kind == "backward"
+        ]
+        assert event.seconds == 7
+
+    @pytest.mark.parametrize(
+        ("checkpoint", "error", "message"),
+        [
+            ([[True], "never"], ValueError, r"checkpoint\[0\] must have a flag for each of the 3 layers .* got 1"),
+            ([[True, 1, False], "never"], TypeError, r"checkpoint\[0\]\[1\] must be True or False"),
+            ([[], "never"], ValueError, r"checkpoint\[0\]: expected a mode, or a flag for each layer"),
+            ([[True, False, True]], ValueError, "for each of 2 stages"),
+        ],
+    )
+    def test_what_does_not_fit(self, checkpoint: list[object], error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            makespan("1f1b", self.COSTS, microbatches=2, checkpoint=checkpoint)

@@ -1,0 +1,222 @@
+"""What is read off a timeline, and how it is filled."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe import Event, Timeline
+from profiler.text import format_bytes, format_seconds
+
+from ..timelines import KINDS, events, fewer, timelines
+
+
+def event(stage: int, start: float, end: float, **more: object) -> Event:
+    return replace(Event(stage, 0, "forward", "cpu", start, end), **more)
+
+
+class TestFigures:
+    @fewer
+    @given(timelines)
+    def test_a_worker_is_never_busy_for_more_than_all_of_the_time(self, timeline: Timeline) -> None:
+        assert all(0 <= share <= 1 for share in timeline.utilisation.values())
+        assert 0 <= timeline.bubble <= 1
+
+    @fewer
+    @given(timelines)
+    def test_idle_and_busy_are_all_the_time_there_is(self, timeline: Timeline) -> None:
+        shares = timeline.utilisation.values()
+        assert math.isclose(sum(shares) + timeline.bubble * len(shares), len(shares), abs_tol=1e-9)
+
+    @fewer
+    @given(timelines)
+    def test_every_action_is_on_the_lane_of_its_worker(self, timeline: Timeline) -> None:
+        on_lanes = [(worker, each) for worker, lane in timeline.lanes.items() for each in lane]
+        assert sorted(map(repr, on_lanes)) == sorted(
+            repr((timeline.workers.get(each.stage, each.stage), each)) for each in timeline.events
+        )
+
+    @fewer
+    @given(timelines)
+    def test_actions_come_by_their_start(self, timeline: Timeline) -> None:
+        starts = [each.start for each in timeline.events]
+        assert starts == sorted(starts)
+
+    @fewer
+    @given(timelines, st.sampled_from([0.25, 2.0, 1024.0]))
+    def test_shares_do_not_depend_on_the_speed_of_the_clock(self, timeline: Timeline, factor: float) -> None:
+        slower = Timeline(
+            (replace(each, start=each.start * factor, end=each.end * factor) for each in timeline.events),
+            timeline.workers,
+        )
+        assert slower.makespan == timeline.makespan * factor
+        assert slower.utilisation == pytest.approx(timeline.utilisation)
+
+    def test_a_worker_that_stands_still_for_half_of_the_time(self) -> None:
+        timeline = Timeline([event(0, 5, 7), event(1, 6, 7), event(1, 8, 9)])
+        assert timeline.makespan == 4
+        assert timeline.utilisation == {0: 0.5, 1: 0.5}
+        assert timeline.bubble == 0.5
+
+    def test_time_in_which_two_stages_of_a_worker_are_at_work_counts_once(self) -> None:
+        timeline = Timeline([event(0, 0, 3), event(1, 1, 2), event(1, 2, 4), event(2, 0, 8)], {0: 0, 1: 0})
+        assert timeline.utilisation == {0: 0.5, 2: 1.0}
+
+    def test_a_run_that_takes_no_time_wastes_none(self) -> None:
+        timeline = Timeline([event(0, 3, 3), event(1, 3, 3)])
+        assert (timeline.bubble, timeline.utilisation) == (0, {0: 1, 1: 1})
+
+    def test_nothing_happened(self) -> None:
+        timeline = Timeline()
+        assert (timeline.makespan, timeline.bubble, timeline.utilisation, timeline.lanes) == (0, 0, {}, {})
+        assert (timeline.stages, timeline.microbatches, timeline.peak_bytes) == (0, 0, None)
+        assert str(timeline) == "no actions"
+
+
+class TestMemory:
+    @fewer
+    @given(timelines)
+    def test_the_peak_of_a_stage_is_the_most_that_any_of_its_actions_leaves(self, timeline: Timeline) -> None:
+        known = [each for each in timeline.events if each.held_bytes is not None]
+        stages = {each.stage for each in timeline.events}
+        expected = {j: max((e.held_bytes or 0 for e in known if e.stage == j), default=0) for j in stages}
+        assert timeline.peak_bytes == (expected if known else None)
+
+    @fewer
+    @given(timelines)
+    def test_stages_together_keep_no_more_than_the_sum_of_their_peaks(self, timeline: Timeline) -> None:
+        peaks = timeline.peak_bytes or {}
+        together = max((size for _, size in timeline.held(*peaks)), default=0)
+        assert max(peaks.values(), default=0) <= together <= sum(peaks.values())
+
+    def test_stages_that_have_their_peaks_at_different_times(self) -> None:
+        timeline = Timeline(
+            [
+                event(0, 0, 1, held_bytes=10),
+                event(0, 1, 2, held_bytes=0),
+                event(1, 2, 3, held_bytes=7),
+                event(1, 3, 4, held_bytes=3, device="other"),
+            ]
+        )
+        assert timeline.held(0, 1) == [(1, 10), (2, 0), (3, 7), (4, 3)]
+        assert timeline.peak_bytes == {0: 10, 1: 7}
+        assert timeline.device_peak_bytes == {"cpu": 10, "other": 7}
+
+    def test_what_is_kept_counts_from_the_end_of_an_action(self) -> None:
+        timeline = Timeline([event(0, 0, 5, held_bytes=10), event(1, 1, 2, held_bytes=4)])
+        assert timeline.held(0, 1) == [(2, 4), (5, 14)]
+
+
+class TestFilling:
+    @given(st.lists(events(), max_size=8), st.data())
+    def test_functions_are_as_good_as_events_and_called_once(self, found: list[Event], data: st.DataObject) -> None:
+        calls = []
+        timeline = Timeline()
+        for each in found:
+            late = data.draw(st.booleans())
+            timeline.add((lambda each=each: calls.append(each) or each) if late else each)
+        assert calls == []
+        assert timeline.events == Timeline(found).events
+        assert timeline.events == Timeline(found).events
+        assert len(calls) == len({id(each) for each in calls})
+
+    def test_threads_add_at_the_same_time(self) -> None:
+        timeline, ready = Timeline(), threading.Barrier(4)
+
+        def work(stage: int) -> None:
+            ready.wait(300)
+            for i in range(500):
+                timeline.add(event(stage, i, i + 1, microbatch=i))
+
+        threads = [threading.Thread(target=work, args=(stage,), daemon=True) for stage in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            assert len(timeline.events) <= 2000
+        assert [len(lane) for lane in timeline.lanes.values()] == [500] * 4
+
+    def test_a_function_that_raises_loses_nothing(self) -> None:
+        patience = iter([False, True])
+
+        def late() -> Event:
+            if not next(patience):
+                raise RuntimeError("the device is gone")
+            return event(1, 1, 2)
+
+        timeline = Timeline([event(0, 0, 1)])
+        timeline.add(late)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            _ = timeline.events
+        assert timeline.events == (event(0, 0, 1), event(1, 1, 2))
+
+    def test_looking_at_it_waits_for_nothing(self) -> None:
+        timeline = Timeline([event(0, 0, 1)])
+        timeline.add(lambda: pytest.fail("was called"))
+        assert repr(timeline) == "<Timeline of 2 actions>"
+
+    @fewer
+    @given(timelines)
+    def test_copies_hold_the_same(self, timeline: Timeline) -> None:
+        for twin in (copy.deepcopy(timeline), pickle.loads(pickle.dumps(timeline))):
+            assert (twin.events, twin.workers) == (timeline.events, timeline.workers)
+            assert twin.workers is not timeline.workers
+
+
+class TestTable:
+    @fewer
+    @given(timelines)
+    def test_there_is_a_line_for_each_worker(self, timeline: Timeline) -> None:
+        lines = str(timeline).splitlines()
+        assert [int(line.split()[0]) for line in lines[3:]] == list(timeline.lanes)
+
+    @fewer
+    @given(timelines)
+    def test_lines_do_not_end_in_blanks(self, timeline: Timeline) -> None:
+        assert [line for line in timeline.table().splitlines() if line != line.rstrip()] == []
+
+    @fewer
+    @given(timelines)
+    def test_columns_add_up_what_the_actions_of_a_worker_say(self, timeline: Timeline) -> None:
+        head, _, *lines = str(timeline).splitlines()[1:] or ["", ""]
+        for line, lane in zip(lines, timeline.lanes.values(), strict=True):
+            columns = dict(zip(head.split()[3:], re.split(r"  +", line.strip())[3:], strict=True))
+            held = timeline.held(*{each.stage for each in lane})
+            assert columns["waiting"] == format_seconds(sum(each.wait for each in lane))
+            assert columns["moved"] == format_bytes(sum(each.bytes_moved for each in lane))
+            assert columns["peak"] == (format_bytes(max(size for _, size in held)) if held else "–")
+
+    def test_an_example(self) -> None:
+        timeline = Timeline(
+            [event(0, 0.0, 0.001, held_bytes=1536), event(1, 0.002, 0.004, wait=0.002, bytes_moved=2048)], {1: 1}
+        )
+        assert timeline.table().splitlines() == [
+            "2 stages × 1 micro-batch in 4.00 ms, bubble 62.5 %",
+            "worker  stages  device  forward  waiting     moved      peak    busy",
+            "────────────────────────────────────────────────────────────────────",
+            "0       0       cpu     1.00 ms      0 s       0 B  1.50 KiB  25.0 %",
+            "1       1       cpu     2.00 ms  2.00 ms  2.00 KiB         –  50.0 %",
+        ]
+
+
+class TestSaving:
+    @pytest.mark.parametrize("name", ["t.gif", "t", "t.svgz"])
+    def test_an_unknown_ending(self, name: str, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"path: expected a name that ends in \.svg, .*\.json.*, got the ending"):
+            Timeline().save(tmp_path / name)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_trace_of_two(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"beside: a \.json file holds one timeline"):
+            Timeline().save(tmp_path / "t.json", beside={"other": Timeline()})
+
+    def test_events_are_named_like_the_steps_of_a_schedule(self) -> None:
+        assert [str(Event(2, 3, kind, "cpu", 0, 1)) for kind in KINDS] == ["F3@2", "R3@2", "B3@2", "I3@2", "W3@2"]

@@ -1,0 +1,177 @@
+"""Links: every payload reaches who asks for it, and nobody waits for what cannot come."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe import GPipe
+from gpipe.transport._link import Channel, Link, stall_seconds
+from gpipe.values._describe import Cancelled
+
+from ..layers import Call, numbered, within
+
+
+@st.composite
+def deliveries(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Micro-batches in the order in which they are sent, and in which they are asked for."""
+    order = draw(st.permutations(range(draw(st.integers(0, 6)))))
+    return order, draw(st.permutations(order))
+
+
+@given(deliveries())
+def test_each_micro_batch_gets_its_own_payload(delivery: tuple[list[int], list[int]]) -> None:
+    sent, asked = delivery
+    link: Link[str] = Link("letters")
+    for i in sent:
+        link.put(i, f"for {i}")
+    assert [link.get(i) for i in asked] == [f"for {i}" for i in asked]
+
+
+@given(deliveries())
+def test_what_was_sent_before_a_failure_still_arrives(delivery: tuple[list[int], list[int]]) -> None:
+    sent, asked = delivery
+    link: Link[int] = Link("letters")
+    for i in sent:
+        link.put(i, i)
+    link.cancel()
+    assert [link.get(i) for i in asked] == asked
+
+
+def test_after_a_failure_nobody_waits_however_often_they_ask() -> None:
+    link: Link[int] = Link("letters")
+    link.cancel()
+    for i in (0, 0, 1):
+        with pytest.raises(Cancelled):
+            link.get(i)
+
+
+def test_a_reader_that_waits_already_is_let_go() -> None:
+    link: Link[int] = Link("letters")
+    waits = threading.Event()
+
+    def read() -> int:
+        waits.set()
+        return link.get(0)
+
+    def cancel() -> None:
+        waits.wait()
+        link.cancel()
+
+    threading.Thread(target=cancel).start()
+    with pytest.raises(Cancelled):
+        within(10, read)
+
+
+def test_a_reader_waits_for_the_writer() -> None:
+    link: Link[str] = Link("letters")
+    threading.Thread(target=lambda: link.put(0, "hello")).start()
+    assert within(10, lambda: link.get(0)) == "hello"
+
+
+def test_a_cancellation_reaches_both_directions() -> None:
+    channel = Channel("somewhere")
+    channel.cancel()
+    for link in (channel.values, channel.gradients):
+        with pytest.raises(Cancelled):
+            link.get(0)
+
+
+class Stamp:
+    """A carrier that leaves marks."""
+
+    def send(self, payload: Any) -> Any:
+        return "sent", payload
+
+    def receive(self, parcel: Any) -> Any:
+        return "received", parcel
+
+
+@given(deliveries())
+def test_a_carrier_works_on_both_ends_once_for_each_payload(delivery: tuple[list[int], list[int]]) -> None:
+    sent, asked = delivery
+    link: Link[Any] = Link("letters", Stamp())
+    for i in sent:
+        link.put(i, i)
+    assert [link.get(i) for i in asked] == [("received", ("sent", i)) for i in asked]
+
+
+class Reports(logging.Handler):
+    """Collects what is logged, and lets others wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._news = threading.Condition()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._news:
+            self.messages.append(record.getMessage())
+            self._news.notify_all()
+
+    def wait_for(self, message: str) -> bool:
+        with self._news:
+            return self._news.wait_for(lambda: message in self.messages, timeout=300)
+
+
+@pytest.fixture
+def reports() -> Any:
+    handler = Reports()
+    logging.getLogger("gpipe").addHandler(handler)
+    yield handler
+    logging.getLogger("gpipe").removeHandler(handler)
+
+
+class TestStallReport:
+    def test_it_names_the_link_and_the_micro_batch(self, reports: Reports) -> None:
+        link: Link[bool] = Link("values between here and there", stall_timeout=0.001)
+        report = "no values between here and there for micro-batch 3 in 0.001 s; still waiting"
+        threading.Thread(target=lambda: link.put(3, reports.wait_for(report))).start()
+        assert within(25, lambda: link.get(3))
+
+    def test_who_need_not_wait_reports_nothing(self, reports: Reports) -> None:
+        link: Link[str] = Link("letters", stall_timeout=0.001)
+        link.put(0, "early")
+        link.get(0)
+        assert reports.messages == []
+
+    def test_a_pipe_says_which_stage_waits_for_what(self, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_STALL_SECONDS", "0.05")
+        report = "no values between partitions 0 and 1 for micro-batch 1 in 0.05 s; still waiting"
+
+        def slow(x: torch.Tensor) -> torch.Tensor:
+            assert x[0, 0] != 1 or reports.wait_for(report)
+            return x
+
+        model = nn.Sequential(Call(slow), nn.Identity())
+        pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2)
+        assert pipe(numbered(2)).tolist() == [[0.0], [1.0]]
+
+    def test_without_the_variable_nothing_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("GPIPE_STALL_SECONDS", raising=False)
+        assert stall_seconds() is None
+
+    @pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("0.25", 0.25)])
+    def test_the_variable_is_seconds(self, text: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_STALL_SECONDS", text)
+        assert stall_seconds() == seconds
+
+    @pytest.mark.parametrize("text", ["0", "-1", "soon", ""])
+    def test_what_is_no_time_is_refused(self, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_STALL_SECONDS", text)
+        with pytest.raises(ValueError, match="GPIPE_STALL_SECONDS must be a positive number of seconds") as caught:
+            stall_seconds()
+        assert repr(text) in str(caught.value)
+
+    @pytest.mark.parametrize("text", ["nan", "inf"])
+    def test_what_is_no_finite_time_is_refused(self, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPIPE_STALL_SECONDS", text)
+        with pytest.raises(ValueError, match="GPIPE_STALL_SECONDS"):
+            stall_seconds()

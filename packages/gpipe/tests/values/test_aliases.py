@@ -1,0 +1,543 @@
+"""Tensors that share memory: a change of one, by a later stage, the loss or the caller, is seen as in the plain model.
+
+Random stages pass on duplicates, views, detached tensors and what they got, and work in place. The oracle is the plain
+loop over the micro-batches. A pipe may refuse what it cannot repeat; it never computes something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, inline
+from gpipe.skip import Namespace, pop, skippable, stash
+from gpipe.values._leaves import Activation
+from gpipe.values._sharing import KEPT, SEEN, guarded, joined, parted, released, ties_of
+
+from ..layers import DOUBLE, Call, assert_same, linears, piped, rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+SCHEDULES = ("forward", "fill_drain", "1f1b", "zero_bubble")
+WIDTH = 4
+
+
+class Reversed(torch.autograd.Function):
+    """A view with a gradient of its own, as reversal layers compute it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * -0.5
+
+
+Op = tuple[str, int]
+"""What to do, and with which of the tensors on the way, modulo their number."""
+
+# From one tensor to others that join it on the way.
+VIEWS = {
+    "same": lambda t: [t],
+    "alias": lambda t: [t.view_as(t)],
+    "column": lambda t: [t[:, :1]],
+    "columns": lambda t: [t[:, 1:]],
+    "halves": lambda t: list(t.chunk(2, 1)),
+    "split": lambda t: list(t.split(1, 1)),
+    "select": lambda t: [t.select(1, 0)],
+    "expand": lambda t: [t[:, :1].expand(-1, WIDTH)],
+    "deep": lambda t: [t.unsqueeze(2)],
+    "flipped": lambda t: [t.unsqueeze(1).transpose(1, 2)],
+    "detach": lambda t: [t.detach()],
+    "detached view": lambda t: [t.detach()[:, :1]],
+    "reversed": lambda t: [t := Reversed.apply(t), t[:, :1]],
+    "reversed parts": lambda t: [t := Reversed.apply(t[:, 1:]), *t.split(1, 1)],
+    "bits": lambda t: [t.detach().view(torch.int64)],
+    "bytes": lambda t: [t.detach().view(torch.uint8)],
+    "constant": lambda t: [t.detach() * 2],
+    "constant twice": lambda t: [t.detach() * 2] * 2,
+    "constant and view": lambda t: [c := t.detach() * 2, c[:, :1]],
+}
+
+# What changes a tensor.
+CHANGES = {
+    "add": lambda t: t.add_(1),
+    "scale": lambda t: t.mul_(3),
+    "relu": lambda t: t.relu_() if t.is_floating_point() else t,
+    "part": lambda t: t[:, :1].mul_(2),
+    "rows": lambda t: t[:1].add_(t[:1].detach().clone()),
+}
+
+# What puts another one in its place.
+MAPS = {
+    "fresh": lambda t: t * 1.5,
+    "square": lambda t: t * t,
+    "identity": lambda t: t,
+    "flat": lambda t: t.flatten(1),
+}
+
+
+class Walk(nn.Module):
+    """A layer that does one thing with a tuple of tensors."""
+
+    def __init__(self, name: str, index: int) -> None:
+        super().__init__()
+        self.name, self.index = name, index
+        self.scale = nn.Parameter(torch.tensor(1.25, dtype=DOUBLE)) if name == "weighted" else None
+
+    def forward(self, value: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        k = self.index % len(value)
+        t = value[k]
+        if self.scale is not None:
+            return (*value[:k], t * self.scale, *value[k + 1 :])
+        if self.name in VIEWS:
+            return (*value, *VIEWS[self.name](t))
+        if self.name in CHANGES:
+            CHANGES[self.name](t)
+            return value
+        if self.name in MAPS:
+            return (*value[:k], MAPS[self.name](t), *value[k + 1 :])
+        return {"drop": value[:k] + value[k + 1 :] or value, "turn": value[1:] + value[:1]}[self.name]
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, value: Any) -> Any:
+        yield stash("skip", value[self.index % len(value)])
+        return value
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, value: Any) -> Any:
+        skip = yield pop("skip")
+        return (*value, skip)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model, how to run it, and what its user does to the output."""
+
+    entrance: tuple[Op, ...]
+    stages: tuple[tuple[Op, ...], ...]
+    end: tuple[Op, ...]
+    skip: tuple[int, int, int] | None
+    mode: str
+    schedule: str
+    chunks: int
+    rows: int
+    grad: bool
+    threads: bool
+
+    def partitions(self) -> list[list[nn.Module]]:
+        partitions: list[list[nn.Module]] = [[Walk("weighted", 0)] if self.grad else [] for _ in self.stages]
+        for layers, ops in zip(partitions, self.stages, strict=True):
+            layers += [Walk(*op) for op in ops] or [nn.Identity()]
+        if self.skip is not None:
+            start, length, index = self.skip
+            a = start % len(partitions)
+            b = min(len(partitions) - 1, a + length)
+            space = Namespace()
+            partitions[a].append(Stash(index).isolate(space))
+            partitions[b].insert(0 if b > a else len(partitions[b]), Pop().isolate(space))
+        return partitions
+
+
+NAMES = ("weighted", "weighted", *VIEWS, *CHANGES, *CHANGES, *MAPS, "drop", "turn")
+
+
+def ops(names: Sequence[str], largest: int) -> st.SearchStrategy[tuple[Op, ...]]:
+    return st.lists(st.tuples(st.sampled_from(names), st.integers(0, 3)), max_size=largest).map(tuple)
+
+
+def recipes() -> st.SearchStrategy[Recipe]:
+    return st.builds(
+        Recipe,
+        entrance=ops([*VIEWS, "turn"], 2),
+        stages=st.lists(ops(NAMES, 3), min_size=1, max_size=4).map(tuple),
+        end=ops([name for name in (*CHANGES, *CHANGES, *MAPS, *VIEWS) if name != "rows"], 3),
+        skip=st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)),
+        mode=st.sampled_from(MODES),
+        schedule=st.sampled_from(SCHEDULES),
+        chunks=st.integers(1, 3),
+        rows=st.integers(3, 5),
+        grad=st.sampled_from([True, True, False]),
+        threads=st.sampled_from([False, False, False, True]),
+    )
+
+
+def loss(value: Any, end: Sequence[Op]) -> Tensor:
+    """What the user makes of an output: works on it, in place too, and weighs every number of it otherwise."""
+    for op in end:
+        value = Walk(*op)(value)
+    total = torch.zeros((), dtype=DOUBLE)
+    for k, t in enumerate(value):
+        t = t if t.is_floating_point() else (t % 7).to(DOUBLE)
+        weights = torch.arange(1, t[0].numel() + 1, dtype=DOUBLE).reshape(t[0].shape).sin() + 0.1 * k + 1
+        total = total + (t * weights).sum()
+    return total
+
+
+def given_to(recipe: Recipe, x: Tensor) -> tuple[Tensor, ...]:
+    """The input, of which a layer may work in place on what is no leaf."""
+    value: tuple[Tensor, ...] = (x * 1,)
+    for op in recipe.entrance:
+        value = Walk(*op)(value)
+    return value
+
+
+def expected(recipe: Recipe, model: nn.Module, x: Tensor) -> dict[str, Any]:
+    """What the plain loop leaves behind."""
+    found = torch.zeros((), dtype=DOUBLE)
+    for part in x.chunk(recipe.chunks):
+        one = loss(model(given_to(recipe, part)), recipe.end)
+        if one.requires_grad:
+            one.backward()
+        found = found + one.detach()
+    return left(found, x, model)
+
+
+def computed(recipe: Recipe, pipe: GPipe, x: Tensor) -> dict[str, Any]:
+    value = given_to(recipe, x)
+    if recipe.schedule == "forward" or not recipe.grad:
+        found = loss(pipe(value), recipe.end)
+        if found.requires_grad:
+            found.backward()
+    else:
+        found = pipe.step(value, loss_fn=lambda y, _: loss(y, recipe.end), reduction="sum", schedule=recipe.schedule)
+    return left(found.detach(), x, pipe)
+
+
+def left(found: Tensor, x: Tensor, model: nn.Module) -> dict[str, Any]:
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": found, "input": x.grad, **gradients}
+
+
+REFUSALS = (
+    "shares its memory",  # by a later stage, of what goes another way
+    "shares memory",
+    "modified by an inplace operation",  # torch: saved, and changed
+    "modified inplace",  # torch: one of several views
+    "being used in an in-place operation",
+    "does not require grad",
+    "single memory location",  # torch: in an expanded tensor
+    "changed their input in place on this micro-batch but not on the ones before",
+    "cannot be cut",
+)
+
+
+def known(error: Exception) -> str:
+    """What is refused; any other error is raised again."""
+    for text in REFUSALS:
+        if text in str(error):
+            return text
+    raise error
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(recipes())
+def test_aliases_are_those_of_the_plain_model(recipe: Recipe):
+    partitions = recipe.partitions()
+    plain = nn.Sequential(*(layer for layers in partitions for layer in layers))
+    pipe = piped(plain, [len(layers) for layers in partitions], chunks=recipe.chunks, checkpoint=recipe.mode)
+    x = rows(recipe.rows, WIDTH, grad=recipe.grad)
+    theirs = x.detach().clone().requires_grad_(recipe.grad)
+    try:
+        wanted = expected(recipe, plain, theirs)
+    except (RuntimeError, IndexError):
+        event("refused by torch in the plain model")
+        return
+    with closing(pipe), nullcontext() if recipe.threads else inline():
+        try:
+            found = computed(recipe, pipe, x)
+        except (RuntimeError, ValueError) as error:
+            event(f"refused: {known(error)}")
+            return
+    event("equal")
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+EXAMPLES = {
+    "without grad, changed in a checkpointed stage": (("detach",), ("detached view",), ("add",)),
+    "without grad, through a first stage that clones": (("constant and view",), (), ("scale",)),
+    "a duplicate, changed by the next stage": (("same",), ("scale",), ()),
+    "a view, changed by the next stage": (("column",), ("part",), ()),
+    "a column, changed two stages later": (("columns",), (), ("add",)),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_change_of_one_is_a_change_of_the_other(name: str, mode: str, schedule: str):
+    stages = tuple(tuple((op, 0) for op in stage) for stage in EXAMPLES[name])
+    for entrance, threads in product([(), (("same", 0),), (("constant and view", 0), ("turn", 0))], [False, True]):
+        recipe = Recipe(entrance, stages, (), None, mode, schedule, 2, 5, True, threads)
+        assert_equal_to_the_plain_model(recipe)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("view", ["same", "alias", "column", "columns", "deep", "detach", "select", "bytes"])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_the_caller_and_the_loss_may_change_an_output(view: str, changed: int, chunks: int, schedule: str):
+    change = "add" if view == "bytes" and changed else "scale"
+    recipe = Recipe((), ((), ((view, 0),)), ((change, changed),), None, "always", schedule, chunks, 5, True, False)
+    if view == "bytes":
+        recipe = replace(recipe, end=(("add", 0),))
+    assert_equal_to_the_plain_model(recipe)
+
+
+def assert_equal_to_the_plain_model(recipe: Recipe) -> None:
+    partitions = recipe.partitions()
+    plain = nn.Sequential(*(layer for layers in partitions for layer in layers))
+    pipe = piped(plain, [len(layers) for layers in partitions], chunks=recipe.chunks, checkpoint=recipe.mode)
+    ours, theirs = (rows(recipe.rows, WIDTH, grad=recipe.grad) for _ in range(2))
+    with closing(pipe), nullcontext() if recipe.threads else inline():
+        torch.testing.assert_close(computed(recipe, pipe, ours), expected(recipe, plain, theirs))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("between", [nn.Identity(), nn.Flatten()])
+@pytest.mark.parametrize("ends", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_caller_s_input_is_not_overwritten(chunks: int, ends: Any, between: nn.Module, mode: str):
+    """Neither by the first stage, nor by one that gets it from there, nor through the output."""
+    change = nn.LeakyReLU(0.5, inplace=True)
+    for layers, balance in (([change], [1]), ([between, change], [1, 1]), ([between], [1])):
+        x = rows()
+        with inline(), ends():
+            piped(nn.Sequential(*layers), balance, chunks=chunks, checkpoint=mode)(x).mul_(2)
+        assert torch.equal(x, rows())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_skip_that_shares_memory_past_a_stage_that_has_no_part_in_it(mode: str):
+    """A change is refused; without one nothing is."""
+    for change, refused in ((CHANGES["scale"], True), (nn.Identity(), False)):
+        layers = [*linears(1, WIDTH), Call(lambda x: (x,)), Stash(0), Call(lambda v: v[0].view_as(v[0]))]
+        layers += [Call(change), Call(lambda x: (x,)), Pop(), Call(sum)]
+        pipe = GPipe(nn.Sequential(*layers), [4, 1, 3], devices=["cpu"] * 3, chunks=2, checkpoint=mode)
+        with inline(), pytest.raises(RuntimeError, match="shares its memory") if refused else nullcontext():
+            pipe(rows(4, WIDTH)).sum().backward()
+
+
+@skippable(stash=["a", "b"])
+class StashTwice(nn.Module):
+    """Gives one tensor, or views of one, to two later layers, and perhaps to the next one."""
+
+    def __init__(self, view: str) -> None:
+        super().__init__()
+        self.view = VIEWS[view]
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("a", x)
+        yield stash("b", self.view(x)[0])
+        return x
+
+
+def popping(name: str, change: str | None) -> nn.Module:
+    @skippable(pop=[name])
+    class PopOne(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = yield pop(name)
+            if change is not None:
+                CHANGES[change](skip)
+            return x + skip.sum(1, keepdim=True)
+
+    return PopOne()
+
+
+MIDDLE = st.sampled_from(["fresh", "identity", "square", "flat"])
+
+
+@given(
+    view=st.sampled_from(["same", "alias", "column", "detach"]),
+    changes=st.tuples(*[st.sampled_from([None, "add", "scale", "part"])] * 2),
+    first=st.sampled_from(["a", "b"]),
+    middles=st.tuples(MIDDLE, MIDDLE, MIDDLE),
+    sizes=st.sampled_from([(2, 1, 1, 1, 1, 2), (2, 2, 2, 2), (1, 1, 1, 1, 1, 1, 1, 1), (3, 1, 4), (4, 4)]),
+    mode=st.sampled_from(MODES),
+    chunks=st.integers(1, 2),
+)
+@example("same", ("scale", None), "a", ("fresh", "fresh", "fresh"), (2, 1, 1, 1, 1, 2), "never", 2)
+@example("same", ("scale", None), "a", ("identity", "fresh", "fresh"), (2, 2, 2, 2), "always", 1)
+def test_two_skips_of_one_tensor_to_different_stages(
+    view: str,
+    changes: tuple[str | None, str | None],
+    first: str,
+    middles: tuple[str, str, str],
+    sizes: tuple[int, ...],
+    mode: str,
+    chunks: int,
+):
+    """The stage that pops one may have all else for itself, and the other one still see what it does."""
+    second = "b" if first == "a" else "a"
+    pops = [popping(first, changes[0]), popping(second, changes[1])]
+    one, two, three = (Call(MAPS[name]) for name in middles)
+    layers = [linears(1, WIDTH)[0], StashTwice(view), one, two, pops[0], three, pops[1], linears(1, WIDTH)[0]]
+    model = nn.Sequential(*layers)
+    ours, theirs = (rows(4, WIDTH, grad=True) for _ in range(2))
+    try:
+        for part in theirs.chunk(chunks):
+            model(part).square().sum().backward()
+    except RuntimeError:
+        return
+    with inline(), closing(piped(model, list(sizes), chunks=chunks, checkpoint=mode)) as pipe:
+        try:
+            pipe(ours).square().sum().backward()
+        except RuntimeError as error:
+            known(error)
+            return
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        assert_same(pipe, model)
+
+
+class Gives(nn.Module):
+    """Gives its state along."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        state = torch.ones(1, WIDTH, dtype=DOUBLE)
+        self.register_parameter("state", nn.Parameter(state)) if trained else self.register_buffer("state", state)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.state[:, :2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("trained", [False, True])
+def test_state_that_a_layer_gives_away_is_not_overwritten(trained: bool, mode: str):
+    layers = [Gives(trained), Call(lambda v: (v[0], v[1].mul_(2))), Call(lambda v: v[0] * v[1].sum())]
+    pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint=mode)
+    with inline(), pytest.raises(RuntimeError, match="shares its memory"):
+        pipe(rows(4, WIDTH))
+
+
+@pytest.mark.parametrize("where", ["stage", "end"])
+def test_memory_that_autograd_does_not_know_is_shared_must_not_be_changed(where: str):
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    layers = [*linears(1, WIDTH), Call(lambda x: (x, Hidden.apply(x)))]
+    layers += [Call(lambda v: (v[0].mul_(2), v[1]))] if where == "stage" else [nn.Identity()]
+    pipe = GPipe(nn.Sequential(*layers), [2, 1], devices=["cpu"] * 2)
+    with inline(), pytest.raises(RuntimeError, match=r"shares its memory|modified inplace"):
+        pipe(rows(4, WIDTH))[0].mul_(2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_rows_of_one_micro_batch_in_another_must_not_be_changed(chunks: int, mode: str):
+    x = rows(6, WIDTH)
+    layers = [Call(lambda v: (v[0].mul_(2), v[1])), Call(lambda v: v[0] + v[1])]
+    pipe = piped(nn.Sequential(*layers), [1, 1], chunks=chunks, checkpoint=mode)
+    with inline(), pytest.raises(RuntimeError, match="shares its memory") if chunks > 1 else nullcontext():
+        assert torch.equal(pipe((x[:-1], x[1:])), nn.Sequential(*layers)((x[:-1], x[1:])))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("balance", [[2, 1], [1, 2], [1, 1, 1]])
+def test_hooks_of_views_are_called(mode: str, balance: list[int]):
+    """Gradients go back through a view that has a hook, not past it to what it is a view of."""
+
+    def heard(x: Tensor) -> tuple[Tensor, Tensor]:
+        view = (x * 2).view_as(x)
+        if view.requires_grad:
+            view.register_hook(lambda gradient: gradient * 0.5 + 1)
+        return view, view[:, :1]
+
+    model = nn.Sequential(linears(1)[0], Call(heard), Call(lambda value: value[0].sin() * value[1]))
+    with closing(piped(model, balance, chunks=3, checkpoint=mode)) as pipe:
+        pipe(rows()).sum().backward()
+        for part in rows().chunk(3):
+            model(part).sum().backward()
+        assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("place", [0, 1])
+def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad: bool, mode: str, schedule: str):
+    """The first run is refused, since only first micro-batches show what layers do; the next one knows."""
+
+    def sometimes(value: Any) -> Any:
+        x, y = value
+        return (x.mul_(2), y) if bool(x[0, 0].detach() > 0) else value
+
+    def trained(model: nn.Module, value: Any) -> None:
+        if schedule == "forward" or not isinstance(model, GPipe):
+            model(value).square().sum().backward()
+        else:
+            model.step(value, loss_fn=lambda y, _: y.square().sum(), reduction="sum", schedule=schedule)
+
+    layers = [nn.Identity(), Call(sum), linears(1)[0]]
+    layers.insert(place, Call(sometimes))
+    model = nn.Sequential(*layers)
+    numbers = torch.tensor([-1.0, -2, 3, 4], dtype=DOUBLE)[:, None].repeat(1, 3)
+    x, twin = (numbers.clone().requires_grad_(grad) for _ in range(2))
+    with closing(piped(model, [1, 3], chunks=4, checkpoint=mode)) as pipe:
+        with pytest.raises(RuntimeError, match="in place on this micro-batch but not on the first"):
+            trained(pipe, (x * 1, x * 1))
+        pipe.zero_grad()
+        x.grad = None
+        value = x * 1, x * 1
+        trained(pipe, value)
+        torch.testing.assert_close(value, (x, x))
+        for part in twin.split(1):
+            trained(model, (part * 1, part * 1))
+        torch.testing.assert_close(x.grad, twin.grad)
+        assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_an_output_that_was_a_skip_too_may_be_changed(chunks: int, mode: str):
+    """Whoever popped it is through with it."""
+    layers = [
+        *linears(1, WIDTH),
+        Call(lambda x: (x,)),
+        Stash(0),
+        nn.Identity(),
+        Pop(),
+        Call(lambda v: (v[0], v[1] * 2)),
+    ]
+    plain = nn.Sequential(*layers)
+    pipe = piped(plain, [3, 3], chunks=chunks, checkpoint=mode)
+    with inline():
+        for module in (plain, pipe):
+            left, right = module(rows(4, WIDTH))
+            (left.mul_(3) * right.detach() + right).sum().backward()
+    assert_same(pipe, plain)
+
+
+def test_tensors_that_a_copy_has_parted_must_not_be_changed():
+    """On another device they share no memory any more, so that a change of one would not be seen through the other."""
+    left, right = (parted(Activation(rows(grad=True) * 1, ties=[SEEN | KEPT])) for _ in range(2))
+    for value in guarded(released(joined([left, right]))).value:
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            value.mul_(2)
+    alone = guarded(released(joined([left, parted(Activation(rows(grad=True) * 1, ties=[KEPT]))])))
+    assert not any(ties_of(alone))

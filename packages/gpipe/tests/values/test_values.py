@@ -1,0 +1,257 @@
+"""What may travel: into a pipe, between its stages, and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from ..layers import DOUBLE, Call, assert_same, assert_trains_like, linears, piped, rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("never", "except_last", "always")
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor | None
+
+
+@dataclass
+class Point:
+    x: Tensor
+    label: Tensor
+
+
+_pytree.register_pytree_node(Point, lambda point: ([point.x, point.label], None), lambda leaves, _: Point(*leaves))
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(3, 3, dtype=DOUBLE)
+
+
+def number(x: Tensor) -> Tensor:
+    return (x.detach()[:, 0] * 3).long()
+
+
+# How a value is packed between two stages, and taken out again.
+PACKINGS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "integers first": (lambda x: (number(x), x), lambda v: v[1] * v[0][:, None]),
+    "constant first": (lambda x: (x.detach() * 2, x), lambda v: v[0] + v[1]),
+    "None between": (lambda x: (None, x, None), lambda v: v[1] if v[0] is None is v[2] else v[0]),
+    "one-tuple": (lambda x: (x,), lambda v: v[0] if isinstance(v, tuple) else v.missing),
+    "list": (lambda x: [x, x * 2], lambda v: v[0] * v[1] if isinstance(v, list) else v.missing),
+    "dict": (lambda x: {"b": x, "a": number(x)}, lambda v: v["b"] + v["a"][:, None]),
+    "nested": (lambda x: {"p": [(x,), {"q": (None, x.exp())}]}, lambda v: v["p"][0][0] * v["p"][1]["q"][1]),
+    "named tuple": (lambda x: Pair(x, None), lambda v: v.left * (2 if v.right is None else 3)),
+    "dataclass": (lambda x: Point(x * 2, number(x)), lambda v: v.x * v.label[:, None]),
+    "same tensor twice": (lambda x: (x, x), lambda v: v[0] * v[1]),
+    "a tensor and its view": (lambda x: (x, x[:, :1]), lambda v: v[0] * v[1]),
+    "booleans": (lambda x: (x > 0, x), lambda v: v[1].masked_fill(v[0], 2.0)),
+    "complex": (lambda x: torch.complex(x, x * 2), lambda v: v.abs().square()),
+    "transposed": (lambda x: x.T.contiguous().T, lambda v: v * 2),
+    "expanded": (lambda x: x[:, :1].expand(-1, 3), lambda v: v * 2),
+    "unused part": (lambda x: (x, x * 5), lambda v: v[0]),
+    "scalars by row": (lambda x: x.sum(1), lambda v: v[:, None].expand(-1, 3) * 2),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PACKINGS)
+def test_between_stages(name: str, mode: str):
+    pack, take = PACKINGS[name]
+    model = nn.Sequential(linear(), Call(pack), Call(take), linear())
+    for balance in ([2, 2], [1, 1, 1, 1], [3, 1]):
+        for grad in (False, True):
+            assert_trains_like(piped(model, balance, chunks=3, checkpoint=mode), model, rows(6, grad=grad))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PACKINGS)
+def test_out_of_a_pipe_and_into_it(name: str, mode: str):
+    """Packed by the last stage, and unpacked by the first one of another pipe."""
+    pack, take = PACKINGS[name]
+    ends = [nn.Sequential(linear(), Call(pack)), nn.Sequential(Call(take), linear())]
+    pipes = [piped(end, [1, 1], chunks=2, checkpoint=mode) for end in ends]
+    assert_trains_like(nn.Sequential(*pipes), nn.Sequential(*ends))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stages_that_give_what_they_got(mode: str):
+    for between in (nn.Identity(), nn.Flatten(), nn.Dropout(0.0), Call(lambda x: x.view_as(x)), Call(lambda x: x[:])):
+        model = nn.Sequential(linear(), between, linear())
+        assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint=mode), model, rows(grad=True))
+    alone = nn.Sequential(nn.Identity(), nn.Identity())
+    x, y = rows(grad=True), rows(grad=True)
+    for module, at in ((piped(alone, [1, 1], chunks=2, checkpoint=mode), x), (alone, y)):
+        module(at).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("between", [nn.Identity(), nn.Flatten(), Call(lambda x: (x,))], ids=["same", "view", "packed"])
+def test_input_given_on_and_changed_by_the_next_stage(mode: str, between: nn.Module):
+    change = Call(lambda v: (v[0] if isinstance(v, tuple) else v).mul_(2))
+    model = nn.Sequential(linear(), between, change, linear())
+    assert_trains_like(piped(model, [1, 1, 2], chunks=2, checkpoint=mode), model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_inputs(mode: str):
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x: Tensor, y: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
+            z = self.inner(x)
+            z = z if y is None else z * y
+            return z if mask is None else z.masked_fill(mask, 0.5)
+
+    first, later = Masked(), linear()
+    pipe = piped(nn.Sequential(first, later), [1, 1], chunks=3, checkpoint=mode)
+    y, mask = rows(grad=True), rows() > 0
+    plain_y = rows(grad=True)
+    calls: list[tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = [
+        ((rows(), y), (rows(), plain_y), {"mask": mask}),
+        ((rows(), None), (rows(), None), {"mask": mask}),
+        ((rows(),), (rows(),), {"y": None}),
+        ((rows(),), (rows(),), {}),
+    ]
+    for ours, theirs, options in calls:
+        found, expected = pipe(*ours, **options), later(first(*theirs, **options))
+        torch.testing.assert_close(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        assert_same(pipe, nn.Sequential(first, later))
+    torch.testing.assert_close(y.grad, plain_y.grad)
+
+
+def test_inputs_by_keyword_only():
+    class Scale(nn.Module):
+        def forward(self, *, x: Tensor, scale: Tensor) -> Tensor:
+            return x * scale
+
+    model = nn.Sequential(Scale(), linear())
+    x = rows()
+    torch.testing.assert_close(piped(model, [1, 1], chunks=2)(x=x, scale=x), model[1](x * x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tree_as_the_only_input(mode: str):
+    model = nn.Sequential(Call(lambda value: value["x"][0] + value["x"][1][:, None]), linear())
+    pipe = piped(model, [1, 1], chunks=2, checkpoint=mode)
+    for module in (model, pipe):
+        module({"x": (rows(), number(rows())), "none": None}).square().sum().backward()
+    assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_flows_back_from_a_frozen_end(mode: str):
+    """Stages after which no gradient can come leave theirs alone, as the plain model does."""
+    model = nn.Sequential(linear(), Call(torch.Tensor.detach), linear())
+    assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint=mode), model)
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_some_outputs_are_used(mode: str):
+    model = nn.Sequential(linear(), Call(lambda x: (x * 2, x.exp(), number(x))))
+    pipe = piped(model, [1, 1], chunks=3, checkpoint=mode)
+    for module in (model, pipe):
+        _, second, integers = module(rows())
+        assert not integers.requires_grad
+        second[2:3].sum().backward()
+    assert_same(pipe, model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_unused_input_gets_no_gradient(mode: str):
+    model = nn.Sequential(Call(lambda v: v[0] * 2), linear())
+    pipe = piped(model, [1, 1], chunks=2, checkpoint=mode)
+    used, unused = rows(grad=True), rows(grad=True)
+    pipe((used, unused)).sum().backward()
+    assert used.grad is not None
+    assert unused.grad is None or not unused.grad.any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_caller_s_tensor_after_a_first_layer_that_works_in_place(mode: str):
+    """What the caller computes from it afterwards has the gradient of what it then is."""
+    pipe = piped(nn.Sequential(nn.ReLU(inplace=True), linear()), [1, 1], chunks=2, checkpoint=mode)
+    leaf = rows(grad=True)
+    x = leaf * 1
+    pipe(x)
+    before = x.detach().clone()
+    (x * 1).sum().backward()
+    relu_in_its_graph = torch.equal(leaf.grad, (rows() > 0).to(DOUBLE))
+    untouched = torch.equal(before, rows()) and torch.equal(leaf.grad, torch.ones_like(leaf))
+    assert relu_in_its_graph or untouched
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_input_given_twice_and_changed(mode: str):
+    model = nn.Sequential(Call(lambda v: v[0].relu_() + 2 * v[1]), linear())
+    pipe = piped(model, [1, 1], chunks=2, checkpoint=mode)
+    ours, theirs = rows(grad=True), rows(grad=True)
+    x = theirs * 1
+    model((x, x)).square().sum().backward()
+    x = ours * 1
+    pipe((x, x)).square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    assert_same(pipe, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda x: x.sum(), ValueError, "output"),
+        (lambda x: (x, 3), TypeError, r"output\[1\]"),
+        (lambda x: {"loss": x.mean()}, ValueError, r"output\['loss'\]"),
+    ],
+)
+def test_outputs_that_cannot_be_put_together_are_named(change: Any, error: type[Exception], text: str):
+    with pytest.raises(error, match=text):
+        piped(nn.Sequential(linear(), Call(change)), [1, 1], chunks=2)(rows())
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error"),
+    [(([],), {}, ValueError), ((3,), {}, TypeError), ((), {}, ValueError), ((torch.zeros(()),), {}, ValueError)],
+)
+def test_inputs_that_cannot_be_cut_are_refused(args: Any, options: Any, error: type[Exception]):
+    with pytest.raises(error):
+        piped(linears(), [1, 2], chunks=2)(*args, **options)
+
+
+def test_no_rows_are_as_in_the_plain_model():
+    model = linears()
+    assert_trains_like(piped(model, [1, 2], chunks=2), model, rows(0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tensor_of_an_outer_graph_is_right_or_refused(mode: str):
+    outer = torch.ones(3, dtype=DOUBLE, requires_grad=True)
+
+    def loss(factor: Tensor, module: nn.Module) -> Tensor:
+        module[1].function = lambda x: x * factor
+        return module(rows()).square().sum()
+
+    model = nn.Sequential(linear(), Call(lambda x: x), linear())
+    pipe = piped(model, [1, 1, 1], chunks=2, checkpoint=mode)
+    with pytest.raises(RuntimeError, match=r"computed with gradients outside|second time"):
+        loss(outer.exp(), pipe).backward()
+    pipe.zero_grad()
+    found = []
+    for module in (model, pipe):
+        outer.grad = None
+        loss(outer, module).backward()
+        found.append(outer.grad)
+    torch.testing.assert_close(found[1], found[0])
+    assert_same(pipe, model)
