@@ -159,7 +159,7 @@ class TestPlan:
         assert "an estimate that was not measured" in text
         assert "nothing ran" in example.notes[0]
         assert all("a formula, not measured" in note for note in example.notes[1:-1])
-        assert "nothing of it is overlapped" in example.notes[-1]
+        assert "nothing of it is overlapped" in example.notes[-2]
         assert f"replicas={example.replicas} × {len(example.balance)} stages = 16 devices" in text
         assert "average of gradients" in text
 
