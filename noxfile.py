@@ -34,7 +34,13 @@ CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 FREE_THREADED = ("python3.14t", "python3.13t")
 TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
-SHORT = {"blockpartition": "solve", "microbatch": "scatter", "streams": "workers", "profiler": "sizes", "gpipe": "models"}
+SHORT = {
+    "blockpartition": "solve",
+    "microbatch": "scatter",
+    "streams": "workers",
+    "profiler": "sizes",
+    "gpipe": "models",
+}
 """Of each package the properties that stand for all of its tests in the short form of ``standalone``."""
 TWO = ("--numprocesses", "2", "--dist", "loadfile")
 EXAMPLES = 2_000

@@ -23,7 +23,7 @@ from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
 from ._hooks import pre_hooked, refuse_hooks
 from ._keywords import NOTHING, Call, called_with
-from ._training import Kind, LossOptions, expect_grad_mode, losses_of, returned
+from ._training import Kind, LossOptions, expect_grad_mode, losses_of, returned, tell_of_evaluation
 from ._transforms import not_compiled, refuse_transforms
 
 
@@ -139,6 +139,7 @@ class Stepping(Divided):
         """
         options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
         call = Call("step", (*LossOptions._fields, "schedule"), input, target, arguments)
+        tell_of_evaluation(self)
         with self._combining(options):
             batches, losses = self._with_losses(LossStage, call, options, schedule)
             self._train(batches, losses, schedule)

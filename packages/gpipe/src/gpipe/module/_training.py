@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
@@ -40,6 +41,22 @@ def expect_grad_mode() -> None:
             "step() trains, but grad mode is off; leave torch.no_grad(), or call pipe.evaluate(...) for the loss or "
             "the pipe for its output"
         )
+
+
+def tell_of_evaluation(pipe: nn.Module) -> None:
+    """Warn once if a step would train without dropout: models of ``from_pretrained`` are in evaluation mode."""
+    if pipe.training or "_told_of_evaluation" in pipe.__dict__:
+        return
+    pipe.__dict__["_told_of_evaluation"] = True
+    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in pipe.modules()):
+        warnings.warn(
+            "step() trains a model in evaluation mode, as from_pretrained() returns it: dropout is off and nothing is "
+            "checkpointed; call pipe.train() first",
+            stacklevel=3,
+        )
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def losses_of(
