@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ..skip import Skippable
 from ..skip._store import Key
 from ._findings import Finding
-from ._layer import Task, calm, examine
+from ._layer import examine
 from ._rows import Cut, Dims, NoRowsError, uneven
+from ._task import Task, calm
 from ._trial import Signal, Trial, attempt
 
 

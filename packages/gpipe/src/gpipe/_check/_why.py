@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ._findings import Finding
 from ._rows import ROUNDING, difference, exchanged, figure, kept
+from ._task import Runs, Task
 from ._trial import attempt, same
-
-if TYPE_CHECKING:
-    from ._layer import Runs, Task
 
 
 def cause(task: Task, runs: Runs, apart: float, *, masks: bool = False) -> Finding:
