@@ -20,6 +20,8 @@ class Divided(nn.Module):
     _checkpoint: Choices
     _partitions: nn.ModuleList
     _pipeline: Pipeline
+    _mode_is_known = False
+    """Whether the caller has chosen training or evaluation mode, or has been told of the mode that the model had."""
 
     def _take(self, partitions: nn.ModuleList) -> None:
         """Register the layers of ``partitions``, so that every name is the wrapped module's, whatever the balance."""
@@ -30,6 +32,7 @@ class Divided(nn.Module):
 
     def train(self: Pipe, mode: bool = True) -> Pipe:
         super().train(mode)
+        self.__dict__["_mode_is_known"] = True
         pieces = (stage.module for stage in self._pipeline.stages)
         for container in (self._partitions, *self._partitions, *pieces):
             container.training = mode

@@ -20,6 +20,7 @@ from ..engine._loss_value import LossFunction, own_loss
 from ..engine._losses import Losses
 from ..values._gather import gathered
 from ._cut import checked, cut, expect_same_rows
+from ._divided import Divided
 from ._signature import binds
 
 Kind = TypeVar("Kind", bound=Losses)
@@ -43,11 +44,11 @@ def expect_grad_mode() -> None:
         )
 
 
-def tell_of_evaluation(pipe: nn.Module) -> None:
-    """Warn once if a step would train without dropout: models of ``from_pretrained`` are in evaluation mode."""
-    if pipe.training or "_told_of_evaluation" in pipe.__dict__:
+def tell_of_evaluation(pipe: Divided) -> None:
+    """Warn once if a step trains without dropout, because ``from_pretrained`` gave the model in evaluation mode."""
+    if pipe.training or pipe._mode_is_known:
         return
-    pipe.__dict__["_told_of_evaluation"] = True
+    pipe.__dict__["_mode_is_known"] = True
     if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in pipe.modules()):
         warnings.warn(
             "step() trains a model in evaluation mode, as from_pretrained() returns it: dropout is off and nothing is "
