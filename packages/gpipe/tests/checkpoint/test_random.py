@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -201,6 +201,40 @@ def test_a_run_on_two_partitions_can_be_repeated_on_one_or_four(name: str, inlin
         pipe.close()
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=1e-10, atol=1e-10)
+
+
+def test_a_checkpoint_inside_of_a_layer_is_not_taken_for_a_new_seed():
+    """While it repeats its forward, it gives torch's generator the state of before, and other stages draw."""
+    inside, drawn, in_backward = threading.Event(), threading.Event(), threading.Event()
+    saved = threading.Semaphore(0)
+
+    def repeated(x: Tensor) -> Tensor:
+        saved.release()
+        if in_backward.is_set() and not drawn.is_set():
+            inside.set()
+            assert drawn.wait(300)
+        return x.sin()
+
+    def draws(x: Tensor) -> Tensor:
+        if in_backward.is_set() and len(x) == 2:  # the first micro-batch, whose backward comes after the second's
+            assert inside.wait(300)
+            try:
+                return nn.functional.dropout(x, 0.5)
+            finally:
+                drawn.set()
+        if not in_backward.is_set() and len(x) == 2:  # both checkpoints have saved the state of before
+            assert saved.acquire(timeout=300)
+            assert saved.acquire(timeout=300)
+        return nn.functional.dropout(x, 0.5)
+
+    layers = Call(lambda x: checkpoint(repeated, x, use_reentrant=False)), Call(draws)
+    modes = ["never", "always"]
+    with closing(GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=modes)) as pipe:
+        torch.manual_seed(0)
+        output = pipe(torch.ones(3, 6, requires_grad=True))
+        in_backward.set()
+        output.sum().backward()
+    assert inside.is_set()
 
 
 @pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"gumbel"}))  # whose gradient is not the slope, by design

@@ -112,7 +112,7 @@ def test_many_ranks_leave_nothing_behind(worlds: Any, count: int, closes: bool) 
     opened = worlds(2)
     for succeeded, grown in opened.answers(_make_and_leave, count, closes, limit=800.0):
         assert succeeded, grown
-        assert grown == (0, 0)
+        assert max(grown) <= 0  # fewer: those of tests before
 
 
 def _make_and_leave(count: int, closes: bool) -> tuple[int, int]:

@@ -64,7 +64,7 @@ def test_it_gives_what_a_step_would_give(
     """In the mode that the layers are in, with the same random numbers."""
     count = each * chunks
     options: dict[str, Any] = {**LOSSES[loss], "return_outputs": outputs}
-    pipe = piped(model(drops).train(training), [2, 1, 2], chunks=chunks, checkpoint=mode)
+    pipe = piped(model(drops), [2, 1, 2], chunks=chunks, checkpoint=mode).train(training)
     twin = copy.deepcopy(pipe)
     before = copy.deepcopy(pipe.state_dict())
     with way(pipe, inline):

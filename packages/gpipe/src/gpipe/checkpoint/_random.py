@@ -108,7 +108,9 @@ class RunRNG:
         """Whether the process's generator has been seeded since the run began, be it with the seed that it had."""
         with borrowing:
             new = torch.Generator().manual_seed(PROCESS.initial_seed()).get_state()
-            seeded = torch.equal(PROCESS.get_state(), new) and not torch.equal(self._states[-1], new)
+            # A state of before says nothing: torch.utils.checkpoint in another stage sets it for a moment.
+            known = any(torch.equal(state, new) for state in self._states)
+            seeded = not known and torch.equal(PROCESS.get_state(), new)
         return seeded or not self.knows_seed()
 
 
