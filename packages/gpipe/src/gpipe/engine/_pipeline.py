@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress, islice
 from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class Pipeline:
         self.connected = len(stages)
         self._layout = layout
         self._copy_streams = copy_streams
+        self._callers: set[int] = set()
         interception.prepare()
 
     @property
@@ -127,6 +129,7 @@ class Pipeline:
         """
         entering = self.entering(batches)
         with self.workers.section.entered():
+            self._callers.add(get_ident())
             run = Run(self, len(batches), checkpoint_stops)
             try:
                 outputs = run.forward(entering)
@@ -157,6 +160,7 @@ class Pipeline:
             observer: is notified of this run, unless there is an observer of every run.
         """
         with self.workers.section.entered(accumulates=True):
+            self._callers.add(get_ident())
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             walk = self.walk(schedule, run.mini_batch.size)
             before = _Gradients(run.mini_batch.parameters)
@@ -241,6 +245,9 @@ class Pipeline:
             with self.workers.section.entered(accumulates=True):
                 try:
                     found, own = run.backward([list(islice(gradients, count)) for count in counts])
+                    if len(self._callers) > 1:
+                        # Autograd would add these after this section, when another thread may hold .grad.
+                        own = _added_now(run.mini_batch.kept_nodes, own)
                 finally:
                     self._keep(run)
             return [*chain.from_iterable(_spread(entering, found)), *own]
@@ -249,6 +256,14 @@ class Pipeline:
         attached = iter(attach(backward, sources, list(compress(tensors, flags))))
         results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])
         return [output.with_tensors(islice(results, len(output.tensors))) for output in outputs]
+
+
+def _added_now(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Add ``gradients`` to the ``.grad`` of ``leaves``. Returns what is left for autograd: nothing."""
+    pairs = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
+    if pairs:
+        accumulate_whole([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+    return [None] * len(gradients)
 
 
 def _tell(error: BaseException, schedule: Schedule | Choice) -> None:
