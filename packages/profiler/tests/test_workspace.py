@@ -90,8 +90,9 @@ def test_bytes_of_convolutional_layers_are_those_of_the_allocator(name, channels
     step()  # kernels keep a little for their next run
     layer.zero_grad()
     x.grad = None
-    assert counted(lambda: layer(x))[0] == allocated(lambda: layer(x))[0]
-    (_, peak), (_, real_peak) = counted(step), allocated(step)
+    # The profiler of torch loses an event at times on a busy machine: the most of three readings is complete.
+    assert counted(lambda: layer(x))[0] == max(allocated(lambda: layer(x))[0] for _ in range(3))
+    peak, real_peak = counted(step)[1], max(allocated(step)[1] for _ in range(3))
     # The scratch memory of kernels is not counted to the byte.
     assert 0.75 * real_peak <= peak <= 1.35 * real_peak
 
