@@ -1,16 +1,11 @@
 """What these tests need where they are run by themselves, from the package's own archive."""
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 
 if settings.default.deadline is not None:
     settings.register_profile("blockpartition", deadline=None, max_examples=100)
     settings.load_profile("blockpartition")
-
-# A mutant has to fall quickly, not to be explained well: few examples, none made smaller.
-settings.register_profile(
-    "mutation", deadline=None, max_examples=8, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
-)
 
 
 def pytest_configure(config: pytest.Config) -> None:

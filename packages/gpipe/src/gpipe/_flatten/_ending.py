@@ -159,15 +159,18 @@ class Ending:
     @contextmanager
     def _with_state(self, state: Mapping[str, Tensor]) -> Iterator[None]:
         """A context in which the loss reads these values."""
-        places = {name: self._net.get_submodule(name.rpartition(".")[0])._buffers for name in state}
-        unknown = {name: buffers[name.rpartition(".")[2]] for name, buffers in places.items()}
+        places = []
+        for name, value in state.items():
+            module, _, own = name.rpartition(".")
+            buffers = self._net.get_submodule(module)._buffers
+            places.append((buffers, own, value, buffers[own]))
         try:
-            for name, buffers in places.items():
-                buffers[name.rpartition(".")[2]] = state[name]
+            for buffers, own, value, _ in places:
+                buffers[own] = value
             yield
         finally:
-            for name, buffers in places.items():
-                buffers[name.rpartition(".")[2]] = unknown[name]
+            for buffers, own, _, unknown in places:
+                buffers[own] = unknown
 
 
 class _Playback(Reel):

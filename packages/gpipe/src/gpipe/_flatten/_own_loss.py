@@ -27,6 +27,9 @@ KINDS = ("counts", "rows", "sum")
 where it sees sums, else weighted by rows; always weighted by rows; always added."""
 
 
+_NEITHER = "it is neither a mean over rows or over labels that count, nor a sum"
+
+
 class CombineError(ValueError):
     """The loss of a mini-batch is not determined by the losses of its parts."""
 
@@ -57,7 +60,7 @@ class OwnLoss:
     def expect_combined(self) -> None:
         """Raise CombineError if no micro-batches can be combined."""
         if not any(self.kinds.values()):
-            raise self._refused("it is neither a mean over rows or over labels that count, nor a sum")
+            raise self._refused(_NEITHER)
 
     def part(self, output: Callable[[], Any], *, counted: bool) -> Any:
         """The loss of a micro-batch, for :class:`MiniBatchLoss`; the whole output if that has none.
@@ -68,7 +71,7 @@ class OwnLoss:
         """
         kind = self.kinds[counted]
         if kind is None:
-            raise self._refused("it is neither a mean over rows or over labels that count, nor a sum")
+            raise self._refused(_NEITHER)
         with Reductions() as seen:
             found = output()
         if kind == "counts" and seen.counts and seen.sums:
