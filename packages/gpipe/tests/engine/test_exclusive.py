@@ -121,6 +121,35 @@ def test_threads_that_train_one_pipe_add_what_each_would_have_added(
     pipe.close()
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed here")
+def test_threads_are_refused_where_autograd_adds_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process with a process group, which may have a DistributedDataParallel."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pipe = piped(linears(), [1, 2], chunks=2)
+    earlier, output = pipe(rows()), pipe(rows())  # the first graph refers to the nodes of the parameters
+    ran, seen = threading.Event(), threading.Event()
+
+    def another() -> None:
+        pipe(rows())
+        ran.set()
+        assert seen.wait(300)
+
+    def train() -> None:
+        assert ran.wait(300)
+        try:
+            with pytest.raises(RuntimeError, match="several threads train this pipe"):
+                output.sum().backward()
+        finally:
+            seen.set()
+
+    at_once(another, train)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    earlier.sum().backward()
+    again = linears()
+    again(rows()).sum().backward()
+    assert_same(pipe, again)
+
+
 @ways
 def test_threads_may_evaluate_one_pipe_at_once(way: Callable[[], AbstractContextManager[None]]) -> None:
     model = linears(3)

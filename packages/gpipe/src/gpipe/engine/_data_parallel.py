@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def may_be_data_parallel() -> bool:
+    """Whether this process has a process group, without which there is no ``DistributedDataParallel``."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def refuse_data_parallel(parameters: Sequence[Tensor]) -> None:
     """Raise RuntimeError if a ``DistributedDataParallel`` that has to average gradients has any of ``parameters``.
 
@@ -17,7 +22,7 @@ def refuse_data_parallel(parameters: Sequence[Tensor]) -> None:
     Args:
         parameters: those whose ``AccumulateGrad`` node other code refers to.
     """
-    if not parameters or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not parameters or not may_be_data_parallel():
         return
     wanted = {id(parameter) for parameter in parameters}
     kind = torch.nn.parallel.DistributedDataParallel

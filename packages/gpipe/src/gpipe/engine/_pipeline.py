@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress, islice
 from operator import attrgetter
-from threading import get_ident
+from threading import Thread, current_thread
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from ..values._leaves import Activation, detach_leaves
 from ..values._sharing import KEPT, SEEN, among, flag_aliases, overlap, released, ties_of, with_ties
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
-from ._data_parallel import refuse_data_parallel
+from ._data_parallel import may_be_data_parallel, refuse_data_parallel
 from ._failed_cell import failed_cell, mark
 from ._failures import Failures
 from ._loss import LossStage
@@ -71,7 +72,7 @@ class Pipeline:
         self.connected = len(stages)
         self._layout = layout
         self._copy_streams = copy_streams
-        self._callers: set[int] = set()
+        self._trainers = WeakSet[Thread]()
         interception.prepare()
 
     @property
@@ -129,7 +130,8 @@ class Pipeline:
         """
         entering = self.entering(batches)
         with self.workers.section.entered():
-            self._callers.add(get_ident())
+            if torch.is_grad_enabled():
+                self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops)
             try:
                 outputs = run.forward(entering)
@@ -160,7 +162,7 @@ class Pipeline:
             observer: is notified of this run, unless there is an observer of every run.
         """
         with self.workers.section.entered(accumulates=True):
-            self._callers.add(get_ident())
+            self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             walk = self.walk(schedule, run.mini_batch.size)
             before = _Gradients(run.mini_batch.parameters)
@@ -243,27 +245,27 @@ class Pipeline:
             flowing = iter(seeds)
             gradients = iter([next(flowing) if flag else None for flag in flags])
             with self.workers.section.entered(accumulates=True):
+                if left and len(self._trainers) > 1:
+                    raise RuntimeError(_ANOTHER_THREAD)
                 try:
-                    found, own = run.backward([list(islice(gradients, count)) for count in counts])
-                    if len(self._callers) > 1:
-                        # Autograd would add these after this section, when another thread may hold .grad.
-                        own = _added_now(run.mini_batch.kept_nodes, own)
+                    found, own = run.backward([list(islice(gradients, count)) for count in counts], left)
                 finally:
                     self._keep(run)
             return [*chain.from_iterable(_spread(entering, found)), *own]
 
-        sources = [*chain.from_iterable(inputs), *run.mini_batch.kept_nodes]
-        attached = iter(attach(backward, sources, list(compress(tensors, flags))))
+        # DistributedDataParallel has to find its parameters in the caller's graph. Autograd then adds their gradients
+        # after this section, when another thread that trains the pipe may accumulate outside .grad.
+        left = run.mini_batch.kept_nodes if may_be_data_parallel() else []
+        attached = iter(attach(backward, [*chain.from_iterable(inputs), *left], list(compress(tensors, flags))))
         results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])
         return [output.with_tensors(islice(results, len(output.tensors))) for output in outputs]
 
 
-def _added_now(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Add ``gradients`` to the ``.grad`` of ``leaves``. Returns what is left for autograd: nothing."""
-    pairs = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
-    if pairs:
-        accumulate_whole([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
-    return [None] * len(gradients)
+_ANOTHER_THREAD = (
+    "several threads train this pipe, in a process that torch.distributed is used in, and hooks, such as those of "
+    "DistributedDataParallel, or an earlier graph wait for the gradients of its parameters; train it in one thread, or "
+    "by step()"
+)
 
 
 def _tell(error: BaseException, schedule: Schedule | Choice) -> None:

@@ -222,15 +222,16 @@ class Run:
                 context.finish()
 
     def backward(
-        self, gradients: Sequence[list[Tensor | None]]
+        self, gradients: Sequence[list[Tensor | None]], left: Sequence[Tensor] = ()
     ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-        """Compute the backwards, and add to ``.grad`` of all parameters but those of ``mini_batch.kept_nodes``.
+        """Compute the backwards, and add to ``.grad`` of all parameters but those that are ``left``.
 
         Args:
             gradients: those of the outputs, by micro-batch and tensor.
+            left: parameters whose gradients the caller adds.
 
         Returns:
-            The gradients of the inputs, by micro-batch and tensor; and those of the parameters left out.
+            The gradients of the inputs, by micro-batch and tensor; and those of the parameters that are ``left``.
         """
         for layers in self._layers:
             if layers.stage.facts is not layers.facts:
@@ -249,7 +250,7 @@ class Run:
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
-        own = [whole.pop(parameter, None) for parameter in self.mini_batch.kept_nodes]
+        own = [whole.pop(parameter, None) for parameter in left]
         if whole:
             accumulate_whole(list(whole), list(whole.values()))
         return [self._channels.entrance.get_gradients(i) for i in range(self.mini_batch.microbatches)], own
