@@ -51,7 +51,7 @@ class Limited(nn.Module):
 
 
 def advice(error: BaseException) -> list[str]:
-    return [note for note in error.__notes__ if "set more chunks" in note and "after=error" in note]
+    return [note for note in error.__notes__ if "set more chunks" in note and "memory=" in note]
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))

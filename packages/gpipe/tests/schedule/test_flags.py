@@ -13,7 +13,6 @@ from gpipe.schedule._flags import (
     StageMode,
     as_lists,
     expect_flags,
-    extended,
     mode_of,
     moved,
     runs_of,
@@ -68,16 +67,6 @@ def held(sizes: list[int], stage: int) -> list[int]:
 def test_to_the_same_sizes_nothing_changes(case: Case) -> None:
     modes, before, _ = case
     assert moved(modes, before, before) == [mode if isinstance(mode, str) else mode_of(mode) for mode in modes]
-
-
-@given(cases())
-def test_a_stage_gets_its_part_of_what_it_would_have_with_all_layers(case: Case) -> None:
-    """So the search, which is given flags of all layers, plans for what a pipe has after a rebalance."""
-    modes, before, after = case
-    found, every = moved(modes, before, after), extended(modes, before)
-    for j, (mode, size) in enumerate(zip(found, after, strict=True)):
-        flags = flags_of(every[j], sum(before))
-        assert flags_of(mode, size) == [flags[k] for k in held(after, j)]
 
 
 @given(some_flags)

@@ -23,7 +23,7 @@ class Space:
         measured: the costs.
         chunks: numbers of micro-batches.
         schedules: names.
-        modes: those that each stage may have. Flags are of all layers, of which a stage has its own.
+        modes: those that each stage may have.
         memory: what each device may hold; None is any amount.
         pieces: whether only some layers of a stage may be computed again.
         scale: for each device, how much more than the account of bytes a rehearsal took; empty before there was one.
@@ -32,7 +32,7 @@ class Space:
     measured: Measured
     chunks: Sequence[int]
     schedules: Sequence[str]
-    modes: Sequence[tuple[StageMode, ...]]
+    modes: Sequence[tuple[str, ...]]
     memory: Sequence[int | None]
     pieces: bool = False
     scale: tuple[float, ...] = ()

@@ -12,7 +12,7 @@ from .._gpipe import GPipe
 from ..schedule._flags import StageMode, as_lists
 from ..timeline import StageCost, Timeline, simulate
 from ._bytes import DeviceBytes
-from ._candidate import Candidate, Space, schedule_of
+from ._candidate import schedule_of
 from ._fake import FAKE
 
 
@@ -96,15 +96,11 @@ class Remembered:
         pipe: the last that was built, while it is alive.
         loss_fn: of the plan.
         sample: of the plan.
-        space: what was searched.
-        chosen: what was found there.
     """
 
     pipe: Callable[[], GPipe | None] = lambda: None
     loss_fn: Callable[[Any, Any], Any] | None = None
     sample: Any = None
-    space: Space | None = None
-    chosen: Candidate | None = None
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,12 @@ from torch import nn
 
 from microbatch import scatter
 from profiler import Profile
-from streams import add_note
 
 from .._flatten._shapes import expect_data
 from ..module._arguments import Device, checked_flag
 from ..module._partition import refuse_duplicate_layers
 from ..module._sequential import as_sequential
 from ..module._whole import replicated
-from ._after import lowered
 from ._arguments import (
     SCHEDULES,
     OptimizerChoice,
@@ -37,12 +35,12 @@ from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
 from ._fake import Fake, read_fake
 from ._fleet import Layout, all_chunks, notes_on, of_replica, of_several_rows, read_size, search_all
-from ._infeasible import Infeasible, Relaxation, explain
+from ._infeasible import Relaxation, explain
 from ._measure import count, measure, rows_of
 from ._outcome import plan_of
 from ._plan import Plan
 from ._rehearse import rehearsed, with_peaks
-from ._request import Request, read_layouts, read_profile, read_shortage
+from ._request import Request, read_layouts, read_profile
 
 GUESSED = Expected(0.5, 1.0, 2.0)
 """The range of step times around an estimate that was made without running anything."""
@@ -64,7 +62,6 @@ def plan(
     calibrate: bool = True,
     bandwidth: float | str | Sequence[float | str] | None = None,
     latency: float | Sequence[float] | None = None,
-    after: BaseException | None = None,
 ) -> Plan:
     """How to train ``model`` on ``devices``: balance, chunks, schedule, and which stages or layers recompute, to fit.
 
@@ -102,8 +99,6 @@ def plan(
             such as ``"50GB"`` or ``"400Gbit/s"``. Two are inside a node and between nodes; one is between nodes, or
             inside where there is one node. By default 25 and 12.5 GB/s.
         latency: of the same links, in seconds; by default 10 µs.
-        after: the error of a step that ran out of memory. The device where that was counts as holding a tenth less than
-            what was expected of the stage there, or of ``memory`` if that is less; ``plan.notes`` says so.
 
     Returns:
         The plan; ``print`` shows it, ``.build(model)`` makes the pipe.
@@ -150,7 +145,6 @@ def plan(
         profile=read_profile(profile, layers),
         chunks_given=chunks is not None,
         calibrate=calibrate and fake is None,
-        shortage=read_shortage(after, fake, places, len(layers)),
     )
     if not fake and (request.profile is None or calibrate):
         expect_data(layers, "plan")
@@ -160,13 +154,11 @@ def plan(
 def _planned(request: Request) -> Plan:
     """Measure, search, and try the best candidates."""
     measured, layouts = _measured(request)
-    spaces, notes = _spaces(request, measured, layouts)
-    space, found, bytes_note = _search(request, spaces)
+    space, found, bytes_note = _search(request, _spaces(request, measured, layouts))
     if not found:
-        raise _with_notes(explain(space, request.names, _relaxations(space, request)), notes)
+        raise explain(space, request.names, _relaxations(space, request))
     fake, spread = request.fake, GUESSED if request.fake else UNSURE
-    how = [_guessed(fake), *notes_on(fake, found[0])] if fake else [_how(measured, len(request.layers))]
-    notes = [*how, *notes]
+    notes = [_guessed(fake), *notes_on(fake, found[0])] if fake else [_how(measured, len(request.layers))]
     if request.calibrate:
         space, found, spread, note = calibrated(
             space, found, request.layers, request.places, request.sample, request.target, request.loss_fn
@@ -228,9 +220,9 @@ def _rehearsed(request: Request, way: Candidate) -> tuple[Candidate, str]:
     return with_peaks(way, peaks), "bytes: those of one step of the engine on tensors without data"
 
 
-def _spaces(request: Request, measured: Measured, layouts: Sequence[Layout]) -> tuple[list[Space], list[str]]:
-    """What is searched for each layout; and what a step that ran out of memory changed in that."""
-    spaces = [
+def _spaces(request: Request, measured: Measured, layouts: Sequence[Layout]) -> list[Space]:
+    """What is searched for each layout."""
+    return [
         Space(
             of_replica(measured, request.fake, each) if request.fake else measured,
             each.chunks,
@@ -241,16 +233,6 @@ def _spaces(request: Request, measured: Measured, layouts: Sequence[Layout]) -> 
         )
         for each in layouts
     ]
-    if request.shortage is None:
-        return spaces, []
-    space, note = lowered(spaces[0], request.shortage, request.names[request.shortage.device])
-    return [space], [note]
-
-
-def _with_notes(error: Infeasible, notes: Sequence[str]) -> Infeasible:
-    for note in notes:
-        add_note(error, note)
-    return error
 
 
 def _measured(request: Request) -> tuple[Measured, list[Layout]]:

@@ -84,7 +84,7 @@ class Options:
         allowed = self.space.modes[j]
         if self.space.memory[j] is None:
             allowed = allowed[:1]
-        yield from (each if isinstance(each, str) else mode_of(each[first:end]) for each in allowed)
+        yield from allowed
         if self.space.pieces and self.space.memory[j] is not None:
             yield from map(mode_of, _patterns(end - first, few))
 

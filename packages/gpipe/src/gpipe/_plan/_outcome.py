@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from ..timeline import simulate
@@ -64,7 +63,7 @@ def plan_of(
         reduction=best.costs.reduction(best.sizes),
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
         notes=tuple(notes),
-        _here=replace(here, space=space, chosen=best),
+        _here=here,
     )
 
 

@@ -15,13 +15,11 @@ from .._gpipe import GPipe
 from .._saving import save
 from ..module._arguments import Device
 from ..module._sequential import as_sequential
-from ..timeline import Timeline
 from ._data import LayerKey, PlanData, layer_keys
 from ._distribute import Distribution, distribute
 from ._json import dump, load
 from ._page import body, page
 from ._table import report
-from ._update import update
 from ._verify import Verification, verify
 
 
@@ -135,27 +133,6 @@ class Plan(PlanData):
         if loss_fn is None:
             raise ValueError("loss_fn: the plan was made without one; give it, as in verify(x, y, loss_fn=...)")
         return verify(self, pipe, x, y, loss_fn)
-
-    def update(self, timeline: Timeline) -> Plan:
-        """Search the balance again, with the times of cells in a recorded step instead of those of single layers.
-
-        Chunks, schedule and modes do not change, and flags stay with their layers.
-        ``pipe.rebalance(plan.update(timeline).balance)`` applies it between two steps. If no other balance is expected
-        to be faster, the balance does not change.
-
-        Args:
-            timeline: the timeline of one step of a pipe with this plan, recorded by :func:`gpipe.record` after some
-                steps to warm up.
-
-        Returns:
-            The new plan, which can be updated again.
-
-        Raises:
-            TypeError: ``timeline`` is not a :class:`gpipe.Timeline`.
-            ValueError: it is not the timeline of one step with this plan; or the plan was read from JSON, which does
-                not contain the costs of layers.
-        """
-        return update(self, timeline)
 
     def distribute(self) -> Distribution:
         """The arguments for running the plan in processes, one for each rank of each replica.

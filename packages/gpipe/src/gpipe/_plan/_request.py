@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import nn
 from profiler import Profile
 
 from ..module._arguments import Device, checked_devices
-from ._after import Shortage, read_after
 from ._arguments import OptimizerChoice, read_chunks
 from ._fake import FAKE, Fake
 from ._fleet import Layout, layouts_of
@@ -37,7 +36,6 @@ class Request:
         profile: of the layers, if one was given.
         chunks_given: whether numbers of chunks were given, of which none may be left out.
         calibrate: whether to train a copy for some steps.
-        shortage: where memory ran out in an earlier step.
     """
 
     layers: nn.Sequential
@@ -56,7 +54,6 @@ class Request:
     profile: Profile | None
     chunks_given: bool
     calibrate: bool
-    shortage: Shortage | None
 
     @property
     def names(self) -> list[str]:
@@ -94,14 +91,3 @@ def read_profile(profile: Any, layers: nn.Sequential) -> Profile | None:
     if profile is not None and profile.names != [name for name, _ in layers.named_children()]:
         raise ValueError(f"profile: expected one of these {len(layers)} layers, got one of {', '.join(profile.names)}")
     return profile
-
-
-def read_shortage(after: Any, fake: Fake | None, places: Sequence[torch.device], layers: int) -> Shortage | None:
-    """Where the error ``after`` says that memory ran out; None if there is none.
-
-    Raises:
-        TypeError, ValueError: as of :func:`read_after`; also for devices that are not there.
-    """
-    if fake and after is not None:
-        raise ValueError("after: devices that are not there run out of no memory; give the devices of the step")
-    return read_after(after, places, layers)

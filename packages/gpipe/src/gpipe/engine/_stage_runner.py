@@ -34,7 +34,7 @@ _HIDES = (
 
 _NEEDS_LESS = (
     "memory ran out: set more chunks (pipe.chunks), checkpoint this partition (pipe.checkpoint), or make the pipe from "
-    "gpipe.plan(model, sample, devices, after=error), which gives this device less"
+    "gpipe.plan(model, sample, devices, memory=...) with less than this device has"
 )
 
 

@@ -75,16 +75,6 @@ def moved(modes: Sequence[StageCheckpoint], before: Sequence[int], after: Sequen
     return [_mode_on(layers[end - size : end], mode) for mode, size, end in zip(modes, after, ends, strict=True)]
 
 
-def extended(modes: Sequence[StageCheckpoint], sizes: Sequence[int]) -> list[StageMode]:
-    """For each stage, the flags that all layers would have in it; :func:`moved` takes those of its own layers.
-
-    >>> extended(["always", (True, False)], [1, 2])
-    [(True, True, False), (True, True, False)]
-    """
-    layers = _layers(modes, sizes)
-    return [_mode_on(layers, mode) for mode in modes]
-
-
 Layer = tuple[bool | None, bool]
 """The flag of a layer, if it has one, and whether it is recomputed: by its flag, or by the mode of its stage."""
 
