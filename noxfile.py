@@ -44,7 +44,7 @@ SHORT = {
 """Of each package the properties that stand for all of its tests in the short form of ``standalone``."""
 TWO = ("--numprocesses", "2", "--dist", "loadfile")
 EXAMPLES = 2_000
-SHORT_EXAMPLES = ("unet", "train_distributed")
+SHORT_EXAMPLES = {"train_distributed": ("--steps", "10")}
 EVERYTHING = ("tests", "lint", "types", "docs", "typing", "standalone", "distributed", "accelerator", "frameworks")
 EVERYTHING += ("examples", "browser", "search")
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
@@ -63,13 +63,15 @@ def demo(session: nox.Session) -> None:
 def examples(session: nox.Session) -> None:
     """Every program under examples/, one after the other; arguments are names of some, such as finetune.
 
-    ``-- short`` runs those that take a minute or less.
+    ``-- short`` takes few steps of the one that the tests do not run.
     """
     install_all(session, "demo", "frameworks")
-    for program in chosen(session, SHORT_EXAMPLES, sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py"))):
-        session.run("python", f"examples/{program}.py")
+    short = SHORT_EXAMPLES if session.posargs == ["short"] else {}
+    for program in chosen(session, [*short], sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py"))):
+        command = [f"examples/{program}.py", *short.get(program, ())]
+        session.run("python", *command)
         if program == "train_distributed":  # and in a process for each stage
-            session.run("torchrun", "--nproc-per-node", "2", f"examples/{program}.py")
+            session.run("torchrun", "--nproc-per-node", "2", *command)
 
 
 @nox.session
