@@ -2,11 +2,15 @@
 
 import gc
 import importlib.util
+import os
 import signal
 import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Small work is done sooner on one thread, above all where several processes want the cores. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # One truth: whoever runs the tests, on whatever machine, runs the same examples. `nox -s search` draws others.
 _SHARED = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
