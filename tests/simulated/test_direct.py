@@ -21,7 +21,7 @@ from torch import nn
 
 from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank
-from gpipe.distributed._messages import Sender
+from gpipe.distributed._messages import RemoteLink
 
 from . import accelerator, communicators
 from .faults import Fault, planted
@@ -307,7 +307,7 @@ def _lose(who: int, phase: str, timeout: float, number: signal.Signals = signal.
 def _ends_after_a_head(number: signal.Signals) -> Iterator[None]:
     """Inside, the process announces tensors that its device does not send any more, and gets a signal when it has."""
 
-    def put(sender: Sender, *arguments: Any, **options: Any) -> None:
+    def put(sender: RemoteLink, *arguments: Any, **options: Any) -> None:
         right(sender, *arguments, **options)
         sender.flush()
         os.kill(os.getpid(), number)
@@ -316,9 +316,9 @@ def _ends_after_a_head(number: signal.Signals) -> Iterator[None]:
         group._bytes = Mute()
         return right_send(group, *arguments)
 
-    right, right_send = Sender.put, communicators.Communicator.send
+    right, right_send = RemoteLink.put, communicators.Communicator.send
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sender, "put", put)
+        patch.setattr(RemoteLink, "put", put)
         patch.setattr(communicators.Communicator, "send", send)
         yield
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 from ._errors import UnreachableError
-from ._mail import Mail
-from ._messages import Peer
+from ._messages import RemoteLink
 
 
 class Announcements:
     """Announcements of runs.
 
     Args:
-        peers: all other ranks, on the rank that announces; else that rank alone.
+        links: to all other ranks, on the rank that announces; else to that rank alone.
         tells: whether this process is that rank.
     """
 
-    def __init__(self, peers: Sequence[Peer], *, tells: bool) -> None:
-        self._mails = [Mail(peer, None) if tells else Mail(None, peer) for peer in peers]
+    def __init__(self, links: Sequence[RemoteLink], *, tells: bool) -> None:
+        self._links = links
         self._tells = tells
         if not tells:
-            self._mails[0].expect()
+            self._links[0].expect(1)
 
     def tell(self, what: Any) -> None:
         """Send ``what`` to all other ranks.
@@ -31,10 +29,10 @@ class Announcements:
         Raises:
             UnreachableError: a rank cannot be reached; the message is on its way to all others.
         """
-        data, lost = pickle.dumps(what), None
-        for mail in self._mails:
+        lost = None
+        for link in self._links:
             try:
-                mail.send(data)
+                link.tell(what)
             except UnreachableError as error:
                 lost = error
         if lost is not None:
@@ -46,11 +44,11 @@ class Announcements:
         Raises:
             UnreachableError: the connection has ended, or the message does not arrive in time.
         """
-        heard = self._mails[0].receive()
-        self._mails[0].expect()
+        heard = self._links[0].hear()
+        self._links[0].expect(1)
         return heard
 
     def flush(self) -> None:
         """Wait until all messages have been received. Raises UnreachableError if a rank has not received one."""
-        for mail in self._mails if self._tells else ():
-            mail.flush()
+        for link in self._links if self._tells else ():
+            link.flush()

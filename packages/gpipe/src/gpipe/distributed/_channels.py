@@ -2,56 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .._current import current
 from ..engine._losses import Losses
-from ..skip import SkipLayout
 from ..transport._channels import Nearby
-from ..transport._link import Channel, Link, Payload
+from ..transport._link import Channel
 from ..values._describe import Cancelled
-from ._crossings import Crossing, crossings_of
 from ._errors import UnreachableError
 from ._failures import RankFailures
 from ._far_loss import FarLoss
+from ._forms import Payload
 from ._groups import Groups
-from ._messages import Receiver, Sender
-from ._places import channels_between
+from ._messages import Peer, RemoteLink, Ways
+from ._places import Route, tags
 from ._wires import Wires
 
 
-class Crossings:
-    """All channels between a rank and others, by number, for the life of its pipe.
+class Crossing(NamedTuple):
+    """A channel between a stage of this rank and one of another.
+
+    Attributes:
+        number: the number of the channel.
+        leads_away: whether this rank sends values and receives gradients; else the other way round.
+        link: the messages in both directions.
+        most: how many values may be under way in a run without backwards.
+    """
+
+    number: int
+    leads_away: bool
+    link: RemoteLink
+    most: int
+
+
+def crossings_of(
+    groups: Groups,
+    ranks: Sequence[int],
+    routes: Iterable[Route],
+    devices: Mapping[int, torch.device],
+    wires: Wires,
+) -> Iterator[Crossing]:
+    """Those of ``routes`` that end at this rank, which is at one of their ends only.
 
     Args:
         groups: the ranks, and the connections between them.
         ranks: the rank of each stage.
-        layout: the stages between which skips go.
+        routes: the channels between all ranks.
         devices: the device of each stage of this rank.
-        wires: for directions in which tensors go from device to device.
+        wires: for directions in which tensors go from device to device; others go through host memory.
+    """
+    for number, a, b in routes:
+        if groups.me in (ranks[a], ranks[b]):
+            leads_away = ranks[a] == groups.me
+            here, there = (a, b) if leads_away else (b, a)
+            values, gradients = tags(number)
+            out, into = (values, gradients) if leads_away else (gradients, values)
+            forth, back = (Peer(groups.values, ranks[there], tag) for tag in (out, into))
+            link = RemoteLink(Ways(forth, back, wires.get(out), wires.get(into)), devices[here])
+            # As many as 1F1B holds. Without backwards stage j computes micro-batch t - j in tick t: a sender that waits
+            # for what is taken in earlier ticks waits for no rank that waits for it.
+            yield Crossing(number, leads_away, link, max(b - a + 1, len(ranks) - a))
+
+
+class Crossings:
+    """All channels between a rank and others, for the life of its pipe.
+
+    Args:
+        crossings: these channels.
+        wires: the connections from device to device.
     """
 
-    def __init__(
-        self,
-        groups: Groups,
-        ranks: Sequence[int],
-        layout: SkipLayout,
-        devices: Mapping[int, torch.device],
-        wires: Wires,
-    ) -> None:
+    def __init__(self, crossings: Iterable[Crossing], wires: Wires) -> None:
+        self._crossings = {crossing.number: crossing for crossing in crossings}
+        self._links = [crossing.link for crossing in self._crossings.values()]
         self._wires = wires
-        found = crossings_of(groups, ranks, channels_between(ranks, layout), devices, wires)
-        self._crossings = {crossing.number: crossing for crossing in found}
 
     def expect(self, microbatches: int, *, backwards: bool) -> None:
         """Prepare for a run, with or without backwards."""
         for crossing in self._crossings.values():
-            crossing.sender.expect(None if backwards else crossing.most)
-            crossing.receiver.expect(microbatches if backwards or not crossing.leads_away else 0)
+            comes = backwards or not crossing.leads_away
+            crossing.link.expect(microbatches if comes else 0, None if backwards else crossing.most)
 
     def get(self, number: int) -> Crossing | None:
         """The channel of that number; None if both its ends are in this process."""
@@ -59,26 +93,26 @@ class Crossings:
 
     def poison(self, why: bytes) -> None:
         """Tell all neighbours that this rank sends nothing more in this run, and why."""
-        for crossing in self._crossings.values():
+        for link in self._links:
             with suppress(UnreachableError):  # the other neighbours still have to be told
-                crossing.sender.poison(why)
+                link.poison(why)
 
-    def take(self, microbatches: int) -> None:
+    def take(self) -> None:
         """After a failure, before ranks meet: receive all values, so that no rank waits for this one to take them."""
         for crossing in self._crossings.values():
             if not crossing.leads_away:
                 with suppress(UnreachableError):  # the meeting finds out who is lost
-                    crossing.receiver.drain(microbatches)
+                    crossing.link.drain(expected=True)
 
     def drain(self) -> None:
         """After a failed run: receive what is still coming, so that the next run does not read it."""
-        for crossing in self._crossings.values():
-            crossing.receiver.drain()
+        for link in self._links:
+            link.drain()
 
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
-        for crossing in self._crossings.values():
-            crossing.sender.flush()
+        for link in self._links:
+            link.flush()
 
     def settle(self) -> None:
         """Wait until devices have received everything; UnreachableError if that takes too long."""
@@ -89,119 +123,65 @@ class Crossings:
         self._wires.end()
 
 
-class Reach:
-    """Connects the stages of a rank with each other, and with those of other ranks.
+class Reach(NamedTuple):
+    """Connects the stages of a rank with each other, and with those of other ranks, for one run.
 
-    Args:
+    Attributes:
         nearby: makes the links between stages of this rank.
         crossings: the channels to other ranks.
-        failures: those of the run; it is told of failures of other ranks.
-        loss: the losses of the run. Each message with a gradient says whether losses return a count.
+        failures: those of the run.
+        loss: the losses of the run.
     """
 
-    def __init__(self, nearby: Nearby, crossings: Crossings, failures: RankFailures, loss: Losses | None) -> None:
-        self._nearby = nearby
-        self._crossings = crossings
-        self._failures = failures
-        self._loss = loss
+    nearby: Nearby
+    crossings: Crossings
+    failures: RankFailures
+    loss: Losses | None
 
     def end(self, name: str) -> Channel:
-        return self._nearby.end(name)
+        return self.nearby.end(name)
 
     def between(self, a: int, b: int, number: int, name: str) -> Channel:
-        crossing = self._crossings.get(number)
+        crossing = self.crossings.get(number)
         if crossing is None:
-            return self._nearby.between(a, b, number, name)
-        sender, receiver = crossing.sender, crossing.receiver
-        if crossing.leads_away:
-            values: Link[Any] = Outgoing(f"values {name}", sender, self._counts)
-            return RemoteChannel(values, Incoming(f"gradients {name}", receiver, self._failures, self._learn))
-        gradients: Link[Any] = Outgoing(f"gradients {name}", sender, self._counts)
-        return RemoteChannel(Incoming(f"values {name}", receiver, self._failures, self._learn), gradients)
-
-    def _counts(self) -> bool:
-        return self._loss is not None and self._loss.scales
-
-    def _learn(self, counts: bool) -> None:
-        if isinstance(self._loss, FarLoss):
-            self._loss.scales = counts
-
-
-class Outgoing(Link[Payload]):
-    """A link whose reader is on another rank.
-
-    Args:
-        counts: whether losses return a count, as far as this rank knows.
-    """
-
-    __slots__ = ("_counts", "_sender")
-
-    def __init__(self, name: str, sender: Sender, counts: Callable[[], bool]) -> None:
-        self.name = name
-        self._sender = sender
-        self._counts = counts
-
-    def put(self, microbatch: int, payload: Payload) -> None:
-        self._sender.put(microbatch, payload, flag=self._counts())
-
-    def get(self, microbatch: int) -> Payload:
-        raise AssertionError(f"{self.name}: rank {self._sender.peer.member} reads this")
-
-    def cancel(self) -> None:
-        """Nothing: other ranks learn of a failure by :meth:`Crossings.poison`."""
-
-
-class Incoming(Link[Payload]):
-    """A link whose writer is on another rank.
-
-    Args:
-        failures: told when another rank gives the run up.
-        learn: called with what the writer knows of the losses.
-    """
-
-    __slots__ = ("_failures", "_learn", "_receiver")
-
-    def __init__(
-        self,
-        name: str,
-        receiver: Receiver,
-        failures: RankFailures,
-        learn: Callable[[bool], None],
-    ) -> None:
-        self.name = name
-        self._receiver = receiver
-        self._failures = failures
-        self._learn = learn
-        self._arrived: dict[int, Any] = {}
-
-    def get(self, microbatch: int) -> Payload:
-        while microbatch not in self._arrived:
-            i, counts, payload = self._next()
-            self._learn(counts)
-            self._arrived[i] = payload
-        payload = self._arrived.pop(microbatch)
-        if current.observed is not None:
-            current.observed.got(payload, moved=True)
-        return payload  # type: ignore[no-any-return]
-
-    def _next(self) -> tuple[int, bool, Any]:
-        try:
-            return self._receiver.get()
-        except Cancelled:
-            assert self._receiver.poisoned is not None
-            self._failures.hear(self._receiver.poisoned)
-            raise
-
-    def cancel(self) -> None:
-        """Nothing: the only thread that could wait here is the one that cancels."""
+            return self.nearby.between(a, b, number, name)
+        return RemoteChannel(crossing.link, self.failures, self.loss)
 
 
 class RemoteChannel(Channel):
-    """A channel to a stage on another rank."""
+    """A channel to a stage on another rank, for one run: values go in one direction, gradients in the other.
+
+    Args:
+        link: the messages.
+        failures: told when the other rank gives the run up.
+        loss: the losses of the run. Each message says whether they return a count, as far as its sender knows.
+    """
 
     __slots__ = ()
 
-    def __init__(self, values: Link[Any], gradients: Link[Any]) -> None:
-        self.values, self.gradients = values, gradients
-        self.get_values, self.put_values = values.get, values.put
-        self.get_gradients, self.put_gradients = gradients.get, gradients.put
+    def __init__(self, link: RemoteLink, failures: RankFailures, loss: Losses | None) -> None:
+        arrived: dict[int, Payload] = {}
+
+        def put(microbatch: int, payload: Any) -> None:
+            link.put(microbatch, payload, flag=loss is not None and loss.scales)
+
+        def get(microbatch: int) -> Any:
+            while microbatch not in arrived:
+                try:
+                    i, counts, arrived[i] = link.get()
+                except Cancelled:
+                    assert link.poisoned is not None
+                    failures.hear(link.poisoned)
+                    raise
+                if isinstance(loss, FarLoss):
+                    loss.scales = counts
+            payload = arrived.pop(microbatch)
+            if current.observed is not None:
+                current.observed.got(payload, moved=True)
+            return payload
+
+        self.get_values = self.get_gradients = get
+        self.put_values = self.put_gradients = put
+
+    def cancel(self) -> None:
+        """Nothing: other ranks learn of a failure by :meth:`Crossings.poison`, and no other thread waits here."""

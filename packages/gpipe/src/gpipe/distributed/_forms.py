@@ -1,7 +1,7 @@
-"""The form of a message: everything about an activation, or about gradients, but the bytes of dense tensors.
+"""The form of a message: everything about an activation, or about gradients, but the bytes of its dense tensors.
 
-The structure is pickled, with the number of each tensor in its place. Unpickling can run any code: the ranks of a job
-run the same program, and trust each other::
+A form is sent where it differs from that of the message before. Structures are pickled, with the number of each tensor
+in its place. Unpickling can run any code: the ranks of a job run the same program, and trust each other::
 
     (x, {"mask": None})  -->  Form(tree=pickle of (0, {"mask": None}), tensors=(Dense(float32, (8, 64)),))  and  [x]
 """
@@ -11,43 +11,62 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from microbatch import flatten, is_flat, leaf_paths, unflatten
 
 from ..values._leaves import Activation
+from ..values._memory import is_dense
 from ..values._sharing import parted
-from ._tensors import Dense, described
 
 Payload = Activation | list[Tensor | None]
+
+
+class Dense(NamedTuple):
+    """A tensor whose elements fill its memory; its dimensions may be in any order there."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    requires_grad: bool
 
 
 class Form(NamedTuple):
     """The form of a message.
 
     Attributes:
-        tree: the structure of the value, pickled, with sparse tensors as a whole.
-        tensors: the description of each tensor; None for those that are in the tree.
+        tree: the structure: None for a list of gradients, 0 for a tensor, n for a tuple of n tensors. Of other values
+            the pickle, with sparse tensors as a whole.
+        tensors: a description of each tensor; None for a gradient that is None, and for a tensor in the tree.
     """
 
-    tree: bytes
+    tree: bytes | int | None
     tensors: tuple[Dense | None, ...]
 
+    def empty(self, device: torch.device) -> list[Tensor | None]:
+        """Memory for the dense tensors, on ``device``."""
+        return [
+            each and torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=device)
+            for each in self.tensors
+        ]
+
     def payload(self, tensors: Sequence[Tensor | None], device: torch.device) -> Any:
-        """The message made of ``tensors``, one for each dense one of :attr:`tensors`; others go to ``device``."""
+        """The message made of ``tensors``, one for each of :attr:`tensors`; others are read from the tree.
+
+        Raises:
+            ValueError: the tree cannot be read.
+        """
         for tensor, dense in zip(tensors, self.tensors, strict=True):
             if tensor is not None and dense is not None and dense.requires_grad:
                 tensor.requires_grad_()
-        # Usual ones are not unpickled each time: a tensor, or a list of gradients.
-        if self.tree == _flat(None, ()):
-            return Activation(tensors[0])
-        if self.tree == _list(tuple([each is not None for each in tensors])):
+        if self.tree is None:
             return list(tensors)
+        if isinstance(self.tree, int):
+            return Activation(tuple(tensors) if self.tree else tensors[0])
         try:
             found = _Reader(self.tree, tensors, device).load()
         except Exception as error:
@@ -56,61 +75,74 @@ class Form(NamedTuple):
 
 
 def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
-    """The form of a message, and its tensors.
+    """The form of a message, and its dense tensors.
 
-    Args:
-        payload: an activation, or gradients.
-
-    Returns:
-        The form, and the tensors whose bytes are not in it; None for those that are. The ties in the form are those
-        after :func:`parted`, since tensors that arrive have memory of their own.
+    The ties in the form are those after :func:`parted`, since tensors that arrive have memory of their own.
 
     Raises:
         TypeError: a value cannot be sent; the message names its path, and a way out.
     """
     given: Sequence[Tensor | None] = payload.tensors if isinstance(payload, Activation) else payload
-    dense: list[Dense | None] = []
-    tensors: list[Tensor | None] = []
-    for k, tensor in enumerate(given):
-        try:
-            form, plain = (None, None) if tensor is None else described(tensor)
-        except TypeError as error:
-            raise TypeError(f"{_path(payload, k)} {error}") from None
-        dense.append(form)
-        tensors.append(None if form is None else plain)
-    return Form(_tree(payload, given, dense), tuple(dense)), tensors
+    tensors = [None if each is None else _dense(each, payload, k) for k, each in enumerate(given)]
+    dense = [
+        None if each is None else Dense(each.dtype, each.shape, each.stride(), each.requires_grad) for each in tensors
+    ]
+    return Form(_tree(payload, given, tensors), tuple(dense)), tensors
 
 
-def _tree(payload: Payload, given: Sequence[Tensor | None], dense: Sequence[Dense | None]) -> bytes:
-    """The tree of a message; that of usual ones is looked up."""
-    if isinstance(payload, Activation):
-        value, ties = payload.value, tuple(parted(payload).ties) if payload.ties else ()
-        if is_flat(value) and None not in dense:
-            return _flat(len(dense) if type(value) is tuple else None, ties)
-        return _written((value, ties), given, payload)
-    present = tuple([each is not None for each in given])
-    if sum(present) == len(dense) - dense.count(None):
-        return _list(present)
-    return _written(payload, given, payload)
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor as they lie in memory."""
+    return tensor if tensor.is_contiguous() else tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-@lru_cache(maxsize=256)
-def _flat(count: int | None, ties: tuple[int, ...]) -> bytes:
-    """The tree of a tensor, or of a tuple of ``count`` tensors."""
-    value = _Place(0) if count is None else tuple(map(_Place, range(count)))
-    return _pickled((value, ties), ())
+def _dense(tensor: Tensor, payload: Payload, number: int) -> Tensor | None:
+    """The tensor, with elements that fill its memory; None for a sparse one."""
+    plain = tensor
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or _is_special(tensor):
+        _expect_known(tensor, payload, number)
+        if tensor.layout is not torch.strided:
+            return None
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = plain.clone() if plain._is_zerotensor() else plain
+    if not is_dense(plain):
+        plain = plain.detach().clone(memory_format=torch.contiguous_format)
+    return plain if plain is tensor else plain.requires_grad_(tensor.requires_grad)
 
 
-@lru_cache(maxsize=256)
-def _list(present: tuple[bool, ...]) -> bytes:
-    """The tree of a list of gradients, some of which may be None."""
-    return _pickled([_Place(k) if each else None for k, each in enumerate(present)], ())
+_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
-class _Place(NamedTuple):
-    """Takes the place of a tensor."""
+def _is_special(tensor: Tensor) -> bool:
+    """Whether the tensor has more than dense memory, or none."""
+    lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+    return lazy or tensor.is_meta or tensor.is_nested or tensor.is_quantized
 
-    number: int
+
+def _expect_known(tensor: Tensor, payload: Payload, number: int) -> None:
+    if type(tensor) not in _PLAIN:
+        kind = f"a {type(tensor).__qualname__}, a subclass of torch.Tensor"
+    elif tensor.is_quantized:
+        kind = f"a quantized tensor ({tensor.dtype})"
+    elif tensor.is_nested:
+        kind = "a nested tensor"
+    elif tensor.is_meta:
+        kind = "a tensor on device meta, without data"
+    else:
+        return
+    raise TypeError(
+        f"{_path(payload, number)} is {kind}, which is not sent to another process; expected a dense tensor with data, "
+        "or a sparse one; pass the tensors that it is made of"
+    )
+
+
+def _tree(payload: Payload, given: Sequence[Tensor | None], dense: Sequence[Tensor | None]) -> bytes | int | None:
+    are_all = all(own is not None or each is None for each, own in zip(given, dense, strict=True))
+    if not isinstance(payload, Activation):
+        return None if are_all else _written(payload, given, payload)
+    value = payload.value
+    if are_all and not payload.ties and is_flat(value) and len(given) == (len(value) if type(value) is tuple else 1):
+        return len(value) if type(value) is tuple else 0
+    return _written((value, tuple(parted(payload).ties)), given, payload)
 
 
 class _Writer(pickle.Pickler):
@@ -123,8 +155,6 @@ class _Writer(pickle.Pickler):
             self._places.setdefault(id(tensor), []).append(k)
 
     def persistent_id(self, value: Any) -> Any:
-        if type(value) is _Place:
-            return value.number
         if not isinstance(value, Tensor):
             return None
         places = self._places.get(id(value))
@@ -186,12 +216,11 @@ def _path(payload: Payload, number: int) -> str:
 
 
 def _path_of_unpicklable(payload: Payload) -> str:
-    if isinstance(payload, Activation):
-        for path, leaf in _leaves(payload):
-            try:
-                _pickled(leaf, [leaf])
-            except Exception:
-                return path
+    for path, leaf in _leaves(payload) if isinstance(payload, Activation) else ():
+        try:
+            _pickled(leaf, [leaf])
+        except Exception:
+            return path
     return "output"
 
 

@@ -1,30 +1,29 @@
-"""Messages from one rank to another, in one direction of a channel.
+"""Messages between two ranks.
 
-A message has a head, its form (:mod:`gpipe.distributed._forms`) if that differs from the form of the message before,
-and the bytes of its tensors, unless these go from device to device (:mod:`gpipe.distributed._wires`). A small message
-is one transfer, since each transfer costs a wait. The tensors of a large one are separate transfers, from their own
-memory into that of the tensors that arrive::
+A message is a head, and the bytes of its tensors from their own memory into that of the tensors that arrive. Its form
+(:mod:`gpipe.distributed._forms`) is sent only if it differs from that of the message before. So the other end can
+receive the head and the tensors before it knows what comes; what differs announces itself::
 
-    [microbatch, bytes of its form, flag, taken, 1 | form | tensor | tensor ...]
-    [microbatch, bytes of its form, flag, taken, 0]  [form]  [tensor]  [tensor] ...
+    the same form    [head] [tensor] [tensor] ...
+    another form     [head] [a byte for each tensor of the form before] [form] [tensor] [tensor] ...
 
-Both ends keep one form and, of the sender, the memory of small messages of that form: no more, whatever is sent.
+    head = number of the micro-batch, bytes of the form, a flag, how many messages the sender has taken itself
 
-A sender keeps the memory of a message until it knows that the message was taken: ``taken`` is the number of messages
-that its own rank has taken from the other direction of the channel. Gloo does not tell without waiting. Where nothing
-comes back, in a run without backwards, the sender waits instead when too many messages are under way.
+Tensors of accelerators may go from device to device instead (:mod:`gpipe.distributed._wires`).
+
+A message is kept until it is known that the other end took it: gloo does not tell without waiting, so each head says
+how many messages were taken. Where nothing comes back, in a run without backwards, :meth:`RemoteLink.put` waits instead
+when too many messages are under way.
 """
 
 from __future__ import annotations
 
 import pickle
-import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,19 +31,15 @@ from torch import Tensor
 
 from ..values._describe import Cancelled
 from ._errors import UnreachableError
-from ._forms import Form, form_of
-from ._tensors import filling
-
-SMALL: Final = 2**20
-"""Bytes of the largest message that is sent in one transfer. A receiver keeps that much memory ready."""
+from ._forms import Form, Payload, flat, form_of
 
 POISON: Final = -1
 """The micro-batch number of a message that says: nothing more comes in this run."""
 
-_LAYOUT = struct.Struct("=5q8x")
-_HEAD = _LAYOUT.size
-_ALIGN: Final = 16  # so that the data of any dtype are aligned, as is the end of a head
+_OBJECT: Final = -2
 _CPU = torch.device("cpu")
+_NONE = Form(None, ())
+_FILLER = torch.zeros(1, dtype=torch.uint8)
 
 
 class Peer:
@@ -86,169 +81,82 @@ class Peer:
 
 
 class Direct(Protocol):
-    """Sends the data of messages from device to device."""
+    """Sends tensors from device to device."""
 
     def send(self, data: Sequence[Tensor]) -> None: ...
 
-    def receive(self, sizes: Sequence[int]) -> list[Tensor]: ...
+    def receive(self, form: Form) -> list[Tensor | None]: ...
 
     def drain(self) -> None: ...
 
 
-class Taken:
-    """How many messages a rank has taken in this run, from one direction of a channel."""
+class Ways(NamedTuple):
+    """The two directions of a link, each the other end's; and what sends tensors there from device to device."""
 
-    __slots__ = ("count",)
+    out: Peer
+    into: Peer
+    direct_out: Direct | None = None
+    direct_into: Direct | None = None
 
-    def __init__(self) -> None:
-        self.count = 0
+
+class _Coming(NamedTuple):
+    """A message that is being received."""
+
+    head: Tensor
+    tensors: list[Tensor | None]
+    transfers: list[Any]
 
 
-class Sender:
-    """The sending end.
+class RemoteLink:
+    """Messages to and from one other rank: values of micro-batches and their gradients, or objects.
 
     Args:
-        peer: the receiving end.
-        direct: sends the data of tensors; None if they go through host memory.
-        taken: counts what this rank has taken from the other direction of the channel.
-        small: bytes of the largest message that is sent in one transfer.
+        ways: the two directions.
+        device: the device of the tensors that are returned.
+
+    Attributes:
+        member: the number of the other rank.
+        poisoned: the reason why nothing more comes in this run; None as long as messages come.
     """
 
-    def __init__(
-        self, peer: Peer, direct: Direct | None = None, taken: Taken | None = None, small: int = SMALL
-    ) -> None:
-        self.peer = peer
-        self._direct = direct
-        self._taken = taken or Taken()
-        self._small = small
-        self._form: Form | None = None
-        self._reuses = False
-        self._spare: list[_Frame] = []
-        self._under_way: deque[list[tuple[Any, Any]]] = deque()
-        self._arrived = 0
+    def __init__(self, ways: Ways, device: torch.device = _CPU) -> None:
+        self.member = ways.out.member
+        self.poisoned: bytes | None = None
+        self._ways, self._device = ways, device
+        self._sent, self._received = _NONE, _NONE  # the last form in each direction
+        self._under_way: deque[list[tuple[Any, Tensor]]] = deque()
         self._most: int | None = None
+        self._arrived = self._taken = self._expected = 0  # messages since the link was made
+        self._coming: _Coming | None = None
 
-    def expect(self, most: int | None) -> None:
-        """Prepare for a run.
+    def expect(self, messages: int, most: int | None = None) -> None:
+        """Prepare for a run. If a connection has ended, :meth:`get` raises.
 
         Args:
-            most: how many messages may be under way before :meth:`put` waits for the oldest; None for any number.
+            messages: how many come.
+            most: how many may be under way before :meth:`put` waits for the oldest; None for any number.
         """
-        self._arrived, self._most = 0, most
+        self.poisoned, self._most = None, most
+        self._expected = self._taken + messages
+        self._look_ahead()
 
-    def put(self, microbatch: int, payload: Any, *, flag: bool = False) -> None:
+    def put(self, microbatch: int, payload: Payload, *, flag: bool = False) -> None:
         """Start to send the payload of a micro-batch."""
         form, tensors = form_of(payload)
-        head = microbatch, flag
-        again = form == self._form
-        if again and self._reuses:
-            self._send_again(head, form, tensors)
-            return
-        wire = Form(form.tree, tuple([each and filling(each) for each in form.tensors]))
-        pairs = zip(wire.tensors, tensors, strict=True)
-        data = [each.data(tensor) for each, tensor in pairs if each is not None and tensor is not None]
-        if self._direct is not None:
-            self._direct.send(data)  # before the head, which says that they have been sent
+        data = [flat(each) for each in tensors if each is not None and each.numel()]
+        if self._ways.direct_out is not None:
+            self._ways.direct_out.send(data)  # before the head, which says that they have been sent
             data = []
-        self._send(head, b"" if again else pickle.dumps(wire), data)
-        if not again:
-            self._form, self._spare = form, []
-            self._reuses = self._direct is None and None not in form.tensors and _size(form) <= self._small
+        self._send(microbatch, b"" if form == self._sent else pickle.dumps(form), data, flag=flag)
+        self._sent = form
 
     def poison(self, why: bytes) -> None:
         """Tell the other end that nothing more comes in this run, and why."""
-        self._send((POISON, False), why, ())
+        self._send(POISON, why)
 
-    def arrived(self, count: int) -> None:
-        """Free the memory of the first ``count`` messages of this run, which the other end has taken."""
-        while self._arrived < count:
-            self._forget()
-
-    def flush(self, timeout: timedelta | None = None) -> None:
-        """Wait until everything has been received."""
-        while self._under_way:
-            self._forget(timeout)
-
-    def _send_again(self, head: tuple[int, bool], form: Form, tensors: Sequence[Tensor | None]) -> None:
-        """Send a small message of the form that the other end knows."""
-        frame = self._spare.pop() if self._spare else _Frame(_size(form), form)
-        _LAYOUT.pack_into(frame.memory, 0, head[0], 0, head[1], self._taken.count, 1)
-        for place, tensor in zip(frame.tensors, tensors, strict=True):
-            place.copy_(tensor.detach())  # type: ignore[union-attr]
-        self._began([(self.peer.send(frame.data), frame)])
-
-    def _send(self, head: tuple[int, bool], text: bytes, data: Sequence[Tensor]) -> None:
-        parts = [part.cpu() for part in (_bytes(text), *data) if part.numel()]
-        sizes = [part.numel() for part in parts]  # len() of a tensor is slower
-        starts, total = places(sizes, _HEAD)
-        small = total <= self._small
-        memory = bytearray(total if small else _HEAD)
-        _LAYOUT.pack_into(memory, 0, head[0], len(text), head[1], self._taken.count, small)
-        frame = torch.frombuffer(memory, dtype=torch.uint8)
-        if small:
-            for start, size, part in zip(starts, sizes, parts, strict=True):
-                frame[start : start + size].copy_(part)
-            parts = []
-        self._began([(self.peer.send(part), part) for part in (frame, *parts)])
-
-    def _began(self, transfers: list[tuple[Any, Any]]) -> None:
-        self._under_way.append(transfers)
-        while self._most is not None and len(self._under_way) > self._most:
-            self._forget()
-
-    def _forget(self, timeout: timedelta | None = None) -> None:
-        """Wait for the oldest message."""
-        self._arrived += 1
-        for work, memory in self._under_way.popleft():
-            self.peer.wait(work, timeout)
-            if isinstance(memory, _Frame) and memory.form is self._form:
-                self._spare.append(memory)
-
-
-class Receiver:
-    """The receiving end.
-
-    Args:
-        peer: the sending end.
-        device: the device of the tensors that are returned.
-        direct: receives the data of tensors; None if they go through host memory.
-        answers: the sender of the other direction of the channel; it learns what has been taken there.
-        small: bytes of the largest message that is sent in one transfer.
-
-    Attributes:
-        poisoned: the reason why nothing more comes in this run; None as long as messages come.
-        taken: how many messages have been taken in this run.
-    """
-
-    def __init__(
-        self,
-        peer: Peer,
-        device: torch.device = _CPU,
-        direct: Direct | None = None,
-        answers: Sender | None = None,
-        taken: Taken | None = None,
-        small: int = SMALL,
-    ) -> None:
-        self.peer = peer
-        self.poisoned: bytes | None = None
-        self.taken = taken or Taken()
-        self._device = device
-        self._direct = direct
-        self._answers = answers
-        self._form = Form(b"", ())
-        self._places: list[Tensor | None] = []
-        self._expected = 0
-        self._frame = _Frame(small)
-        self._posted: Any = None
-
-    def expect(self, messages: int) -> None:
-        """Prepare for a run in which that many messages come. If that fails, :meth:`get` raises."""
-        self._expected = messages
-        self.poisoned = None
-        self.taken.count = 0
-        if messages:
-            with suppress(UnreachableError):
-                self._post()
+    def tell(self, what: Any) -> None:
+        """Start to send an object that can be pickled. Raises UnreachableError."""
+        self._send(_OBJECT, pickle.dumps(what))
 
     def get(self, timeout: timedelta | None = None) -> tuple[int, bool, Any]:
         """Wait for the next message: its micro-batch, flag, and payload.
@@ -262,131 +170,108 @@ class Receiver:
             UnreachableError: the connection has ended, or the message does not arrive in time.
         """
         microbatch, flag, tensors = self._take(timeout)
-        return microbatch, flag, self._form.payload(tensors, self._device)
+        return microbatch, flag, self._received.payload(tensors, self._device)
 
-    def drain(self, most: int | None = None) -> None:
+    def hear(self, timeout: timedelta | None = None) -> Any:
+        """Wait for the next object; see :meth:`get`."""
+        head = self._next(timeout)[0]
+        return pickle.loads(self._text(head[1], timeout))
+
+    def drain(self, *, expected: bool = False) -> None:
         """After a failed run: receive everything up to the message that says that nothing more comes.
 
         Args:
-            most: the number of messages of the whole run after which nothing more comes either.
+            expected: or, if there is none, up to the last message that is expected.
         """
-        if self._direct is not None:
-            self._direct.drain()
+        if self._ways.direct_into is not None:
+            self._ways.direct_into.drain()
         with suppress(Cancelled):
-            while most is None or self.taken.count < most:
+            while not expected or self._taken < self._expected:
                 self._take(None)
 
+    def flush(self, timeout: timedelta | None = None) -> None:
+        """Wait until everything has been received."""
+        while self._under_way:
+            self._forget(timeout)
+
+    def _send(self, microbatch: int, text: bytes, data: Sequence[Tensor] = (), *, flag: bool = False) -> None:
+        parts = [torch.tensor([microbatch, len(text), flag, self._taken], device="cpu")]
+        if text:
+            parts += [_FILLER] * (0 if self._ways.direct_out else _transfers(self._sent))
+            parts.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        parts += [part.cpu() for part in data]
+        self._under_way.append([(self._ways.out.send(part), part) for part in parts])
+        while self._most is not None and len(self._under_way) > self._most:
+            self._forget(None)
+
+    def _forget(self, timeout: timedelta | None) -> None:
+        """Wait for the oldest message."""
+        self._arrived += 1
+        for work, _ in self._under_way.popleft():
+            self._ways.out.wait(work, timeout)
+
     def _take(self, timeout: timedelta | None) -> tuple[int, bool, list[Tensor | None]]:
-        """The next message: its micro-batch, flag, and tensors."""
+        """The next message of a run: its micro-batch, flag, and tensors."""
         if self.poisoned is not None:
             raise Cancelled
-        self._post()
-        self.peer.wait(self._posted, timeout)
-        self._posted = None
-        microbatch, size, flag, taken, small = _LAYOUT.unpack_from(self._frame.memory)
-        text = self._text(size, small, timeout) if size else b""
+        (microbatch, size, flag, taken), tensors = self._next(timeout)
+        text = self._text(size, timeout) if size else b""
         if microbatch == POISON:
             self.poisoned = text
             raise Cancelled
         if text:
-            self._form = pickle.loads(text)
-            self._places = self._frame.places(self._form, _HEAD) if small and self._direct is None else []
-        tensors = self._tensors(len(text), small, timeout)
-        self.taken.count += 1
-        if self._answers is not None:
-            self._answers.arrived(taken)
-        if self._expected > self.taken.count:
-            self._post()  # the frame is free
+            self._received = pickle.loads(text)
+            tensors, transfers = self._begun()
+            self._wait(transfers, timeout)
+        if self._ways.direct_into is not None:
+            tensors = self._ways.direct_into.receive(self._received)
+        elif self._device.type != "cpu":
+            tensors = [None if each is None else each.to(self._device) for each in tensors]
+        while self._arrived < taken:
+            self._forget(None)
+        self._look_ahead()
         return microbatch, bool(flag), tensors
 
-    def _text(self, size: int, small: int, timeout: timedelta | None) -> bytes:
-        if small:
-            return bytes(self._frame.memory[_HEAD : _HEAD + size])
+    def _look_ahead(self) -> None:
+        """Start to receive the next message of the run before :meth:`get` is called, so that it can arrive."""
+        if self._expected > self._taken:
+            with suppress(UnreachableError):  # the next wait raises it
+                self._begin()
+
+    def _next(self, timeout: timedelta | None) -> tuple[list[int], list[Tensor | None]]:
+        """The head of the next message, and its tensors if it has the form of the one before."""
+        head, tensors, transfers = self._begin()
+        self._wait(transfers, timeout)
+        self._coming = None
+        self._taken += 1
+        return head.tolist(), tensors
+
+    def _begin(self) -> _Coming:
+        """Start to receive a message, unless that has begun."""
+        if self._coming is None:
+            head = torch.empty(4, dtype=torch.int64, device="cpu")
+            first = self._ways.into.receive(head)
+            self._coming = _Coming(head, *self._begun(first))
+        return self._coming
+
+    def _begun(self, *first: Any) -> tuple[list[Tensor | None], list[Any]]:
+        """Memory for tensors of the last form, and the transfers into it, after the ``first`` ones."""
+        if self._ways.direct_into is not None:
+            return [], [*first]
+        tensors = self._received.empty(_CPU)
+        memory = [flat(each) for each in tensors if each is not None and each.numel()]
+        return tensors, [*first, *map(self._ways.into.receive, memory)]
+
+    def _text(self, size: int, timeout: timedelta | None) -> bytes:
         memory = bytearray(size)
-        self.peer.wait(self.peer.receive(torch.frombuffer(memory, dtype=torch.uint8)), timeout)
+        self._wait([self._ways.into.receive(torch.frombuffer(memory, dtype=torch.uint8))], timeout)
         return bytes(memory)
 
-    def _tensors(self, text: int, small: int, timeout: timedelta | None) -> list[Tensor | None]:
-        """The tensors of a message of the present form, in memory of their own.
-
-        Args:
-            text: bytes of the form that comes before them.
-            small: whether all of them are in the frame.
-            timeout: how long to wait for each.
-        """
-        if self._direct is not None:
-            return self._from_device(self._direct)
-        if small:
-            found = self._frame.places(self._form, _HEAD + text) if text else self._places
-            return [None if each is None else self._own(each) for each in found]
-        memory: list[Any] = [each and each.empty() for each in self._form.tensors]
-        pairs = [(each, tensor) for each, tensor in zip(self._form.tensors, memory, strict=True) if each and each.size]
-        for work in [self.peer.receive(each.data(tensor)) for each, tensor in pairs]:
-            self.peer.wait(work, timeout)
-        return [None if each is None else each.to(self._device) for each in memory]
-
-    def _from_device(self, direct: Direct) -> list[Tensor | None]:
-        sizes = [each.size for each in self._form.tensors if each is not None]
-        parts = iter(direct.receive(sizes))
-        return [None if each is None else each.within(next(parts).untyped_storage(), 0) for each in self._form.tensors]
-
-    def _own(self, place: Tensor) -> Tensor:
-        return place.clone() if self._device.type == "cpu" else place.to(self._device)
-
-    def _post(self) -> None:
-        """Start to receive the next message, so that it can arrive before :meth:`get` is called."""
-        if self._posted is None:
-            self._posted = self.peer.receive(self._frame.data)
+    def _wait(self, transfers: Sequence[Any], timeout: timedelta | None) -> None:
+        for work in transfers:
+            self._ways.into.wait(work, timeout)
 
 
-class _Frame:
-    """Memory that small messages are sent from, or received into.
-
-    Attributes:
-        memory: the memory, for reading and writing.
-        data: the same as a uint8 tensor, for sending.
-        form: the form of the messages that are sent from here.
-        tensors: the tensors of that form, in this memory.
-    """
-
-    __slots__ = ("data", "form", "memory", "tensors")
-
-    def __init__(self, size: int, form: Form | None = None) -> None:
-        self.memory = bytearray(size)
-        with torch.inference_mode(False):  # inference tensors could not be written to by runs outside of that mode
-            self.data = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.form = form
-        self.tensors = [] if form is None else self.places(form, _HEAD)
-
-    def places(self, form: Form, begin: int) -> list[Tensor | None]:
-        """The tensors of ``form`` in this memory, from ``begin`` on."""
-        starts = iter(places(_sizes(form), begin)[0])
-        storage = self.data.untyped_storage()
-        return [each and filling(each).within(storage, next(starts) if each.size else 0) for each in form.tensors]
-
-
-def places(sizes: Sequence[int], begin: int) -> tuple[list[int], int]:
-    """The offsets of parts in a frame, and the end of the last.
-
-    Args:
-        sizes: the bytes of each part.
-        begin: the offset after which the first part begins.
-    """
-    ends = [*accumulate(sizes, lambda end, size: -(-end // _ALIGN) * _ALIGN + size, initial=begin)]
-    return [end - size for end, size in zip(ends[1:], sizes, strict=True)], ends[-1]
-
-
-def _sizes(form: Form) -> list[int]:
-    return [each.size for each in form.tensors if each is not None and each.size]
-
-
-def _size(form: Form) -> int:
-    """Bytes of a message of this form in one transfer, without the form."""
-    return places(_sizes(form), _HEAD)[1]
-
-
-def _bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else _NOTHING
-
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+def _transfers(form: Form) -> int:
+    """How many tensors of ``form`` have any bytes."""
+    return sum(each is not None and each.shape.numel() > 0 for each in form.tensors)

@@ -29,17 +29,16 @@ from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._agreement import expect_begun
 from ._announcements import Announcements
-from ._channels import Crossings, Reach
+from ._channels import Crossings, Reach, crossings_of
 from ._choosing import RankChooser
 from ._connected import Connected
-from ._crossings import crossings_of
 from ._errors import LostRankError, RemoteError, UnreachableError, text_of
 from ._failures import BEFORE, RankFailures
 from ._far_loss import FarLoss, verdict_of
 from ._groups import Groups
-from ._messages import Peer
+from ._messages import Peer, RemoteLink, Ways
 from ._opening import Opening
-from ._places import ties_between
+from ._places import channels_between, ties_between
 from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
@@ -92,16 +91,17 @@ class RankPipeline(Pipeline):
         self._rendezvous = rendezvous
         self._replicas = replicas
         devices = dict(zip([stage.index for stage in stages], self.devices, strict=True))
-        self._crossings = Crossings(groups, of_stages, layout, devices, wires)
+        channels = crossings_of(groups, of_stages, channels_between(of_stages, layout), devices, wires)
+        self._crossings = Crossings(channels, wires)
         hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self.begins else [ranks[0]]
         peers = [Peer(groups.values, k, _ANNOUNCED) for k in hearers]
-        self._announcements = Announcements(peers, tells=self.begins)
+        self._announcements = Announcements([RemoteLink(Ways(each, each)) for each in peers], tells=self.begins)
         self.chooser = RankChooser(whole_stages(stages), groups.me, trained)
         self._opening = Opening()
         self._trains = False
         self._rng = AgreedRNG(0)
         tied = crossings_of(groups, of_stages, ties_between(of_stages, layout, ties), devices, wires)
-        self._twins = Twins(twins, groups.me, tied, wires)
+        self._twins = Twins(twins, groups.me, {each.link.member: each.link for each in tied}, wires)
         self._lost: LostRankError | None = None
         self._closed = False
         with self._sharing():
@@ -247,7 +247,7 @@ class RankPipeline(Pipeline):
         if error is None and self._opening.differs:
             error, report = Cancelled(), {"failed": True, "alike": self._opening.alike}
         if error is not None:
-            self._crossings.expect(0, backwards=False)
+            self._crossings.expect(len(self._opening.batches), backwards=False)
             try:
                 self._end(None, error, report)
             finally:
@@ -323,7 +323,7 @@ class RankPipeline(Pipeline):
     def _end(self, run: Run | None, error: BaseException | None, report: Report) -> None:
         if error is not None:
             self._crossings.poison(self._failures.poison())
-            self._crossings.take(len(self._opening.batches))
+            self._crossings.take()
         reports = self._meet(report)
         failed = [k for k, each in enumerate(reports) if "failed" in each]
         if failed and error is None:

@@ -69,11 +69,11 @@ class Direction(NamedTuple):
     target: int
 
 
-Channel = tuple[int, int, int]
+Route = tuple[int, int, int]
 """The number of a channel, and its two stages."""
 
 
-def channels_between(ranks: Sequence[int], layout: SkipLayout) -> list[Channel]:
+def channels_between(ranks: Sequence[int], layout: SkipLayout) -> list[Route]:
     """The channels between stages of two ranks; the same on all ranks."""
     ends = [(j - 1, j) for j in range(1, len(ranks))]
     numbered = [*enumerate(ends, start=1), *enumerate([route[1:] for route in layout.routes], start=len(ranks))]
@@ -85,7 +85,7 @@ def tags(number: int) -> tuple[int, int]:
     return 2 * number, 2 * number + 1
 
 
-def ties_between(ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]) -> list[Channel]:
+def ties_between(ranks: Sequence[int], layout: SkipLayout, ties: Sequence[tuple[int, int]]) -> list[Route]:
     """Like :func:`channels_between`, for tensors that pairs of ranks share. Their numbers follow those of channels."""
     return [(number, a, b) for number, (a, b) in enumerate(ties, start=len(ranks) + len(layout.routes))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -12,8 +11,7 @@ import torch
 
 from ._errors import LostRankError, UnreachableError, named
 from ._groups import UNSENT, Groups, end_connections
-from ._mail import Mail
-from ._messages import Peer
+from ._messages import Peer, RemoteLink, Ways
 
 Report = dict[str, Any]
 """A dict that can be pickled. ``report["silent"]`` lists the members that did not answer its sender in time."""
@@ -36,7 +34,8 @@ class Rendezvous:
         self._groups = groups
         others = range(1, len(groups.members)) if groups.me == 0 else (0,)
         out, into = (_DOWN, _UP) if groups.me == 0 else (_UP, _DOWN)
-        self._mails = {k: Mail(Peer(groups.control, k, out), Peer(groups.control, k, into)) for k in others}
+        ways = {k: Ways(Peer(groups.control, k, out), Peer(groups.control, k, into)) for k in others}
+        self._links = {k: RemoteLink(each) for k, each in ways.items()}
         self._count = 0
         self._lost: LostRankError | None = None
 
@@ -56,8 +55,8 @@ class Rendezvous:
         if lost:
             self._lost = self._told(self._count) or self.lost(lost)
             raise self._lost
-        for mail in self._mails.values():
-            mail.expect()  # for the next meeting
+        for link in self._links.values():
+            link.expect(1)  # for the next meeting
         return reports
 
     def expect_open(self) -> None:
@@ -120,39 +119,38 @@ class Rendezvous:
         )
 
     def _gather(self, report: Report) -> list[Any]:
-        reports: list[Any] = [report, *[None] * len(self._mails)]
+        reports: list[Any] = [report, *[None] * len(self._links)]
         silent = {*report.get("silent", ())}
-        coming = dict(self._mails)
+        coming = dict(self._links)
         # Receive from all at once: when a wait for one takes too long, gloo closes the connections to all, but what has
         # been received by then stays.
-        for mail in coming.values():
-            mail.expect()
+        for link in coming.values():
+            link.expect(1)
         while coming:
             # "Silent" does not mean ended: a rank that did not answer may itself be waiting for one that has ended, and
             # reports when that wait is over. So wait for it too, last and for a short time.
             k = min(coming, key=lambda k: (k in silent, k))
             timeout = min(_GRACE, self._groups.timeout) if k in silent else self._groups.timeout + _GRACE
             with suppress(UnreachableError):
-                reports[k] = coming.pop(k).receive(timeout)
+                reports[k] = coming.pop(k).hear(timeout)
                 silent.update(reports[k].get("silent", ()))
         if None in reports:
             self._store_lost(reports)
-        whole = pickle.dumps(reports)
-        for k, mail in self._mails.items():
+        for k, link in self._links.items():
             if reports[k] is not None:
                 with suppress(UnreachableError):
-                    mail.send(whole)
-                    mail.flush()
+                    link.tell(reports)
+                    link.flush()
         return reports
 
     def _exchange(self, report: Report) -> list[Any]:
-        mail = self._mails[0]
-        mail.expect()
+        link = self._links[0]
+        link.expect(1)
         with suppress(UnreachableError):
-            mail.send(pickle.dumps(report))
+            link.tell(report)
             # Wait for the answer before the end of our own sending: member 0 may still be waiting for another member.
-            reports = mail.receive(2 * (self._groups.timeout + _GRACE))
-            mail.flush()
+            reports = link.hear(2 * (self._groups.timeout + _GRACE))
+            link.flush()
             return reports  # type: ignore[no-any-return]
         return self._stored_lost()
 

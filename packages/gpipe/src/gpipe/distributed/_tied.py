@@ -7,9 +7,9 @@ in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..engine._accumulate import added
 from ..engine._parameters import parameters_of
 from ..engine._tied import modules_below, shared_tensors
-from ._crossings import Crossing
+from ._messages import RemoteLink
 from ._wires import Wires
 
 
@@ -79,20 +79,20 @@ class Twins:
     Args:
         found: the tensors of this rank.
         me: the number of this rank.
-        crossings: the channels to the ranks that share any of them.
+        links: the messages to and from each rank that shares any of them.
         wires: the connections between accelerators that these may use.
     """
 
-    def __init__(self, found: Sequence[Twin], me: int, crossings: Iterable[Crossing], wires: Wires) -> None:
+    def __init__(self, found: Sequence[Twin], me: int, links: Mapping[int, RemoteLink], wires: Wires) -> None:
         self._owned = [twin for twin in found if twin.members[0] == me]
         self._others = [twin for twin in found if twin.members[0] != me]
-        self._ways = {crossing.member: Way(crossing) for crossing in crossings}
+        self._links = links
         self._wires = wires
 
     @property
     def are_there(self) -> bool:
         """Whether this rank shares any tensors."""
-        return bool(self._ways)
+        return bool(self._links)
 
     def of_others(self) -> set[Tensor]:
         """The tensors of this rank that another one has before."""
@@ -102,10 +102,10 @@ class Twins:
         """Send the values of the first rank that has each tensor to the others."""
         for twin in self._owned:
             for k in twin.members[1:]:
-                self._ways[k].put(twin.tensor.detach())
+                self._put(k, twin.tensor.detach())
         with torch.no_grad():
             for twin in self._others:
-                value = self._ways[twin.members[0]].get()
+                value = self._get(twin.members[0])
                 assert value is not None
                 twin.tensor.copy_(value)
         self._flush()
@@ -124,49 +124,32 @@ class Twins:
         """
         found = dict(grown)
         for twin in self._others:
-            self._ways[twin.members[0]].put(found.pop(twin.tensor, None))
+            self._put(twin.members[0], found.pop(twin.tensor, None))
         sums: list[tuple[Tensor, Tensor | None]] = []
         for twin in self._owned:
-            ways = [self._ways[k] for k in twin.members[1:]]
-            sums.append((twin.tensor, reduce(_sum, [found.pop(twin.tensor, None), *[way.get() for way in ways]])))
-            for way in ways:
-                way.put(sums[-1][1])
-        sums += [(twin.tensor, self._ways[twin.members[0]].get()) for twin in self._others]
+            parts = [found.pop(twin.tensor, None), *map(self._get, twin.members[1:])]
+            sums.append((twin.tensor, reduce(_sum, parts)))
+            for k in twin.members[1:]:
+                self._put(k, sums[-1][1])
+        sums += [(twin.tensor, self._get(twin.members[0])) for twin in self._others]
         self._flush()
         return found | {tensor: whole.to(tensor.device) for tensor, whole in sums if whole is not None}
 
     def _flush(self) -> None:
         """Wait until everything that was sent has been received, also by devices: nothing else checks that."""
-        for way in self._ways.values():
-            way.flush()
-        if self._ways:
+        for link in self._links.values():
+            link.flush()
+        if self._links:
             self._wires.settle()
 
+    def _put(self, member: int, tensor: Tensor | None) -> None:
+        self._links[member].put(0, [tensor])
 
-class Way:
-    """Sends tensors to one other rank, and receives them.
-
-    Args:
-        crossing: the channel between the two.
-    """
-
-    def __init__(self, crossing: Crossing) -> None:
-        self._sender, self._receiver = crossing.sender, crossing.receiver
-
-    def put(self, tensor: Tensor | None) -> None:
-        """Start to send ``tensor``."""
-        self._sender.put(0, [tensor])
-
-    def get(self) -> Tensor | None:
-        """Wait for the next tensor; if it goes from device to device, until the transfer is queued."""
-        self._receiver.expect(1)
-        payload: Any = self._receiver.get()[2]
-        found: Tensor | None = payload[0]
+    def _get(self, member: int) -> Tensor | None:
+        """The next tensor; if it goes from device to device, its transfer is queued."""
+        self._links[member].expect(1)
+        found: Tensor | None = self._links[member].get()[2][0]
         return found
-
-    def flush(self) -> None:
-        """Wait until everything that was sent has been received."""
-        self._sender.flush()
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

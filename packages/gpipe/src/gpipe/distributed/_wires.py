@@ -1,8 +1,8 @@
 """Tensors from accelerator to accelerator, with a communicator and a stream for each direction of a channel.
 
-The head of a message goes through the host (:mod:`gpipe.distributed._messages`). It gives the sizes of the tensors, and
-is sent only when their transfers have been queued, so that every tensor that a head announces is on its way. The
-receiver allocates memory for them, and its stage's stream waits for them, as for a copy within a process::
+The head and form of a message go through the host (:mod:`gpipe.distributed._messages`). The head is sent only when the
+transfers of its tensors have been queued, so that every tensor that a head announces is on its way. The receiver
+allocates memory for them, and its stage's stream waits for them, as for a copy within a process::
 
     source computes   --y--x--------------------->          x: the wire waits for y
     wire                    \\--send--x                      x: y is recorded with it
@@ -41,6 +41,7 @@ from ..transport._copy import arrived, recorded
 from ._agreement import Meeting, agreement
 from ._communicators import communicator_of_two
 from ._errors import UnreachableError
+from ._forms import Dense, Form, flat
 from ._groups import Groups
 from ._messages import Peer
 from ._places import Direction, Place, direct
@@ -62,7 +63,7 @@ class Wire:
         self._device = device
         self._watch = watch
         self._stream = new_stream(device)
-        self._owed: Sequence[int] = ()
+        self._owed: Form | None = None
         self._last: AbstractEvent = None
 
     def send(self, data: Sequence[Tensor]) -> None:
@@ -70,35 +71,36 @@ class Wire:
         self._watch.check()
         wait_stream(self._stream, current_stream(self._device))
         with use_stream(self._stream):
-            parts = [part.to(self._device) for part in data if part.numel()]
+            parts = [_bytes(part.to(self._device)) for part in data]
             self._transfer([self._peer.send(part) for part in parts])
         for part in parts:
             recorded(part, self._stream)
 
-    def receive(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Tensors of these sizes in bytes; the current stream waits for them, no thread does."""
+    def receive(self, form: Form) -> list[Tensor | None]:
+        """The tensors of a message of that form; the current stream waits for them, no thread does."""
         self._watch.check()
-        self._owed = sizes
+        self._owed = form  # until there is memory for them
         with use_stream(self._stream):
-            parts: Any = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-            self._owed = ()
-            self._transfer([self._peer.receive(part) for part in parts if part.numel()])
+            tensors = form.empty(self._device)
+            self._owed = None
+            parts = [flat(each) for each in tensors if each is not None and each.numel()]
+            self._transfer([self._peer.receive(_bytes(part)) for part in parts])
         self._last = record_event(self._stream)
-        arrived(parts, self._last, current_stream(self._device))
-        return parts  # type: ignore[no-any-return]
+        arrived([*tensors], self._last, current_stream(self._device))
+        return tensors
 
     def open(self, *, leads_away: bool) -> None:
         """Make the communicator, by a first transfer. Both ends call this together."""
         if leads_away:
             self.send([torch.zeros(1, dtype=torch.uint8, device=self._device)])
         else:
-            self.receive([1])
+            self.receive(Form(None, (Dense(torch.uint8, torch.Size([1]), (1,), requires_grad=False),)))
         wait_stream(CPUStream, self._stream)
         self._watch.check()
 
     def drain(self) -> None:
         """After a failed run: receive what was not read, for which the sender waits."""
-        if self._owed:
+        if self._owed is not None:
             self.receive(self._owed)
 
     def settle(self) -> None:
@@ -114,6 +116,11 @@ class Wire:
         self._watch.add(works, self._peer.member)
         for work in works:
             self._peer.wait(work)  # lets the current stream wait, not the thread
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: not every backend knows all types of elements."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class Wires:

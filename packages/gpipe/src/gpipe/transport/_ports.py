@@ -29,7 +29,7 @@ class Ports:
 
     def get_values(self, i: int) -> Activation:
         """Wait for what the stages before have sent."""
-        parts = [channel.values.get(i) for channel in self._channels]
+        parts = [channel.get_values(i) for channel in self._channels]
         self._sizes[i] = [len(part.tensors) for part in parts]
         activation = joined(parts)
         if isinstance(activation.value, Aliased):
@@ -41,15 +41,15 @@ class Ports:
         parts = divided(activation)
         self._sizes[i] = [len(part.tensors) for part in parts]
         for channel, part in zip(self._channels, parts, strict=True):
-            channel.values.put(i, part)
+            channel.put_values(i, part)
 
     def get_gradients(self, i: int) -> Gradients:
         """Wait for the gradients of what :meth:`put_values` sent, one for each tensor."""
-        return [gradient for channel in self._channels for gradient in channel.gradients.get(i)]
+        return [gradient for channel in self._channels for gradient in channel.get_gradients(i)]
 
     def put_gradients(self, i: int, gradients: Gradients) -> None:
         """Send back the gradients of what :meth:`get_values` got."""
         aliased = self._aliased.pop(i, None)
         flowing = iter(gradients if aliased is None else aliased.spread(gradients))
         for channel, size in zip(self._channels, self._sizes.pop(i), strict=True):
-            channel.gradients.put(i, [next(flowing) for _ in range(size)])
+            channel.put_gradients(i, [next(flowing) for _ in range(size)])
