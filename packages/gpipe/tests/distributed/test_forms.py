@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from gpipe.values._aliases import packed, unpacked
 from gpipe.values._leaves import Activation
-from gpipe.values._sharing import KEPT, PARTED, SEEN, parted
+from gpipe.values._sharing import KEPT, SEEN, parted
 from microbatch import Arguments, flatten
 
 from .test_messages import ends
@@ -178,7 +178,7 @@ def activations(draw: st.DrawFn) -> Activation:
     """With or without ties."""
     activation = Activation(draw(values(tensors())))
     count = len(activation.tensors)
-    ties = draw(st.lists(st.sampled_from([0, KEPT, SEEN, SEEN | PARTED]), min_size=count, max_size=count))
+    ties = draw(st.lists(st.sampled_from([0, KEPT, SEEN]), min_size=count, max_size=count))
     return Activation(activation.value, activation.tensors, ties if draw(st.booleans()) and any(ties) else ())
 
 
@@ -255,7 +255,6 @@ VIEWS = [
     lambda t: {"x": t, "again": [t, None, 3], "all": t.t()},
     lambda t: (t[:, 1:], t[:, :2], Mode.TRAIN),
     lambda t: Sample(t, t.detach()),
-    lambda t: (t.detach(), t.detach().view(torch.uint8)),
     lambda t: ((packed((t, t[:1])),), t + 1, t.t()),
 ]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
 from gpipe.values._leaves import Activation
-from gpipe.values._sharing import KEPT, SEEN, guarded, joined, parted, released, ties_of
+from gpipe.values._sharing import SEEN, guarded, joined, parted, released
 
 from ..layers import DOUBLE, Call, assert_same, linears, piped, rows
 
@@ -252,6 +252,8 @@ def known(error: Exception) -> str:
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(recipes())
 def test_aliases_are_those_of_the_plain_model(recipe: Recipe):
+    if may_be_separate(recipe):
+        recipe = replace(recipe, end=())
     partitions = recipe.partitions()
     plain = nn.Sequential(*(layer for layers in partitions for layer in layers))
     pipe = piped(plain, [len(layers) for layers in partitions], chunks=recipe.chunks, checkpoint=recipe.mode)
@@ -270,6 +272,12 @@ def test_aliases_are_those_of_the_plain_model(recipe: Recipe):
             return
     event("equal")
     torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+def may_be_separate(recipe: Recipe) -> bool:
+    """Whether outputs without grad, which torch cannot protect, may have been put together apart from each other."""
+    other_dtypes = any(name in ("bits", "bytes") for ops in (recipe.entrance, *recipe.stages) for name, _ in ops)
+    return recipe.chunks > 1 and (recipe.skip is not None or other_dtypes)
 
 
 EXAMPLES = {
@@ -293,13 +301,10 @@ def test_a_change_of_one_is_a_change_of_the_other(name: str, mode: str, schedule
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("view", ["same", "alias", "column", "columns", "deep", "detach", "select", "bytes"])
+@pytest.mark.parametrize("view", ["same", "alias", "column", "columns", "deep", "detach", "select"])
 @pytest.mark.parametrize("changed", [0, 1])
 def test_the_caller_and_the_loss_may_change_an_output(view: str, changed: int, chunks: int, schedule: str):
-    change = "add" if view == "bytes" and changed else "scale"
-    recipe = Recipe((), ((), ((view, 0),)), ((change, changed),), None, "always", schedule, chunks, 5, True, False)
-    if view == "bytes":
-        recipe = replace(recipe, end=(("add", 0),))
+    recipe = Recipe((), ((), ((view, 0),)), (("scale", changed),), None, "always", schedule, chunks, 5, True, False)
     assert_equal_to_the_plain_model(recipe)
 
 
@@ -453,8 +458,8 @@ def test_rows_of_one_micro_batch_in_another_must_not_be_changed(chunks: int, mod
     x = rows(6, WIDTH)
     layers = [Call(lambda v: (v[0].mul_(2), v[1])), Call(lambda v: v[0] + v[1])]
     pipe = piped(nn.Sequential(*layers), [1, 1], chunks=chunks, checkpoint=mode)
-    with inline(), pytest.raises(RuntimeError, match="shares its memory") if chunks > 1 else nullcontext():
-        assert torch.equal(pipe((x[:-1], x[1:])), nn.Sequential(*layers)((x[:-1], x[1:])))
+    with inline(), pytest.raises(RuntimeError, match="shares its memory"):
+        pipe((x[:-1], x[1:]))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -512,32 +517,9 @@ def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad:
         assert_same(pipe, model)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_an_output_that_was_a_skip_too_may_be_changed(chunks: int, mode: str):
-    """Whoever popped it is through with it."""
-    layers = [
-        *linears(1, WIDTH),
-        Call(lambda x: (x,)),
-        Stash(0),
-        nn.Identity(),
-        Pop(),
-        Call(lambda v: (v[0], v[1] * 2)),
-    ]
-    plain = nn.Sequential(*layers)
-    pipe = piped(plain, [3, 3], chunks=chunks, checkpoint=mode)
-    with inline():
-        for module in (plain, pipe):
-            left, right = module(rows(4, WIDTH))
-            (left.mul_(3) * right.detach() + right).sum().backward()
-    assert_same(pipe, plain)
-
-
 def test_tensors_that_a_copy_has_parted_must_not_be_changed():
     """On another device they share no memory any more, so that a change of one would not be seen through the other."""
-    left, right = (parted(Activation(rows(grad=True) * 1, ties=[SEEN | KEPT])) for _ in range(2))
+    left, right = (parted(Activation(rows(grad=True) * 1, ties=[SEEN])) for _ in range(2))
     for value in guarded(released(joined([left, right]))).value:
         with pytest.raises(RuntimeError, match="modified inplace"):
             value.mul_(2)
-    alone = guarded(released(joined([left, parted(Activation(rows(grad=True) * 1, ties=[KEPT]))])))
-    assert not any(ties_of(alone))

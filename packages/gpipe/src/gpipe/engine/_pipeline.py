@@ -24,7 +24,7 @@ from ..transport._copy import CopyStreams
 from ..transport._link import Link, stall_seconds
 from ..values._aliases import Aliased, packed
 from ..values._leaves import Activation, detach_leaves
-from ..values._sharing import KEPT, SEEN, among, flag_aliases, overlap, released, ties_of, with_ties
+from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, released, ties_of, with_ties
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import may_be_data_parallel, refuse_data_parallel
@@ -138,8 +138,8 @@ class Pipeline:
             finally:
                 self._keep(run)
             versions.sync()
-        # Several outputs are copied when they are concatenated.
-        outputs = [(released if len(outputs) == 1 else among)(each) if each.ties else each for each in outputs]
+        if len(outputs) == 1:  # several are copied when they are concatenated
+            outputs = [released(outputs[0])]
         if torch.is_grad_enabled():
             outputs = self._attached(run, versions, batches, entering, outputs)
         return outputs
@@ -302,7 +302,7 @@ class _Gradients:
 
 def _entering(batches: Sequence[Batch]) -> list[Activation]:
     """The micro-batches as inputs of the first stage, marked as using the caller's memory."""
-    tie = KEPT | SEEN if overlap(batches) else KEPT
+    tie = SEEN if overlap(batches) else KEPT
     return [
         Activation(batch.value.detach().requires_grad_(batch.value.requires_grad), ties=(tie,))
         if isinstance(batch.value, Tensor)
@@ -313,7 +313,7 @@ def _entering(batches: Sequence[Batch]) -> list[Activation]:
 
 def _entered(batch: Batch, tie: int) -> Activation:
     leaves = detach_leaves(Activation(_packed(batch)))
-    return with_ties(leaves, [tie | own for own in ties_of(flag_aliases(leaves, leaves))])
+    return with_ties(leaves, [max(tie, own) for own in ties_of(flag_aliases(leaves, leaves))])
 
 
 def _packed(batch: Batch) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..values._aliases import Aliased
 from ..values._leaves import Activation
 from ..values._sharing import divided, joined
 from ._link import Channel
@@ -20,21 +19,17 @@ class Ports:
     The combined activation is a tuple of the main value and the skips.
     """
 
-    __slots__ = ("_aliased", "_channels", "_sizes")
+    __slots__ = ("_channels", "_sizes")
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = channels
         self._sizes: dict[int, list[int]] = {}
-        self._aliased: dict[int, Aliased] = {}
 
     def get_values(self, i: int) -> Activation:
         """Wait for what the stages before have sent."""
         parts = [channel.get_values(i) for channel in self._channels]
         self._sizes[i] = [len(part.tensors) for part in parts]
-        activation = joined(parts)
-        if isinstance(activation.value, Aliased):
-            self._aliased[i] = activation.value
-        return activation
+        return joined(parts)
 
     def put_values(self, i: int, activation: Activation) -> None:
         """Send each part to the stage that needs it."""
@@ -49,7 +44,6 @@ class Ports:
 
     def put_gradients(self, i: int, gradients: Gradients) -> None:
         """Send back the gradients of what :meth:`get_values` got."""
-        aliased = self._aliased.pop(i, None)
-        flowing = iter(gradients if aliased is None else aliased.spread(gradients))
+        flowing = iter(gradients)
         for channel, size in zip(self._channels, self._sizes.pop(i), strict=True):
             channel.put_gradients(i, [next(flowing) for _ in range(size)])

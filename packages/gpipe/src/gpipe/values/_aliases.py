@@ -4,12 +4,13 @@
 
     (x, x[:, :1], mask)  -- packed -->  Aliased(x, mask)  -- clone, copy, cut -->  unpacked --> (y, y[:, :1], mask)
 
-So after any copy, a change of one tensor is a change of the others, and autograd knows it.
+So after any copy, a change of one tensor is a change of the others, and autograd knows it. What cannot be sent so stays
+as it is, and :mod:`gpipe.values._sharing` refuses in-place work on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils import _pytree
 from microbatch import flatten, is_flat, unflatten
 
 from ._leaves import is_custom
-from ._memory import clusters, extent, has_own_storages, is_dense, region
+from ._memory import clusters, has_own_storages, is_dense, region
 
 
 class View(NamedTuple):
@@ -29,30 +30,21 @@ class View(NamedTuple):
     Attributes:
         source: the number of the source.
         shape, stride, offset: where the elements lie in the source, which is dense; None if the tensor is the source.
-        dtype: of the tensor, if it has another than the source.
         detached: whether the tensor needs no grad although the source does.
-        conjugate, negative: lazy flags of the tensor.
     """
 
     source: int
     shape: torch.Size | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
-    dtype: torch.dtype | None = None
     detached: bool = False
-    conjugate: bool = False
-    negative: bool = False
 
     def of(self, source: Tensor) -> Tensor:
         """The tensor, as a view of ``source``."""
         if self.shape is None:
             return source
         base = source.detach() if self.detached else source
-        if self.dtype is not None:
-            base = base.as_strided((extent(base),), (1,)).view(self.dtype)
-        view = base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
-        view = view.conj() if self.conjugate else view
-        return view._neg_view() if self.negative else view
+        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
 
 
 class Plan(NamedTuple):
@@ -98,11 +90,7 @@ _pytree.register_pytree_node(
 
 
 def packed(value: Any) -> Any:
-    """``value`` itself if no two of its tensors share memory, else an :class:`Aliased`.
-
-    Tensors remain separate if autograd does not know that they share memory, or if the views cannot be made again
-    elsewhere.
-    """
+    """``value`` itself if no two of its tensors share memory, or can be sent as one; else an :class:`Aliased`."""
     if isinstance(value, Tensor):
         return value
     leaves = value if is_flat(value) else flatten(value)[0]
@@ -137,74 +125,50 @@ def _packed(value: Any, tensors: dict[int, Tensor]) -> Any:
 
 
 def _source(tensors: Sequence[Tensor]) -> Tensor | None:
-    """A tensor of which all ``tensors`` are views; None if there is none."""
-    if any(type(each) is not Tensor or each.layout is not torch.strided or each.is_quantized for each in tensors):
+    """A tensor of which all ``tensors`` are views: one of them, or what autograd knows as their base; None if none."""
+    if not all(type(tensor) is Tensor and _is_plain(tensor) for tensor in tensors):
         return None
-    trained = [tensor for tensor in tensors if tensor.requires_grad]
-    candidates = _roots(trained) if trained else [_batch(tensors), _flat(tensors)]
-    fitting = (each for each in candidates if each is not None and all(_fits(tensor, each) for tensor in tensors))
-    return next(fitting, None)
+    own = [tensor for tensor in tensors if tensor.requires_grad] or tensors
+    base = own[0]._base
+    # Of other rows, the base may be the whole mini-batch of which these are a part.
+    has_rows = base is not None and all(tensor.shape[:1] == base.shape[:1] for tensor in tensors)
+    candidates = [base, *own] if base is not None and has_rows else own
+    return next((each for each in candidates if _is_source(each, tensors, own)), None)
 
 
-def _roots(trained: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What all ``trained`` are views of, as autograd knows it: something outside of the value, or one of them."""
-    base = trained[0]._base
-    for root in trained if base is None else (base, *trained):
-        lazy = root.is_conj() or root.is_neg() or not root.requires_grad
-        if not lazy and is_dense(root) and all(_is_view(tensor, root) for tensor in trained):
-            yield root
+def _is_source(source: Tensor, tensors: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
+    """Whether all ``tensors`` are views of ``source``; in the eyes of autograd too, for those that require grad."""
+    whole = region(source)
+    return (
+        _is_plain(source)
+        and is_dense(source)
+        and source.requires_grad == own[0].requires_grad
+        and all(tensor.dtype is source.dtype for tensor in tensors)
+        and all(whole.start <= where.start and where.stop <= whole.stop for where in map(region, tensors))
+        and (not source.requires_grad or all(_is_view(tensor, source) for tensor in own))
+    )
 
 
-def _is_view(tensor: Tensor, root: Tensor) -> bool:
-    """Whether the gradient of ``tensor`` becomes one of ``root`` by strides alone."""
-    if tensor is root:
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether memory, shape and strides are all that there is to the tensor."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.layout is torch.strided and not tensor.is_quantized and not lazy
+
+
+def _is_view(tensor: Tensor, source: Tensor) -> bool:
+    """Whether the gradient of ``tensor`` becomes one of ``source`` by strides alone."""
+    if tensor is source:
         return True
-    # A view of another dtype is not determined by strides; and a gradient sent directly to the root would skip hooks.
-    if tensor.dtype is not root.dtype or tensor._backward_hooks:
+    if tensor._backward_hooks:  # a gradient that is sent to the source directly would skip them
         return False
-    node, end = tensor.grad_fn, get_gradient_edge(root).node
+    node, end = tensor.grad_fn, get_gradient_edge(source).node
     while node is not None and node is not end and not is_custom(type(node)):  # such a view has a gradient of its own
         node = node.next_functions[0][0] if node.next_functions else None
     return node is end
 
 
-def _batch(tensors: Sequence[Tensor]) -> Tensor | None:
-    """What all are views of, if it has their rows; micro-batches of that can be put together again."""
-    root = tensors[0] if tensors[0]._base is None else tensors[0]._base
-    rows = {tensor.shape[:1] for tensor in (root, *tensors)}
-    return root if len(rows) == 1 and is_dense(root) and not root.is_conj() and not root.is_neg() else None
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """A tensor over all memory from the first to the last element of any."""
-    regions = [region(tensor) for tensor in tensors]
-    smallest, unit = min(tensors, key=lambda tensor: tensor.itemsize), max(tensor.itemsize for tensor in tensors)
-    start = min(each.start for each in regions) // unit * unit
-    stop = min(-(-max(each.stop for each in regions) // unit) * unit, smallest.untyped_storage().nbytes())
-    plain = smallest.conj() if smallest.is_conj() else smallest
-    plain = plain._neg_view() if plain.is_neg() else plain
-    size = smallest.itemsize
-    return plain.as_strided(((stop - start) // size,), (1,), start // size)
-
-
-def _fits(tensor: Tensor, source: Tensor) -> bool:
-    """Whether ``tensor`` is inside ``source``, at an offset that its dtype allows."""
-    own, whole, size = region(tensor), region(source), tensor.itemsize
-    aligned = tensor.dtype is source.dtype or (whole.start % size == whole.stop % size == 0)
-    inside = whole.start <= own.start and own.stop <= whole.stop
-    return aligned and inside and (own.start - whole.start) % size == 0
-
-
 def _view(tensor: Tensor, source: Tensor, number: int) -> View:
     if tensor is source:
         return View(number)
-    return View(
-        number,
-        tensor.shape,
-        tensor.stride(),
-        (region(tensor).start - region(source).start) // tensor.itemsize,
-        None if tensor.dtype is source.dtype else tensor.dtype,
-        source.requires_grad and not tensor.requires_grad,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    offset = (region(tensor).start - region(source).start) // tensor.itemsize
+    return View(number, tensor.shape, tensor.stride(), offset, source.requires_grad and not tensor.requires_grad)

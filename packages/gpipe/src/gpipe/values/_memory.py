@@ -61,8 +61,8 @@ def has_own_storages(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -
     return len(own) == len(tensors) and own.isdisjoint(map(storage_id, others))
 
 
-def clusters(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups whose regions overlap, directly or through others; in the given order."""
+def groups(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of the tensors in groups whose regions overlap, directly or through others; in the given order."""
     found: list[list[int]] = []
     last = Region(0, 0, 0)
     regions = [region(each) for each in tensors]
@@ -75,7 +75,12 @@ def clusters(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             last = where
     found += [[k] for k, where in enumerate(regions) if where.start == where.stop]
     # Not in the order of addresses: a recomputation must give the same order.
-    return [[tensors[k] for k in sorted(cluster)] for cluster in sorted(found, key=min)]
+    return sorted(map(sorted, found))
+
+
+def clusters(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups that share memory."""
+    return [[tensors[k] for k in group] for group in groups(tensors)]
 
 
 def cloned_together(tensors: Sequence[Tensor]) -> list[Tensor]:
