@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -29,11 +28,10 @@ from .report import Report, Table
 Costs = Sequence[float]
 Model = tuple[nn.Sequential, torch.Tensor]
 Profiler = Callable[[nn.Sequential, torch.Tensor, float], Costs]
-PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "profile.svg"
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
-    """Balances by time; sizes of a model without a device; with `--write`, a picture of a profile."""
+    """Balances by time; sizes of a model without a device."""
     torch.manual_seed(0)
     repeats, timeout = (2, 0.05) if options.quick else (options.rounds or 10, 1.0)
     with intra_op_threads(1):
@@ -42,9 +40,6 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
     if options.quick:
         return
     yield Report([_large()])
-    if options.write:
-        with intra_op_threads(1):
-            draw(PICTURE)
 
 
 def _balances(repeats: int, timeout: float) -> Table:
@@ -145,9 +140,3 @@ def _large() -> Table:
     table = Table("profiler.md", "large", caption, ("layers", "parameters, 10⁹", "TiB", "seconds to count"), left=0)
     table.add(len(model), f"{parameters / 1e9:.1f}", f"{sum(sizes) / 2**40:.2f}", f"{spent:.1f}")
     return table
-
-
-def draw(path: Path) -> None:
-    model, sample = transformer()
-    found = profile(model, sample, device="cpu", timeout=5.0)
-    path.write_text(found.picture(list(partition(found.seconds, 4).sizes)), encoding="utf-8")

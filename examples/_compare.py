@@ -64,7 +64,7 @@ def parser(description: str | None, timeline: str, *, stages: int = 2, chunks: i
         "--timeline",
         type=Path,
         default=Path(tempfile.gettempdir()) / timeline,
-        help="where to save the drawing of a step: .svg, .html or .png (default: %(default)s)",
+        help="where to save the drawing of a step: .svg or .html (default: %(default)s)",
     )
     return options
 

@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="train the model itself")
     parser.add_argument("--stages", type=int, default=2, help="of a pipeline; at least as many as processes")
     parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--timeline", type=Path, help="where to save the drawing of a step: .svg, .html or .png")
+    parser.add_argument("--timeline", type=Path, help="where to save the drawing of a step: .svg or .html")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches a mini-batch is cut into")
     parser.add_argument("--batch", type=int, default=16, help="blocks of text in a mini-batch")

@@ -24,7 +24,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
-DISTRIBUTIONS = {name: f"gpipe-{'torch' if name == 'gpipe' else name}" for name in PACKAGES} | {"resvg_py": "resvg-py"}
+DISTRIBUTIONS = {name: f"gpipe-{'torch' if name == 'gpipe' else name}" for name in PACKAGES}
 
 each_package = pytest.mark.parametrize("package", PACKAGES)
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from _svg import BACKWARD, DARK, FORWARD, GROUND, INK, PAPER, rect, text
 
 from gpipe import GPipe
-from profiler.svg import BACKWARD, DARK, FORWARD, GROUND, INK, PAPER, rect, text
 from profiler.text import format_bytes
 
 HERE = Path(__file__).parent

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import gpipe
-import profiler
 
 from .looking import in_a_browser
 from .test_timeline import brightness, contrast
@@ -27,23 +26,20 @@ def reports() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(0), nn.Dropout(), nn.Linear(4, 4))
     sample = torch.zeros(8, 4)
     plan = gpipe.plan(model, sample, ["cpu", "cpu"], chunks=[2], calibrate=False)
-    profile = profiler.profile(model, sample, timeout=0.01)
-    return {"plan": plan, "profile": profile, "report": gpipe.check(model, sample), "timeline": plan.timeline}
+    return {"plan": plan, "report": gpipe.check(model, sample), "timeline": plan.timeline}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["plan", "profile", "report", "timeline"])
+@pytest.mark.parametrize("name", ["plan", "report", "timeline"])
 def test_words_stand_out_from_the_paper(browser: Any, reports: dict[str, Any], name: str, scheme: str) -> None:
     context = browser.new_context(offline=True, color_scheme=scheme)
     page = context.new_page()
-    page.set_content(f"<body><style>tr {{ background: #888 }}</style>{reports[name]._repr_html_()}</body>")
+    page.set_content(f"<body>{reports[name]._repr_html_()}</body>")
     colours = (
         "found => found.map(e => [e.tagName, getComputedStyle(e)]).map(([t, s]) => t == 'text' ? s.fill : s.color)"
     )
     words = page.locator("text:not(.number), h1, h2, p, th, td, li, pre").evaluate_all(colours)
-    rows = page.locator("tr").evaluate_all("found => found.map(e => getComputedStyle(e).backgroundColor)")
     context.close()
     paper = brightness("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 31)")
     assert words
     assert [colour for colour in set(words) if contrast(brightness(colour), paper) < 4.5] == []
-    assert set(rows) <= {"rgba(0, 0, 0, 0)"}

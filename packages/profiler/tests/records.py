@@ -29,8 +29,6 @@ def layers(timed: bool) -> st.SearchStrategy[LayerProfile]:
         output_bytes=_bytes,
         peak_bytes=_bytes,
         flops=_bytes,
-        allocated_bytes=st.none() | _bytes,
-        allocated_peak_bytes=st.none() | _bytes,
         backward_input_seconds=st.none() | seconds,
         passing_bytes=_bytes,
         freed_bytes=_bytes,

@@ -17,12 +17,15 @@ def sample():
 
 
 def test_the_allocator_agrees_up_to_its_blocks():
-    for layer in profile(model(), sample(), device="cuda", timeout=0.05):
-        assert layer.saved_bytes <= layer.allocated_bytes
+    x = torch.rand(64, 100, requires_grad=True)
+    for layer in (nn.Dropout(), nn.LayerNorm(100), nn.GELU()):
+        (found,) = profile(nn.Sequential(layer), x, device="cuda", timeout=0.05)
+        here, there = x.detach().cuda().requires_grad_(), layer.cuda()
+        before = torch.cuda.memory_allocated()
+        output = there(here)
         # No layer here keeps more than three storages.
-        assert layer.allocated_bytes - layer.saved_bytes < 3 * BLOCK
-        assert layer.allocated_peak_bytes >= layer.allocated_bytes
-        assert layer.allocated_peak_bytes >= layer.peak_bytes
+        assert 0 <= torch.cuda.memory_allocated() - before - found.saved_bytes < 3 * BLOCK
+        del output
 
 
 def test_dropout_keeps_a_byte_for_each_element():

@@ -42,7 +42,7 @@ WRONG = {
     "forward_seconds": "1",
     "backward_seconds": -0.5,
     "flops": None,
-    "allocated_bytes": [],
+    "parting_bytes": [],
     "schema": "gpipe-profiler/0",
     "loss": 3,
     "others": {},
@@ -83,7 +83,7 @@ def test_names_that_no_file_takes_can_be_printed():
     document["layers"][0]["name"] = "\ud800"
     found = Profile.from_json(json.dumps(document))
     assert str(found).encode("utf-8")
-    assert found.picture().encode("utf-8")
+    assert found._repr_html_().encode("utf-8")
     assert found["\ud800"] is found[0]
 
 

@@ -10,9 +10,7 @@ from profiler._times import Seconds, medians
 
 from .strategies import WIDTH, fewer, models, samples
 
-PEAKS = (
-    "peak_bytes", "backward_peak_bytes", "adding_peak_bytes", "given_peak_bytes", "adding_given_peak_bytes",
-)  # fmt: skip
+PEAKS = ("peak_bytes", "backward_peak_bytes", "adding_peak_bytes")
 
 
 @fewer

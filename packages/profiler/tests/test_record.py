@@ -27,7 +27,7 @@ def test_both_parts_of_a_backward_are_all_of_it_or_more(layer):
 def test_figures_that_are_not_given_are_nothing():
     layer = _example()[0]
     assert layer.passing_bytes == layer.freed_bytes == 0
-    assert layer.backward_peak_bytes is layer.parting_bytes is layer.allocated_bytes is None
+    assert layer.backward_peak_bytes is layer.parting_bytes is None
 
 
 def test_an_unknown_name_is_told():

@@ -7,12 +7,12 @@ from os import PathLike, fspath
 from pathlib import Path
 
 
-def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str | bytes]]) -> None:
+def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str]]) -> None:
     """Write the format that belongs to the ending of ``path``.
 
     Args:
         path: the file; an existing one is replaced.
-        forms: for each ending a function that returns the content; text is written as UTF-8.
+        forms: for each ending a function that returns the text, which is written as UTF-8.
 
     Raises:
         ValueError: ``path`` has another ending; nothing is written.
@@ -23,5 +23,4 @@ def save(path: str | PathLike[str], forms: Mapping[str, Callable[[], str | bytes
         raise ValueError(
             f"path: expected a name that ends in {', '.join(others)} or {last}, got the ending {file.suffix!r}"
         )
-    made = forms[file.suffix]()
-    file.write_bytes(made.encode() if isinstance(made, str) else made)
+    file.write_bytes(forms[file.suffix]().encode())

@@ -82,14 +82,12 @@ def test_a_plan(name: str, note: str) -> None:
     layers = tuple(replace(key, name=name) for key in example().layers)
     shown = harmless(replace(example(), layers=layers, notes=(note,), devices=(name, name))._repr_html_())
     assert shown.tags.count("svg") == 1 + 2  # The timeline, with a lane for each stage.
-    assert shown.tags.count("table") == 2
-    assert shown.tags.count("li") == 1
+    assert "not taken" in shown.text
 
 
 @given(reports)
 def test_a_report(report: Report) -> None:
     shown = harmless(report._repr_html_())
-    assert shown.tags.count("b") == len(report.findings)
     for finding in report.findings:
         assert f"{finding.level}[{finding.code}]" in shown.text
         assert finding.advice in shown.text
@@ -108,7 +106,7 @@ def test_a_report_is_saved_as_its_ending_says(ending: str, tmp_path: Path) -> No
     report.save(tmp_path / f"check.{ending}")
     text = (tmp_path / f"check.{ending}").read_text(encoding="utf-8")
     if ending == "html":
-        assert text.startswith("<!DOCTYPE html>")
+        assert text.startswith("<!doctype html>")
         assert "1 < 2" in harmless(text).text
     else:
         assert text == (report.to_json() if ending == "json" else f"{report}\n")

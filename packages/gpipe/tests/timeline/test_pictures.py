@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -280,21 +279,6 @@ class TestFiles:
         text = path.read_text(encoding="utf-8")
         assert text.startswith(begin)
         assert "two by two" in text
-
-    def test_a_picture_in_pixels(self, tmp_path: Path) -> None:
-        pytest.importorskip("resvg_py")
-        uniform(2, 2).save(tmp_path / "t.png", title="two <by> two", beside={"again": uniform(3, 2)})
-        uniform(2, 2).save(tmp_path / "t.svg", title="two <by> two", beside={"again": uniform(3, 2)})
-        picture, pixels = drawn((tmp_path / "t.svg").read_text(encoding="utf-8")), (tmp_path / "t.png").read_bytes()
-        assert pixels.startswith(b"\x89PNG\r\n\x1a\n")
-        sides = [int.from_bytes(pixels[at : at + 4], "big") for at in (16, 20)]
-        assert sides == [2 * int(picture.get(side, "0")) for side in ("width", "height")]
-
-    def test_a_picture_in_pixels_needs_an_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "resvg_py", None)
-        with pytest.raises(ImportError, match=r"path: .* install the extra gpipe-torch\[png\], or resvg-py"):
-            uniform(2, 2).save(tmp_path / "t.png")
-        assert list(tmp_path.iterdir()) == []
 
     def test_what_was_saved_is_loaded(self, tmp_path: Path) -> None:
         timeline = uniform(3, 2, activation_bytes=5)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -97,45 +97,29 @@ class AllocationTracker(DispatchMode):  # type: ignore[no-untyped-call]
             self._forget(self._deaths.popleft())
 
     def _forget(self, key: int) -> int:
-        """Count a storage as freed. Returns its bytes, if it was alive."""
+        """Count a storage as freed. Returns its bytes; 0 if it was not alive."""
         _, size = self._alive.pop(key, (None, 0))
         self._now -= size
         return size
 
 
-class Moment(NamedTuple):
-    """Bytes after an operation of a backward.
-
-    Attributes:
-        now: alive, without the gradients of parameters that are accumulated already.
-        aside: of these gradients.
-        given: of the gradients that the backward began with.
-    """
-
-    now: int
-    aside: int
-    given: int
-
-
 class GradientTracker(AllocationTracker):  # type: ignore[no-untyped-call]
-    """Tells the gradients of parameters, and those that a backward begins with, from other memory.
+    """Tells the gradients of parameters that were accumulated from other memory.
 
     Attributes:
-        moments: since the last :meth:`restart`.
+        backward_peak: the peak since the last :meth:`restart`.
+        adding_peak: the same without gradients that were accumulated: where there were some before, these are freed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._aside = 0
-        self._given: dict[int, int] = {}
-        self.moments: list[Moment] = []
+        self.backward_peak = self.adding_peak = 0
 
-    def restart(self, seeds: Iterable[Any] = ()) -> None:
-        """Begin with the gradients ``seeds``, before anything else is allocated."""
+    def restart(self) -> None:
+        """Begin to count the peaks of a backward."""
         self._bury()
-        made = {storage._cdata for storage in storages(list(seeds))}
-        self._given = {key: size for key, (_, size) in self._alive.items() if key in made}
-        self.moments = []
+        self.backward_peak = self.adding_peak = 0
         self._reached(self._now)
 
     @contextmanager
@@ -155,8 +139,5 @@ class GradientTracker(AllocationTracker):  # type: ignore[no-untyped-call]
 
     def _reached(self, now: int) -> None:
         super()._reached(now + self._aside)
-        self.moments.append(Moment(now, self._aside, sum(self._given.values())))
-
-    def _forget(self, key: int) -> int:
-        self._given.pop(key, None)
-        return super()._forget(key)
+        self.backward_peak = max(self.backward_peak, now + self._aside)
+        self.adding_peak = max(self.adding_peak, now)

@@ -12,7 +12,6 @@ import torch
 from microbatch import Batch
 
 from ._allocations import GradientTracker
-from ._allocator import Meter, no_meter
 from ._enter import copied, enter_batch
 from ._isolation import uncompiled
 from ._loose import Loose, Watched
@@ -45,7 +44,6 @@ def count(
     backward: bool = True,
     split: bool = False,
     mode: Callable[[], AbstractContextManager[object]] = nullcontext,
-    meter: Callable[[], Meter] = no_meter,
 ) -> tuple[Batch, Count]:
     """Runs the forward, and counts the storages that it creates and that stay alive: those of the output, and of what
     the graph has saved. Then the backward, for the peaks and FLOPs. Compiled layers are counted uncompiled.
@@ -57,15 +55,13 @@ def count(
         backward: whether to run the backward.
         split: whether to count also what is kept between the two parts of a split backward.
         mode: makes a context for everything that runs.
-        meter: makes a reader of the allocator's statistics.
     """
     visit = replace(visit, input=enter_batch(visit.input, copies=True))
     inputs = Watched(visit.input)
-    tracker, allocator = GradientTracker(), meter()
+    tracker = GradientTracker()
     with uncompiled(), mode(), tracker:
         output, roots = visit.forward()
     found = {"saved_bytes": tracker.alive(), "output_bytes": tensor_bytes(output.value)}
-    allocated, _ = allocator()
     outputs, handed = Watched(output), copied(output)
     turn, parameters = turned(roots) if roots and backward else None, list(visit.layer.parameters())
     del visit, roots
@@ -78,22 +74,17 @@ def count(
         with uncompiled(), mode():
             parting = partings(turn) if split else None
         assert turn.grad_fn is not None
-        turn.grad_fn.register_hook(lambda seeds, _: tracker.restart(seeds))
+        turn.grad_fn.register_hook(lambda *_: tracker.restart())
         with tracker.setting_aside(parameters), uncompiled(), mode(), tracker:
             torch.autograd.backward(turn, SEED)
-    moments = tracker.moments
     figures = {
         **found,
         "peak_bytes": tracker.peak,
         "flops": tracker.flops,
-        "allocated_bytes": allocated,
-        "allocated_peak_bytes": allocator()[1],
         "passing_bytes": sum(each.size for each in gone),
         "freed_bytes": freed,
-        "backward_peak_bytes": max(now + aside for now, aside, _ in moments),
-        "adding_peak_bytes": max(now for now, _, _ in moments),
-        "given_peak_bytes": max(now + aside - given for now, aside, given in moments),
-        "adding_given_peak_bytes": max(now - given for now, _, given in moments),
+        "backward_peak_bytes": tracker.backward_peak,
+        "adding_peak_bytes": tracker.adding_peak,
         "parting_bytes": parting and parting.left,
         "parting_peak_bytes": parting and parting.peak,
     }

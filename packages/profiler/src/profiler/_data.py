@@ -22,8 +22,6 @@ class LayerProfile:
         output.
     flops: floating-point operations of forward and backward: of matrix products, convolutions, attention and recurrent
         layers.
-    allocated_bytes, allocated_peak_bytes: saved bytes and peak by the statistics of an accelerator's allocator, which
-        rounds up to its blocks; None on a CPU, and where there are no statistics.
     backward_input_seconds: seconds of the first part of a split backward, which computes the gradients of the inputs.
         None unless ``split_backward`` was given, and if the backward cannot be split: one operation computes all
         gradients, as in an LSTM, or a parameter is used twice. Both parts together may take longer than the whole.
@@ -36,8 +34,6 @@ class LayerProfile:
         ``backward_input_seconds``.
     parting_peak_bytes: the peak of the first part of a split backward, beside what the forward saved.
     largest_parameter_bytes: bytes of its largest trainable parameter.
-    given_peak_bytes, adding_given_peak_bytes: ``backward_peak_bytes`` and ``adding_peak_bytes`` without the gradient of
-        the output, if that is in the memory of another stage.
     """
 
     name: str
@@ -51,8 +47,6 @@ class LayerProfile:
     output_bytes: int
     peak_bytes: int
     flops: int
-    allocated_bytes: int | None = None
-    allocated_peak_bytes: int | None = None
     backward_input_seconds: float | None = None
     passing_bytes: int = 0
     freed_bytes: int = 0
@@ -61,8 +55,6 @@ class LayerProfile:
     parting_bytes: int | None = None
     parting_peak_bytes: int | None = None
     largest_parameter_bytes: int | None = None
-    given_peak_bytes: int | None = None
-    adding_given_peak_bytes: int | None = None
 
     @property
     def backward_weight_seconds(self) -> float | None:

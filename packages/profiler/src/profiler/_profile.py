@@ -62,7 +62,7 @@ def profile(
         layers: names of submodules that run one after the other; `module` may then be any module.
         device: the CPU or an accelerator; by default the accelerator if there is one. On ``"meta"`` nothing is computed
             and no memory is allocated: the profile has no seconds, and the bytes and FLOPs of a CPU. It is the default
-            for a module on ``meta``. On an accelerator the peak statistics of the allocator are reset.
+            for a module on ``meta``.
         chunks: the number of micro-batches that `sample` is cut into.
         rows: instead of `chunks`: numbers of rows, for each of which the first rows of `sample` are measured for
             `timeout` seconds. The result is that of the largest number; :meth:`Profile.at` returns it for any.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._data import ProfileData
@@ -51,9 +50,9 @@ class Profile(ProfileData):
         return profile_table(self)
 
     def _repr_html_(self) -> str:
-        from ._page import shown  # late, as below
+        from html import escape  # late, as few need it
 
-        return shown(self)
+        return f"<pre>{escape(str(self))}</pre>"
 
     def to_json(self) -> str:
         """Text that `from_json` turns into an equal profile.
@@ -77,20 +76,3 @@ class Profile(ProfileData):
             ValueError: `text` is not the JSON of a profile; the message names the place.
         """
         return load(Profile, text)
-
-    def picture(self, balance: Sequence[int] | None = None, *, by: str = "seconds") -> str:
-        """An SVG with a bar for each layer; with a balance, also the cuts, and the load above each partition.
-
-        Args:
-            balance: the number of layers of each partition.
-            by: the name of the figure that bars show, as for :meth:`costs`.
-
-        Returns:
-            The text of the SVG.
-
-        Raises:
-            ValueError: `balance` has another number of layers, or the figure was not measured.
-        """
-        from ._picture import picture  # late: it needs XML, which torch alone does not import
-
-        return picture(self, balance, by)

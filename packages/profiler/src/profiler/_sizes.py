@@ -15,7 +15,6 @@ from torch import nn
 from microbatch import Batch, scatter
 
 from ._alike import situation
-from ._allocator import meter_for
 from ._arguments import check_chunks, check_sample, check_scale, sizing_device
 from ._count import Count, count
 from ._data import SkipProfile
@@ -92,7 +91,7 @@ def count_layers(
     def step(visit: Visit) -> Batch:
         loose, original = found[-1].loose if found else (), module[visit.index]
         if mode is None:
-            output, counted = one(visit, loose, meter=partial(meter_for, device))
+            output, counted = one(visit, loose)
         else:
             key = situation(original, visit.input, loose)
             output, counted = known.get(key) or _count_fake(visit, original, loose, one, mode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,16 +23,14 @@ _COLUMNS = {
 }
 # Peaks of layers occur at different times, and outputs are included in saved bytes.
 _NOT_SUMMED = ("peak_bytes", "output_bytes")
-NOTE = "* the largest of its column"
 
 
-def profile_table(profile: ProfileData, width: int | None = None) -> str:
+def profile_table(profile: ProfileData) -> str:
     """A line for each layer and the loss, and one for the total; the largest figure of each column is marked."""
-    first = textwrap.fill(heading(profile), width) if width else heading(profile)
-    return f"{first}\n{align(profile_rows(profile), left=2, width=width)}\n{NOTE}"
+    return f"{_heading(profile)}\n{align(_rows(profile), left=2)}\n* the largest of its column"
 
 
-def profile_rows(profile: ProfileData) -> list[list[str]]:
+def _rows(profile: ProfileData) -> list[list[str]]:
     """The head, a line for each layer and the loss, and the total."""
     lines = [*profile, *([] if profile.loss is None else [profile.loss])]
     # The first part of a split backward only if it was measured.
@@ -52,7 +49,7 @@ def _column(lines: Sequence[LayerProfile], name: str) -> list[str]:
     return [*cells, format_cost(sum(values), name) if summable else ""]
 
 
-def heading(profile: ProfileData) -> str:
+def _heading(profile: ProfileData) -> str:
     """A line that says what was profiled, and how."""
     timed = f"median of {profile.rounds} rounds" if profile.rounds else "counted, not run"
     rows = f"micro-batch of {profile.rows} rows (chunks={profile.chunks})"

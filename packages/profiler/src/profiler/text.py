@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 __all__ = ["align", "format_bytes", "format_cost", "format_flops", "format_seconds", "format_share", "time_unit"]
 
@@ -109,14 +109,12 @@ def time_unit(span: float) -> tuple[float, str]:
     return next((unit for unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if span >= unit[0]), (1e-9, "ns"))
 
 
-def align(rows: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:
+def align(rows: Sequence[Sequence[str]], left: int) -> str:
     """A table of text: columns two spaces apart, and a line below the head.
 
     Args:
         rows: the head and the lines, with equally many cells.
         left: the number of columns that are aligned left; others are aligned right.
-        width: the longest line that fits. Columns that do not fit follow in a further table, which repeats those on the
-            left; by default all are in one.
 
     Returns:
         The lines, joined.
@@ -130,27 +128,13 @@ def align(rows: Sequence[Sequence[str]], left: int, width: int | None = None) ->
     a     12 B
     """
     columns = [[_printable(cell) for cell in column] for column in zip(*rows, strict=True)]
-    columns = [_padded(column, str.ljust if i < left else str.rjust) for i, column in enumerate(columns)]
-    first, tables = columns[:left], [columns[:left]]
-    for column in columns[left:]:
-        if width and len(tables[-1]) > left and _width([*tables[-1], column]) > width:
-            tables.append(first[:])
-        tables[-1].append(column)
-    return "\n\n".join(map(_lines, tables))
-
-
-def _padded(column: Sequence[str], side: Callable[[str, int], str]) -> list[str]:
-    width = max(map(len, column))
-    return [side(cell, width) for cell in column]
-
-
-def _width(columns: Sequence[Sequence[str]]) -> int:
-    return sum(len(column[0]) + 2 for column in columns) - 2
-
-
-def _lines(columns: Sequence[Sequence[str]]) -> str:
-    head, *body = ("  ".join(row).rstrip() for row in zip(*columns, strict=True))
-    return "\n".join([head, "─" * _width(columns), *body])
+    widths = [max(map(len, column)) for column in columns]
+    sides = [str.ljust if k < left else str.rjust for k in range(len(columns))]
+    padded = [
+        [side(cell, width) for cell in column] for side, width, column in zip(sides, widths, columns, strict=True)
+    ]
+    head, *body = ("  ".join(row).rstrip() for row in zip(*padded, strict=True))
+    return "\n".join([head, "─" * (sum(widths) + 2 * len(widths) - 2), *body])
 
 
 def _printable(cell: str) -> str:

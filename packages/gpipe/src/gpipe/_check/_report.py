@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 
-from profiler import html
-from profiler.svg import escaped
-
+from .._page import fragment, page
 from .._saving import save
 from ._findings import Finding
 
@@ -58,18 +55,13 @@ class Report:
         Raises:
             ValueError: ``path`` has another ending.
         """
-        page = partial(html.page, "Check", self._body())
-        save(path, {".html": page, ".json": self.to_json, ".txt": lambda: f"{self}\n"})
+        save(path, {".html": lambda: page("Check", str(self)), ".json": self.to_json, ".txt": lambda: f"{self}\n"})
 
     def __str__(self) -> str:
         return "\n\n".join([*map(str, self._ordered()), self._summary()])
 
     def _repr_html_(self) -> str:
-        return html.fragment(self._body())
-
-    def _body(self) -> str:
-        findings = "".join(map(_in_html, self._ordered()))
-        return f"<h1>Check</h1>{findings}<p>{escaped(self._summary())}</p>"
+        return fragment(str(self))
 
     def _ordered(self) -> list[Finding]:
         """The findings, errors first."""
@@ -87,8 +79,3 @@ class Report:
         else:
             lines.append("the whole pipe was not compared; fix the errors first")
         return "\n".join(lines)
-
-
-def _in_html(finding: Finding) -> str:
-    first, _, others = str(finding).partition("\n")
-    return f'<pre style="white-space: pre-wrap"><b>{escaped(first)}</b>\n{escaped(others)}</pre>'

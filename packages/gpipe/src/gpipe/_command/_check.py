@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from profiler.target import load, model_of, sample_of
-
 from .._check import check as check_model
 from ._inputs import Json, Loss, LossTarget, Numbers, Sample, Target, busy
 from ._output import expect_writable, finish
+from ._target import load, model_of, sample_of
 
 
 def check(

@@ -23,7 +23,12 @@ def expect_writable(path: str | None, *endings: str) -> None:
         _beside(Path(path), Path.touch)
 
 
-def finish(found: object, json: Callable[[], str] | None, path: str | None, write: Callable[[Path], object]) -> None:
+def finish(
+    found: object,
+    json: Callable[[], str] | None,
+    path: str | None = None,
+    write: Callable[[Path], object] = lambda path: None,
+) -> None:
     """Print what a command has found, and save it. An existing file is replaced only when the new one is complete.
 
     Args:

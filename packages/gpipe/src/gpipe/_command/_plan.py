@@ -6,13 +6,12 @@ import re
 from collections.abc import Sequence
 from json import dumps
 
-from profiler.target import load, model_of, sample_of
-
 from .._plan import Infeasible
 from .._plan import plan as make_plan
 from .._plan._fake import read_fake
 from ._inputs import Devices, Figures, Json, Loss, LossTarget, Numbers, Sample, Switch, Target, Texts, busy
 from ._output import expect_writable, finish
+from ._target import load, model_of, sample_of
 
 
 def plan(
@@ -76,7 +75,7 @@ def plan(
             )
     except Infeasible as error:
         facts = {"error": str(error), "device": error.device, "short": error.short, "changes": error.changes}
-        finish(f"gpipe: {error}", (lambda: dumps(facts, indent=2)) if json else None, None, str)
+        finish(f"gpipe: {error}", (lambda: dumps(facts, indent=2)) if json else None)
         return 1
     finish(found, found.to_json if json else None, html, found.save)
     return 0

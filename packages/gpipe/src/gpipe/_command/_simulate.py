@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from profiler.target import model_of, sample_of
-
 from ..balance import balance_cost
 from ..engine._workers import placement
 from ..module._arguments import checked_devices
@@ -13,6 +11,7 @@ from ..simulate import stage_costs
 from ..timeline._chrome import trace
 from ._inputs import Devices, Json, Numbers, Sample, Target, profiled
 from ._output import expect_writable, finish
+from ._target import model_of, sample_of
 
 
 def simulate(

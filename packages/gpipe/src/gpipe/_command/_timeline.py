@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from profiler.target import model_of, sample_of
-
 from .._check._loss import mean_square
 from .._gpipe import GPipe
 from ..balance import balance_by_parameters
@@ -14,6 +12,7 @@ from ..timeline import record
 from ..timeline._chrome import trace
 from ._inputs import Devices, Json, Numbers, Sample, Target
 from ._output import expect_writable, finish
+from ._target import model_of, sample_of
 
 
 def timeline(

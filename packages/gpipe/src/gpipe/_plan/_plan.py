@@ -9,16 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from profiler import html
-
 from .._gpipe import GPipe
+from .._page import fragment, page
 from .._saving import save
 from ..module._arguments import Device
 from ..module._sequential import as_sequential
+from ..timeline._svg import svg
 from ._data import LayerKey, PlanData, layer_keys
 from ._distribute import Distribution, distribute
 from ._json import dump, load
-from ._page import body, page
 from ._table import report
 from ._verify import Verification, verify
 
@@ -175,16 +174,26 @@ class Plan(PlanData):
         """Write the plan to a file, in the format that the ending of ``path`` selects.
 
         Args:
-            path: ``.html`` is a page with the memory of each device and the timeline; ``.json`` is the text of
+            path: ``.html`` is a page with the report and the timeline; ``.json`` is the text of
                 :meth:`to_json`; ``.txt`` is the report.
 
         Raises:
             ValueError: ``path`` has another ending.
         """
-        save(path, {".html": lambda: page(self), ".json": self.to_json, ".txt": lambda: f"{self}\n"})
+        save(
+            path,
+            {
+                ".html": lambda: page("Plan", str(self), self._picture()),
+                ".json": self.to_json,
+                ".txt": lambda: f"{self}\n",
+            },
+        )
 
     def __str__(self) -> str:
         return report(self)
 
     def _repr_html_(self) -> str:
-        return html.fragment(body(self))
+        return fragment(str(self), self._picture())
+
+    def _picture(self) -> str:
+        return svg([("actions alone, as predicted", self.timeline)])

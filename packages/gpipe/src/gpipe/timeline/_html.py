@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from importlib.resources import files
 
-from .._template import filled
+from .._page import escaped
 from ._events import Events
 from ._svg import svg
 
@@ -13,4 +13,7 @@ from ._svg import svg
 def html(panels: Sequence[tuple[str, Events]]) -> str:
     """The picture in a page: hovering shows the action and its micro-batch, the wheel zooms, dragging moves."""
     title = " and ".join(title for title, _ in panels if title) or "timeline"
-    return filled(__package__, {"title": escape(title), "picture": svg(panels)})
+    template = files(__package__).joinpath("_page.html").read_text(encoding="utf-8")
+    head, _, rest = template.partition("{{title}}")
+    body, _, script = rest.partition("{{picture}}")
+    return "".join([head, escaped(title), body, svg(panels), script])

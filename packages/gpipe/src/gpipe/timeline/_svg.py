@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from profiler.svg import escaped
 from profiler.text import format_bytes, format_share, time_unit
 
+from .._page import escaped
 from ..schedule import Kind
 from ._events import SECONDS, Event, Events
 from ._table import duration, heading, kinds_in

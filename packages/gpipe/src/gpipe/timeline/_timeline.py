@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 
-from profiler.html import scrolling
-
+from .._page import fragment
 from .._saving import save
 from ._chrome import read, trace
 from ._events import Events
 from ._html import html
-from ._png import png
 from ._svg import svg
 from ._table import table
 
@@ -35,7 +33,6 @@ class Timeline(Events):
 
         ===========  =====================================================================================
         ``.svg``     a picture
-        ``.png``     the picture in pixels; needs the extra ``gpipe-torch[png]``
         ``.html``    the picture in a page of its own: hovering shows the action, the wheel zooms
         ``.json``    for https://ui.perfetto.dev and chrome://tracing; :meth:`load` reads it back
         ===========  =====================================================================================
@@ -47,12 +44,10 @@ class Timeline(Events):
 
         Raises:
             ValueError: ``path`` has another ending.
-            ImportError: ``.png`` was asked for, and resvg-py is not installed.
         """
         panels = [(title, self), *(beside or {}).items()]
-        forms: dict[str, Callable[[], str | bytes]] = {
+        forms: dict[str, Callable[[], str]] = {
             ".svg": lambda: svg(panels),
-            ".png": lambda: png(svg(panels)),
             ".html": lambda: html(panels),
             ".json": lambda: _trace(panels),
         }
@@ -82,7 +77,7 @@ class Timeline(Events):
 
     def _repr_html_(self) -> str:
         # Notebooks show SVG as an image, without tooltips.
-        return scrolling(self._repr_svg_())
+        return fragment("", self._repr_svg_())
 
 
 def _trace(panels: Sequence[tuple[str, Timeline]]) -> str:
