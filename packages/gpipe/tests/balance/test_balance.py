@@ -267,30 +267,3 @@ def test_layers_that_skip_are_balanced_too():
     # The stashing layers keep two tensors, all others one.
     assert balance_by_size(2, model, torch.rand(4, 6), param_scale=0, device="cpu") == [2, 3]
     assert len(balance_by_time(2, model, torch.rand(4, 6), timeout=0.01, device="cpu")) == 2
-
-
-def test_a_schedule_that_holds_more_on_early_stages_gives_them_fewer_layers():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)))
-    sample = torch.rand(64, 64)
-    even = balance_by_size(3, model, sample, chunks=8, param_scale=0, device="meta")
-    by_schedule = balance_by_size(3, model, sample, chunks=8, param_scale=0, device="meta", schedule="1f1b")
-    assert even == [4, 4, 4]
-    assert by_schedule[0] < by_schedule[1] < by_schedule[2]
-    assert balance_by_size(3, model, sample, chunks=8, param_scale=0, device="meta", schedule="fill_drain") == even
-
-
-def test_the_loss_counts_on_the_last_stage():
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
-    arguments = {"chunks": 1, "param_scale": 0, "device": "meta", "schedule": "fill_drain"}
-    x, y = torch.rand(64, 16), torch.randint(16, (64,))
-    alone = balance_by_size(2, model, x, **arguments)
-    with_loss = balance_by_size(2, model, x, **arguments, loss_fn=nn.functional.cross_entropy, target=y)
-    assert with_loss[1] < alone[1]
-
-
-def test_other_schedules_and_modes_are_named():
-    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.rand(4, 2)
-    with pytest.raises(ValueError, match="there is no schedule '2f2b'"):
-        balance_by_size(2, model, x, schedule="2f2b")
-    with pytest.raises(ValueError, match="checkpoint"):
-        balance_by_size(2, model, x, schedule="1f1b", checkpoint="sometimes")

@@ -28,7 +28,6 @@ from gpipe.schedule import (
 from gpipe.simulate import StageCost, makespan, simulate, stage_costs
 from profiler import LayerProfile, Profile
 
-from ..plans import profile_of as made_up
 from ..timelines import exact_seconds, fewer, problems
 
 Problem = tuple[Schedule, list[StageCost], list[int]]
@@ -382,58 +381,3 @@ class TestProfiles:
     def test_no_chunks(self) -> None:
         with pytest.raises(ValueError, match="chunks: expected a positive number of micro-batches, got 0"):
             stage_costs(profile_of(2), [1, 1], 0)
-
-
-class TestFlags:
-    """Of which layers of a stage are checkpointed."""
-
-    COSTS = stage_costs(made_up([(1e-3, 40, 0, 10), (2e-3, 10, 0, 10), (4e-3, 20, 0, 5), (1e-3, 40, 0, 10)]), [3, 1])
-
-    @given(st.lists(st.booleans(), min_size=3, max_size=3), st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]))
-    def test_recomputations_are_parts_of_backwards(self, flags: list[bool], schedule: str) -> None:
-        again = sum(part.forward for part, flag in zip(self.COSTS[0].parts(3), flags, strict=True) if flag)
-        first = self.COSTS[0]
-        slower = replace(
-            first,
-            backward=first.backward + again,
-            backward_input=first.backward / 2 + again,
-            backward_weight=first.backward / 2,
-        )
-        found = makespan(schedule, self.COSTS, microbatches=4, checkpoint=[flags, "never"])
-        if all(flags):
-            assert found == makespan(schedule, self.COSTS, microbatches=4, checkpoint=["always", "never"])
-        else:
-            assert found == makespan(schedule, [slower, self.COSTS[1]], microbatches=4)
-        timeline = simulate(schedule, self.COSTS, microbatches=4, checkpoint=[flags, "never"])
-        assert timeline.makespan == pytest.approx(found)
-
-    def test_a_stage_keeps_what_its_pieces_keep(self) -> None:
-        def held(flags: list[bool]) -> int:
-            return simulate("fill_drain", self.COSTS, microbatches=4, checkpoint=[flags, "never"]).peak_bytes[0]
-
-        rows, kept = 16, self.COSTS[0].activation_bytes
-        assert held([False] * 3) == 4 * kept
-        assert held([True, True, False]) == 4 * (kept - rows * (40 + 10 + 10))
-        assert held([False, False, True]) == 4 * (kept - rows * (20 + 5))
-
-    def test_layers_of_which_nothing_is_known_are_equal(self) -> None:
-        cost = StageCost(3, 6, activation_bytes=30)
-        (event, *_) = [
-            e
-            for e in simulate("1f1b", [cost], microbatches=1, checkpoint=[[True, False, False]]).events
-            if e.kind == "backward"
-        ]
-        assert event.seconds == 7
-
-    @pytest.mark.parametrize(
-        ("checkpoint", "error", "message"),
-        [
-            ([[True], "never"], ValueError, r"checkpoint\[0\] must have a flag for each of the 3 layers .* got 1"),
-            ([[True, 1, False], "never"], TypeError, r"checkpoint\[0\]\[1\] must be True or False"),
-            ([[], "never"], ValueError, r"checkpoint\[0\]: expected a mode, or a flag for each layer"),
-            ([[True, False, True]], ValueError, "for each of 2 stages"),
-        ],
-    )
-    def test_what_does_not_fit(self, checkpoint: list[object], error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=message):
-            makespan("1f1b", self.COSTS, microbatches=2, checkpoint=checkpoint)

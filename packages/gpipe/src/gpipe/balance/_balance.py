@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,8 @@ from torch import nn
 from profiler import profile, profile_seconds, profile_sizes
 
 from .._flatten._shapes import expect_data
-from ..module._arguments import checked_mode
 from ..module._whole import replicated
 from ._cuts import Layers, balanced, checked_cuts, read_cuts
-from ._peak import MODES, bytes_of, held_at_once, least_peak
 
 Device = torch.device | int | str
 
@@ -68,14 +66,12 @@ def balance_by_size(
     chunks: int = 1,
     param_scale: float = 2.0,
     device: Device | None = None,
-    schedule: str | None = None,
-    checkpoint: str = "never",
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    target: Any = None,
     pin: Layers = (),
     forbid: Layers = (),
 ) -> list[int]:
     """Balances the bytes of training: the saved activations of a micro-batch, plus the parameters times `param_scale`.
+
+    What a stage holds under a schedule is a question for :func:`gpipe.plan`.
 
     `input` is a whole mini-batch; a micro-batch has one of `chunks` parts of its rows. With ``device="meta"`` the bytes
     are counted without running anything.
@@ -106,25 +102,16 @@ def balance_by_size(
         chunks: the number of micro-batches that `input` is cut into.
         param_scale: the memory of a parameter with gradient and optimizer state, as a multiple of its size; see above.
         device: the device to measure on; by default the accelerator if there is one, else the CPU.
-        schedule: the name of a schedule of :meth:`gpipe.GPipe.step`. Each stage is then counted with the number of
-            micro-batches that it holds at a time under it; by default with one.
-        checkpoint: used with a `schedule`: ``"never"``; or ``"except_last"`` or ``"always"``, under which a stage keeps
-            the inputs of its micro-batches, and all activations of one of them.
-        loss_fn, target: used with a `schedule`: the last stage is counted with the peak of ``loss_fn(output, target)``.
 
     Returns:
         The number of layers of each partition.
 
     Raises:
-        TypeError, ValueError: as :func:`balance_by_time`; or `schedule` or `checkpoint` is unknown.
+        TypeError, ValueError: as :func:`balance_by_time`.
     """
     cuts = checked_cuts(partitions, module, pin, forbid)
     input = replicated(input, "input")  # noqa: A001
-    if schedule is None:
-        return balanced(profile_sizes(module, input, chunks, param_scale, device), partitions, cuts)
-    held, mode = held_at_once(schedule, chunks, partitions), MODES[checked_mode(checkpoint)]
-    found = profile(module, input, chunks=chunks, device=device, loss_fn=loss_fn, target=target, timeout=1e-3)
-    return least_peak(bytes_of(found, param_scale), held, mode, cuts)
+    return balanced(profile_sizes(module, input, chunks, param_scale, device), partitions, cuts)
 
 
 def balance_by_parameters(

@@ -13,9 +13,6 @@ from typing import NamedTuple
 
 from ._actions import Program, Step, Walk, requirement
 
-Arrival = Callable[[Step, Step, float], float]
-"""When the result of a step is at the step that needs it, given the time at which the first one ends."""
-
 
 class Span(NamedTuple):
     """The time of a step.
@@ -49,15 +46,7 @@ def replay(
     Raises:
         ValueError: the workers wait for each other forever; the message names the steps.
     """
-    return replay_links(walk, duration, lambda source, target, end: end + transfer(source, target))
-
-
-def replay_links(walk: Walk, duration: Callable[[Step], float], arrival: Arrival) -> dict[Step, Span]:
-    """The same where transfers may wait for each other.
-
-    ``arrival`` is called in the order in which steps end; of those that end together, earlier stages come first.
-    """
-    return _Replay([[steps] for steps in walk], duration, arrival).spans()
+    return _Replay([[steps] for steps in walk], duration, transfer).spans()
 
 
 def replay_programs(programs: Sequence[Program], placement: Sequence[int]) -> dict[Step, Span]:
@@ -65,20 +54,23 @@ def replay_programs(programs: Sequence[Program], placement: Sequence[int]) -> di
     queues: list[list[list[Step]]] = [[] for _ in range(max(placement, default=-1) + 1)]
     for j in reversed(range(len(programs))):
         queues[placement[j]].append([Step(j, action) for action in programs[j]])
-    return _Replay(queues, lambda step: 1, lambda source, target, end: end).spans()
+    return _Replay(queues, lambda step: 1, lambda source, target: 0).spans()
 
 
 class _Replay:
-    """Events in the order of time, because which step is ready first, or comes to a link first, is known only then.
+    """Events in the order of time, because which step of a worker is ready first is known only then.
 
     Args:
         queues: for each worker, the sequences of steps between which it chooses; it takes the first that is ready.
         duration: of a step.
-        arrival: of a result.
+        transfer: between the end of a step and the arrival of its result.
     """
 
     def __init__(
-        self, queues: Sequence[Sequence[Sequence[Step]]], duration: Callable[[Step], float], arrival: Arrival
+        self,
+        queues: Sequence[Sequence[Sequence[Step]]],
+        duration: Callable[[Step], float],
+        transfer: Callable[[Step, Step], float],
     ) -> None:
         self._upcoming = [[list(reversed(queue)) for queue in own] for own in queues]
         worker_of = {step: worker for worker, own in enumerate(queues) for queue in own for step in queue}
@@ -87,7 +79,7 @@ class _Replay:
             step: next((each for each in requirement(step) if each in worker_of), None) for step in worker_of
         }
         self._needed_by = {source: step for step, source in self._needs.items() if source is not None}
-        self._duration, self._arrival = duration, arrival
+        self._duration, self._transfer = duration, transfer
         self._arrived: dict[Step, float] = {}
         self._clocks = [0.0] * len(queues)
         self._busy = [False] * len(queues)
@@ -138,4 +130,4 @@ class _Replay:
         self._busy[self._worker[step]] = False
         target = self._needed_by.get(step)
         if target is not None:
-            heappush(self._events, (self._arrival(step, target, now), True, target))
+            heappush(self._events, (now + self._transfer(step, target), True, target))

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from profiler import LayerProfile, Profile
 
 from ..schedule import Kind
-from ._kept import kept_bytes, shares
-
-
-class Part(NamedTuple):
-    """The cost of one layer of a stage on one micro-batch.
-
-    Attributes:
-        forward: seconds of its forward.
-        kept: bytes that it keeps for the backward, including its output.
-        output: bytes of its output.
-    """
-
-    forward: float
-    kept: int
-    output: int
+from ._kept import kept_bytes
 
 
 @dataclass(frozen=True)
@@ -42,9 +27,6 @@ class StageCost:
         layers: the names of the layers, as text.
         timed: whether times are in seconds. If nothing was measured they are in ticks, and only bytes are known.
 
-    Costs from :func:`stage_costs` include those of each layer, for stages of which only some layers are checkpointed.
-    Otherwise all layers of a stage count as equal.
-
     >>> StageCost(forward=1, backward=3, backward_input=1).seconds("backward_weight")
     2
     """
@@ -58,10 +40,9 @@ class StageCost:
     boundary_bytes: int = 0
     layers: str = ""
     timed: bool = True
-    _parts: tuple[Part, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for each in fields(self)[:-3]:
+        for each in fields(self)[:-2]:
             value = getattr(self, each.name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{each.name}: expected a number that is not negative, got {value!r}")
@@ -87,17 +68,6 @@ class StageCost:
         if kind == Kind.BACKWARD_WEIGHT:
             return self._part(self.backward_weight, self.backward_input)
         return self.forward if kind == Kind.FORWARD else self.backward
-
-    def parts(self, layers: int) -> tuple[Part, ...]:
-        """The cost of each layer; equal parts if it is not known.
-
-        Args:
-            layers: the number of layers.
-
-        Returns:
-            The cost of each layer.
-        """
-        return self._parts or (Part(self.forward / layers, self.activation_bytes // layers, 0),) * layers
 
     def _part(self, own: float | None, other: float | None) -> float:
         if own is not None:
@@ -153,12 +123,4 @@ def _stage_cost(layers: Sequence[LayerProfile], scale: float, boundary: int, cop
         boundary_bytes=boundary,
         layers=", ".join(layer.name for layer in layers),
         timed=timed,
-        _parts=tuple(
-            Part(
-                scale * (layer.forward_seconds or 0.0) if timed else 1 / len(layers),
-                round(scale * kept),
-                round(scale * layer.output_bytes),
-            )
-            for layer, kept in zip(layers, shares(layers), strict=True)
-        ),
     )

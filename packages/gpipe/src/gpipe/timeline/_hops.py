@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..schedule import Step
-
 Seconds = float | Callable[[int], float]
 Transfer = Seconds | Sequence[Seconds]
 
@@ -17,14 +15,11 @@ Transfer = Seconds | Sequence[Seconds]
 class Link:
     """A link between devices: a transfer takes ``latency + bytes / bandwidth`` seconds.
 
-    Links with the same name are one link, which carries one transfer at a time, in either direction; others wait in the
-    order of their arrival. It is busy for ``bytes / bandwidth``; latencies may overlap with the next transfer. A link
-    without a name carries any number of transfers at once.
+    A link carries any number of transfers at once.
 
     Attributes:
         latency: seconds.
         bandwidth: bytes per second.
-        name: a name, if transfers have to wait for each other.
 
     >>> Link(latency=1e-5, bandwidth=1e9)(10**7)
     0.01001
@@ -32,15 +27,12 @@ class Link:
 
     latency: float = 0.0
     bandwidth: float = math.inf
-    name: str | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency) and self.latency >= 0):
             raise ValueError(f"latency: expected seconds that are not negative, got {self.latency!r}")
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth: expected a positive number of bytes a second, got {self.bandwidth!r}")
-        if not isinstance(self.name, (str, type(None))):
-            raise TypeError(f"name: expected text, got {self.name!r}")
 
     def __call__(self, size: int) -> float:
         return self.latency + size / self.bandwidth
@@ -60,36 +52,6 @@ def hop_seconds(transfer: Transfer, crossing: Sequence[int | None]) -> list[floa
         0.0 if size is None else seconds(size) if callable(seconds) else seconds
         for size, seconds in zip(crossing[1:], each, strict=True)
     ]
-
-
-class Queues:
-    """Arrivals over links of which some have names, and carry one transfer at a time: first come, first served.
-
-    Args:
-        transfer, crossing: as for :func:`hop_seconds`.
-    """
-
-    def __init__(self, transfer: Transfer, crossing: Sequence[int | None]) -> None:
-        self._seconds = hop_seconds(transfer, crossing)
-        self._links = [None, *_each(transfer, max(0, len(crossing) - 1))]
-        self._sizes = crossing
-        self._free: dict[str, float] = {}
-
-    def arrival(self, source: Step, target: Step, end: float) -> float:
-        """When the result of ``source``, which ends at ``end``, is at ``target``; called in the order of these ends."""
-        hop = max(source.stage, target.stage)
-        link, size = self._links[hop], self._sizes[hop]
-        if size is None or not isinstance(link, Link) or link.name is None:
-            return end + self._seconds[hop]
-        begin = max(end, self._free.get(link.name, 0.0))
-        self._free[link.name] = begin + size / link.bandwidth
-        return begin + self._seconds[hop]
-
-
-def is_shared(transfer: Transfer) -> bool:
-    """Whether transfers may have to wait for each other."""
-    each = transfer if isinstance(transfer, Sequence) else [transfer]
-    return any(isinstance(link, Link) and link.name is not None for link in each)
 
 
 def _each(transfer: Transfer, links: int) -> list[Seconds]:

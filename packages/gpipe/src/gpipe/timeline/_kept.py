@@ -19,18 +19,3 @@ def freed(layers: Sequence[LayerProfile]) -> list[int]:
         found.append(min(layer.freed_bytes, loose))
         loose = min(layer.passing_bytes, layer.saved_bytes + loose - found[-1])
     return found
-
-
-def shares(layers: Sequence[LayerProfile]) -> list[int]:
-    """What each of these layers keeps, without what it made and a later one let go of.
-
-    The sum over a stage is what it keeps at least; it also keeps what the next stage would have let go of.
-    """
-    left = [layer.saved_bytes for layer in layers]
-    for k, gone in enumerate(freed(layers)):
-        for j in reversed(range(k)):
-            taken = min(left[j], gone)
-            left[j], gone = left[j] - taken, gone - taken
-            if not gone:
-                break
-    return left

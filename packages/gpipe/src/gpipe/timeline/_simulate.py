@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from ..schedule import Kind, Program, Schedule, Span, Step, Walk, checkpoint_stops, named, replay
-from ..schedule._flags import Checkpoint
+from ..schedule import Kind, Program, Schedule, Step, checkpoint_stops, named, replay
 from ..schedule._makespan import Lane
 from ..schedule._makespan import makespan as replayed
 from ..schedule._named import lanes, usual_placement
-from ..schedule._replay import replay_links
 from ._costs import StageCost
 from ._events import SECONDS, TICKS, Event
-from ._hops import Queues, Transfer, hop_seconds, is_shared
-from ._pieces import in_pieces
+from ._hops import Transfer, hop_seconds
 from ._timeline import Timeline
 
 
@@ -29,46 +26,46 @@ def simulate(
     costs: Sequence[StageCost],
     *,
     microbatches: int | None = None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: str | Sequence[str] | None = None,
     placement: Sequence[int] | None = None,
     transfer: Transfer = 0.0,
 ) -> Timeline:
     """The timeline of ``schedule`` if every action takes exactly the time that ``costs`` say.
 
     A worker does its actions one by one in the order of the schedule, each as soon as its input has arrived. So no run
-    with these costs and this order can be faster, and lower costs never make it slower, unless links are shared: then a
-    lower cost may change the order of transfers.
+    with these costs and this order can be faster, and lower costs never make it slower.
 
     Args:
         schedule: the program of each stage, or the name of a schedule.
         costs: the cost of each stage.
         microbatches: the number of micro-batches, for a schedule by its name.
-        checkpoint: as for :class:`gpipe.GPipe`, a mode or one for each stage. Micro-batches that it includes and that
-            the schedule does not recompute are recomputed just before their backwards. A stage with a flag for each of
-            its layers recomputes these layers in its backwards, which take longer. By default ``schedule`` decides.
+        checkpoint: a mode, or one for each stage. Micro-batches that it includes and that the schedule does not
+            recompute are recomputed just before their backwards. By default ``schedule`` decides. (Flags of layers are
+            not known here: :attr:`gpipe.Plan.timeline` has them.)
         placement: the worker of each stage. By default that of the schedule (schedules in the shape of a V have one),
             else a worker for each stage.
         transfer: the seconds of a transfer between workers; or a function that returns them for a number of bytes, such
             as a :class:`gpipe.simulate.Link`; or a list of either, one for each link from a stage to the next. Workers
-            compute during transfers. A link carries any number of transfers at once, unless it has a name: links of one
-            name are one link, with one transfer at a time.
+            compute during transfers, and a link carries any number of transfers at once.
 
     Returns:
         The timeline.
 
     Raises:
         ValueError: the numbers of stages differ; the workers would wait for each other forever; ``microbatches`` is
-            missing, or given for a schedule that has its own; or a stage has flags for another number of layers.
+            missing, or given for a schedule that has its own.
 
     >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=["always", "never"]).makespan)
     17.0
-    >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=[[True, False], "never"]).makespan)
-    16.5
     """
-    costs, modes = in_pieces(costs, checkpoint)
-    schedule, place = _placed(schedule, costs, microbatches, modes, placement)
+    schedule, place = _placed(schedule, costs, microbatches, checkpoint, placement)
     boundary = _boundary(costs, place)
-    spans = _spans(schedule.on(place), costs, transfer, boundary)
+    hops = hop_seconds(transfer, boundary)
+    spans = replay(
+        schedule.on(place),
+        lambda step: costs[step.stage].seconds(step.action.kind),
+        lambda source, target: hops[max(source.stage, target.stage)],
+    )
     held = _held(schedule, costs)
     events = (
         Event(
@@ -88,18 +85,6 @@ def simulate(
     return Timeline(events, dict(enumerate(place)), _unit(costs))
 
 
-def _spans(
-    walk: Walk, costs: Sequence[StageCost], transfer: Transfer, boundary: Sequence[int | None]
-) -> dict[Step, Span]:
-    def seconds(step: Step) -> float:
-        return costs[step.stage].seconds(step.action.kind)
-
-    if is_shared(transfer):
-        return replay_links(walk, seconds, Queues(transfer, boundary).arrival)
-    hops = hop_seconds(transfer, boundary)
-    return replay(walk, seconds, lambda source, target: hops[max(source.stage, target.stage)])
-
-
 def _unit(costs: Sequence[StageCost]) -> str:
     timed = {cost.timed for cost in costs}
     if len(timed) > 1:
@@ -112,14 +97,14 @@ def makespan(
     costs: Sequence[StageCost],
     *,
     microbatches: int | None = None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: str | Sequence[str] | None = None,
     placement: Sequence[int] | None = None,
     transfer: Transfer = 0.0,
 ) -> float:
     """The makespan of :func:`simulate`, without a timeline; takes half a microsecond for each action.
 
     A thousand stages and four thousand micro-batches take seconds. Actions of a schedule by its name are not kept in
-    memory. With named links they are kept, and each takes some tens of microseconds.
+    memory.
 
     Args:
         schedule, costs, microbatches, checkpoint, placement, transfer: as for :func:`simulate`. Every stage has to do
@@ -134,19 +119,13 @@ def makespan(
     >>> makespan("1f1b", [StageCost(1, 2)] * 4, microbatches=8)
     33.0
     """
-    costs, modes = in_pieces(costs, checkpoint)
-    if is_shared(transfer):
-        # The order of transfers on a link is known only in the order of time.
-        whole, place = _placed(schedule, costs, microbatches, modes, placement)
-        spans = _spans(whole.on(place), costs, transfer, _boundary(costs, place))
-        return max((span.end for span in spans.values()), default=0.0)
     if isinstance(schedule, str) and microbatches is not None:
         place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
         _expect_one_each(costs, placement=place)
-        stops = checkpoint_stops(modes or "never", microbatches, len(costs))
+        stops = checkpoint_stops(checkpoint or "never", microbatches, len(costs))
         steps: Sequence[Lane] = lanes(schedule, microbatches, place, stops)
     else:
-        whole, place = _placed(schedule, costs, microbatches, modes, placement)
+        whole, place = _placed(schedule, costs, microbatches, checkpoint, placement)
         steps, microbatches = [_with_kinds(lane) for lane in whole.on(place)], _microbatches(whole)
     hops = hop_seconds(transfer, _boundary(costs, place))
     return replayed(steps, microbatches, [{kind: cost.seconds(kind) for kind in Kind} for cost in costs], hops)
