@@ -6,7 +6,7 @@ Layers, batch norm, skips and operations that draw random numbers read here whic
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -31,6 +31,19 @@ class LayerRNG(Protocol):
     @property
     def generator(self) -> torch.Generator:
         """The generator of the current layer, on the CPU."""
+
+
+class Block(Protocol):
+    """Consecutive layers of a partition that are computed again in their backward.
+
+    Attributes:
+        numbers: their numbers in the partition.
+    """
+
+    numbers: range
+
+    def compute(self, compute: Callable[[Any], Any], value: Any) -> Any:
+        """The output of ``compute`` for ``value``, which it computes again in the backward."""
 
 
 class Section(Protocol):
@@ -59,6 +72,7 @@ class Current(threading.local):
         checkpointing: whether this is a forward whose graph will be rebuilt later.
         recomputing: whether this is a recomputation.
         rng: the random numbers of the layers of the cell; None outside of forwards.
+        blocks: those layers of the partition of ``rng`` that are computed again.
         graph_task: torch's number of the backward in which this thread takes the steps of a run; -1 for none.
         skips: the store for stash and pop; outside of pipes one for plain modules.
         observed: what an observer has recorded of the action so far.
@@ -73,6 +87,7 @@ class Current(threading.local):
     checkpointing = False
     recomputing = False
     rng: LayerRNG | None = None
+    blocks: Sequence[Block] = ()
     graph_task = -1
     skips: Store
     observed: Any = None

@@ -21,7 +21,6 @@ from ._flatten._names import divide_names, model_of, no_child_of_the_model
 from ._flatten._shapes import has_data
 from .balance import balance_by_parameters, balance_by_time
 from .engine._loss import LossStage
-from .engine._piecewise import whole_stages
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
 from .module._arguments import (
@@ -31,6 +30,7 @@ from .module._arguments import (
     checked_flag,
     checked_sizes,
 )
+from .module._choices import Choices, blocks_of, checked_choices, copied, expect_fitting, laid_out, rebalanced
 from .module._cut import checked
 from .module._devices import (
     device_map,
@@ -43,16 +43,6 @@ from .module._init import means_of
 from .module._keywords import as_value
 from .module._layers import Held, expect_replacement, refill, refuse
 from .module._partition import BalanceError, divide, expect_partitions, recommend_auto_balance
-from .module._pieces import (
-    Choices,
-    checked_choices,
-    copied,
-    expect_fitting,
-    in_runs,
-    laid_out,
-    pieces_of,
-    rebalanced,
-)
 from .module._sequential import as_sequential
 from .module._signature import class_for
 from .module._step import Stepping
@@ -198,7 +188,7 @@ class GPipe(Stepping):
     @checkpoint.setter
     def checkpoint(self, mode: str | Iterable[str | Iterable[bool]]) -> None:
         choices = expect_fitting(checked_choices(mode), self._balance)
-        if in_runs(choices) == in_runs(self._checkpoint):
+        if blocks_of(choices) == blocks_of(self._checkpoint):
             self.__dict__["_checkpoint"] = choices
             return
         with self._workers.section.entered(accumulates=True):
@@ -247,7 +237,6 @@ class GPipe(Stepping):
         inputs = checked(inputs, self.in_spec)
         if not self._devices:
             return inputs.bare
-        self._expect_callable()
         batches, versions = self._cut(inputs)
         outputs = self._pipeline.forward(batches, self._checkpoint_stops(len(batches)), versions)
         return gathered(outputs, batches, self.out_spec)
@@ -443,9 +432,8 @@ class GPipe(Stepping):
         """
         first = next((layer for partition in self._partitions for layer in partition.children()), None)
         kind = class_for(type(self), GPipe.forward, first)
-        stages, layout = laid_out(pieces_of(self._partitions, checkpoint), self._devices)
-        streams = [self._copy_streams[stage.partition] for stage in stages]
-        pipeline, chooser = Pipeline(stages, layout, streams, self._workers), Chooser(whole_stages(stages))
+        stages, layout = laid_out(self._partitions, self._devices, checkpoint)
+        pipeline, chooser = Pipeline(stages, layout, self._copy_streams, self._workers), Chooser(stages)
         self.__dict__.update(_checkpoint=checkpoint, _pipeline=pipeline, _chooser=chooser)
         object.__setattr__(self, "__class__", kind)
 

@@ -179,6 +179,10 @@ class CellRNG:
         if self._device is not None and not any(are_one(generator, own) for own, _ in self._others):
             self._others.append((generator, generator.get_state()))
 
+    def again(self, device: torch.device) -> CellRNG:
+        """The same random numbers, for layers of the cell on ``device`` that are computed again apart from others."""
+        return CellRNG(self._run, self._microbatch, self._first, device, self.module)
+
     def forget(self) -> None:
         """After a forward: free the generators."""
         self._generators.clear()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from ..engine._piecewise import WholeStage
 from ..engine._stage import Stage
 from ..timeline._chooser import Chooser, Standing, standing_of
 
@@ -23,7 +22,7 @@ class RankChooser(Chooser):
         told: by rank, the stages that are trained, before the first step.
     """
 
-    def __init__(self, stages: Sequence[Stage | WholeStage], me: int, told: Sequence[Sequence[int]]) -> None:
+    def __init__(self, stages: Sequence[Stage], me: int, told: Sequence[Sequence[int]]) -> None:
         super().__init__(stages)
         self._me = me
         self._others = [Standing(training=True, trained=tuple(trained), whole=()) for trained in told]

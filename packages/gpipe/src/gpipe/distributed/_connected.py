@@ -9,7 +9,7 @@ from uuid import uuid4
 import torch
 
 from ..engine._stage import Stage
-from ..module._pieces import Choices, laid_out, pieces_of
+from ..module._choices import Choices, laid_out
 from ..skip import SkipLayout
 from ..transport._copy import CopyStreams
 from ._groups import Groups
@@ -22,13 +22,12 @@ _CPU = torch.device("cpu")
 
 
 class Connected(NamedTuple):
-    """The stages of a rank, and their connections. Where a partition is in pieces, each piece is a stage here.
+    """The stages of a rank, and their connections.
 
     Attributes:
         stages: the stages of this rank.
         layout: the skips between all stages.
         copy_streams: the streams that copy to and from each stage of this rank.
-        ranks: the rank of each stage of the pipe.
         ties: for each pair of ranks that share tensors, a stage of each that has such a tensor.
         wires: the connections between accelerators of this rank and of others.
     """
@@ -36,7 +35,6 @@ class Connected(NamedTuple):
     stages: list[Stage]
     layout: SkipLayout
     copy_streams: list[CopyStreams]
-    ranks: list[int]
     ties: list[tuple[int, int]]
     wires: Wires
 
@@ -66,22 +64,18 @@ def connected(
 
     Args:
         share: the part of the model that this rank has.
-        choices: what is checkpointed; that decides which partitions are in pieces.
-        ranks: the rank of each partition.
+        choices: what is checkpointed; that decides which stages have blocks.
+        ranks: the rank of each stage.
         told: by rank, what :func:`told_of` returned there. The ``name`` of rank 0 counts.
 
     Raises:
         RuntimeError: a wire could not be opened; see :func:`open_wires`.
     """
     here = dict(zip(share.numbers, share.devices, strict=True))
-    every, layout = laid_out(pieces_of(share.every, choices), [here.get(j, _CPU) for j in range(len(ranks))])
-    of_stages = [ranks[stage.partition] for stage in every]
-    stages = [stage for stage in every if stage.partition in here]
-    streams = {j: CopyStreams.on(device) for j, device in here.items()}
-    first = {stage.partition: stage.index for stage in reversed(every)}
-    ties = [(first[a], first[b]) for a, b in share.ties]
-    of_partitions = places_of(ranks, [each["places"] for each in told])
-    places = [of_partitions[stage.partition] for stage in every]
-    devices = [stage.device for stage in every]
-    wires = open_wires(rendezvous, groups, of_stages, layout, ties, devices, places, told[0]["name"])
-    return Connected(stages, layout, [streams[stage.partition] for stage in stages], of_stages, ties, wires)
+    devices = [here.get(j, _CPU) for j in range(len(ranks))]
+    every, layout = laid_out(share.every, devices, choices)
+    stages = [stage for stage in every if stage.index in here]
+    streams = [CopyStreams.on(device) for device in here.values()]
+    places = places_of(ranks, [each["places"] for each in told])
+    wires = open_wires(rendezvous, groups, ranks, layout, share.ties, devices, places, told[0]["name"])
+    return Connected(stages, layout, streams, share.ties, wires)

@@ -16,7 +16,6 @@ from torch import Tensor
 from microbatch import Batch
 
 from ..engine._losses import Losses
-from ..engine._piecewise import whole_stages
 from ..engine._pipeline import Pipeline
 from ..engine._run import Run
 from ..engine._settings import RunObserver
@@ -55,7 +54,7 @@ class RankPipeline(Pipeline):
         connected: the stages of this rank, and how they are connected to those of others.
         workers: as for any pipeline.
         groups: the ranks, and the connections between them.
-        ranks: the rank of each partition.
+        ranks: the rank of each stage.
         rendezvous: exchanges reports between the ranks.
         replicas: the processes that end each step together with this one.
         twins: the tensors of this rank that other ranks have too.
@@ -80,9 +79,9 @@ class RankPipeline(Pipeline):
         twins: Sequence[Twin],
         trained: Sequence[Sequence[int]],
     ) -> None:
-        stages, layout, streams, of_stages, ties, wires = connected
+        stages, layout, streams, ties, wires = connected
         super().__init__(stages, layout, streams, workers)
-        self.count, self.connected = len(ranks), len(of_stages)
+        self.count = len(ranks)
         self.line = groups.me
         self.begins = ranks[0] == groups.me
         self.ends = ranks[-1] == groups.me
@@ -91,16 +90,16 @@ class RankPipeline(Pipeline):
         self._rendezvous = rendezvous
         self._replicas = replicas
         devices = dict(zip([stage.index for stage in stages], self.devices, strict=True))
-        channels = crossings_of(groups, of_stages, channels_between(of_stages, layout), devices, wires)
+        channels = crossings_of(groups, ranks, channels_between(ranks, layout), devices, wires)
         self._crossings = Crossings(channels, wires)
         hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self.begins else [ranks[0]]
         peers = [Peer(groups.values, k, _ANNOUNCED) for k in hearers]
         self._announcements = Announcements([RemoteLink(Ways(each, each)) for each in peers], tells=self.begins)
-        self.chooser = RankChooser(whole_stages(stages), groups.me, trained)
+        self.chooser = RankChooser(stages, groups.me, trained)
         self._opening = Opening()
         self._trains = False
         self._rng = AgreedRNG(0)
-        tied = crossings_of(groups, of_stages, ties_between(of_stages, layout, ties), devices, wires)
+        tied = crossings_of(groups, ranks, ties_between(ranks, layout, ties), devices, wires)
         self._twins = Twins(twins, groups.me, {each.link.member: each.link for each in tied}, wires)
         self._lost: LostRankError | None = None
         self._closed = False
@@ -276,15 +275,12 @@ class RankPipeline(Pipeline):
         """The outputs of all micro-batches on the rank of the last stage, computed without gradients."""
         with self.workers.section.entered(), torch.no_grad():
             run = Run(self, len(batches), (0,) * self.count)
-            try:
-                with self.together(run):
-                    entering = self.entering(batches)
-                    if self.ends:
-                        return run.forward(entering)
-                    run.evaluate(entering)
-                    return []
-            finally:
-                self._keep(run)
+            with self.together(run):
+                entering = self.entering(batches)
+                if self.ends:
+                    return run.forward(entering)
+                run.evaluate(entering)
+                return []
 
     @contextmanager
     def together(self, run: Run | None) -> Iterator[None]:
@@ -314,7 +310,6 @@ class RankPipeline(Pipeline):
         """The report of a run that has not failed on this rank."""
         report: Report = {"drew": True} if self._rng.drew else {}
         if run is not None and self._opening.is_chosen:
-            self._keep(run)
             report |= self.chooser.news()
         if self.ends and self.loss is not None:
             report["verdict"] = pickle.dumps(verdict_of(self.loss))

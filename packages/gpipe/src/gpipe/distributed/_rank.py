@@ -23,12 +23,12 @@ from ..engine._losses import Losses
 from ..engine._settings import settings
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_chunks, checked_flag, whole
+from ..module._choices import checked_choices, expect_fitting, flags_of
 from ..module._cut import checked
 from ..module._hooks import pre_hooked
 from ..module._init import means_of
 from ..module._keywords import Call, as_value, called_with
 from ..module._partition import checked_balance
-from ..module._pieces import checked_choices, expect_fitting, flags_of
 from ..module._sequential import as_sequential
 from ..module._step import Stepping
 from ..module._training import Kind, LossOptions, losses_of, returned
@@ -230,7 +230,6 @@ class Rank(Stepping):
                     "the rank of the last stage needs the inputs too, because the model computes its loss from them, "
                     "as from labels; give them on every rank, or flatten the model with a sample without labels"
                 )
-            self._expect_callable()
             return without_loss_only(given)
 
         batches = self._agreed("forward", None, inputs).batches

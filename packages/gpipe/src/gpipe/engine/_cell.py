@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from streams import Context
-
 from .._current import setting
-from ..checkpoint._compare import Extent, Sample, checks_all
-from ..checkpoint._hook_snapshot import HookSnapshot
 from ..checkpoint._random import CellRNG
-from ..checkpoint._state import Snapshot, State, StateGuard, Training
+from ..checkpoint._state import Snapshot
 from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated, versions
 from ..values._nested import laid_out_like
 from ..values._sharing import KEPT, flag_aliases
@@ -24,11 +19,10 @@ from . import _autograd_calls as _engine
 from ._accumulate import AccumulatedGradients
 from ._graph_leaves import Below, below
 from ._layers import Layers
+from ._recomputation import Recomputation
 from ._split_backward import backward_inputs
 
 Result = TypeVar("Result")
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Cell:
@@ -140,104 +134,20 @@ def _explain(error: RuntimeError) -> None:
         ) from error
 
 
-class RecomputeContext:
-    """What all checkpointed cells of a stage need in a run, so that a recomputation repeats its forward.
-
-    Args:
-        layers: the layers of the stage.
-        context: the context (grad mode, autocast and so on) of the caller of the forward.
-
-    Attributes:
-        context: the same.
-        state: the state of the layers.
-    """
-
-    def __init__(self, layers: Layers, context: Context) -> None:
-        self._layers = layers
-        self.state = layers.state = State(layers.stage.module, layers.facts.state)
-        self._training: Training | None = None
-        self._compares_all = False
-        self._grounds: StateGuard | None = None
-        self._hooks: HookSnapshot | None = None
-        self._change = ""
-        self._looked = False
-        self._compares = False
-        self.context = context
-
-    def remember(self) -> Snapshot:
-        """The state of the layers before a forward."""
-        if self._training is None:
-            self.state.begin()
-            self._training = self.state.training
-            self._compares_all = checks_all()
-        return self.state.remember(self._training)
-
-    def settle(self, remembered: Snapshot) -> bool:
-        """After a forward: whether a recomputation can repeat it, given the state of the layers."""
-        repeatable = self.state.settle(remembered)
-        if self._grounds is None:
-            self._grounds = StateGuard(remembered)
-        return repeatable
-
-    def finish(self) -> None:
-        """All forwards of all stages are done; the caller may now change the layers before the backward."""
-        self._hooks = HookSnapshot(self._layers.stage.module)
-
-    def begin(self) -> None:
-        """The backward begins; no stage computes yet."""
-        if self._hooks is not None:
-            self._change = self._hooks.change()
-
-    def expect_unchanged(self) -> None:
-        """Before a recomputation: raise if training flags, hooks or modules have changed, or tensors whose changes are
-        not counted.
-        """
-        if self.state.training != self._training:
-            raise RuntimeError(
-                "train() or eval() was called between the forward and the backward of a checkpointed run, whose "
-                "recomputation would now compute something else; call it after backward(), or use checkpoint='never'"
-            )
-        if self._change:
-            raise RuntimeError(
-                f"{self._change} between the forward and the backward of a checkpointed run, whose recomputation would "
-                "now give other gradients; do that after backward(), or use checkpoint='never'"
-            )
-        if self._grounds is not None and not self._looked:
-            self.state.expect_same(self._grounds)
-            self._looked = True  # what replaces tensors without a trace is the caller, between forward and backward
-
-    def sample(self, outputs: Sequence[Tensor]) -> Sample:
-        """A sample of ``outputs``, with which the recomputation is compared."""
-        whole = self._compares_all or not (self._compares or self._training in self._layers.facts.compared)
-        self._compares = True
-        on_cpu = self._layers.stage.device.type == "cpu"
-        return Sample(outputs, Extent.ALL if whole else Extent.SOME if on_cpu else Extent.SHAPES)
-
-    def expect(self, sample: Sample, outputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if a recomputation has given other ``outputs``."""
-        assert self._training is not None
-        try:
-            sample.expect(outputs)
-        except RuntimeError:
-            self._layers.forget()
-            raise
-        self._layers.repeats(self._training)
-
-
 class CheckpointedCell(Cell):
     """A cell that frees its graph after the forward, and computes the forward again just before the backward.
 
     If it turns out that the forward cannot be repeated, the cell keeps its graph, as any other does.
     """
 
-    __slots__ = ("_computed", "_random", "_recompute_context", "_remembered", "_sample", "_versions")
+    __slots__ = ("_computed", "_random", "_recomputation", "_remembered", "_sample", "_versions")
     _computed: Activation
     _remembered: Snapshot | None
 
-    def __init__(self, layers: Layers, random: CellRNG, context: RecomputeContext) -> None:
+    def __init__(self, layers: Layers, random: CellRNG, recomputation: Recomputation) -> None:
         super().__init__(layers)
         self._random = random
-        self._recompute_context = context
+        self._recomputation = recomputation
         self._remembered = None
 
     def forward(self, inputs: Activation) -> Activation:
@@ -245,14 +155,14 @@ class CheckpointedCell(Cell):
         layers = self._layers
         spare = clone_leaves(inputs) if layers.may_change_input else None
         before = versions(inputs)
-        remembered = self._recompute_context.remember()
+        remembered = self._recomputation.remember()
         # New leaves, because layers may put hooks and flags on their inputs, and will do so again.
         own = detach_leaves(inputs)
         with setting(checkpointing=True):
             outputs = layers.compute(own)
         self._random.forget()
         gone = spare is None and versions(inputs) != before
-        if not self._recompute_context.settle(remembered) or gone:
+        if not self._recomputation.settle(remembered) or gone:
             self.inputs, self._computed, self._outputs = own, outputs, outputs.tensors
             return flag_aliases(detach_leaves(outputs), inputs, layers.given)
         if versions(inputs) != before:
@@ -260,7 +170,7 @@ class CheckpointedCell(Cell):
             self.inputs = spare
         self._remembered = remembered
         self._versions = versions(self.inputs)
-        self._sample = self._recompute_context.sample(outputs.tensors)
+        self._sample = self._recomputation.sample(outputs.tensors)
         kept = [(tensor, KEPT) for tensor in self.inputs.tensors]
         return flag_aliases(detach_leaves(outputs), inputs, [*kept, *layers.given])
 
@@ -269,16 +179,10 @@ class CheckpointedCell(Cell):
         if self._remembered is None:
             return
         self._expect_inputs()
-        self._recompute_context.expect_unchanged()
-        with self._recompute_context.context.applied():
-            with (
-                setting(recomputing=True, rng=self._random),
-                self._recompute_context.state.restored(self._remembered, still=self._sample.whole),
-                self._random.repeated(),
-            ):
-                self._computed = self._layers.compute(self.inputs)
-            self._outputs = self._computed.tensors
-            self._recompute_context.expect(self._sample, self._outputs)
+        with self._recomputation.repeated(self._remembered, self._random, self._sample):
+            self._computed = self._layers.compute(self.inputs)
+        self._outputs = self._computed.tensors
+        self._recomputation.expect_same(self._sample, self._outputs)
 
     def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         outputs, seeds = super()._flowing(gradients)

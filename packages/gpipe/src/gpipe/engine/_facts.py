@@ -1,26 +1,24 @@
-"""What runs have shown about the layers of a stage: a record that each run starts from, and extends."""
+"""What runs have shown about the layers of a stage. Each run starts from it and extends it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
-from ..checkpoint._state import StateFacts, Training
+from ._recomputation import RecomputationFacts
 
 
-class StageFacts(NamedTuple):
-    """What runs have shown about a stage. Immutable: a run that learns more makes a new record.
+@dataclass
+class StageFacts:
+    """What runs have shown about a stage. Runs of a pipe take turns, so that one at a time writes to it.
 
     Attributes:
-        state: which of their buffers and attributes forwards change.
-        compared: the training modes in which a whole recomputation was compared with its forward.
+        recomputation: about recomputing the stage as a whole.
         changes_late: whether layers changed a later micro-batch in place, although they did not change the first.
         hooks: by training mode of the stage, whether layers put hooks on tensors.
         runs_whole: whether the backward could not be split in a schedule that splits it.
     """
 
-    state: StateFacts = StateFacts()
-    compared: frozenset[Training] = frozenset()
+    recomputation: RecomputationFacts = field(default_factory=RecomputationFacts)
     changes_late: bool = False
-    hooks: Mapping[bool, bool] = {}
+    hooks: dict[bool, bool] = field(default_factory=dict)
     runs_whole: bool = False

@@ -8,13 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checkpoint._state import State, Training
 from ..skip._store import Key, routed
 from ..values._aliases import packed, unpacked
 from ..values._constants import expect_plain
 from ..values._leaves import Activation, Arguments, as_nonleaf, versions
 from ..values._sharing import expect_unseen, given_state
-from ._facts import StageFacts
 from ._stage import Stage
 from ._tensor_hooks import TensorHooks
 
@@ -25,43 +23,26 @@ class Layers:
     """The layers of a stage, as the cells of one run call them.
 
     Layers may have been changed between two runs. So each run observes them anew in its first micro-batch; only
-    ``facts`` are kept from run to run.
+    the facts of the stage are kept from run to run.
 
     Args:
         stage: the stage.
 
     Attributes:
         stage: the same.
-        facts: what earlier runs have shown, and what this one has shown; see :meth:`known`.
-        state: their buffers and attributes between forwards; None if nothing is recomputed.
         may_change_input: whether the layers change their input in place; True until the first forward has shown it.
         given: parameters and buffers whose memory the outputs of the first forward share, with their tie.
     """
 
     def __init__(self, stage: Stage) -> None:
-        facts = stage.facts
         self.stage = stage
-        self.facts = facts
-        self.state: State | None = None
         self.given: list[tuple[Tensor, int]] = []
         self.may_change_input = True
-        self._changes_input = facts.changes_late
+        self._changes_input = stage.facts.changes_late
         self._seen_outputs = False
         self._looks_for_hooks = False
         self._module = stage.module
         self._is_direct = stage.is_direct
-
-    def known(self) -> StageFacts:
-        """What is known of the layers now."""
-        if self.state is not None and self.state.facts is not self.facts.state:
-            self.facts = self.facts._replace(state=self.state.facts)
-        return self.facts
-
-    def go_on(self) -> None:
-        """Before a backward: take over what other runs have learned since the forward."""
-        self.facts = self.stage.facts
-        if self.state is not None:
-            self.state.facts = self.facts.state
 
     def compute(self, inputs: Activation) -> Activation:
         """The output of the layers for ``inputs``, which are leaves; the layers may still change them in place."""
@@ -107,7 +88,7 @@ class Layers:
             raise self._late_change()
 
     def _late_change(self) -> RuntimeError:
-        self.facts = self.facts._replace(changes_late=True)
+        self.stage.facts.changes_late = True
         return RuntimeError(
             "the layers of this partition changed their input in place on this micro-batch but not on the first, by "
             "which a run decides whether they need a copy; run again, since the pipe knows now, or let them work on a "
@@ -118,7 +99,7 @@ class Layers:
         with TensorHooks() as hooks:  # this takes time, and only a split backward needs it
             output = self._call(value)
         self._looks_for_hooks = False
-        self.facts = self.facts._replace(hooks={**self.facts.hooks, self._module.training: hooks.seen})
+        self.stage.facts.hooks[self._module.training] = hooks.seen
         return output
 
     def _call(self, value: Any) -> Any:
@@ -140,34 +121,23 @@ class Layers:
 
     def _packed(self, output: Any) -> Any:
         """``output``, which is not a single tensor, in the form that goes to the next stage."""
-        expect_plain(output, self.stage.partition)
+        expect_plain(output, self.stage.index)
         return packed(output)
 
     def look_for_hooks(self) -> None:
         """In the next forward, check for hooks that layers put on tensors, unless known for this training mode."""
-        self._looks_for_hooks = self._module.training not in self.facts.hooks
+        self._looks_for_hooks = self._module.training not in self.stage.facts.hooks
 
     @property
     def may_split(self) -> bool:
         """Whether the backward may be split. A hook on a tensor where the parts meet would be called by both."""
-        return not self.facts.hooks.get(self._module.training)
+        return not self.stage.facts.hooks.get(self._module.training)
 
     def runs_whole(self) -> None:
         """Warn, once, that the backward of this stage cannot be split."""
-        if not self.facts.runs_whole:
-            self.facts = self.facts._replace(runs_whole=True)
+        if not self.stage.facts.runs_whole:
+            self.stage.facts.runs_whole = True
             _log.warning(
                 "the backward of partition %d cannot be split into inputs and weights; it runs whole",
-                self.stage.partition,
+                self.stage.index,
             )
-
-    def repeats(self, training: Training) -> None:
-        """Record that a recomputation has repeated its forward."""
-        if training not in self.facts.compared:
-            self.facts = self.facts._replace(compared=self.facts.compared | {training})
-
-    def forget(self) -> None:
-        """Drop what was learned about the layers."""
-        if self.state is not None:
-            self.state.forget()
-        self.facts = self.facts._replace(compared=frozenset())

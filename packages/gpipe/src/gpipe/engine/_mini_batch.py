@@ -60,12 +60,6 @@ class MiniBatch:
         self.deferred = DeferredGradients() if loss is None else loss.held
         self.accumulated = [] if loss is None else [loss.grown]
 
-    def stop_of(self, stage: Stage) -> int:
-        """The first micro-batch that ``stage`` does not checkpoint."""
-        if stage.recomputed is None:
-            return self.checkpoint_stops[stage.partition]
-        return self.microbatches if stage.recomputed and self.keeps and stage.module.training else 0
-
     def accumulated_outside(self, stage: Stage) -> AccumulatedGradients | None:
         """Collects the gradients of ``stage`` outside ``.grad``; None if they are added to ``.grad`` at once."""
         own = {id(parameter) for parameter in parameters_of(stage.module)}

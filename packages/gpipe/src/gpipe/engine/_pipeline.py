@@ -54,8 +54,7 @@ class Pipeline:
     Attributes:
         devices: the device of each stage.
         on_accelerator: whether the work of any stage is queued on streams.
-        count: the number of partitions.
-        connected: the number of stages; a partition in pieces has several.
+        count: the number of stages.
         line: the worker whose steps the caller's thread takes, if it computes all stages: they are on one worker then.
     """
 
@@ -68,8 +67,7 @@ class Pipeline:
         self.devices = [stage.device for stage in stages]
         self.on_accelerator = any(stage.on_accelerator for stage in stages)
         self.workers = workers
-        self.count = len({stage.partition for stage in stages})
-        self.connected = len(stages)
+        self.count = len(stages)
         self._layout = layout
         self._copy_streams = copy_streams
         self._trainers = WeakSet[Thread]()
@@ -133,10 +131,7 @@ class Pipeline:
             if torch.is_grad_enabled():
                 self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops)
-            try:
-                outputs = run.forward(entering)
-            finally:
-                self._keep(run)
+            outputs = run.forward(entering)
             versions.sync()
         if len(outputs) == 1:  # several are copied when they are concatenated
             outputs = [released(outputs[0])]
@@ -186,18 +181,13 @@ class Pipeline:
                 loss.restore()
                 _tell(error, schedule)
                 raise
-            finally:
-                self._keep(run)
 
     def evaluate(self, batches: Sequence[Batch], losses: Losses) -> None:
         """Compute the forwards and the losses of all micro-batches, without gradients."""
         with self.workers.section.entered(), torch.no_grad():
             run = Run(self, len(batches), (0,) * self.count, losses)
-            try:
-                with self.together(run):
-                    run.evaluate(self.entering(batches))
-            finally:
-                self._keep(run)
+            with self.together(run):
+                run.evaluate(self.entering(batches))
 
     def tied_elsewhere(self, stage: Stage) -> list[Tensor]:
         """The leaves of ``stage`` that stages in other processes use too: gradients are summed over the processes."""
@@ -216,16 +206,11 @@ class Pipeline:
         numbers = [stage.index for stage in self.stages]
         places = dict(zip(numbers, zip(self.devices, streams, self._copy_streams, strict=True), strict=True))
         connect = self.connect(Nearby(places, link, stall_seconds(), failures.forestall_current), failures)
-        return Channels(numbers, self.connected, self._layout, connect)
+        return Channels(numbers, self.count, self._layout, connect)
 
     def connect(self, nearby: Nearby, failures: Failures) -> Connect:
         """A function that makes the channels of a run."""
         return nearby
-
-    def _keep(self, run: Run) -> None:
-        """Keep the facts that ``run`` has found for the next run, also if it failed."""
-        for stage, facts in zip(self.stages, run.facts(), strict=True):
-            stage.facts = facts
 
     def _attached(
         self,
@@ -247,10 +232,7 @@ class Pipeline:
             with self.workers.section.entered(accumulates=True):
                 if left and len(self._trainers) > 1:
                     raise RuntimeError(_ANOTHER_THREAD)
-                try:
-                    found, own = run.backward([list(islice(gradients, count)) for count in counts], left)
-                finally:
-                    self._keep(run)
+                found, own = run.backward([list(islice(gradients, count)) for count in counts], left)
             return [*chain.from_iterable(_spread(entering, found)), *own]
 
         # DistributedDataParallel has to find its parameters in the caller's graph. Autograd then adds their gradients

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -22,15 +21,11 @@ from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._autograd_calls import accumulate_whole
 from ._capture import expect_no_capture
-from ._cell import RecomputeContext
 from ._deferred_gradients import summed
 from ._exclusive import involved, serving
-from ._facts import StageFacts
 from ._failures import Failures
-from ._layers import Layers
 from ._losses import Losses
 from ._mini_batch import MiniBatch, callers_context
-from ._piecewise import joined
 from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage import Stage
@@ -40,15 +35,13 @@ from ._tied import Tied
 from ._walks import Size
 from ._workers import Workers
 
-_recompute_context = attrgetter("recompute_context")
-
 
 class Share(Protocol):
     """The part of a pipeline that is in this process: the whole of it, or some stages.
 
     Attributes:
         stages: the stages in this process, in order.
-        connected: the number of stages in all processes; a partition in pieces counts as several.
+        count: the number of stages in all processes.
         devices: the device of each of ``stages``.
         on_accelerator: whether any of the devices queues its work on streams.
         placement: the worker of each stage of the pipeline, in any process.
@@ -59,7 +52,7 @@ class Share(Protocol):
     """
 
     stages: Sequence[Stage]
-    connected: int
+    count: int
     devices: list[torch.device]
     on_accelerator: bool
     workers: Workers
@@ -157,7 +150,7 @@ class Run:
         self._channels = share.channels(
             self._streams, Link if self.observer is None else self.observer.link, self._failures
         )
-        self._stream_of = {stage.partition: stream for stage, stream in zip(stages, self._streams, strict=True)}
+        self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._tied = Tied(stages)
         # Makes a context in which the modules of each stage hold its tensors.
         self._applied: Callable[[], AbstractContextManager[None]] = (
@@ -173,18 +166,14 @@ class Run:
             )
             for stage, tied in zip(stages, self._tied.leaves, strict=True)
         ]
-        self._layers = [runner.layers for runner in found]
-        self._recompute_contexts: list[RecomputeContext] = list(filter(None, map(_recompute_context, found)))
-        self._runners = {runner.stage.partition: runner for runner in found}
-        self._in_pieces = len(self._runners) < len(found)
-        if self._in_pieces:
-            self._runners = joined(found)
+        self._recomputations = [each for runner in found for each in runner.recomputations]
+        self._runners = {runner.stage.index: runner for runner in found}
 
     def _arrival(self, stage: Stage) -> Channel | Ports:
         return self._channels.arrivals[stage.index]
 
     def _departure(self, stage: Stage) -> Channel | Ports | Losses:
-        last = self._share.connected - 1
+        last = self._share.count - 1
         loss = self.mini_batch.loss
         return loss if loss is not None and stage.index == last else self._channels.departures[stage.index]
 
@@ -212,14 +201,10 @@ class Run:
         for i, each in enumerate(inputs):
             self._channels.entrance.put_values(i, each)
         self._walk(self._share.halves(self.mini_batch.size)[0], self.mini_batch.context)
-        if self._recompute_contexts:
-            self._end_forwards()
-
-    def _end_forwards(self) -> None:
-        """Let checkpointed stages remember what a recomputation has to find again, now that no stage computes."""
-        with self._applied():
-            for context in self._recompute_contexts:
-                context.finish()
+        if self._recomputations:
+            with self._applied():  # no stage computes now
+                for recomputation in self._recomputations:
+                    recomputation.finish()
 
     def backward(
         self, gradients: Sequence[list[Tensor | None]], left: Sequence[Tensor] = ()
@@ -233,13 +218,10 @@ class Run:
         Returns:
             The gradients of the inputs, by micro-batch and tensor; and those of the parameters that are ``left``.
         """
-        for layers in self._layers:
-            if layers.stage.facts is not layers.facts:
-                layers.go_on()
-        if self._recompute_contexts:
+        if self._recomputations:
             with self._applied():
-                for context in self._recompute_contexts:
-                    context.begin()
+                for recomputation in self._recomputations:
+                    recomputation.begin()
         now = self._current_streams() if self._on_accelerator else self._streams
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
@@ -282,10 +264,6 @@ class Run:
         outside = [pair for each in self.mini_batch.accumulated for pair in each.take(scale)]
         grown = [*self.mini_batch.deferred.give_back(scale), *outside]
         return summed(self._tied.joined(grown) if self._tied.shares else grown)
-
-    def facts(self) -> list[StageFacts]:
-        """What runs have shown so far about each stage."""
-        return list(map(Layers.known, self._layers))
 
     @property
     def mixed(self) -> int:
@@ -346,12 +324,10 @@ class Run:
             current.step, current.microbatch, current.statistics, current.rng, current.graph_task = outer
 
     def _unusual_way(self) -> Callable[[StageRunner, Action], None] | None:
-        """A function that does an action where it is profiled, observed, in pieces, or not on the stage's stream."""
+        """A function that does an action where it is profiled, observed, or not on the stage's stream."""
         do = _labelled if torch.autograd.profiler._is_profiler_enabled else None
         if self.observer is not None:
             do = self.observer.do
-        if do is None and self._in_pieces:
-            do = _plainly
         if self._workers is None and self._on_accelerator:
             return partial(self._do_on_stream, do or StageRunner.do)
         return do
@@ -360,7 +336,7 @@ class Run:
         # Worker threads stay on the stream of their stage; the caller's thread may start the backward on another stream
         # than the forward. A recomputation would then be queued there, and later work on the stage's stream would not
         # wait for it.
-        with use_stream(self._stream_of[runner.stage.partition]):
+        with use_stream(self._stream_of[runner.stage.index]):
             do(runner, action)
 
     def _stop(self) -> None:
@@ -369,12 +345,8 @@ class Run:
         self._channels.cancel()
 
 
-def _plainly(runner: StageRunner, action: Action) -> None:
-    runner.do(action)
-
-
 def _labelled(runner: StageRunner, action: Action) -> None:
-    with torch.profiler.record_function(f"gpipe {action}@{runner.stage.partition}"):
+    with torch.profiler.record_function(f"gpipe {action}@{runner.stage.index}"):
         runner.do(action)
 
 

@@ -1,10 +1,9 @@
-"""A stage: the layers of a partition, or of a piece of one, their device, and what runs have shown about them."""
+"""A stage: the layers of a partition, their device, and what runs have shown about them."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,15 +14,14 @@ from streams import has_streams
 from ..skip import SkipLayout
 from ..skip._layout import skippables
 from ._facts import StageFacts
-
-_log = logging.getLogger("gpipe")
+from ._recomputation import RecomputationFacts
 
 
 def stages_of(
-    modules: Iterable[nn.Module],
-    devices: Iterable[torch.device],
+    modules: Sequence[nn.Module],
+    devices: Sequence[torch.device],
     layout: SkipLayout,
-    pieces: Iterable[tuple[int, bool | None]] | None = None,
+    blocks: Mapping[int, Sequence[range]] = MappingProxyType({}),
 ) -> list[Stage]:
     """A stage for each of ``modules``, whose layers are numbered through.
 
@@ -31,26 +29,26 @@ def stages_of(
         modules: the layers of each stage.
         devices: the device of each.
         layout: the stages between which skips go.
-        pieces: for each stage, its partition, and whether it is recomputed. By default each is a partition of its own.
+        blocks: by stage, the numbers of those of its layers that are recomputed apart from others.
     """
     stages: list[Stage] = []
-    known = ((j, None) for j in count()) if pieces is None else iter(pieces)
     for j, (module, device) in enumerate(zip(modules, devices, strict=True)):
-        stages.append(Stage(j, module, device, layout, stages[-1].numbers.stop if stages else 0, *next(known)))
+        first = stages[-1].numbers.stop if stages else 0
+        stages.append(Stage(j, module, device, layout, first, blocks.get(j, ())))
     return stages
 
 
 class Stage:
-    """A partition, or a piece of one, on its device, for the life of its pipe.
+    """A partition on its device, for the life of its pipe.
 
     Args:
         first: the number of layers of the model before this stage.
+        blocks: the numbers, among the layers of the stage, of those that are recomputed apart from others.
 
     Attributes:
         index: the number of the stage among all stages.
-        partition: the number of its partition; equal to ``index`` unless a partition is in pieces.
-        recomputed: for a piece, whether it is checkpointed; None for a whole partition, for which its mode decides.
         numbers: the numbers of its layers in the model; one number if ``module`` is called as a whole.
+        blocks: for each block, what runs have shown about recomputing it.
         facts: what runs have shown so far.
         pops, stashes: the skips that come from other stages, and that go to others.
         is_direct: whether no layer uses skips, so that they can be called directly.
@@ -65,12 +63,9 @@ class Stage:
         device: torch.device,
         layout: SkipLayout,
         first: int,
-        partition: int | None = None,
-        recomputed: bool | None = None,
+        blocks: Sequence[range] = (),
     ) -> None:
         self.index = index
-        self.partition = index if partition is None else partition
-        self.recomputed = recomputed
         layers = len(module._modules) if getattr(module, "tells_layers", False) else 1
         self.numbers = range(first, first + max(layers, 1))
         self.module = module
@@ -82,6 +77,7 @@ class Stage:
         self.module_copies: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._layers_then = dict(module._modules)
         self.facts = StageFacts()
+        self.blocks = {block: RecomputationFacts() for block in blocks}
 
     def expect_current(self) -> None:
         """Raise RuntimeError if a layer was replaced or moved since the forward: a recomputation would differ."""

@@ -17,13 +17,15 @@ from ..transport._link import Channel
 from ..transport._ports import Ports
 from ..values._describe import shapes
 from ..values._sharing import owned
-from ._cell import Cell, CheckpointedCell, RecomputeContext
+from ._block import Block
+from ._cell import Cell, CheckpointedCell
 from ._failed_cell import FailedCell, failed_cell, is_out_of_memory, mark
 from ._graph_leaves import Below
 from ._layers import Layers
 from ._losses import Losses
 from ._mini_batch import MiniBatch
 from ._parameters import parameters_of
+from ._recomputation import Recomputation
 from ._stage import Stage
 
 _HIDES = (
@@ -50,7 +52,7 @@ class StageRunner:
 
     Attributes:
         layers: the layers of the stage, in this run.
-        recompute_context: what its checkpointed cells share; None if there are none.
+        recomputations: what its checkpointed cells share, and those of each of its blocks.
         mixed: the number of micro-batches that may have added to gradients that were in ``.grad`` before the run.
     """
 
@@ -70,14 +72,20 @@ class StageRunner:
         self._departure = departure
         self._tied = tied
         self._grown = mini_batch.accumulated_outside(stage) if mini_batch.kept_nodes else None
-        self._checkpoint_stop = mini_batch.stop_of(stage)
+        self._checkpoint_stop = mini_batch.checkpoint_stops[stage.index]
         # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
         self._late_losses = self._checkpoint_stop if isinstance(departure, Losses) else 0
         self._begun = False
         self._adds_directly = False
-        self.recompute_context: RecomputeContext | None = None
+        self._recomputation: Recomputation | None = None
+        self._blocks: list[Block] = []
         if self._checkpoint_stop:
-            self.recompute_context = RecomputeContext(self.layers, mini_batch.context)
+            facts = stage.facts.recomputation
+            self._recomputation = Recomputation(stage.module, stage.device, facts, mini_batch.context)
+        if stage.blocks and mini_batch.keeps and stage.module.training:
+            self._blocks = [Block(stage, numbers, mini_batch.context) for numbers in stage.blocks]
+        whole = [] if self._recomputation is None else [self._recomputation]
+        self.recomputations = [*whole, *(block.recomputation for block in self._blocks)]
         self._cells: dict[int, Cell] = {}
         self._forwards = 0
         # A run inside a recomputed layer repeats a run whose statistics have been counted.
@@ -92,15 +100,16 @@ class StageRunner:
         inputs = self._arrival.get_values(i)
         if inputs.ties and self.layers.may_change_input:
             inputs = owned(inputs)  # the caller's tensors must not change, nor those that a recomputation needs
-        recomputed = self.recompute_context if i < self._checkpoint_stop else None
+        recomputed = self._recomputation if i < self._checkpoint_stop else None
         stage = self.stage
         device = None if recomputed is None else stage.device
         random = CellRNG(self._mini_batch.rng, i, stage.numbers.start, device, stage.module)
         cell = Cell(self.layers) if recomputed is None else CheckpointedCell(self.layers, random, recomputed)
         self._cells[i] = cell
-        current.statistics, current.rng = self._statistics, random
+        current.statistics, current.rng, current.blocks = self._statistics, random, self._blocks
         outputs = cell.forward(inputs)
         current.microbatch = current.statistics = current.rng = None  # the loss is outside of all stages
+        current.blocks = ()
         self._forwards += 1
         if self._forwards == self._mini_batch.microbatches:
             self._finish_forwards()
@@ -152,7 +161,7 @@ class StageRunner:
         stage, m = self.stage, self._mini_batch.microbatches
         first, end = stage.numbers.start, stage.numbers.stop
         stages, stop = len(self._mini_batch.checkpoint_stops), self._checkpoint_stop
-        j = stage.partition
+        j = stage.index
         place = j, stages, first, end, str(stage.device)
         is_first = failed_cell(error) is None  # not so for an error of a pipe inside a layer
         mark(error, FailedCell(*place, action.microbatch, m, str(action.kind), stop))

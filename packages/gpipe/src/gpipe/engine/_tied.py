@@ -80,7 +80,7 @@ class Tied:
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self._partitions = [[*pieces] for _, pieces in groupby(stages, attrgetter("partition"))]
+        self._partitions = [[*pieces] for _, pieces in groupby(stages, attrgetter("index"))]
         self._copies: list[_Copies] = []
         self._owners: dict[Tensor, tuple[int, Tensor]] = {}
         self._versions: list[tuple[Tensor, int]] = []
@@ -163,7 +163,7 @@ class Tied:
     def _name(self, wanted: Tensor | nn.Module) -> str:
         """The names of a shared tensor or module in the first and the last stage that have it."""
         found = [
-            f"{name!r} of partition {stage.partition}"
+            f"{name!r} of partition {stage.index}"
             for pieces, copies in zip(self._partitions, self._copies, strict=True)
             for stage in pieces
             for name, value in _named(stage.module)

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..engine._pipeline import Pipeline
 from ..schedule import checkpoint_stops
-from ._pieces import Choices, expect_callable_in_pieces, modes_of
+from ._choices import Choices, modes_of
 
 Pipe = TypeVar("Pipe", bound="Divided")
 
@@ -33,20 +33,14 @@ class Divided(nn.Module):
     def train(self: Pipe, mode: bool = True) -> Pipe:
         super().train(mode)
         self.__dict__["_mode_is_known"] = True
-        pieces = (stage.module for stage in self._pipeline.stages)
-        for container in (self._partitions, *self._partitions, *pieces):
+        for container in (self._partitions, *self._partitions):
             container.training = mode
         return self
 
     @property
     def _numbers(self) -> list[int]:
         """The numbers, in the whole model, of the partitions in this process."""
-        return list(dict.fromkeys(stage.partition for stage in self._pipeline.stages))
-
-    def _expect_callable(self) -> None:
-        """Raise RuntimeError if hooks of a partition would be left out, because its layers are called in pieces."""
-        if len(self._pipeline.stages) > len(self._partitions):
-            expect_callable_in_pieces(dict(zip(self._numbers, self._partitions, strict=True)), self._checkpoint)
+        return [stage.index for stage in self._pipeline.stages]
 
     def _checkpoint_stops(self, microbatches: int) -> tuple[int, ...]:
         """For each partition of the model, the first micro-batch that is not checkpointed."""

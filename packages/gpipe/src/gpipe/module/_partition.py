@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from .._current import current
 from .._flatten._names import Flattened
+from ..values._leaves import Arguments
 from ._arguments import Device, checked_sizes, parsed_device
 from ._container import expect_plain
 from ._devices import expect_movable, untouched_on_failure
@@ -35,9 +37,21 @@ class Partition(nn.Sequential):
             for layer in others:
                 value = layer(value)
             return value
-        for k, layer in enumerate(self._modules.values()):
+        at, value = 0, args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+        for block in current.blocks:
+            value = self._computed(range(at, block.numbers.start), value)
+            value = block.compute(partial(self._computed, block.numbers), value)
+            at = block.numbers.stop
+        return self._computed(range(at, len(self._modules)), value)
+
+    def _computed(self, numbers: range, value: Any) -> Any:
+        """The output of the layers of these numbers for ``value``."""
+        rng = current.rng
+        assert rng is not None
+        for k, layer in islice(enumerate(self._modules.values()), numbers.start, numbers.stop):
             rng.at = k
-            value = layer(value) if k else layer(*args, **kwargs)
+            is_call = not k and isinstance(value, Arguments)
+            value = layer(*value.args, **value.kwargs) if is_call else layer(value)
         rng.at = -1
         return value
 

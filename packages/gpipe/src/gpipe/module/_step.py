@@ -258,7 +258,6 @@ class Stepping(Divided):
         if not self._devices:
             raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
         refuse_hooks(self, call.method)
-        self._expect_callable()
 
     @abstractmethod
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:

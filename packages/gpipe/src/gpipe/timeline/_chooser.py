@@ -12,7 +12,6 @@ import torch
 
 from microbatch import Batch
 
-from ..engine._piecewise import WholeStage
 from ..engine._stage import Stage
 from ..schedule import SCHEDULES, SPLITTING, Choice, Kind, Schedule, Seconds, choose, named, worth_splitting
 from ..schedule._named import expect_schedule
@@ -71,12 +70,12 @@ class Standing(NamedTuple):
     whole: tuple[int, ...]
 
 
-def standing_of(stages: Sequence[Stage | WholeStage]) -> Standing:
+def standing_of(stages: Sequence[Stage]) -> Standing:
     """That of ``stages``, of which there is at least one."""
     return Standing(
         training=stages[0].module.training,
-        trained=tuple(s.partition for s in stages if any(p.requires_grad for p in s.module.parameters())),
-        whole=tuple(s.partition for s in stages if s.facts.runs_whole),
+        trained=tuple(s.index for s in stages if any(p.requires_grad for p in s.module.parameters())),
+        whole=tuple(s.index for s in stages if s.facts.runs_whole),
     )
 
 
@@ -130,7 +129,7 @@ class Chooser:
         last: the choice for the last step; None before the first.
     """
 
-    def __init__(self, stages: Sequence[Stage | WholeStage]) -> None:
+    def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
         self._measured: defaultdict[Situation, Measured] = defaultdict(Measured)
         self._choices: dict[tuple[str, Size, Situation, tuple[int, ...]], tuple[Choice, set[Cell]]] = {}

@@ -79,7 +79,7 @@ class RunRecorder:
     def do(self, runner: StageRunner, action: Action) -> None:
         """Do an action, and record it."""
         stage = runner.stage
-        tracker = self.trackers.get(stage.partition)
+        tracker = self.trackers.get(stage.index)
         look = Look(partial(self._clock.now, stage.device))
         # Only while the action is done: inline, the same thread takes what comes out of the run, and may be in a run
         # around this one.
@@ -90,7 +90,7 @@ class RunRecorder:
 
         def event() -> Event:
             times = self._clock.seconds(look.start), self._clock.seconds(end)
-            place = stage.partition, action.microbatch, action.kind, str(stage.device)
+            place = stage.index, action.microbatch, action.kind, str(stage.device)
             wait = sum((self._clock.seconds(b) - self._clock.seconds(a) for a, b in look.waits), start=0.0)
             return Event(*place, *times, wait, look.bytes_moved, stage.layers, held)
 

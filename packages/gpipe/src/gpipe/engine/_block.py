@@ -1,0 +1,214 @@
+"""Blocks: consecutive layers of a stage that keep only their input, while its other layers keep what they save.
+
+The graph of a block is a part of the graph of its cell, like that of any other layer. But the tensors that its
+operations save are dropped when the block is done. When a backward first needs one of them, the layers are computed
+again, and what their operations save then takes the place of what was dropped::
+
+    forward     layer 0   [layer 1, layer 2]   layer 3          what [ ] saves is dropped
+    backward    layer 3   [ ] again, layer 2, layer 1   layer 0
+
+So schedules, split backwards, hooks and the accumulation of gradients need to know nothing of blocks.
+
+Source: the non-reentrant ``torch.utils.checkpoint``, which restores neither buffers nor the random numbers that layers
+of a pipe draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from threading import get_ident
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from streams import Context
+
+from .._current import current, setting
+from ..checkpoint._compare import Sample
+from ..checkpoint._random import CellRNG
+from ..skip._layout import skippables
+from ..values._constants import expect_plain
+from ..values._leaves import Activation, as_nonleaf, detach_leaves, tensors_of, versions
+from ..values._memory import cloned_together
+from ._recomputation import Recomputation
+from ._stage import Stage
+
+Compute = Callable[[Any], Any]
+"""Computes the layers of a block for a value."""
+
+
+class Block:
+    """A block of a stage in one run.
+
+    Args:
+        stage: the stage.
+        numbers: the numbers of the layers among those of the stage.
+        context: the context of the caller of the forward.
+
+    Attributes:
+        numbers: the same.
+        recomputation: what all forwards of the block share.
+    """
+
+    def __init__(self, stage: Stage, numbers: range, context: Context) -> None:
+        if stage.module._compiled_call_impl is not None:
+            raise RuntimeError(
+                f"partition {stage.index} is compiled as a whole, but some of its layers are checkpointed and others "
+                "are not; compile its layers, or give it one mode, as in checkpoint='always'"
+            )
+        layers = nn.Sequential()  # not given to it, since a layer may have the name of an attribute
+        layers._modules.update(islice(stage.module.named_children(), numbers.start, numbers.stop))
+        layers.training = stage.module.training
+        self.numbers = numbers
+        self.recomputation = Recomputation(layers, stage.device, stage.blocks[numbers], context)
+        self._stage = stage
+        self._pops = [key for layer in skippables(layers) for key in layer.poppable()]
+        self._stashes = [key for layer in skippables(layers) for key in layer.stashable()]
+        # Until a forward has shown that it does not change its input in place.
+        self._clones = True
+
+    def compute(self, compute: Compute, value: Any) -> Any:
+        """The output of ``compute`` for ``value``, which it computes again in the backward."""
+        # Layers of the block may pop skips that were stashed before it. Those that it stashes itself are not there yet.
+        store: Any = current.skips
+        skips = {key: store[key] for key in self._pops if key in store}
+        inputs = Activation((value, *skips.values()))
+        expect_plain(inputs.value, self._stage.index)
+        spare = inputs.with_tensors(cloned_together(inputs.tensors)) if self._clones else None
+        before = versions(inputs)
+        rng: Any = current.rng
+        forward = _Forward(self, compute, rng.again(self._stage.device), [*skips])
+        output = forward.first(value)
+        changed = versions(inputs) != before
+        self._clones = self._clones and changed
+        if not changed:
+            forward.drop(detach_leaves(inputs))
+        elif spare is not None:
+            forward.drop(spare)
+        # Else its input is gone, and the block keeps what it has saved.
+        return output
+
+    def outputs(self, output: Any) -> tuple[Tensor, ...]:
+        """The tensors in ``output``, and in the skips that the block has stashed."""
+        store: Any = current.skips
+        return tensors_of((output, *[store.get(key) for key in self._stashes]))
+
+    def expect_current(self) -> None:
+        """Raise RuntimeError if a layer of the stage was replaced since the forward."""
+        self._stage.expect_current()
+
+
+class _Forward:
+    """One forward of a block, and its recomputation. What the graph has saved refers to it."""
+
+    def __init__(self, block: Block, compute: Compute, random: CellRNG, skips: Sequence[Any]) -> None:
+        self._block = block
+        self._compute = compute
+        self._random = random
+        self._skips = skips
+        self._thread = get_ident()
+        # Weak, so that a tensor is freed as soon as the backward is done with the operation that saved it.
+        self._saved: list[ref[_Saved]] = []
+        self._sample: Sample | None = None
+
+    def first(self, value: Any) -> Any:
+        """The output for ``value``. What is saved is kept until :meth:`drop`."""
+        block = self._block
+        self._remembered = block.recomputation.remember()
+        with setting(checkpointing=True, rng=self._random), saved_tensors_hooks(self._save, _Saved.load):
+            output = self._compute(value)
+        self._random.forget()
+        if block.recomputation.settle(self._remembered):
+            self._sample = block.recomputation.sample(block.outputs(output))
+        return output
+
+    def drop(self, inputs: Activation) -> None:
+        """Drop what was saved, if the forward can be repeated from ``inputs``."""
+        if self._sample is not None:
+            self._inputs, self._versions = inputs, versions(inputs)
+            for reference in self._saved:
+                saved = reference()
+                if saved is not None:
+                    saved.tensor = None
+
+    def again(self) -> None:
+        """Compute the layers again, and put what their operations save in the place of what was dropped."""
+        block, inputs, sample = self._block, self._inputs, self._sample
+        assert sample is not None
+        block.expect_current()
+        if versions(inputs) != self._versions:
+            raise RuntimeError(
+                "the input of checkpointed layers was changed in place after their forward, and their recomputation "
+                "needs it as it was; change a clone instead, or do not checkpoint these layers"
+            )
+        found: list[_Saved] = []
+
+        def save(tensor: Tensor) -> Tensor:
+            found.append(_Saved(self, tensor))
+            return tensor  # a layer may have a small backward of its own, within its forward
+
+        with block.recomputation.repeated(self._remembered, self._random, sample):
+            value, *skips = as_nonleaf(inputs).value
+            own = dict(zip(self._skips, skips, strict=True))
+            with setting(skips=own), saved_tensors_hooks(save, lambda tensor: tensor):
+                outputs = block.outputs(self._compute(value))
+        block.recomputation.expect_same(sample, outputs)
+        if len(found) != len(self._saved):
+            raise _saved_others()
+        for reference, fresh in zip(self._saved, found, strict=True):
+            saved = reference()
+            if saved is not None:
+                saved.take(fresh)
+
+    def _save(self, tensor: Tensor) -> _Saved:
+        if get_ident() != self._thread:
+            raise RuntimeError(
+                "a layer that is checkpointed by a flag of its own computes on other threads, as a pipe inside of it "
+                "does, whose order may differ in the recomputation; give its partition one mode, as in "
+                "checkpoint='always', or leave the layer out"
+            )
+        saved = _Saved(self, tensor)
+        self._saved.append(ref(saved))
+        return saved
+
+
+class _Saved:
+    """A tensor that an operation of a block has saved for its backward."""
+
+    __slots__ = ("__weakref__", "_forward", "_kind", "_version", "tensor")
+
+    def __init__(self, forward: _Forward, tensor: Tensor) -> None:
+        self._forward = forward
+        self._kind = tensor.shape, tensor.dtype, tensor.device
+        self._version = tensor._version
+        # Detached, because an operation may save its output, which refers to the graph.
+        self.tensor: Tensor | None = tensor.detach()
+
+    def load(self) -> Tensor:
+        """The tensor, for the backward of the operation."""
+        if self.tensor is None:
+            self._forward.again()
+        assert self.tensor is not None
+        if self.tensor._version != self._version:  # torch does not check what hooks return
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(self._kind[0])}, which a checkpointed layer needs for its backward; change a "
+                "clone instead"
+            )
+        return self.tensor
+
+    def take(self, fresh: _Saved) -> None:
+        """Hold what the recomputation has saved in the same place."""
+        if fresh._kind != self._kind:
+            raise _saved_others()
+        self.tensor, self._version = fresh.tensor, fresh._version
+
+
+def _saved_others() -> RuntimeError:
+    return RuntimeError(
+        "the recomputation of checkpointed layers did other operations than their forward; they depend on something "
+        "that changes from call to call. Keep it in a buffer or an attribute, or do not checkpoint these layers"
+    )

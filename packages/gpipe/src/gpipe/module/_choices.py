@@ -1,0 +1,95 @@
+"""The argument ``checkpoint`` of a pipe: how each partition is checkpointed, by a mode or by a flag for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine._stage import Stage, stages_of
+from ..schedule._flags import as_lists, expect_flags, moved, runs_of, scheduled
+from ..skip import SkipLayout, inspect_skip_layout
+from ._arguments import checked_mode, checked_modes
+
+Choice = str | list[bool]
+"""How a partition is checkpointed: by a mode, or by a flag for each layer."""
+
+Choices = str | list[Choice]
+"""How all partitions are checkpointed: by one mode, or one choice for each."""
+
+
+def checked_choices(checkpoint: Any) -> Choices:
+    """``checkpoint`` as a mode, or a list with a mode, or flags for its layers, for each partition."""
+    if isinstance(checkpoint, (list, tuple)):
+        return [_checked(choice, f"checkpoint[{j}]") for j, choice in enumerate(checkpoint)]
+    return checked_mode(checkpoint, "checkpoint")
+
+
+def _checked(choice: Any, name: str) -> Choice:
+    if not isinstance(choice, (list, tuple)):
+        return checked_mode(choice, name)
+    expect_flags(choice, name)
+    return list(choice)
+
+
+def expect_fitting(choices: Choices, sizes: Sequence[int]) -> Choices:
+    """``choices``; ValueError unless they are for partitions of these sizes."""
+    checked_modes(choices, len(sizes))
+    if isinstance(choices, str):
+        return choices
+    for j, (choice, size) in enumerate(zip(choices, sizes, strict=True)):
+        if not isinstance(choice, str) and len(choice) != size:
+            raise ValueError(
+                f"checkpoint[{j}] must be one mode, or one flag for each of the {size} layers of partition {j}; got "
+                f"{len(choice)}: {choice!r}"
+            )
+    return choices
+
+
+def copied(choices: Choices) -> Choices:
+    """A copy of ``choices``."""
+    return choices if isinstance(choices, str) else as_lists(choices)
+
+
+def rebalanced(choices: Choices, before: Sequence[int], after: Sequence[int]) -> Choices:
+    """The choices for partitions of other sizes; see :func:`gpipe.schedule._flags.moved`."""
+    return choices if isinstance(choices, str) else as_lists(moved(choices, before, after))
+
+
+def modes_of(choices: Choices) -> str | list[str]:
+    """The modes for schedules: a partition with blocks is not checkpointed as a whole."""
+    return choices if isinstance(choices, str) else [*map(scheduled, choices)]
+
+
+def blocks_of(choices: Choices) -> dict[int, list[range]]:
+    """For each partition of which only some layers are checkpointed, the numbers of consecutive such layers."""
+    if isinstance(choices, str):
+        return {}
+    return {
+        j: [range(first, end) for flag, first, end in runs_of(choice) if flag]
+        for j, choice in enumerate(choices)
+        if not isinstance(choice, str) and any(choice) and not all(choice)
+    }
+
+
+def laid_out(
+    partitions: Iterable[nn.Module], devices: Sequence[torch.device], choices: Choices
+) -> tuple[list[Stage], SkipLayout]:
+    """A stage for each partition, and the skips between them.
+
+    Args:
+        devices: the device of each partition.
+        choices: what is checkpointed.
+    """
+    modules = list(partitions)
+    layout = inspect_skip_layout(modules)
+    return stages_of(modules, devices, layout, blocks_of(choices)), layout
+
+
+def flags_of(choices: Choices) -> list[list[bool] | None] | None:
+    """The flags of each partition that has any; None if no partition has."""
+    if isinstance(choices, str) or all(isinstance(each, str) for each in choices):
+        return None
+    return [None if isinstance(each, str) else each for each in choices]
