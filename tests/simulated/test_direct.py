@@ -21,6 +21,7 @@ from torch import nn
 
 from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank
+from gpipe.distributed._forms import Form
 from gpipe.distributed._messages import RemoteLink
 
 from . import accelerator, communicators
@@ -227,17 +228,17 @@ def _receive_too_much() -> str:
 
 @contextmanager
 def _no_memory_once() -> Iterator[None]:
-    """Inside, there is no memory for the first tensor of bytes on a device."""
-    right, refused = torch.empty, []
+    """Inside, there is no memory for the first tensor that comes to a device."""
+    right, refused = Form.empty, []
 
-    def empty(*size: Any, **options: Any) -> torch.Tensor:
-        if options.get("dtype") is torch.uint8 and "device" in options and not refused:
-            refused.append(size)
+    def empty(form: Form, device: torch.device) -> list[torch.Tensor | None]:
+        if device.type != "cpu" and not refused:
+            refused.append(form)
             raise torch.OutOfMemoryError("planted")
-        return right(*size, **options)
+        return right(form, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", empty)
+        patch.setattr(Form, "empty", empty)
         yield
     assert refused
 

@@ -5,11 +5,13 @@ A message is a head, and the bytes of its tensors from their own memory into tha
 receive the head and the tensors before it knows what comes; what differs announces itself::
 
     the same form    [head] [tensor] [tensor] ...
-    another form     [head] [a byte for each tensor of the form before] [form] [tensor] [tensor] ...
+    the same, small  [head | tensor | tensor ...]
+    another form     [head] [a byte for each tensor that the other end receives] [form] [tensor] [tensor] ...
 
     head = number of the micro-batch, bytes of the form, a flag, how many messages the sender has taken itself
 
-Tensors of accelerators may go from device to device instead (:mod:`gpipe.distributed._wires`).
+The tensors of a small message are copied behind the head, because a transfer costs more than the copy. Tensors of
+accelerators may go from device to device instead (:mod:`gpipe.distributed._wires`).
 
 A message is kept until it is known that the other end took it: gloo does not tell without waiting, so each head says
 how many messages were taken. Where nothing comes back, in a run without backwards, :meth:`RemoteLink.put` waits instead
@@ -19,10 +21,12 @@ when too many messages are under way.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -36,7 +40,12 @@ from ._forms import Form, Payload, flat, form_of
 POISON: Final = -1
 """The micro-batch number of a message that says: nothing more comes in this run."""
 
+SMALL: Final = 2**18
+"""Bytes of the largest message that is copied into one transfer."""
+
 _OBJECT: Final = -2
+_HEAD = struct.Struct("=4q")
+_ALIGN: Final = 16  # so that the data of any dtype are aligned, as is the end of a head
 _CPU = torch.device("cpu")
 _NONE = Form(None, ())
 _FILLER = torch.zeros(1, dtype=torch.uint8)
@@ -99,10 +108,48 @@ class Ways(NamedTuple):
     direct_into: Direct | None = None
 
 
-class _Coming(NamedTuple):
-    """A message that is being received."""
+class _Layout:
+    """How messages of one form are sent: if they are small, with tensors behind the head.
 
-    head: Tensor
+    Attributes:
+        form: the form.
+        starts: the offset of each tensor that has any bytes; None if these are sent by themselves.
+        size: bytes of the first transfer.
+        others: the number of further transfers.
+    """
+
+    def __init__(self, form: Form, *, direct: bool) -> None:
+        self.form = form
+        self.starts: list[int] | None = None
+        self.size, self.others = _HEAD.size, 0
+        if not direct:
+            sizes = [each.shape.numel() * each.dtype.itemsize for each in form.tensors if each is not None]
+            sizes = [size for size in sizes if size]
+            ends = [*accumulate(sizes, lambda end, size: -(-end // _ALIGN) * _ALIGN + size, initial=_HEAD.size)]
+            if ends[-1] > SMALL:
+                self.others = len(sizes)
+            else:
+                self.starts, self.size = [end - size for end, size in zip(ends[1:], sizes, strict=True)], ends[-1]
+
+    def within(self, frame: Tensor) -> list[Tensor | None]:
+        """The tensors of a small message, in the memory of ``frame``."""
+        starts, storage = iter(self.starts or ()), frame.untyped_storage()
+        found: list[Tensor | None] = []
+        for each in self.form.tensors:
+            if each is None:
+                found.append(None)
+                continue
+            start = next(starts) if each.shape.numel() else 0
+            # Not as views: these would share a version counter.
+            tensor = torch.empty(0, dtype=each.dtype, device="cpu")
+            found.append(tensor.set_(storage, start // each.dtype.itemsize, each.shape, each.stride))
+        return found
+
+
+class _Coming(NamedTuple):
+    """A message that is being received; ``frame`` begins with its head."""
+
+    frame: Tensor
     tensors: list[Tensor | None]
     transfers: list[Any]
 
@@ -123,7 +170,9 @@ class RemoteLink:
         self.member = ways.out.member
         self.poisoned: bytes | None = None
         self._ways, self._device = ways, device
-        self._sent, self._received = _NONE, _NONE  # the last form in each direction
+        # Of the last message in each direction.
+        self._sent = _Layout(_NONE, direct=ways.direct_out is not None)
+        self._received = _Layout(_NONE, direct=ways.direct_into is not None)
         self._under_way: deque[list[tuple[Any, Tensor]]] = deque()
         self._most: int | None = None
         self._arrived = self._taken = self._expected = 0  # messages since the link was made
@@ -147,8 +196,10 @@ class RemoteLink:
         if self._ways.direct_out is not None:
             self._ways.direct_out.send(data)  # before the head, which says that they have been sent
             data = []
-        self._send(microbatch, b"" if form == self._sent else pickle.dumps(form), data, flag=flag)
-        self._sent = form
+        again = form == self._sent.form
+        self._send(microbatch, b"" if again else pickle.dumps(form), data, flag=flag)
+        if not again:
+            self._sent = _Layout(form, direct=self._ways.direct_out is not None)
 
     def poison(self, why: bytes) -> None:
         """Tell the other end that nothing more comes in this run, and why."""
@@ -170,7 +221,7 @@ class RemoteLink:
             UnreachableError: the connection has ended, or the message does not arrive in time.
         """
         microbatch, flag, tensors = self._take(timeout)
-        return microbatch, flag, self._received.payload(tensors, self._device)
+        return microbatch, flag, self._received.form.payload(tensors, self._device)
 
     def hear(self, timeout: timedelta | None = None) -> Any:
         """Wait for the next object; see :meth:`get`."""
@@ -195,11 +246,19 @@ class RemoteLink:
             self._forget(timeout)
 
     def _send(self, microbatch: int, text: bytes, data: Sequence[Tensor] = (), *, flag: bool = False) -> None:
-        parts = [torch.tensor([microbatch, len(text), flag, self._taken], device="cpu")]
+        starts = None if text else self._sent.starts
+        memory = bytearray(self._sent.size if starts else _HEAD.size)
+        _HEAD.pack_into(memory, 0, microbatch, len(text), flag, self._taken)
+        parts = [torch.frombuffer(memory, dtype=torch.uint8)]
         if text:
-            parts += [_FILLER] * (0 if self._ways.direct_out else _transfers(self._sent))
+            parts += [_FILLER] * self._sent.others
             parts.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        parts += [part.cpu() for part in data]
+        if starts:
+            for start, part in zip(starts, data, strict=True):
+                place = torch.frombuffer(memory, dtype=part.dtype, count=part.numel(), offset=start)
+                place.copy_(part.detach().view(-1))
+        else:
+            parts += [part.cpu() for part in data]
         self._under_way.append([(self._ways.out.send(part), part) for part in parts])
         while self._most is not None and len(self._under_way) > self._most:
             self._forget(None)
@@ -220,11 +279,11 @@ class RemoteLink:
             self.poisoned = text
             raise Cancelled
         if text:
-            self._received = pickle.loads(text)
+            self._received = _Layout(pickle.loads(text), direct=self._ways.direct_into is not None)
             tensors, transfers = self._begun()
             self._wait(transfers, timeout)
         if self._ways.direct_into is not None:
-            tensors = self._ways.direct_into.receive(self._received)
+            tensors = self._ways.direct_into.receive(self._received.form)
         elif self._device.type != "cpu":
             tensors = [None if each is None else each.to(self._device) for each in tensors]
         while self._arrived < taken:
@@ -240,27 +299,31 @@ class RemoteLink:
 
     def _next(self, timeout: timedelta | None) -> tuple[list[int], list[Tensor | None]]:
         """The head of the next message, and its tensors if it has the form of the one before."""
-        head, tensors, transfers = self._begin()
+        frame, tensors, transfers = self._begin()
         self._wait(transfers, timeout)
         self._coming = None
         self._taken += 1
-        return head.tolist(), tensors
+        return frame[: _HEAD.size].view(torch.int64).tolist(), tensors
 
     def _begin(self) -> _Coming:
         """Start to receive a message, unless that has begun."""
         if self._coming is None:
-            head = torch.empty(4, dtype=torch.int64, device="cpu")
-            first = self._ways.into.receive(head)
-            self._coming = _Coming(head, *self._begun(first))
+            frame = torch.empty(self._received.size, dtype=torch.uint8, device="cpu")
+            first = self._ways.into.receive(frame)
+            if self._received.starts is None:
+                tensors, others = self._begun()
+                self._coming = _Coming(frame, tensors, [first, *others])
+            else:
+                self._coming = _Coming(frame, self._received.within(frame), [first])
         return self._coming
 
-    def _begun(self, *first: Any) -> tuple[list[Tensor | None], list[Any]]:
-        """Memory for tensors of the last form, and the transfers into it, after the ``first`` ones."""
+    def _begun(self) -> tuple[list[Tensor | None], list[Any]]:
+        """Memory for tensors of the last form, and the transfers into it."""
         if self._ways.direct_into is not None:
-            return [], [*first]
-        tensors = self._received.empty(_CPU)
+            return [], []
+        tensors = self._received.form.empty(_CPU)
         memory = [flat(each) for each in tensors if each is not None and each.numel()]
-        return tensors, [*first, *map(self._ways.into.receive, memory)]
+        return tensors, [*map(self._ways.into.receive, memory)]
 
     def _text(self, size: int, timeout: timedelta | None) -> bytes:
         memory = bytearray(size)
@@ -270,8 +333,3 @@ class RemoteLink:
     def _wait(self, transfers: Sequence[Any], timeout: timedelta | None) -> None:
         for work in transfers:
             self._ways.into.wait(work, timeout)
-
-
-def _transfers(form: Form) -> int:
-    """How many tensors of ``form`` have any bytes."""
-    return sum(each is not None and each.shape.numel() > 0 for each in form.tensors)
