@@ -18,8 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),  # so it does in the plain model
 ]
 
-"""Of each of the two ways to train."""
-
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 REFUSALS: list[tuple[type[Exception], str]] = [
@@ -54,25 +52,19 @@ def verdict(case: Case, steps: bool) -> str:
     return "equal"
 
 
-each_way = pytest.mark.parametrize("steps", [False, True], ids=["backward", "step"])
-
-
-@each_way
-@settings(suppress_health_check=SLOW)
-@given(case=cases())
-def test_parity_with_the_plain_loop(steps: bool, case: Case) -> None:
-    event(verdict(case, steps))
-
-
-@each_way
-def test_few_cases_are_refused(steps: bool) -> None:
-    """Else the property above would say little."""
+@pytest.mark.parametrize("steps", [False, True], ids=["backward", "step"])
+def test_parity_with_the_plain_loop(steps: bool) -> None:
+    """And few cases are refused: else the property would say little."""
     verdicts: Counter[str] = Counter()
 
-    @settings(max_examples=60, derandomize=True, database=None, suppress_health_check=SLOW)
+    @settings(suppress_health_check=SLOW)
     @given(case=cases())
     def look(case: Case) -> None:
-        verdicts[verdict(case, steps)] += 1
+        found = verdict(case, steps)
+        event(found)
+        verdicts[found] += 1
 
     look()
-    assert verdicts["equal"] >= 0.9 * verdicts.total(), verdicts
+    refused = sum(count for found, count in verdicts.items() if found.startswith("refused"))
+    assert verdicts["equal"] > 10 * refused, verdicts
+    assert verdicts["equal"] >= 0.6 * verdicts.total(), verdicts  # the plain model refuses some itself

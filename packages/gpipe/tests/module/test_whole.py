@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections import UserDict
+from collections import UserDict, deque
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -127,6 +128,11 @@ class Hiding:
         self.config.names.append({"deep": (rows(7),)})
 
 
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
 class Sized:
     def __len__(self) -> int:
         return 7
@@ -149,6 +155,11 @@ class TestWhatHasRows:
             with pytest.raises(TypeError, match=f"^{path} is a .* of 7, {way}"):
                 call(pipe)
             assert not pipe[0].seen
+
+    @pytest.mark.parametrize("make", [list, tuple, deque, lambda leaves: Pair(*leaves)])
+    def test_containers_of_tensors_may_have_as_many_parts(self, make: Callable[[list[Tensor]], Any]) -> None:
+        pipe = noting()
+        assert torch.equal(pipe(rows(2), make([rows(2), rows(2)])), linears()(rows(2)))
 
     def test_it_may_be_replicated(self) -> None:
         pipe = noting()

@@ -66,13 +66,13 @@ def _below(value: Any, path: str) -> Iterator[tuple[str, Sized]]:
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _below(each, f"{path}[{name!r}]")
-    elif type(value) in (list, tuple):
+    elif isinstance(value, Sized) and not isinstance(value, nn.Module):
+        # A container with tensors has as many parts as its author wanted: its rows are those of the tensors.
         if not any(isinstance(leaf, Tensor | Split | Replicate) for leaf in flatten(value)[0]):
             yield path, value
-        for k, each in enumerate(value):
-            yield from _below(each, f"{path}[{k}]")
-    elif isinstance(value, Sized) and not isinstance(value, nn.Module):
-        yield path, value
+        if isinstance(value, list | tuple):
+            for k, each in enumerate(value):
+                yield from _below(each, f"{path}[{k}]")
 
 
 def _expect_no_tensors(leaf: Any, value: Any, k: int, root: str) -> None:
