@@ -75,9 +75,14 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU or much time, unless it is asked for."""
-    left_out = set() if "long" in config.getoption("-m") else {"long"}
+    asked = config.getoption("-m")
+    left_out = set() if "long" in asked else {"long"}
     if not _cuda_is_available():
-        left_out.add("cuda")
+        if "cuda" not in asked:
+            left_out.add("cuda")
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
     others = [item for item in items if left_out & item.keywords.keys()]
     if others:
         config.hook.pytest_deselected(items=others)

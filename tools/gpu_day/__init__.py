@@ -1,1 +1,1 @@
-"""Ten minutes of a machine with GPUs: tests, benchmarks and a real model, on one page."""
+"""A day on a GPU in four parts: tests, sanitizers, measurements and real models, with a page for each part."""

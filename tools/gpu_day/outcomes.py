@@ -1,4 +1,4 @@
-"""Run steps one after the other, within a time for all of them."""
+"""Run the steps of a part one after the other, within its time."""
 
 from __future__ import annotations
 
@@ -8,100 +8,115 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
-from xml.etree import ElementTree
+from typing import IO, NamedTuple
 
-from .steps import ROOT, Step, command, environment
+from .steps import ROOT, Part, Step
 
-ALL = 560.0
-"""Seconds for everything."""
 LEAST = 5.0
 """Seconds with which it makes sense to begin a step."""
+GRACE = 5.0
+"""Seconds for the stacks of a step that was stopped."""
 
 
 class Outcome(NamedTuple):
-    """What came of a step: in a few words, after how many seconds, its output, and the failures of tests by name."""
+    """What came of a step: in a few words, after how many seconds, its output, and the names of tests that failed."""
 
     step: Step
     words: str
     seconds: float
     output: str
-    failures: dict[str, str]
+    failures: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
-        return self.words.startswith(("passed", "skipped"))
+        return self.words.startswith(("passed", "not run"))
 
 
-def outcomes(steps: Sequence[Step], folder: Path, *, gpu: bool) -> Iterator[Outcome]:
-    """Of each step, when it is done. Its output is in ``folder`` too."""
-    end = time.monotonic() + ALL
-    for step in steps:
-        start = time.monotonic()
-        words, output, failures = _outcome(step, folder, min(step.limit, end - start), gpu=gpu)
-        (folder / f"{step.name}.txt").write_text(output, encoding="utf-8")
-        yield Outcome(step, words, time.monotonic() - start, output, failures)
+def outcomes(part: Part, log: Path, *, gpu: bool) -> Iterator[Outcome]:
+    """Of each step, when it is done. What it prints goes to ``log`` as it comes."""
+    end = time.monotonic() + part.seconds
+    with log.open("w", encoding="utf-8") as out:
+        for step in part.steps:
+            start = time.monotonic()
+            print(f"\n=== {step.name}: {' '.join(step.command[1:])}", file=out, flush=True)
+            begin = out.tell()
+            words = _words(step, out, min(step.limit, end - start - GRACE), gpu=gpu)
+            out.seek(0, os.SEEK_END)
+            output = log.read_text(encoding="utf-8", errors="replace")[_characters(log, begin) :]
+            if words == "":
+                words = _counted(output) if step.tests else "passed"
+            elif step.tests and words.startswith(("failed", "stopped")):
+                words = f"{words}: {_counted(output)}{_running(output)}"
+            yield Outcome(step, words, time.monotonic() - start, output, tuple(_failed(output)) if step.tests else ())
 
 
-def _outcome(step: Step, folder: Path, limit: float, *, gpu: bool) -> tuple[str, str, dict[str, str]]:
+def _characters(log: Path, begin: int) -> int:
+    """The number of characters in the first ``begin`` bytes."""
+    with log.open("rb") as file:
+        return len(file.read(begin).decode(errors="replace"))
+
+
+def _words(step: Step, out: IO[str], limit: float, *, gpu: bool) -> str:
+    """Why it was not run, or what went wrong; nothing if all went well."""
     if importlib.util.find_spec(step.needs) is None:
-        return f"skipped: no {step.needs}", "", {}
-    if limit < LEAST:
-        return "skipped: no time left", "", {}
-    if not gpu and not step.tests:
-        return "skipped: no GPU", "", {}
-    report = folder / f"{step.name}.xml"
-    status, output = _run(command(step, report, gpu=gpu), limit)
+        return f"not run: no {step.needs}"
     if not gpu:
-        return _selected(status, output), output, {}
-    if step.tests and report.exists():
-        return _counted(report, status), output, _failures(report)
-    return "passed" if status == 0 else _broken(status, limit), output, {}
+        return f"not run: no GPU{_found(step)}"
+    if limit < LEAST:
+        return "not run: no time left"
+    status = _run(step, out, limit)
+    return f"stopped after {limit:.0f} s" if status is None else f"failed with status {status}" if status else ""
 
 
-def _run(arguments: Sequence[str], limit: float) -> tuple[int | None, str]:
-    """The exit status, None if it had to be stopped, and the output."""
+def _run(step: Step, out: IO[str], limit: float) -> int | None:
+    """The exit status; None if it had to be stopped, after all of its threads have printed their stacks."""
     child = subprocess.Popen(
-        arguments,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+        step.command, cwd=ROOT, env=step.environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
-        output, _ = child.communicate(timeout=limit)
-        return child.returncode, output
+        return child.wait(limit)
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # with what it has started
-        return None, child.communicate()[0]
+        child.send_signal(signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE)
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # with what it has started
+        child.wait()
 
 
-def _broken(status: int | None, limit: float) -> str:
-    return f"stopped after {limit:.0f} s" if status is None else f"failed with status {status}"
+def _found(step: Step) -> str:
+    """How many tests there are, so that a wrong name is seen where there is no GPU."""
+    if not step.tests:
+        return ""
+    command = [*step.command, "--collect-only", "-q"]
+    output = subprocess.run(command, cwd=ROOT, env=step.environment, capture_output=True, text=True).stdout
+    found = re.search(r"(\d+)(?:/\d+)? tests? collected", output)
+    return f" ({found[1]} tests)" if found else ", and no tests were found"
 
 
-def _selected(status: int | None, output: str) -> str:
-    found = re.search(r"^(\d+)(?:/\d+)? tests? collected", output, re.MULTILINE)
-    if status != 0 or found is None:
-        return f"failed: no tests were found (status {status})"
-    return f"skipped: no GPU ({found[1]} tests)"
+_TEST = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", re.MULTILINE)
 
 
-def _counted(report: Path, status: int | None) -> str:
-    suite = ElementTree.parse(report).getroot().find("testsuite")
-    assert suite is not None
-    total, *rest = (int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped"))
-    failed, errors, skipped = rest
-    words = f"{total - sum(rest)} passed, {failed + errors} failed, {skipped} skipped"
-    return f"passed: {words}" if status == 0 else f"failed: {words}"
+def _counted(output: str) -> str:
+    counts = Counter(found[2] for found in _TEST.finditer(output))
+    failed = counts["FAILED"] + counts["ERROR"]
+    return (
+        f"{'failed' if failed else 'passed'}: {counts['PASSED']} passed, {failed} failed, {counts['SKIPPED']} skipped"
+    )
 
 
-def _failures(report: Path) -> dict[str, str]:
-    """The failed tests, with the first line of what was wrong."""
-    cases = ElementTree.parse(report).getroot().iter("testcase")
-    wrong = ((case, found) for case in cases for found in (*case.findall("failure"), *case.findall("error")))
-    return {f"{c.get('classname')}::{c.get('name')}": (f.get("message") or "").partition("\n")[0] for c, f in wrong}
+def _failed(output: str) -> Iterator[str]:
+    return (found[1] for found in _TEST.finditer(output) if found[2] in ("FAILED", "ERROR"))
+
+
+def _running(output: str) -> str:
+    """The test that was running when the output ended."""
+    begun = re.findall(r"^(\S+\.py::\S+)(?: |$)", output, re.MULTILINE)
+    done = {found[1] for found in _TEST.finditer(output)}
+    return f"; in {begun[-1]}" if begun and begun[-1] not in done else ""

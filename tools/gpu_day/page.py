@@ -9,16 +9,17 @@ from collections.abc import Sequence
 import torch
 
 from .outcomes import Outcome
-from .steps import ROOT
+from .steps import PARTS, ROOT
 
-TAIL = 60
+TAIL = 80
 """Lines of output of a program, or of a step that failed, that the page shows."""
 
 
-def page(found: Sequence[Outcome]) -> str:
+def page(part: str, found: Sequence[Outcome]) -> str:
     """Markdown."""
-    parts = ["# A day on GPUs", machine(), _summary(found), *map(_failures, found), *map(_output, found)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    title = f"# Part {part}: {PARTS[part].title.lower()}"
+    parts = [title, machine(), _summary(found), *map(_failures, found), *map(_output, found)]
+    return "\n\n".join(each for each in parts if each) + "\n"
 
 
 def machine() -> str:
@@ -37,13 +38,12 @@ def machine() -> str:
 
 
 def _revision() -> str:
+    """What git says; a copy of the files without a repository has none."""
+    command = ["git", "describe", "--always", "--dirty"]
     try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return run.stdout.strip()
 
 
 def _summary(found: Sequence[Outcome]) -> str:
@@ -54,14 +54,14 @@ def _summary(found: Sequence[Outcome]) -> str:
 def _failures(outcome: Outcome) -> str:
     if not outcome.failures:
         return ""
-    lines = [f"- `{name}`: {message}" for name, message in outcome.failures.items()]
-    return "\n".join([f"## Failed in {outcome.step.name}", "", *lines])
+    return "\n".join([f"## Failed in {outcome.step.name}", "", *(f"- `{name}`" for name in outcome.failures)])
 
 
 def _output(outcome: Outcome) -> str:
-    """Of programs what they found; of tests only where nothing else says what went wrong."""
-    if not outcome.output or (outcome.step.tests and (outcome.good or outcome.failures)):
+    """Of programs what they found; of tests the end of what they printed, if something went wrong."""
+    lines = outcome.output.strip().splitlines()
+    if not lines or (outcome.step.tests and outcome.good):
         return ""
-    lines = outcome.output.rstrip().splitlines()[-TAIL:]
-    shown = lines if outcome.good and lines[0].startswith("|") else ["```", *lines, "```"]
+    table = [line for line in lines if line.startswith("|")]
+    shown = table if outcome.good and table else ["```", *lines[-TAIL:], "```"]
     return "\n".join([f"## {outcome.step.title}", "", *shown])

@@ -1,29 +1,35 @@
-"""What is done, in the order of how much the rest depends on it, and how long each may take."""
+"""What each part does, in the order of how much the rest depends on it, and how long each step may take."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 
-SAFETY = "deadlock or error or flat or peak or generator or mask or random or autocast or two_pipes"
-ORDER = "nobody or still_being or own_streams or caller_s_stream or no_block or skips or zeroed or does_not_wait"
+
+class Part(NamedTuple):
+    """Steps that together take no longer than ``seconds``."""
+
+    title: str
+    seconds: float
+    steps: tuple[Step, ...]
 
 
 class Step(NamedTuple):
     """A command, run from the root of the repository.
 
     Attributes:
-        name: of its files.
+        name: in the log.
         title: what it is for.
         arguments: of Python.
         limit: seconds.
         tests: whether they are those of pytest.
-        needs: a module without which it is skipped.
+        needs: a module without which it is not run.
+        settings: more environment variables.
     """
 
     name: str
@@ -32,45 +38,98 @@ class Step(NamedTuple):
     limit: float
     tests: bool = False
     needs: str = "torch"
+    settings: Mapping[str, str] = {}
+
+    @property
+    def command(self) -> list[str]:
+        # All threads print their stacks when a step that hangs is aborted.
+        return [sys.executable, "-X", "faulthandler", *self.arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Sources instead of installed packages, and reports of stalls, with the settings of this step."""
+        sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
+        paths = {"PYTHONPATH": os.pathsep.join([*sources, str(ROOT)])}
+        return {**os.environ, "GPIPE_STALL_SECONDS": "20", "PYTHONUNBUFFERED": "1", **paths, **self.settings}
 
 
-def _tests(name: str, title: str, limit: float, *selection: str) -> Step:
-    return Step(name, title, ("-m", "pytest", *_PYTEST, "-m", "cuda", *selection), limit, tests=True, needs="pytest")
+def _tests(name: str, title: str, limit: float, *files: str) -> Step:
+    return Step(name, title, ("-m", "pytest", *_PYTEST, *files), limit, tests=True, needs="hypothesis")
 
 
-# The settings of pyproject.toml want plugins that need not be there.
-_PYTEST = ("-q", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib", "-W", "default", "--maxfail=40")
-_GPIPE = "packages/gpipe/tests/test_cuda.py"
+def _program(name: str, title: str, limit: float, *arguments: str, **settings: str) -> Step:
+    return Step(name, title, ("-m", f"tools.gpu_day.programs.{arguments[0]}", *arguments[1:]), limit, settings=settings)
 
-STEPS = (
-    _tests("streams", "The vocabulary; if its witnesses fail, nothing else counts", 60, "packages/streams/tests"),
-    _tests("safety", "No hang; errors, memory, random numbers", 100, _GPIPE, "-k", SAFETY),
-    _tests("order", "Nobody reads what is not written yet, nor what is not theirs any more", 110, _GPIPE, "-k", ORDER),
-    _tests("parity", "The results of the plain model", 100, _GPIPE, "-k", f"not ({SAFETY} or {ORDER})"),
-    _tests(
-        "virtual", "Stages on one GPU with workers and streams of their own", 60, "packages/gpipe/tests/test_virtual.py"
+
+# The settings of pyproject.toml want plugins that need not be there. With -v a test that hangs is the last one named.
+_PYTEST = ("-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib", "-W", "default")
+_PYTEST += ("-m", "cuda", "--maxfail=60")
+
+PARTS = {
+    "A": Part(
+        "First steps",
+        240,
+        (
+            _tests(
+                "streams", "Streams and their witnesses: if these fail, nothing else counts", 60, "packages/streams"
+            ),
+            _program("waits", "Steps under set_sync_debug_mode('error'), after a first one", 100, "waits"),
+            _program("group", "A process group over NCCL, of this process alone", 60, "group"),
+        ),
     ),
-    _tests(
-        "nccl", "Two GPUs with a process each: tensors over NCCL", 45, "packages/gpipe/tests/distributed/test_nccl.py"
+    "B": Part(
+        "Tests",
+        570,
+        (
+            _tests(
+                "tests",
+                "All tests that need a GPU, those of virtual devices first",
+                480,
+                "packages/gpipe/tests/test_virtual.py",
+                "packages",
+            ),
+            _program(
+                "sanitizer",
+                "Steps on one thread under the stream sanitizer",
+                80,
+                "waits",
+                "--inline",
+                TORCH_CUDA_SANITIZER="1",
+            ),
+        ),
     ),
-    _tests("microbatch", "Micro-batches on a GPU", 30, "packages/microbatch/tests/test_scatter.py"),
-    _tests("profiler", "The profiler beside the allocator", 40, "packages/profiler/tests/test_cuda.py"),
-    Step("transformer", "A transformer of 8 layers", ("-m", "tools.gpu_day.transformer"), 90),
-    Step("benchmarks", "Benchmarks", ("-m", "benchmarks", "cuda", "--quick"), 60, needs="rich"),
-)
-
-
-def environment() -> dict[str, str]:
-    """Of each step: sources instead of installed packages, few examples of each property, and reports of stalls."""
-    sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
-    settings = {"CI": "1", "HYPOTHESIS_PROFILE": "few", "GPIPE_STALL_SECONDS": "20", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **settings, "PYTHONPATH": os.pathsep.join([*sources, str(ROOT)])}
-
-
-def command(step: Step, report: Path, *, gpu: bool) -> list[str]:
-    """The command; ``report`` is the file of JUnit. Without a GPU tests are only looked for."""
-    if not step.tests:
-        return [sys.executable, *step.arguments]
-    each = ["--timeout=60"] if importlib.util.find_spec("pytest_timeout") else []
-    last = [f"--junitxml={report}", *each] if gpu else ["--collect-only"]
-    return [sys.executable, *step.arguments, *last]
+    "C": Part(
+        "Measurements",
+        570,
+        (
+            _program("launches", "What one process can feed", 100, "launches"),
+            _program("peaks", "Peak of memory against micro-batches", 80, "peaks"),
+            _program("copies", "A stage on the CPU before one on the GPU: do copies overlap?", 60, "copies"),
+            _program("transformer", "A transformer of 8 layers", 110, "transformer"),
+            Step("benchmarks", "Benchmarks", ("-m", "benchmarks", "cuda", "--quick"), 190, needs="rich"),
+        ),
+    ),
+    "D": Part(
+        "Compilers, allocators, processes",
+        540,
+        (
+            _program("compiled", "Compiled stages in two workers", 150, "compiled"),
+            _program("out of memory", "A real out of memory, and the next step", 60, "out_of_memory"),
+            _program("two ranks", "Two processes on one GPU, over host memory", 80, "ranks"),
+            _program(
+                "expandable",
+                "The transformer with expandable segments",
+                110,
+                "transformer",
+                PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+            ),
+            _program(
+                "async",
+                "The transformer with cudaMallocAsync",
+                110,
+                "transformer",
+                PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync",
+            ),
+        ),
+    ),
+}
