@@ -17,7 +17,7 @@ from microbatch import Batch, unwrap
 from ._batchnorm import DeferredBatchNorm
 from ._flatten._ending import without_loss_only
 from ._flatten._inputs import Inputs
-from ._flatten._names import divide_names, model_of, no_child_of_the_model
+from ._flatten._names import Flattened, divide_names
 from ._flatten._shapes import has_data
 from .balance import balance_by_parameters, balance_by_time
 from .engine._loss import LossStage
@@ -33,6 +33,7 @@ from .module._arguments import (
 from .module._choices import Choices, blocks_of, checked_choices, copied, expect_fitting, laid_out, rebalanced
 from .module._cut import checked
 from .module._devices import (
+    buffers_in_place,
     device_map,
     expect_same_device,
     moving_denied,
@@ -156,7 +157,7 @@ class GPipe(Stepping):
             if self._deferred:
                 DeferredBatchNorm.convert_deferred_batch_norm(partitions, self.chunks)
         self.training = module.training
-        self._take(partitions)
+        self._take(partitions, module)
         self._prepare()
 
     @property
@@ -237,6 +238,7 @@ class GPipe(Stepping):
         inputs = checked(inputs, self.in_spec)
         if not self._devices:
             return inputs.bare
+        self._follow_model()
         batches, versions = self._cut(inputs)
         outputs = self._pipeline.forward(batches, self._checkpoint_stops(len(batches)), versions)
         return gathered(outputs, batches, self.out_spec)
@@ -280,7 +282,7 @@ class GPipe(Stepping):
             self._divide(self._whole(), sizes)
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._layers())
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._whole())
@@ -290,7 +292,7 @@ class GPipe(Stepping):
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
         """Replace a layer; the new one is moved to the device of its partition."""
-        self._modules[list(self._modules)[index]] = layer
+        self._change(list(self._layers())[index], layer)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As for any module. A layer may be replaced; attributes that describe the partitions cannot be set."""
@@ -313,21 +315,14 @@ class GPipe(Stepping):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            model = self._flattened()
+            model = vars(self).get("_model")
             if model is not None and name in _ASKED_OF_MODELS:
                 return getattr(model, name)
-            if model is not None and name in model._modules:
-                raise AttributeError(no_child_of_the_model(name)) from None
             raise
-
-    def _flattened(self) -> nn.Module | None:
-        """The first segment of a flattened model, which has the attributes of the model."""
-        return model_of(next(iter(vars(self).get("_modules", {}).values()), None))
 
     def _get_name(self) -> str:
         # Hugging Face's Trainer knows by the name of a model whether it shifts labels.
-        model = self._flattened()
-        return type(self if model is None else model).__name__
+        return type(self if self._model is None else self._model).__name__
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Change the dtype of parameters and buffers, as any module does; moves to a device are refused.
@@ -357,7 +352,8 @@ class GPipe(Stepping):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPipe:
         """Called when a module around the pipe is moved or changes its dtype. Only a change of dtype is allowed."""
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        with buffers_in_place(self._partitions):
+            self._partitions._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def extra_repr(self) -> str:
@@ -420,6 +416,9 @@ class GPipe(Stepping):
         partitions = self._partitions
         for module in (self, *partitions):
             module._modules = Held(module._modules, change)
+        if self._model is not None:
+            self._parameters = Held(self._parameters, change)
+            self._buffers = Held(self._buffers, change)
         partitions._modules = Held(partitions._modules, lambda: refuse)
         for partition in partitions:
             partition._parameters = Held(partition._parameters, lambda: refuse)
@@ -447,6 +446,11 @@ class GPipe(Stepping):
 
     def _change(self, name: str, layer: nn.Module | None) -> None:
         """Replace the layer called ``name`` by ``layer``, in the pipe and its partition."""
+        if self._model is not None:
+            raise TypeError(
+                f"{name!r} of a pipe of a flattened model cannot be replaced, because its layers were made of the "
+                "model; change that, and make a new pipe of it"
+            )
         layer = expect_replacement(name, layer)
         if layer is self._modules[name]:
             return
@@ -460,7 +464,8 @@ class GPipe(Stepping):
         dict.__setitem__(self._modules, name, layer)
 
     def _whole(self) -> nn.Sequential:
-        return nn.Sequential(OrderedDict(self.named_children()))
+        layers = OrderedDict(self._layers())
+        return nn.Sequential(layers) if self._model is None else Flattened(layers).of(self._model, self._twins)
 
 
 def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:

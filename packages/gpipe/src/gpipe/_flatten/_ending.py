@@ -22,7 +22,7 @@ from microbatch import Arguments, map_tensors
 from ..engine._settings import settings, with_settings
 from ._inputs import Inputs
 from ._script import Structure, restored, structure_of
-from ._skeleton import is_placeholder, skeleton
+from ._skeleton import Twin, is_placeholder, skeleton
 from ._standins import Reel, StandIn
 from ._tree import flattened
 
@@ -44,20 +44,21 @@ class Ending:
     Args:
         model: a model that computes a loss.
         names: the names of the modules next to the loss.
+        twins: its copies of modules are added here.
 
     Attributes:
         fields: the fields of the output that it can compute.
         state: the shapes of small parameters and buffers that the loss may read, by name.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, names: Iterable[str], twins: list[Twin]) -> None:
         self._calls: dict[str, list[Structure]] = {name: [] for name in names}
         self._learns = False
         self._reel = _Playback()
         replaced: dict[nn.Module, nn.Module] = {
             model.get_submodule(name): _Replay(model.get_submodule(name), self._reel, name) for name in self._calls
         }
-        self._net = skeleton(model, replaced, lambda tensor: False)
+        self._net = skeleton(model, replaced, lambda tensor: False, twins)
         own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         self.state = {
             name: tensor.shape
@@ -225,7 +226,7 @@ def split_loss_only(inputs: Any) -> tuple[dict[str, Any], Any]:
     return found, {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
 
 
-def ending_of(model: nn.Module, inputs: Inputs, blocks: Collection[nn.Module]) -> Ending | None:
+def ending_of(model: nn.Module, inputs: Inputs, blocks: Collection[nn.Module], twins: list[Twin]) -> Ending | None:
     """How ``model`` computes its loss, seen in a run; None if it computes none, or does it among its ``blocks``."""
     returned: dict[nn.Module, list[Any]] = {}
     with ExitStack() as scope, torch.no_grad():
@@ -236,7 +237,7 @@ def ending_of(model: nn.Module, inputs: Inputs, blocks: Collection[nn.Module]) -
     if not isinstance(output, dict) or not _is_loss(output.get("loss")) or rows is None:
         return None
     names = list(_around(model, returned, blocks, rows))
-    return None if any(model.get_submodule(name) in blocks for name in names) else Ending(model, names)
+    return None if any(model.get_submodule(name) in blocks for name in names) else Ending(model, names, twins)
 
 
 def _note(returned: dict[nn.Module, list[Any]], module: nn.Module, args: object, output: Any) -> None:

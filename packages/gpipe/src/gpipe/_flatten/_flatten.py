@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from ._probe import add_own_loss, computes_loss
 from ._script import Script
 from ._segment import Block, Gift, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
-from ._skeleton import named_units, skeleton, twin_of
+from ._skeleton import Twin, named_units, skeleton, twin_of
 from ._standins import BlockStandIn, ModuleStandIn, Observe, Reel
 from ._trunk import Trunk, find_trunks
 from ._verify import add_ending, expect_equal
@@ -101,21 +100,24 @@ def _flattened(
                 f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
                 "call it, or name other lists by blocks="
             )
-    layers = _built(model, inputs, trunks, calls, pick)  # its copies of modules have the modes of the model
+    twins: list[Twin] = []
+    layers = _built(model, inputs, trunks, calls, pick, twins)  # its copies of modules have the modes of the model
     with _evaluating(model, layers):
         with shapes_only(model) as shapes:
             expect_equal(model, layers, inputs, pick, shapes)
             own = [model.get_submodule(name) for trunk in trunks for name in trunk]
-            ending = ending_of(model, inputs, own) if whole else None
+            ending = ending_of(model, inputs, own, twins) if whole else None
             returned = add_ending(model, layers, inputs, ending, shapes)
             has_loss = computes_loss(layers, inputs)
         if has_loss:
             add_own_loss(model, layers, inputs, returned)
-    return layers
+    return layers.of(model, twins)
 
 
-def _built(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick) -> Flattened:
-    flattened = Flattened(OrderedDict(_Parts(model, inputs, trunks, calls, pick).in_order()))
+def _built(
+    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, twins: list[Twin]
+) -> Flattened:
+    flattened = Flattened(OrderedDict(_Parts(model, inputs, trunks, calls, pick, twins).in_order()))
     for module in (flattened, *flattened.children()):
         module.training = model.training
     return flattened
@@ -124,8 +126,17 @@ def _built(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Cal
 class _Parts:
     """Makes the layers: a segment before, between and after the trunks, and the blocks of the trunks."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        trunks: Sequence[Trunk],
+        calls: Calls,
+        pick: Pick,
+        twins: list[Twin],
+    ) -> None:
         self._model = model
+        self._twins = twins
         self._tensors = len(inputs.tensors())
         self._trunks = trunks
         self._calls = calls
@@ -147,7 +158,7 @@ class _Parts:
         blocks = {name for trunk in self._trunks for name in trunk}
         reel = Reel()
         return Segment(
-            _net(self._model, self._trunks, self._calls, s, reel),
+            _net(self._model, self._trunks, self._calls, s, reel, self._twins),
             reel,
             self._script,
             names=trunk,
@@ -182,8 +193,10 @@ def _title(segment: int, trunks: int) -> str:
     return f"between_{segment}"
 
 
-def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, reel: Reel) -> nn.Module:
-    """The copy of the model for ``segment``."""
+def _net(
+    model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, reel: Reel, twins: list[Twin]
+) -> nn.Module:
+    """The copy of the model for ``segment``; copies of modules are added to ``twins``."""
     names = [name for trunk in trunks for name in trunk]
     replaced: dict[nn.Module, nn.Module] = {
         model.get_submodule(name): BlockStandIn(model.get_submodule(name), reel, name, j, calls.blocks[j])
@@ -195,14 +208,10 @@ def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, 
         own = _segments(unit, calls) or ({last} if has_state else {segment})
         if segment not in own:
             replaced[unit] = ModuleStandIn(unit, reel, name, calls.modules.get(unit, []))
-        else:
-            shared = len(own) > 1 and not any(True for _ in unit.parameters())
-            mine = copy.deepcopy(unit) if shared else unit  # segments may be on different devices, and so its buffers
-            if unit in calls.modules and max(own) < last:
-                mine = _observed(mine, reel, name)
-            if mine is not unit:
-                replaced[unit] = mine
-    return skeleton(model, replaced, lambda tensor: segment in calls.tensors.get(id(tensor), {last}))
+        elif unit in calls.modules and max(own) < last:
+            replaced[unit] = _observed(unit, reel, name)
+            twins.append(Twin(replaced[unit], unit, f"{name}."))
+    return skeleton(model, replaced, lambda tensor: segment in calls.tensors.get(id(tensor), {last}), twins)
 
 
 def _segments(unit: nn.Module, calls: Calls) -> set[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from ._skeleton import Twin, twin_of
 
 
 class Part(nn.Module):
@@ -38,14 +41,6 @@ def model_of(layer: nn.Module | None) -> nn.Module | None:
     return layer.net if isinstance(layer, Part) and not layer.path else None
 
 
-def no_child_of_the_model(name: str) -> str:
-    """The error message for a module that is looked up in a pipe by the name that it has in the model."""
-    return (
-        f"a pipe has layers, such as pipe[0], and no {name!r}; the model that it was made of still has it, with "
-        "the same parameters: use that, as in torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)"
-    )
-
-
 def divide_names(layers: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Rename the entries of ``state`` that belong to flattened parts of ``layers`` to what these are loaded by."""
     found: dict[str, Any] = {}
@@ -62,8 +57,61 @@ def divide_names(layers: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 class Flattened(nn.Sequential):
-    """The layers of a flattened model; its state dict has the model's names."""
+    """The layers of a flattened model; its state dict has the model's names.
+
+    Attributes:
+        model: the model that has the modules of these layers; None if these are not all layers of it.
+        twins: what the layers have in place of modules of the model, and what follows these.
+    """
+
+    model: nn.Module | None = None
+    twins: Sequence[Twin] = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        """As of any sequence; all layers are those of the model."""
+        found: Any = super().__getitem__(index)
+        is_all = isinstance(found, Flattened) and [*found] == [*self]
+        return found.of(self.model, self.twins) if is_all else found
+
+    def of(self, model: nn.Module | None, twins: Sequence[Twin] = ()) -> Flattened:
+        """These layers as all those of ``model``, which is no submodule of them."""
+        self.__dict__.update(model=model, twins=twins)
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         divide_names(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def tree_of(layers: nn.Module, partitions: Iterable[nn.Module]) -> nn.Module | None:
+    """The model that ``layers`` were made of, with the modules of these ``partitions`` alone, in the model's order.
+
+    Returns:
+        The model itself if it has no others; None if there is none, or it has not all parameters.
+    """
+    model = layers.model if isinstance(layers, Flattened) else None
+    partitions = list(partitions)
+    modules = {module for partition in partitions for module in partition.modules()}
+    parameters = {parameter for partition in partitions for parameter in partition.parameters()}
+    if model is None or not parameters <= {*model.parameters()}:
+        return None
+    if not any(parameter not in parameters for parameter in model.parameters()):
+        return model
+    return _part_of(model, modules, parameters | {buffer for each in partitions for buffer in each.buffers()})
+
+
+def _part_of(module: nn.Module, modules: Collection[nn.Module], tensors: Collection[Tensor]) -> nn.Module | None:
+    """``module`` if it is among ``modules``, else a copy that has what is among these and ``tensors``, if any."""
+    if module in modules:
+        return module
+    part = twin_of(module)
+    for name, child in module._modules.items():
+        found = None if child is None else _part_of(child, modules, tensors)
+        if found is None:
+            del part._modules[name]
+        else:
+            part._modules[name] = found
+    for own in (part._parameters, part._buffers):
+        for name in [name for name, tensor in own.items() if tensor not in tensors]:
+            del own[name]
+    return part if part._modules or part._parameters or part._buffers else None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ def skeleton(
     module: nn.Module,
     replaced: Mapping[nn.Module, nn.Module],
     keeps: Callable[[Tensor], bool],
+    twins: list[Twin],
     path: str = "",
 ) -> nn.Module:
     """A copy of ``module`` in which some modules are replaced. The other modules are shared with ``module``.
@@ -24,6 +28,7 @@ def skeleton(
         replaced: the modules to replace, with their replacements.
         keeps: whether a parameter or buffer of a module around replaced ones is kept. The others become placeholders:
             buffers of the same shape, filled with NaN (integers: 0).
+        twins: the copies that are made are added here.
         path: the name of ``module`` in the model, with a dot at the end.
 
     Returns:
@@ -35,7 +40,7 @@ def skeleton(
         return module
     twin = twin_of(module)
     for name, child in module._modules.items():
-        twin._modules[name] = None if child is None else skeleton(child, replaced, keeps, f"{path}{name}.")
+        twin._modules[name] = None if child is None else skeleton(child, replaced, keeps, twins, f"{path}{name}.")
     for name, parameter in module._parameters.items():
         if parameter is not None and not keeps(parameter):
             del twin._parameters[name]
@@ -47,6 +52,7 @@ def skeleton(
     first = next(module.parameters(), None)
     if first is not None and next(twin.parameters(), None) is None:
         _answer_for_parameters(twin, first)
+    twins.append(Twin(twin, module, path))
     return twin
 
 
@@ -75,8 +81,63 @@ def twin_of(module: nn.Module) -> nn.Module:
     for name, value in vars(module).items():
         if isinstance(value, dict) and name.startswith("_"):
             twin.__dict__[name] = copy.copy(value)
+        elif isinstance(value, MethodType) and value.__self__ is module:
+            twin.__dict__[name] = MethodType(value.__func__, twin)
     twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     return twin
+
+
+class Twin:
+    """A copy of a module of the model that follows it: its mode, hooks, attributes, parameters and buffers.
+
+    Args:
+        module: the copy.
+        source: the module of the model.
+        path: the name of ``source``, with a dot at the end.
+    """
+
+    def __init__(self, module: nn.Module, source: nn.Module, path: str) -> None:
+        self.module = module
+        self._source = source
+        self._path = path
+        self._children = dict(source._modules)
+        self._then = self._tensors()
+        self._hooks = {key: hook for key, hook in module._forward_hooks.items() if key not in source._forward_hooks}
+
+    def _tensors(self) -> dict[tuple[str, str], Any]:
+        return {(kind, name): value for kind in _TENSORS for name, value in vars(self._source)[kind].items()}
+
+    def follow(self) -> None:
+        """Take over what has changed in the model.
+
+        Raises:
+            RuntimeError: a module in it was replaced, so that the layers would compute with the one before.
+        """
+        children = self._source._modules
+        if children != self._children:
+            names = [name for name in {**self._children, **children} if children.get(name) != self._children.get(name)]
+            raise RuntimeError(
+                f"{', '.join(repr(self._path + name) for name in names)} of the model was replaced after it was "
+                "flattened, and the layers would compute with the module before; make a new pipe of the model"
+            )
+        own = vars(self.module)
+        own.update({name: self._bound(value) for name, value in vars(self._source).items() if name not in _OWN})
+        if own["_forward_hooks"] != {**self._source._forward_hooks, **self._hooks}:
+            own["_forward_hooks"] = OrderedDict({**self._source._forward_hooks, **self._hooks})
+        # Compared to what was there before, not to the copy's: during a run it may have a copy of what is shared.
+        for (kind, name), value in (now := self._tensors()).items():
+            mine = own[kind].get(name)
+            if mine is not None and not is_placeholder(mine) and self._then.get((kind, name)) is not value:
+                own[kind][name] = value
+        self._then = now
+
+    def _bound(self, value: Any) -> Any:
+        is_own = isinstance(value, MethodType) and value.__self__ is self._source
+        return MethodType(value.__func__, self.module) if is_own else value
+
+
+_TENSORS = ("_parameters", "_buffers")
+_OWN = {*_TENSORS, "_modules", "_non_persistent_buffers_set", "_forward_hooks"}
 
 
 def _unknown(tensor: Tensor) -> Tensor:

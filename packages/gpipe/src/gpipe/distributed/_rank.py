@@ -144,7 +144,7 @@ class Rank(Stepping):
                     DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
                 placed.told = told_of(share, transport)
             self.training = layers.training
-            self._take(share.partitions)
+            self._take(share.partitions, layers)
             self._devices = share.devices
             self._pipeline = self._connected(share, groups, rendezvous, placed.heard)
             shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
@@ -297,7 +297,7 @@ class Rank(Stepping):
 
         def given() -> Any:
             self._expect_fit(kind, call)
-            inputs = called_with(next(self.children()), call)[0] if self._pipeline.begins else None
+            inputs = called_with(next(iter(self._layers().values())), call)[0] if self._pipeline.begins else None
             return self._with_whole_count(inputs)
 
         with self._heard() if kind is LossStage else nullcontext():

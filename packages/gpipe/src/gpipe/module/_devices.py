@@ -16,7 +16,27 @@ from ._swap import leaf_of, swap_data
 
 def move(block: nn.Module, device: torch.device) -> None:
     """Move all parameters and buffers in ``block``. Torch knows no numbers of CPUs."""
-    block.to("cpu" if device.type == "cpu" else device)
+    with buffers_in_place(block):
+        block.to("cpu" if device.type == "cpu" else device)
+
+
+@contextmanager
+def buffers_in_place(block: nn.Module) -> Iterator[None]:
+    """A context in which buffers keep their identity when ``block`` is moved or changes its dtype, as parameters do.
+
+    So those of a flattened model remain the model's own, in all layers that have them.
+    """
+    before = [(module._buffers, name, b) for module in block.modules() for name, b in module._buffers.items()]
+    yield
+    for own, name, buffer in before:
+        found = own[name]
+        if buffer is None or found is None or found is buffer or buffer.is_inference():
+            continue
+        if buffer.device.type == found.device.type:
+            buffer.data = found
+        else:  # of which torch allows only some
+            swap_data(buffer, leaf_of(found, buffer.requires_grad))
+        own[name] = buffer
 
 
 def expect_movable(block: nn.Module, device: torch.device, partition: int) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from torch import nn
 
+from .._flatten._names import Flattened, tree_of
+from .._flatten._skeleton import Twin
 from ..engine._pipeline import Pipeline
 from ..schedule import checkpoint_stops
 from ._choices import Choices, modes_of
@@ -20,27 +23,54 @@ class Divided(nn.Module):
     _checkpoint: Choices
     _partitions: nn.ModuleList
     _pipeline: Pipeline
+    _model: nn.Module | None = None
+    """The model that was flattened, or the part of it that is in this process."""
+    _twins: Sequence[Twin] = ()
     _mode_is_known = False
     """Whether the caller has chosen training or evaluation mode, or has been told of the mode that the model had."""
 
-    def _take(self, partitions: nn.ModuleList) -> None:
-        """Register the layers of ``partitions``, so that every name is the wrapped module's, whatever the balance."""
-        for partition in partitions:
-            self._modules.update(partition._modules)  # where a layer may have the name of an attribute
+    def _take(self, partitions: nn.ModuleList, layers: nn.Sequential) -> None:
+        """Register the layers of ``partitions``, so that every name is the wrapped module's, whatever the balance.
+
+        Of a flattened model, its own modules are registered: in its own order.
+        """
+        model = tree_of(layers, partitions)
+        if model is None:
+            for partition in partitions:
+                self._modules.update(partition._modules)  # where a layer may have the name of an attribute
+        else:
+            for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+                vars(self)[kind].update(vars(model)[kind])
         # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
-        self.__dict__["_partitions"] = partitions
+        self.__dict__.update(_partitions=partitions, _model=model)
+        if isinstance(layers, Flattened) and model is layers.model:
+            self.__dict__["_twins"] = layers.twins
+
+    def _layers(self) -> dict[str, nn.Module]:
+        """The layers in this process, in order."""
+        return {name: layer for partition in self._partitions for name, layer in partition.named_children()}
 
     def train(self: Pipe, mode: bool = True) -> Pipe:
         super().train(mode)
         self.__dict__["_mode_is_known"] = True
-        for container in (self._partitions, *self._partitions):
-            container.training = mode
+        self._partitions.train(mode)  # also what layers have in place of modules of a flattened model
+        if self._model is not None:
+            self._model.training = mode
         return self
 
     @property
     def _numbers(self) -> list[int]:
         """The numbers, in the whole model, of the partitions in this process."""
         return [stage.index for stage in self._pipeline.stages]
+
+    def _follow_model(self) -> None:
+        """Before a run: let the layers of a flattened model follow the model, as it is now.
+
+        Raises:
+            RuntimeError: a module of it was replaced.
+        """
+        for twin in self._twins:
+            twin.follow()
 
     def _checkpoint_stops(self, microbatches: int) -> tuple[int, ...]:
         """For each partition of the model, the first micro-batch that is not checkpointed."""

@@ -218,7 +218,7 @@ class Stepping(Divided):
 
     def _last_segment(self) -> Segment | None:
         """The end of a flattened model."""
-        last = next(reversed(self._modules.values()), None)
+        last = next(reversed(self._layers().values()), None)
         return last if isinstance(last, Segment) else None
 
     def _own_loss(self, options: LossOptions) -> OwnLoss | None:
@@ -240,14 +240,14 @@ class Stepping(Divided):
     ) -> tuple[list[Batch], Kind]:
         """The micro-batches of a step or an evaluation, and what computes their losses."""
         self._expect_fit(kind, call)
-        inputs, target = called_with(next(self.children()), call)
+        inputs, target = called_with(next(iter(self._layers().values())), call)
         batches, _ = self._cut(checked(pre_hooked(self, self._with_whole_count(inputs)), self.in_spec))
         device = self._pipeline.stages[-1].device
         return batches, losses_of(kind, options, target, batches, self._chunks, device, self._own_loss(options))
 
     def _with_whole_count(self, inputs: Any) -> Any:
         """``inputs`` in which a flattened model's number of items is not cut."""
-        flattened = isinstance(next(self.children()), Segment) and self.in_spec is None
+        flattened = isinstance(next(iter(self._layers().values())), Segment) and self.in_spec is None
         return with_whole_count(inputs) if flattened else inputs
 
     def _expect_fit(self, kind: type[Losses], call: Call) -> None:
@@ -258,6 +258,7 @@ class Stepping(Divided):
         if not self._devices:
             raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
         refuse_hooks(self, call.method)
+        self._follow_model()
 
     @abstractmethod
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:

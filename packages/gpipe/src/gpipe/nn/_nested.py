@@ -53,7 +53,7 @@ def flatten_nested(module: nn.Sequential) -> nn.Sequential:
             title += "_"
         flat._modules[title] = layer
     flat.training = module.training
-    return flat
+    return flat.of(module)
 
 
 Named = tuple[str, nn.Module]

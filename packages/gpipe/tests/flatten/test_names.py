@@ -1,0 +1,183 @@
+"""A pipe of a flattened model has the model's own names, in the model's own order."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, flatten
+from gpipe.nn import flatten_nested
+
+from .test_flatten import Model, assert_equal, batch, gradients, models
+
+LISTINGS = ("named_parameters", "named_buffers", "named_modules", "named_children")
+EVERY = {"remove_duplicate": False}
+
+
+class Jumbled(Model):
+    """Registered in another order than it is called in, with tied weights and buffers of its own."""
+
+    def __init__(self, *, tied: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        for name in ("body", "embed"):
+            self._modules[name] = self._modules.pop(name)
+        self.register_buffer("gain", torch.ones(()))
+        self.register_buffer("hidden", torch.zeros(()), persistent=False)
+        if tied:
+            self.body.blocks[-1].linear.weight = self.body.blocks[0].linear.weight
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Tensor | None]:
+        return super().forward(x * self.gain + self.hidden, mask, labels)
+
+
+def listed(module: nn.Module) -> dict[str, list[Any]]:
+    """The names of everything in ``module``, in order, with the tensors and modules themselves."""
+    found = {listing: [each for each in getattr(module, listing)() if each[0]] for listing in LISTINGS}
+    for listing in LISTINGS[:2]:
+        found[f"{listing} of all"] = list(getattr(module, listing)(**EVERY))
+    return found | {"state_dict": [(name, t.data_ptr()) for name, t in module.state_dict().items()]}
+
+
+def expect_listed(found: nn.Module, expected: nn.Module) -> None:
+    mine, others = listed(found), listed(expected)
+    for listing, entries in others.items():
+        assert [name for name, _ in mine[listing]] == [name for name, _ in entries]
+        assert all(a is b or a == b for (_, a), (_, b) in zip(mine[listing], entries, strict=True))
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(models(), st.booleans(), st.data())
+def test_names_and_order_are_those_of_the_model(problem: tuple[dict[str, Any], Any], tied: bool, data: st.DataObject):
+    model = Jumbled(**problem[0], tied=tied).double()
+    layers = flatten(model, batch(2))
+    cut = data.draw(st.integers(1, len(layers) - 1))
+    with closing(GPipe(layers, [cut, len(layers) - cut], devices=["cpu"] * 2)) as pipe:
+        expect_listed(pipe, model)
+        assert [*pipe] == [*layers]
+        assert len(pipe) == len(layers)
+        pipe.rebalance([len(layers) - cut, cut])
+        expect_listed(pipe, model)
+        with closing(GPipe(pipe[:], [len(layers)], devices=["cpu"])) as again:
+            expect_listed(again, model)
+        assert list(nn.ModuleDict({"a": pipe}).state_dict()) == [f"a.{name}" for name in model.state_dict()]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_a_copy_has_them_too_and_trains(again: Callable[[GPipe], GPipe]):
+    model = Jumbled(others=2, token=True).double()
+    pipe = again(GPipe(flatten(model, batch(2)), [2, 6], devices=["cpu"] * 2, chunks=2))
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert not {*pipe.parameters()} & {*model.parameters()}
+    for each in (pipe, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        output = each(**batch())
+        (output if isinstance(output, Tensor) else output["logits"]).square().sum().backward()
+        optimizer.step()
+    assert_equal(dict(pipe.state_dict()), dict(model.state_dict()))
+    assert_equal(gradients(pipe), gradients(model))
+
+
+def test_the_state_of_an_optimizer_applies_to_the_right_parameters():
+    """All blocks have parameters of one shape, so that no error would tell of another order."""
+    model = Jumbled(others=2).double()
+    plain = copy.deepcopy(model)
+    pipe = GPipe(flatten(model, batch(2)), [3, 5], devices=["cpu"] * 2, chunks=2)
+    first, second = (torch.optim.AdamW(each.parameters(), 0.1) for each in (plain, pipe))
+    for k in range(3):
+        plain.zero_grad()
+        plain(**batch())["logits"].square().mean().backward()
+        if k == 1:
+            pipe.load_state_dict(plain.state_dict())
+            second.load_state_dict(copy.deepcopy(first.state_dict()))
+        if k:
+            pipe.zero_grad()
+            pipe.step(batch(), loss_fn=lambda output: output.square().mean())
+            second.step()
+        first.step()
+    assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_nested_containers():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Linear(4, 3)))
+    with closing(GPipe(flatten_nested(model), [2, 1], devices=["cpu"] * 2)) as pipe:
+        expect_listed(pipe, model)
+
+
+def test_frameworks_find_the_modules_of_the_model():
+    model = Model(others=2).double()
+    pipe = GPipe(flatten(model, batch(2)), [3, 5], devices=["cpu"] * 2)
+    assert pipe.body.blocks[1] is model.body.blocks[1]
+    assert pipe.get_submodule("head.1") is model.head[1]
+    assert pipe.factor is model.factor
+
+
+def test_a_layer_of_a_flattened_model_is_replaced_in_the_model():
+    pipe = GPipe(flatten(Model().double(), batch(2)), [2, 3], devices=["cpu"] * 2)
+    with pytest.raises(TypeError, match=r"model.*new pipe"):
+        pipe[1] = nn.Identity()
+    with pytest.raises(TypeError, match=r"model.*new pipe"):
+        pipe.head = nn.Identity()
+
+
+class Counting(nn.Module):
+    """A block whose buffer is trained without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.add_(x.detach().mean())
+        return self.linear(x).tanh()
+
+
+class Averaging(nn.Module):
+    """Running means in the first segment, in a block, in the model itself, and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.first = Counting()
+        self.embed = nn.Linear(2, 4)
+        self.layers = nn.ModuleList(Counting() for _ in range(2))
+        self.last = Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.add_(x.detach().mean(0))
+        x = self.first(self.embed(x - self.mean.to(x.dtype)))
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("change", [torch.float64, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("through", ["pipe", "around"])
+def test_buffers_stay_those_of_the_model(change: torch.dtype, through: str):
+    torch.manual_seed(0)
+    model = Averaging()
+    x = torch.rand(6, 2)
+    plain = copy.deepcopy(model).to(change)
+    pipe = GPipe(flatten(model, x[:2]), [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint="never")
+    (pipe if through == "pipe" else nn.ModuleDict({"pipe": pipe})).to(change)
+    expect_listed(pipe, model)
+    x = x.to(change)
+    for part in x.chunk(3):
+        plain(part).float().square().mean().div(3).backward()
+    pipe.step(x, loss_fn=lambda output: output.float().square().mean())
+    expect_listed(pipe, model)
+    assert {str(tensor.dtype) for tensor in model.state_dict().values()} == {str(change)}
+    assert all(tensor.any() for name, tensor in model.named_buffers())
+    assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
+    assert_equal(gradients(model), gradients(plain))
