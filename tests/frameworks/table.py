@@ -103,14 +103,20 @@ class Measured:
         return self.likeness(self.trained(), alone(self.plain, self.family))
 
     def names(self) -> str:
-        """Whether state dicts have the model's names, and load."""
+        """Whether everything has the model's names in the model's order, and state dicts load."""
         pipe = piped(self.layers)
-        if set(pipe.state_dict()) != set(self.plain.state_dict()):
+        if names(pipe) != names(self.plain):
             return "others"
         fresh = {key: value * 2 + 1 for key, value in self.plain.state_dict().items()}
         pipe.load_state_dict(fresh)
         loaded = all(torch.equal(value, fresh[key]) for key, value in self.model.state_dict().items())
         return "kept" if loaded else "not loaded"
+
+
+def names(model: nn.Module) -> list[list[str]]:
+    """The names of parameters, buffers, modules, and of a state dict, in order."""
+    listings = (model.named_parameters(), model.named_buffers(), model.named_modules())
+    return [*([name for name, _ in listing] for listing in listings), list(model.state_dict())]
 
 
 def made(family: Family, **settings: bool) -> nn.Module:

@@ -51,6 +51,9 @@ def _expect_as_one(name: str) -> None:
     balance = [layers // 2, layers - layers // 2]
     rank = Rank(_model(name), balance, **options)
     one = GPipe(_model(name), balance, devices=["cpu"] * 2, **options)
+    own, every = ([name for name, _ in pipe.named_parameters(remove_duplicate=False)] for pipe in (rank, one))
+    assert own == [name for name in every if name in own]  # some, in the model's order
+    assert every == [name for name, _ in _model(name).named_parameters(remove_duplicate=False)]
     optimizers = [torch.optim.AdamW(pipe.parameters(), 1e-3) for pipe in (rank, one)]
     for seed, items in ((0, {}), (1, {"num_items_in_batch": 100})):
         losses = []

@@ -94,7 +94,14 @@ def by_torch(run: Run, again: Run, folder: Path) -> None:
     again.optimizer.load_state_dict(optimizer)
 
 
-WAYS = [by_checkpoint, by_checkpoint_of_the_pipe, by_save_pretrained, by_safetensors, by_safetensors_of_the_model, by_torch]
+WAYS = [
+    by_checkpoint,
+    by_checkpoint_of_the_pipe,
+    by_save_pretrained,
+    by_safetensors,
+    by_safetensors_of_the_model,
+    by_torch,
+]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MethodType
@@ -102,7 +101,7 @@ class Twin:
         self._path = path
         self._children = dict(source._modules)
         self._then = self._tensors()
-        self._hooks = {key: hook for key, hook in module._forward_hooks.items() if key not in source._forward_hooks}
+        self._hooks = dict(source._forward_hooks)
 
     def _tensors(self) -> dict[tuple[str, str], Any]:
         return {(kind, name): value for kind in _TENSORS for name, value in vars(self._source)[kind].items()}
@@ -122,8 +121,12 @@ class Twin:
             )
         own = vars(self.module)
         own.update({name: self._bound(value) for name, value in vars(self._source).items() if name not in _OWN})
-        if own["_forward_hooks"] != {**self._source._forward_hooks, **self._hooks}:
-            own["_forward_hooks"] = OrderedDict({**self._source._forward_hooks, **self._hooks})
+        # The copy has hooks of its own, also of another thread that runs it.
+        hooks, self._hooks = self._hooks, dict(self._source._forward_hooks)
+        if hooks != self._hooks:
+            for key in hooks.keys() - self._hooks.keys():
+                del self.module._forward_hooks[key]
+            self.module._forward_hooks.update(self._hooks)
         # Compared to what was there before, not to the copy's: during a run it may have a copy of what is shared.
         for (kind, name), value in (now := self._tensors()).items():
             mine = own[kind].get(name)
