@@ -375,6 +375,7 @@ class Counts(nn.Module):
         super().__init__()
         self.register_buffer("total", torch.zeros(1, dtype=DOUBLE))
         self.scale = 1.0
+        self.seen = torch.zeros(1)
         self.change = change
 
     def forward(self, x: Tensor) -> Tensor:
@@ -386,6 +387,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "in place": (lambda layer: layer.total.add_(1), "'0.0.total' of partition 0 and '2.0.total' of partition 2"),
     "by assignment": (lambda layer: setattr(layer, "total", layer.total + 1), "'total' of '0.0' of partition 0"),
     "of an attribute": (lambda layer: setattr(layer, "scale", layer.scale + 1), "'scale' of '0.0' of partition 0"),
+    "of a tensor": (lambda layer: layer.seen.add_(1), "'seen' of '0.0' of partition 0"),
 }
 
 

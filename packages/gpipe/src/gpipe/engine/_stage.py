@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -53,7 +52,6 @@ class Stage:
         pops, stashes: the skips that come from other stages, and that go to others.
         is_direct: whether no layer uses skips, so that they can be called directly.
         on_accelerator: whether its device queues work on streams.
-        module_copies: its copies of modules that an earlier stage has too.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class Stage:
         self.pops = [route.key for route in layout.routes if route.target == index]
         self.stashes = [route.key for route in layout.routes if route.source == index]
         self.is_direct = not any(True for _ in skippables(module))
-        self.module_copies: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._layers_then = dict(module._modules)
         self.facts = StageFacts()
         self.blocks = {block: RecomputationFacts() for block in blocks}

@@ -7,18 +7,17 @@ filled when the run begins. When the run ends, the gradients of the copies are a
 of the partitions.
 
 A module that several partitions share is one object, which cannot hold a copy for each; so it is copied too, shallowly.
-What only the pieces of one partition share is not copied: one worker computes all of them.
+Layers may read what is shared. What one of them changes, be it an attribute of a shared module, is refused by name.
 
 Source: the tied layers of DeepSpeed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, groupby
-from operator import attrgetter
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,35 +79,31 @@ class Tied:
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self._partitions = [[*pieces] for _, pieces in groupby(stages, attrgetter("index"))]
-        self._copies: list[_Copies] = []
-        self._owners: dict[Tensor, tuple[int, Tensor]] = {}
-        self._versions: list[tuple[Tensor, int]] = []
-        self._looked = False
-        parts = list(map(_modules_of, self._partitions)) if len(self._partitions) > 1 else []
+        self._stages = stages
+        parts = [modules_below(stage.module) for stage in stages] if len(stages) > 1 else []
         shared = shared_tensors(parts)
         self.shares = bool(shared)
-        if shared:
-            self._copy(parts, shared)
-
-    def _copy(self, parts: Sequence[Mapping[nn.Module, None]], shared: Mapping[int, int]) -> None:
+        self._copies: list[_Copies] = []
+        self._looked = False
         earlier: set[nn.Module] = set()
-        for number, (pieces, modules) in enumerate(zip(self._partitions, parts, strict=True)):
-            copies = _Copies(number, pieces[0], shared, frozenset(earlier))
-            for module in modules.keys() - earlier:
-                copies.take(module, module)
+        for number, modules in enumerate(parts if shared else ()):
+            self._copies.append(_Copies(number, stages[number].device, modules, shared, frozenset(earlier)))
             earlier.update(modules)
-            self._copies.append(copies)
-            self._owners.update({copy: (number, tensor) for tensor, copy in copies.tensors.items()})
-            tensors = chain(copies.tensors, copies.tensors.values())
-            self._versions += [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._owners = {
+            copy: (number, tensor)
+            for number, copies in enumerate(self._copies)
+            for tensor, copy in copies.tensors.items()
+        }
+        self._versions = [
+            (tensor, _version(tensor)) for pair in self._owners.items() for tensor in (pair[0], pair[1][1])
+        ]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """A context in which the modules of each stage hold its copies. There must be no other run of the stages.
 
         Raises:
-            RuntimeError: in the first use, which includes all forwards, if a forward has changed a shared tensor.
+            RuntimeError: in the first use, which includes all forwards, if a forward has changed what is shared.
         """
         swaps = [swap for copies in self._copies for swap in copies.swaps]
         before = [entries.get(name) for entries, name, _ in swaps]
@@ -130,8 +125,7 @@ class Tied:
     def leaves(self) -> list[list[Tensor]]:
         """For each stage the leaves, owners and copies, whose gradients have to be summed."""
         found = [list(filter(_is_trained, copies.tensors.values())) for copies in self._copies]
-        found = found or [[]] * len(self._partitions)
-        return [leaves for leaves, pieces in zip(found, self._partitions, strict=True) for _ in pieces]
+        return found or [[]] * len(self._stages)
 
     def joined(self, grown: Sequence[Grown]) -> Sequence[Grown]:
         """``grown`` with owners in place of copies, gradients on the owner's device, in the order of the stages."""
@@ -141,39 +135,34 @@ class Tied:
         return [(owner, _arrived(gradient, owner.device)) for _, owner, gradient in found if owner.requires_grad]
 
     def _expect_unchanged(self, cause: RuntimeError | None) -> None:
-        if self._looked:
-            return
-        change = next(chain(self._changed_in_place(), self._changed_in_copies()), None)
+        change = None if self._looked else self._change()
         if change is not None:
             raise RuntimeError(
                 f"a layer changed {change}, which partitions share; they work side by side, so that they may only read "
                 "it: put the layers that share it into one partition, or give each a copy of its own"
             ) from cause
 
-    def _changed_in_place(self) -> Iterator[str]:
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                yield f"{self._name(self._owners[tensor][1])} in place"
-
-    def _changed_in_copies(self) -> Iterator[str]:
-        for copies in self._copies:
-            for module, name in copies.changed():
-                yield f"{name!r} of {self._name(module)}"
+    def _change(self) -> str | None:
+        """The name of something shared that a layer has changed."""
+        tensors = (self._owners[tensor][1] for tensor, version in self._versions if _version(tensor) != version)
+        names = ((module, name) for copies in self._copies for module, name in copies.changed())
+        return next(
+            chain(
+                (f"{self._name(tensor)} in place" for tensor in tensors),
+                (f"{name!r} of {self._name(module)}" for module, name in names),
+            ),
+            None,
+        )
 
     def _name(self, wanted: Tensor | nn.Module) -> str:
         """The names of a shared tensor or module in the first and the last stage that have it."""
         found = [
             f"{name!r} of partition {stage.index}"
-            for pieces, copies in zip(self._partitions, self._copies, strict=True)
-            for stage in pieces
+            for stage, copies in zip(self._stages, self._copies, strict=True)
             for name, value in _named(stage.module)
             if value is wanted or value is copies.tensors.get(wanted) or value is copies.modules.get(wanted)
         ]
         return " and ".join(dict.fromkeys([*found[:1], *found[-1:]]))
-
-
-def _modules_of(pieces: Iterable[Stage]) -> dict[nn.Module, None]:
-    return {module: None for stage in pieces for module in modules_below(stage.module)}
 
 
 def _named(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -189,82 +178,85 @@ def _arrived(gradient: Tensor, device: torch.device) -> Tensor:
     return gradient.to(device)
 
 
-class _Swap(NamedTuple):
-    """What a name of a module refers to during a run."""
-
-    entries: dict[str, Any]
-    name: str
-    copy: Any
-
-
 class _Copies:
     """The tensors and modules with which a partition computes.
 
     Args:
         number: the number of the partition among those in this process.
-        stage: its stage, or that of its first piece.
+        device: its device.
+        modules: its modules.
         shared: by identity of a tensor, the number of the first partition that has it.
         earlier: the modules of the partitions before.
 
     Attributes:
         tensors: for each shared tensor that of this partition: a copy, or the tensor itself.
         modules: copies of the modules that an earlier partition has too.
-        swaps: the names that refer to copies during a run.
+        swaps: the dicts of modules and the names in them that refer to copies during a run, and these copies.
     """
 
-    def __init__(self, number: int, stage: Stage, shared: Mapping[int, int], earlier: frozenset[nn.Module]) -> None:
-        self._number = number
-        self._stage = stage
+    def __init__(
+        self,
+        number: int,
+        device: torch.device,
+        modules: Mapping[nn.Module, None],
+        shared: Mapping[int, int],
+        earlier: frozenset[nn.Module],
+    ) -> None:
+        self._owned = {key for key, first in shared.items() if first == number}
+        self._device = device
         self._shared = shared
         self._earlier = earlier
         self.tensors: dict[Any, Tensor] = {}
         self.modules: dict[Any, nn.Module] = {}
-        self.swaps: list[_Swap] = []
-        self._then: list[tuple[nn.Module, dict[str, Any]]] = []
+        self.swaps: list[tuple[dict[str, Any], str, Any]] = [
+            (entries, name, own)
+            for module in modules.keys() - earlier
+            for entries in _entries(module)
+            for name, value in entries.items()
+            if (own := self._own(value)) is not value
+        ]
+        self._then = {module: _seen(copy) for module, copy in self.modules.items()}
 
-    def take(self, module: nn.Module, copy: nn.Module) -> None:
-        """Make ``copy``, which may be ``module`` itself, hold the stage's versions of what ``module`` holds."""
-        for kind in ("_parameters", "_buffers"):
-            self._swap(vars(module)[kind], vars(copy)[kind], self._tensor)
-        self._swap(module._modules, copy._modules, self._module)
+    def _own(self, value: Any) -> Any:
+        """What this partition has in place of a tensor or module."""
+        if isinstance(value, nn.Module):
+            return self._own_module(value) if value in self._earlier and holds_tensors(value) else value
+        if id(value) in self._shared and value not in self.tensors:
+            self.tensors[value] = value if id(value) in self._owned else copy_of(value, self._device)
+        return self.tensors[value] if id(value) in self._shared else value
 
-    def _swap(self, entries: Mapping[str, Any], own: dict[str, Any], of: Callable[[Any], Any]) -> None:
-        for name, value in entries.items():
-            copy = None if value is None else of(value)
-            if own[name] is not copy:
-                self.swaps.append(_Swap(own, name, copy))
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        first = self._shared.get(id(tensor))
-        if first is None:
-            return tensor
-        if tensor not in self.tensors:
-            self.tensors[tensor] = tensor if first == self._number else copy_of(tensor, self._stage.device)
-        return self.tensors[tensor]
-
-    def _module(self, module: nn.Module) -> nn.Module:
-        if module not in self._earlier or not holds_tensors(module):
-            return module
+    def _own_module(self, module: nn.Module) -> nn.Module:
         if module not in self.modules:
-            self.modules[module] = self._stage.module_copies.setdefault(module, object.__new__(type(module)))
-            empty_like(module, self.modules[module])
-            self.take(module, self.modules[module])
-            self._then.append((module, dict(vars(self.modules[module]))))
+            self.modules[module] = copy = object.__new__(type(module))
+            vars(copy).update(vars(module), _compiled_call_impl=None)  # that call is bound to ``module``
+            for kind in _KINDS:
+                vars(copy)[kind] = {name: self._own(value) for name, value in vars(module)[kind].items()}
         return self.modules[module]
 
     def changed(self) -> Iterator[tuple[nn.Module, str]]:
-        """Shared modules in which the stage has set a name to something else, and these names."""
-        for module, then in self._then:
-            now = vars(self.modules[module])
-            yield from ((module, name) for name in {**now, **then} if now.get(name) is not then.get(name))
-        own = {
-            id(entries): module for module, then in self._then for entries in (then["_parameters"], then["_buffers"])
-        }
-        yield from (
-            (own[id(entries)], name)
-            for entries, name, copy in self.swaps
-            if id(entries) in own and entries.get(name) is not copy
-        )
+        """Shared modules in which the stage has changed something, and its name."""
+        for module, then in self._then.items():
+            now = _seen(self.modules[module])
+            yield from ((module, name) for name in {**now, **then} if now.get(name) != then.get(name))
+
+
+_KINDS = ("_parameters", "_buffers", "_modules")
+
+
+def _entries(module: nn.Module) -> list[dict[str, Any]]:
+    """The dicts in which ``module`` holds tensors and modules."""
+    return [vars(module)[kind] for kind in _KINDS]
+
+
+def _seen(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """The identity and version of all that ``module`` holds, by name."""
+    held = [item for entries in (vars(module), *_entries(module)) for item in entries.items()]
+    return {name: (id(value), _version(value)) for name, value in held}
+
+
+def _version(value: Any) -> int:
+    """The number of changes in place of a tensor that torch has counted; 0 for anything else."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
@@ -279,18 +271,3 @@ def copy_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _is_trained(tensor: Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
-
-
-def empty_like(module: nn.Module, copy: nn.Module) -> None:
-    """Make ``copy`` equal to ``module``, but without parameters, buffers and children.
-
-    It is the same object in all runs, with the same dicts: a recomputation finds in them what its forward has used,
-    even after other runs.
-    """
-    own = vars(copy)
-    held = {kind: own.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")}
-    own.clear()
-    own.update(vars(module), **held, _compiled_call_impl=None)  # that call is bound to ``module``
-    for kind, entries in held.items():
-        entries.clear()
-        entries.update(dict.fromkeys(vars(module)[kind]))
