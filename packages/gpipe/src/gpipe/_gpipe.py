@@ -19,6 +19,7 @@ from ._flatten._ending import without_loss_only
 from ._flatten._inputs import Inputs
 from ._flatten._names import Flattened, divide_names
 from ._flatten._shapes import has_data
+from ._torch import device_in
 from .balance import balance_by_parameters, balance_by_time
 from .engine._loss import LossStage
 from .engine._pipeline import Pipeline
@@ -336,7 +337,7 @@ class GPipe(Stepping):
         Raises:
             TypeError: a device is given.
         """
-        if torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
+        if device_in(*args, **kwargs) is not None:
             raise moving_denied("to()")
         return super().to(*args, **kwargs)
 

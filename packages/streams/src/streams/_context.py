@@ -54,7 +54,7 @@ class Context:
         Raises:
             RuntimeError: inside ``torch.func`` (``vmap``, ``grad``, ``jvp`` …), whose levels belong to one thread.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if _settings.is_transformed():
             raise RuntimeError(
                 "cannot capture the context inside a torch.func transform (vmap, grad, jvp, ...): "
                 "another thread cannot take part in it; call the transform inside the work instead"

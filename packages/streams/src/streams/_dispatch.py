@@ -47,4 +47,4 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _hide(mode: Any) -> None:
-    mode.__torch_dispatch__ = torch._disable_dynamo(mode.__torch_dispatch__)  # type: ignore[attr-defined]
+    mode.__torch_dispatch__ = torch.compiler.disable(mode.__torch_dispatch__)  # type: ignore[no-untyped-call]

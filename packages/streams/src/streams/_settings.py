@@ -34,8 +34,8 @@ DEVICE_TYPES: tuple[str, ...] = tuple(_C._autocast_supported_devices())
 def enter_grad_mode(mode: bool) -> Undo:
     """Switch grad mode on or off."""
     # Return a way to restore it even if nothing is changed here: code inside may change it and not restore it.
-    undo = partial(_C._set_grad_enabled, torch.is_grad_enabled())
-    _C._set_grad_enabled(mode)
+    undo = partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    torch.set_grad_enabled(mode)
     return undo
 
 
@@ -43,9 +43,14 @@ def enter_inference_mode(mode: bool) -> Undo | None:
     """Switch inference mode on or off."""
     if torch.is_inference_mode_enabled() == mode:
         return None
-    guard = _C._InferenceMode(mode)
-    guard.__enter__()  # type: ignore[no-untyped-call]
+    guard = torch.inference_mode(mode)
+    guard.__enter__()
     return partial(guard.__exit__, None, None, None)
+
+
+def is_transformed() -> bool:
+    """Whether this thread is inside ``torch.func`` (``vmap``, ``grad``, ``jvp`` …)."""
+    return _C._functorch.peek_interpreter_stack() is not None
 
 
 def read_flags() -> Flags:
@@ -68,7 +73,7 @@ def enter_flags(flags: Flags) -> Undo:
 
 def _write_flags(flags: Flags) -> None:
     multithreading, forward_ad, view_replay, torch_function = flags
-    _C._set_multithreading_enabled(multithreading)
+    torch.autograd.set_multithreading_enabled(multithreading)
     _C._set_fwd_grad_enabled(forward_ad)
     _C._set_view_replay_enabled(view_replay)
     _C._set_torch_function_state(torch_function)  # type: ignore[attr-defined]

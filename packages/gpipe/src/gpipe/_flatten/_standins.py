@@ -135,7 +135,7 @@ class Untouched(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if function in LOOKS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         raise RuntimeError(
             f"an operation ({getattr(function, '__name__', function)}) uses what a block returns before the next block "

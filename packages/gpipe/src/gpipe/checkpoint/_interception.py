@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
 from torch.library import Library, fallthrough_kernel
 
+from .. import _torch
 from .._forks import fork_lock
+from .._torch import INTERCEPTING, OpOverload
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 """A function that does an operation. Operations that it calls are not intercepted."""
@@ -29,19 +30,18 @@ class Interception:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._lock = fork_lock()
-        self._key: Any = None
         self._libraries: dict[str, Library] = {}  # by namespace; what they have registered ends with them
         self._known: set[str] = set()
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """A context in which operations of this thread that draw are intercepted."""
-        before = torch._C._dispatch_tls_is_dispatch_key_included(self._key)
-        torch._C._dispatch_tls_set_dispatch_key_included(self._key, True)
+        before = _torch.is_intercepting()
+        _torch.set_intercepting(True)
         try:
             yield
         finally:
-            torch._C._dispatch_tls_set_dispatch_key_included(self._key, before)
+            _torch.set_intercepting(before)
 
     def prepare(self) -> None:
         """Find the operations that draw, also those of other libraries, and register kernels for them.
@@ -52,62 +52,47 @@ class Interception:
             RuntimeError: other code uses the dispatch key.
         """
         with self._lock:
-            if self._key is None:
+            if not self._libraries:
                 self._begin()
-            names = {*torch._C._dispatch_get_all_op_names()} - self._known
+            names = {*_torch.operation_names()} - self._known
             for operation in _drawing(names):
                 self._register(operation)
             self._known |= names
 
     def _begin(self) -> None:
-        key = torch._C._dispatch_key_parse(_KEY)
-        if torch._C._dispatch_has_backend_fallback(key) or torch._C._dispatch_get_registrations_for_dispatch_key(_KEY):
+        if _torch.is_intercepted_by_others():
             raise RuntimeError(
-                f"another library has kernels for torch's dispatch key {_KEY}, which a pipe needs to give each layer "
-                "random numbers of its own; do not import that library (torchdistx?) in this process"
+                f"another library has kernels for torch's dispatch key {INTERCEPTING}, which a pipe needs to give each "
+                "layer random numbers of its own; do not import that library (torchdistx?) in this process"
             )
         self._libraries["_"] = Library("_", "IMPL")  # type: ignore[no-untyped-call]
-        self._libraries["_"].fallback(fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
-        self._key = key
+        self._libraries["_"].fallback(fallthrough_kernel, INTERCEPTING)  # type: ignore[no-untyped-call]
 
     def _register(self, operation: OpOverload) -> None:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(operation._name, "CompositeImplicitAutograd"):
+        if _torch.is_composite(operation):
             return  # it is composed of other operations, and one of these draws
         namespace = operation.namespace
         if namespace not in self._libraries:
-            self._libraries[namespace] = Library(namespace, "IMPL", _KEY)  # type: ignore[no-untyped-call]
+            self._libraries[namespace] = Library(namespace, "IMPL", INTERCEPTING)  # type: ignore[no-untyped-call]
         self._libraries[namespace].impl(operation, partial(self._hand_over, operation))  # type: ignore[no-untyped-call]
 
     def _hand_over(self, operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        torch._C._dispatch_tls_set_dispatch_key_included(self._key, False)
+        _torch.set_intercepting(False)
         try:
-            return operation(*args, **kwargs) if _is_tracing() else self._handler(operation, args, kwargs)
+            return operation(*args, **kwargs) if _torch.is_faked() else self._handler(operation, args, kwargs)
         finally:
-            torch._C._dispatch_tls_set_dispatch_key_included(self._key, True)  # as it was before this call
-
-
-_KEY: Final = "DeferredInit"
-"""A key for extensions of torch. torchdistx, which is no longer developed, made layers without memory by it."""
+            _torch.set_intercepting(True)  # as it was before this call
 
 
 def _drawing(names: Iterable[str]) -> Iterator[OpOverload]:
     """The operations among ``names`` that draw. There are thousands; those that do not draw are skipped by name."""
     for name in names:
-        packet, _, overload = name.partition(".")
-        if _DRAWS in torch._C._get_operation_overload(packet, overload)[2]:
+        if _torch.has_tag(name, _DRAWS):
+            packet, _, overload = name.partition(".")
             namespace, _, own = packet.partition("::")
             operation = getattr(getattr(getattr(torch.ops, namespace), own), overload or "default")
             if operation not in _DRAWS_NOTHING:
                 yield operation
-
-
-_MODES = torch._C._TorchDispatchModeKey
-_TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
-
-
-def _is_tracing() -> bool:
-    """Whether torch is compiling instead of computing."""
-    return torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING))
 
 
 _DRAWS: Final = torch.Tag.nondeterministic_seeded

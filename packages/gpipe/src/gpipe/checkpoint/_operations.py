@@ -8,7 +8,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch.overrides import has_torch_function_unary
+
+from .._torch import OpOverload
 
 _CPU: Final = torch.device("cpu")
 
@@ -47,13 +49,12 @@ def with_generator(operation: OpOverload) -> Callable[..., Any] | None:
 def _as_method(operation: OpOverload) -> Callable[..., Any]:
     """``operation`` as a method of tensors if it is in place, as that of dropout is: Python calls methods faster."""
     name = operation._schema.name.removeprefix("aten::")
-    method = getattr(torch._C.TensorBase, name, None) if name.endswith("_") else None
+    method = getattr(Tensor, name, None) if name.endswith("_") else None
     if method is None:
         return operation
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        overridden = type(args[0]) is not Tensor or torch._C._len_torch_function_stack()
-        return (operation if overridden else method)(*args, **kwargs)
+        return (operation if has_torch_function_unary(args[0]) else method)(*args, **kwargs)
 
     return call
 

@@ -23,9 +23,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from .._current import current
+from .._torch import OpOverload, backward_id
 from ._device_generator import DeviceGenerator
 from ._generators import PROCESS, are_one, borrowing, is_process, lent
 from ._interception import Interception
@@ -218,7 +218,7 @@ class CellRNG:
 def in_backward() -> bool:
     """Whether this thread is in a backward that a cell, a loss or a layer has begun."""
     # The backward of a whole pipe may compute in a backward of the caller; that one has begun before.
-    return torch._C._current_graph_task_id() != current.graph_task
+    return backward_id() != current.graph_task
 
 
 def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

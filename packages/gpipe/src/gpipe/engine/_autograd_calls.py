@@ -15,12 +15,12 @@ from torch import Tensor
 
 from streams import has_streams
 
-_alias = torch.ops.aten.alias
-_run = torch.autograd.Variable._execution_engine.run_backward
+from .._torch import run_backward
 
+_alias = torch.ops.aten.alias
 
 accumulate = partial(
-    _run, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True
+    run_backward, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True
 )
 """Add the gradients that flow from a tuple of roots, given their own gradients, to the ``.grad`` of all leaves."""
 
@@ -34,7 +34,7 @@ def gradients(
     roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Any], *, keep_graph: bool = True
 ) -> tuple[Tensor | None, ...]:
     """The gradients of ``ends``, given those of ``roots``; None where there is no path."""
-    found: tuple[Tensor | None, ...] = _run(
+    found: tuple[Tensor | None, ...] = run_backward(
         tuple(roots), tuple(gradients), keep_graph, False, tuple(ends), True, accumulate_grad=False
     )
     return found

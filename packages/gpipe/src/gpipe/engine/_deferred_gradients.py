@@ -17,6 +17,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from .._torch import has_one_user
 from ._accumulate import added
 from ._scale import Scale, scale_in_place
 
@@ -91,7 +92,7 @@ def _hooks(leaf: Tensor) -> Iterator[dict[int, Any]]:
 def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those of ``parameters`` whose ``AccumulateGrad`` node outlives a run: a hook or another graph refers to it."""
     # A node refers to its parameter, so a parameter with one reference has none. That sorts out most of them.
-    several = [p for p in parameters if p._use_count() > 1 and p.requires_grad]  # type: ignore[attr-defined]
+    several = [p for p in parameters if not has_one_user(p) and p.requires_grad]
     return [p for p in dict.fromkeys(several) if _is_kept(p)]  # each once, though stages may share it
 
 

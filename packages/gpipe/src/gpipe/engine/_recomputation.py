@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from streams import Context
 
 from .._current import setting
+from .._torch import backward_id
 from ..checkpoint._compare import Extent, Sample, checks_all
 from ..checkpoint._hook_snapshot import HookSnapshot
 from ..checkpoint._random import CellRNG
@@ -106,7 +107,7 @@ class Recomputation:
         with (
             self._context.applied(),
             # A block is computed again inside of a backward, where layers must not draw; here they may.
-            setting(recomputing=True, rng=random, graph_task=torch._C._current_graph_task_id()),
+            setting(recomputing=True, rng=random, graph_task=backward_id()),
             self._state.restored(remembered, still=sample.whole),
             random.repeated(),
         ):

@@ -13,6 +13,7 @@ from torch import Tensor
 from streams import AbstractStream, Context, CPUStream, current_stream, use_stream, wait_stream
 
 from .._current import current
+from .._torch import backward_id, is_profiled
 from ..checkpoint._random import RunRNG, interception
 from ..schedule import Action, Step, Walk
 from ..transport._link import Channel, Link
@@ -303,7 +304,7 @@ class Run:
         try:
             with context.applied(), interception.on():
                 current.statistics = current.rng = None
-                current.graph_task = torch._C._current_graph_task_id()
+                current.graph_task = backward_id()
                 for step in steps:
                     stage, action = current.step = step
                     current.microbatch = action.microbatch
@@ -325,7 +326,7 @@ class Run:
 
     def _unusual_way(self) -> Callable[[StageRunner, Action], None] | None:
         """A function that does an action where it is profiled, observed, or not on the stage's stream."""
-        do = _labelled if torch.autograd.profiler._is_profiler_enabled else None
+        do = _labelled if is_profiled() else None
         if self.observer is not None:
             do = self.observer.do
         if self._workers is None and self._on_accelerator:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
+
+from .._torch import swap_implementations
 
 
 def swap_data(tensor: Tensor, other: Tensor) -> None:
@@ -11,10 +12,9 @@ def swap_data(tensor: Tensor, other: Tensor) -> None:
 
     So parameters remain tied, and references to them, such as those of the original model, remain valid.
     """
-    # Neither can `tensor.data = ...` change a tensor from or to meta, nor does torch.utils.swap_tensors take those
-    # that somebody refers to weakly, as an LSTM refers to its weights.
+    # `tensor.data = ...` cannot change a tensor from or to meta.
     before, after = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
-    torch._C._swap_tensor_impl(tensor, other)
+    swap_implementations(tensor, other)
     if before:
         tensor._backward_hooks = None
         tensor._backward_hooks = before

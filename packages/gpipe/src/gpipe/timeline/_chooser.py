@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-import torch
-
 from microbatch import Batch
 
+from .._torch import is_profiled
 from ..engine._stage import Stage
 from ..schedule import SCHEDULES, SPLITTING, Choice, Kind, Schedule, Seconds, choose, named, worth_splitting
 from ..schedule._named import expect_schedule
@@ -171,7 +170,7 @@ class Chooser:
         measured = self._measured[situation]
         known = all(map(measured.knows, cells))
         # A profiler of torch labels what a run does, which a recorder would not.
-        watched = known or torch.autograd.profiler._is_profiler_enabled
+        watched = known or is_profiled()
         return Plan(choice) if watched else Plan(choice, Recorder(memory=False), measured)
 
     def _choice(self, name: str, size: Size, situation: Situation, whole: tuple[int, ...]) -> tuple[Choice, set[Cell]]:

@@ -1,0 +1,136 @@
+"""The private names of torch that gpipe calls, each with its reason and with what happens without it.
+
+Tried with torch 2.13 (``tests/test_torch.py`` fails where torch changes one of them), and used by versions from 2.11
+on. Attributes of tensors and modules, such as ``_version`` and ``_modules``, are used where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._dynamo import eval_frame
+from torch._ops import OpOverload as OpOverload
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Backwards. Without them: torch.autograd.backward and grad, whose checks take longer than the backward of a small cell.
+
+run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+"""Autograd's engine, called without checks."""
+
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that this thread is in; -1 if it is in none. Without it: draws in a backward, which a
+recomputation cannot repeat, would not be refused."""
+
+
+def has_one_user(parameter: Tensor) -> bool:
+    """Whether only Python refers to a tensor, no graph. Without it: every run asks each parameter for its node."""
+    return parameter._use_count() <= 1  # type: ignore[attr-defined, no-any-return]
+
+
+# Interception of operations that draw. Without these names: a TorchDispatchMode, through which every operation passes;
+# a step of a small GPT-2 then takes 1.25 times as long.
+
+INTERCEPTING: Final = "DeferredInit"
+"""A dispatch key for extensions of torch. The only known one that used it, torchdistx, is no longer developed."""
+
+_KEY: Final = torch._C._dispatch_key_parse(INTERCEPTING)
+
+is_intercepting: Callable[[], bool] = partial(torch._C._dispatch_tls_is_dispatch_key_included, _KEY)
+"""Whether operations of this thread pass the key."""
+
+set_intercepting: Callable[[bool], None] = partial(torch._C._dispatch_tls_set_dispatch_key_included, _KEY)
+"""Have the operations of this thread pass the key, or not."""
+
+
+def is_intercepted_by_others() -> bool:
+    """Whether kernels are registered at the key."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(INTERCEPTING)
+    return bool(registered) or torch._C._dispatch_has_backend_fallback(_KEY)
+
+
+operation_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+"""The names of all operations, also of other libraries."""
+
+
+def has_tag(name: str, tag: torch.Tag) -> bool:
+    """Whether the operation of that name has the tag. ``torch.ops`` would make an object of each of thousands."""
+    packet, _, overload = name.partition(".")
+    return tag in torch._C._get_operation_overload(packet, overload)[2]
+
+
+def is_composite(operation: OpOverload) -> bool:
+    """Whether the operation consists of other ones, which are intercepted themselves."""
+    return operation.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+# Transforms and tracers. Without these names: a pipe inside of one gives a wrong graph instead of an error.
+
+_MODES: Final = torch._C._TorchDispatchModeKey
+_has_mode = torch._C._get_dispatch_mode
+
+
+def is_faked() -> bool:
+    """Whether operations of this thread are traced or have no values, so that they draw nothing."""
+    return any(_has_mode(mode) is not None for mode in (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL))
+
+
+def transform() -> str | None:
+    """The innermost transform of ``torch.func`` that this thread is in."""
+    level = torch._C._functorch.peek_interpreter_stack()
+    return None if level is None else f"torch.func.{level.key().name.lower()}"
+
+
+def is_forward_mode() -> bool:
+    """Whether a dual level of forward-mode AD is open."""
+    return forward_ad._current_level >= 0
+
+
+def tracer() -> str | None:
+    """What traces the operations of this thread."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if _has_mode(_MODES.PROXY) is not None:
+        return "make_fx"
+    return "torch.fx" if _symbolic_trace.is_fx_symbolic_tracing() else None
+
+
+def not_compiled(function: Function, reason: str) -> Function:
+    """``function``, which ``torch.compile`` does not trace, for that reason.
+
+    As ``torch.compiler.disable``, which would import the compiler, and take seconds.
+    """
+    assert isinstance(function, FunctionType)
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    return function
+
+
+# Others.
+
+
+def device_in(*args: Any, **kwargs: Any) -> torch.device | None:
+    """The device in arguments of ``Module.to``. Without it: ``pipe.to(device)`` would move all stages to one device."""
+    device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device
+
+
+swap_implementations: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
+"""Exchange what two tensors are, but not who they are. ``torch.utils.swap_tensors`` refuses tensors with weak
+references, such as the weights of an LSTM. Without it: parameters made on ``meta`` would be replaced by others."""
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch is on. Without it: every action of every run would be labelled."""
+    return torch.autograd.profiler._is_profiler_enabled

@@ -1,0 +1,193 @@
+"""Each private name of torch that gpipe calls still does what gpipe expects of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx import symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import Library
+
+import gpipe
+from gpipe import _torch
+from gpipe.checkpoint._random import interception
+
+PRIVATE = re.compile(r"\btorch\._[A-Za-z]\w*|\b_C\._\w+|\bdistributed_c10d\._?\w+")
+
+
+def test_no_other_file_calls_them():
+    folder = Path(gpipe.__file__).parent
+    found = {path.name for path in folder.rglob("*.py") if PRIVATE.search(path.read_text())}
+    assert found == {"_torch.py"}
+
+
+def test_a_backward_has_a_number_which_nested_ones_do_not_share():
+    seen: list[int] = []
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            seen.append(_torch.backward_id())
+            with torch.enable_grad():
+                inner = torch.ones(1, requires_grad=True)
+                root = inner * 2
+                root.register_hook(lambda _: seen.append(_torch.backward_id()))
+                root.backward()
+            return gradient
+
+    Nested.apply(torch.ones(1, requires_grad=True)).backward()
+    outer, inner = seen
+    assert -1 == _torch.backward_id() < min(seen)
+    assert outer != inner
+
+
+def test_the_engine_adds_gradients_and_returns_them():
+    x, w = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+    found = _torch.run_backward((x * w,), (torch.ones(2),), True, False, (x,), True, accumulate_grad=False)
+    assert found[0].tolist() == [3, 3]
+    assert w.grad is None
+    _torch.run_backward((x * w,), (torch.ones(2),), False, False, (), True, accumulate_grad=True)
+    assert w.grad.tolist() == [1, 1]
+
+
+def test_a_graph_is_another_user_of_a_parameter():
+    parameter = nn.Parameter(torch.ones(2))
+    assert _torch.has_one_user(parameter)
+    graph = parameter * 2
+    assert not _torch.has_one_user(parameter)
+    del graph
+    assert _torch.has_one_user(parameter)
+
+
+def test_operations_that_consist_of_others_are_known():
+    assert _torch.is_composite(torch.ops.aten.dropout.default)
+    assert not _torch.is_composite(torch.ops.aten.native_dropout.default)
+
+
+def test_operations_pass_the_key_only_where_it_is_set():
+    seen: list[str] = []
+    interception.prepare()  # all other operations skip the key from now on
+    library = Library("gpipe_test_torch", "DEF")
+    library.define("one(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+    library.impl("one", lambda x: x + 1, "CompositeExplicitAutograd")
+    assert "gpipe_test_torch::one" in _torch.operation_names()
+    assert _torch.has_tag("gpipe_test_torch::one", torch.Tag.nondeterministic_seeded)
+    assert not _torch.has_tag("aten::add.Tensor", torch.Tag.nondeterministic_seeded)
+
+    def kernel(x: Tensor) -> Tensor:
+        seen.append("here")
+        _torch.set_intercepting(False)
+        try:
+            return torch.ops.gpipe_test_torch.one(x)
+        finally:
+            _torch.set_intercepting(True)
+
+    library.impl("one", kernel, _torch.INTERCEPTING)
+    assert _torch.is_intercepted_by_others()
+    torch.ops.gpipe_test_torch.one(torch.ones(1))
+    assert not seen
+    assert not _torch.is_intercepting()
+    _torch.set_intercepting(True)
+    try:
+        assert _torch.is_intercepting()
+        assert torch.ops.gpipe_test_torch.one(torch.ones(1)).item() == 2
+    finally:
+        _torch.set_intercepting(False)
+        library._destroy()
+    assert seen == ["here"]
+
+
+TRACED: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
+    "torch.jit.trace": lambda function: torch.jit.trace(function, torch.ones(1)),
+    "make_fx": lambda function: make_fx(function)(torch.ones(1)),
+    "torch.fx": lambda function: symbolic_trace(function),
+    "torch.func.vmap": lambda function: torch.vmap(function)(torch.ones(1)),
+    "torch.func.grad": lambda function: torch.func.grad(function)(torch.ones(())),
+    "none": lambda function: function(torch.ones(1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit:FutureWarning")
+@pytest.mark.parametrize("name", TRACED)
+def test_transforms_and_tracers_are_named(name: str):
+    seen: set[str | None] = set()
+
+    def function(x: Tensor) -> Tensor:
+        seen.update([_torch.tracer(), _torch.transform()])
+        return x * 2
+
+    TRACED[name](function)
+    assert seen == {name if name != "none" else None, None}
+
+
+def test_fake_tensors_and_dual_levels_are_noticed():
+    assert not _torch.is_faked()
+    assert not _torch.is_forward_mode()
+    with FakeTensorMode():
+        assert _torch.is_faked()
+    with forward_ad.dual_level():
+        assert _torch.is_forward_mode()
+
+
+def test_the_compiler_leaves_a_function_out():
+    seen: list[bool] = []
+    graphs: list[Any] = []
+
+    def left_out(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    _torch.not_compiled(left_out, "because")
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: left_out(x * 2) * 3, backend=backend)
+    assert compiled(torch.ones(1)).item() == 9
+    assert seen == [False]
+    assert len(graphs) == 2
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="because"):
+        torch.compile(lambda x: left_out(x), backend=backend, fullgraph=True)(torch.ones(1))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "device"),
+    [
+        ((torch.float64,), {}, None),
+        (("cpu",), {}, "cpu"),
+        ((), {"device": "meta", "dtype": torch.half}, "meta"),
+        ((torch.ones(1),), {}, "cpu"),
+        ((), {"memory_format": torch.channels_last}, None),
+    ],
+)
+def test_devices_are_found_in_the_arguments_of_to(args: Any, options: Any, device: str | None):
+    found = _torch.device_in(*args, **options)
+    assert found == (None if device is None else torch.device(device))
+
+
+def test_tensors_swap_what_they_are():
+    ours, theirs = nn.Parameter(torch.empty(2, device="meta")), nn.Parameter(torch.ones(3))
+    before = id(ours)
+    _torch.swap_implementations(ours, theirs)
+    assert (id(ours), ours.device.type, ours.tolist(), theirs.device.type) == (before, "cpu", [1, 1, 1], "meta")
+
+
+def test_a_profiler_is_noticed():
+    assert not _torch.is_profiled()
+    with torch.profiler.profile():
+        assert _torch.is_profiled()
+    assert not _torch.is_profiled()
