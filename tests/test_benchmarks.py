@@ -165,6 +165,7 @@ class TestStamp:
 
 
 class TestMatch:
+    @pytest.mark.long  # an interpreter for each contender
     def test_a_contender_that_fails_is_named_and_the_others_go_on(self) -> None:
         stranger = Contender("nobody knows")
         with Match(Rules(rounds=2, turn=0.001, limit=100)) as match:
@@ -176,7 +177,8 @@ class TestMatch:
 
 
 class TestCalls:
-    def test_counts_are_the_same_every_time(self) -> None:
+    def test_counts_are_the_same_every_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(calls, "MICROBATCHES", 1)
         assert calls.count_ours() == calls.count_ours()
 
     def test_a_trace_sees_calls_on_threads_that_start_meanwhile(self) -> None:

@@ -28,7 +28,7 @@ class TestDigits:
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         page = tmp_path / "step.html"
-        tiny = ["--width", "8", "--batch", "128", "--epochs", "2", "--chunks", "3", "--seconds", "0"]
+        tiny = ["--width", "8", "--batch", "64", "--epochs", "1", "--chunks", "3", "--seconds", "0"]
         digits.main([*tiny, "--devices", "cpu", "cpu", "cpu", "--checkpoint", "always", "--timeline", str(page)])
         told = capsys.readouterr().out
         assert "Balance" in told
@@ -99,7 +99,9 @@ class TestAmoebaNet:
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         picture = tmp_path / "step.svg"
-        amoebanet.main(["--epochs", "1", "--batch", "256", "--channels", "4", "--timeline", str(picture)])
+        amoebanet.main(
+            ["--epochs", "1", "--batch", "128", "--cells", "2", "--channels", "4", "--timeline", str(picture)]
+        )
         told = capsys.readouterr().out
         without, within = numbers(r"unseen digits +│ ([\d.]+)% +│ ([\d.]+)%", told)
         assert without == within

@@ -15,12 +15,13 @@ from tools.gpu_day.steps import PARTS, ROOT, Part, Step
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would be busy for minutes")
 
 
-def one_test(folder: Path, body: str) -> Step:
-    """A step that runs one test."""
-    file = folder / "test_one.py"
-    file.write_text(f"import pytest, time\n\ndef test_one():\n    {body}\n", encoding="utf-8")
+def some_tests(folder: Path, *bodies: str) -> Step:
+    """A step that runs a test for each body."""
+    file = folder / "test_some.py"
+    tests = "".join(f"\ndef test_{k}():\n    {body}\n" for k, body in enumerate(bodies))
+    file.write_text(f"import pytest, time\n{tests}", encoding="utf-8")
     options = ("-v", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "default", "--rootdir", str(folder))
-    return Step("one", "One test", ("-m", "pytest", *options, str(file)), 60, tests=True, needs="pytest")
+    return Step("some", "Some tests", ("-m", "pytest", *options, str(file)), 60, tests=True, needs="pytest")
 
 
 def run(step: Step, folder: Path, *, gpu: bool = True, seconds: float = 100) -> Outcome:
@@ -37,25 +38,27 @@ def test_the_limits_of_a_part_add_up_to_less_than_ten_minutes(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("body", "words", "good"),
+    ("bodies", "words", "failures"),
     [
-        ("pass", "passed: 1 passed, 0 failed, 0 skipped", True),
-        ("pytest.skip('why')", "passed: 0 passed, 0 failed, 1 skipped", True),
-        ("assert 1 == 2", "failed with status 1: failed: 0 passed, 1 failed, 0 skipped", False),
+        (("pass", "pytest.skip('why')"), "passed: 1 passed, 0 failed, 1 skipped", []),
+        (("pass", "assert 1 == 2"), "failed with status 1: failed: 1 passed, 1 failed, 0 skipped", ["test_1"]),
     ],
 )
-def test_tests_are_counted_and_failures_named(body: str, words: str, good: bool, tmp_path: Path) -> None:
-    found = run(one_test(tmp_path, body), tmp_path)
-    assert (found.words, found.good) == (words, good)
-    assert [name.rpartition("::")[2] for name in found.failures] == [] if good else ["test_one"]
-    assert good or "assert 1 == 2" in page("A", [found])
+def test_tests_are_counted_and_failures_named(
+    bodies: tuple[str, ...], words: str, failures: list[str], tmp_path: Path
+) -> None:
+    found = run(some_tests(tmp_path, *bodies), tmp_path)
+    assert (found.words, found.good) == (words, not failures)
+    assert [name.rpartition("::")[2] for name in found.failures] == failures
+    assert not failures or "assert 1 == 2" in page("A", [found])
 
 
+@pytest.mark.long  # it has to wait until an interpreter has begun
 def test_a_test_that_hangs_is_named_with_the_stacks_of_its_threads(tmp_path: Path) -> None:
-    found = run(one_test(tmp_path, "time.sleep(99)")._replace(limit=6), tmp_path)
+    found = run(some_tests(tmp_path, "time.sleep(99)")._replace(limit=6), tmp_path)
     assert found.words.startswith("stopped after 6 s")
-    assert found.words.endswith("test_one.py::test_one")
-    assert "in test_one" in found.output  # the stack
+    assert found.words.endswith("test_some.py::test_0")
+    assert "in test_0" in found.output  # the stack
 
 
 def test_what_hangs_is_stopped_with_what_it_has_started(tmp_path: Path) -> None:
