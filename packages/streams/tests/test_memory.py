@@ -15,41 +15,40 @@ from streams import keep_memory
 STEPS = """
 import resource, threading, torch
 from streams import keep_memory
-{}
+
 def steps(number):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(number):
         tensors = [torch.zeros(2**19) for _ in range(48)]
         del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
 def run():
     steps(5)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    steps(5)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-thread = threading.Thread(target=run)
-thread.start()
-thread.join()
+    print(steps(5))
+
+for prepare in (lambda: True, keep_memory):
+    assert prepare()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
 """
 
 
-def faults(preparation: str) -> int:
-    """How many pages five steps of 96 MiB each have to ask the system for, when five have been before."""
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the GNU C library")
+def test_steps_find_the_memory_of_the_ones_before() -> None:
+    """By how many pages five steps of 96 MiB each have to ask the system for, when five have been before."""
     done = subprocess.run(
-        [sys.executable, "-c", STEPS.format(preparation)],
+        [sys.executable, "-c", STEPS],
         env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=True,
         timeout=300,
     )
-    return int(done.stdout)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the GNU C library")
-def test_steps_find_the_memory_of_the_ones_before() -> None:
+    without, kept = map(int, done.stdout.split())
     pages = 5 * 96 * 2**20 // os.sysconf("SC_PAGE_SIZE")
-    kept = faults("assert keep_memory()")
     assert kept < pages / 100
-    without = faults("")
     if not without:
         pytest.skip("this PyTorch hands no page back even without")
     assert without > 10 * (kept + 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -149,11 +147,6 @@ def test_a_compiled_training_step_calls_step_as_it_is() -> None:
     pipe, model = piped(linears(), [1, 2], chunks=2), linears()
     loss = torch.compile(lambda x: pipe.step(x + 1, X, loss_fn=F.mse_loss) * 2, backend="eager")(X)
     torch.testing.assert_close(loss, F.mse_loss(model(X + 1), X).detach() * 2)
-
-
-def test_importing_gpipe_imports_no_compiler() -> None:
-    program = "import gpipe, sys; assert 'torch._dynamo' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 class Tangent(nn.Linear):
