@@ -14,17 +14,17 @@ from ._groups import UNSENT, Groups, end_connections
 from ._messages import Peer, RemoteLink, Ways
 
 Report = dict[str, Any]
-"""A dict that can be pickled. ``report["silent"]`` lists the members that did not answer its sender in time."""
+"""A dict that can be pickled. ``"silent"`` and ``"closed"`` list the members that its sender could not reach."""
 
 _UP, _DOWN = 0, 1
 _GRACE = timedelta(seconds=5)
-_MOMENT, _PAUSE = 1.0, 0.05  # seconds
+_MOMENT, _PAUSE = 2.0, 0.05  # seconds
 
 
 class Rendezvous:
     """Each member sends its report to member 0, which sends the reports of all to each.
 
-    Unlike a collective, this tells which members are missing.
+    If that fails, each member that is still there says so over the store: whoever does not is lost.
 
     Args:
         groups: the members, and the connections between them.
@@ -34,9 +34,8 @@ class Rendezvous:
         self._groups = groups
         others = range(1, len(groups.members)) if groups.me == 0 else (0,)
         out, into = (_DOWN, _UP) if groups.me == 0 else (_UP, _DOWN)
-        ways = {k: Ways(Peer(groups.control, k, out), Peer(groups.control, k, into)) for k in others}
-        self._links = {k: RemoteLink(each) for k, each in ways.items()}
-        self._count = 0
+        ways = [Ways(Peer(groups.control, k, out), Peer(groups.control, k, into)) for k in others]
+        self._links = [RemoteLink(each) for each in ways]
         self._lost: LostRankError | None = None
 
     def meet(self, report: Report) -> list[Report]:
@@ -49,15 +48,11 @@ class Rendezvous:
             LostRankError: a member is missing; so it is in every later meeting.
         """
         self.expect_open()
-        self._count += 1
-        reports = self._gather(report) if self._groups.me == 0 else self._exchange(report)
-        lost = [k for k, each in enumerate(reports) if each is None]
-        if lost:
-            self._lost = self._told(self._count) or self.lost(lost)
-            raise self._lost
-        for link in self._links.values():
-            link.expect(1)  # for the next meeting
-        return reports
+        try:
+            return self._gather(report) if self._groups.me == 0 else self._exchange(report)
+        except UnreachableError as error:
+            self._lost = self._found_lost({error.member, *report.get("silent", ()), *report.get("closed", ())})
+            raise self._lost from None
 
     def expect_open(self) -> None:
         """Raise :class:`LostRankError` if there are no more meetings."""
@@ -68,18 +63,15 @@ class Rendezvous:
         """Between two meetings: close all connections, so that whoever waits for this member hears ``why``."""
         self._lost = why
         with suppress(RuntimeError):  # if the process with the store has ended, nobody can be told
-            self._groups.store.set(_left(self._count + 1), str(why))
+            self._groups.store.compare_set("lost", "", str(why))
         for group in (self._groups.values, self._groups.control):
             end_connections(group)
 
     def left(self) -> LostRankError | None:
-        """Between two meetings: why another member has left; None if none has."""
-        return self._told(self._count + 1)
-
-    def _told(self, count: int) -> LostRankError | None:
+        """Why there are no more meetings, as another member says; None if none says so."""
         with suppress(RuntimeError):
-            if self._groups.store.check([_left(count)]):
-                return LostRankError(self._groups.store.get(_left(count)).decode())
+            if self._groups.store.check(["lost"]):
+                return LostRankError(self._groups.store.get("lost").decode())
         return None
 
     def expect_connected(self) -> None:
@@ -118,66 +110,50 @@ class Rendezvous:
             "comes between two, may take"
         )
 
-    def _gather(self, report: Report) -> list[Any]:
-        reports: list[Any] = [report, *[None] * len(self._links)]
-        silent = {*report.get("silent", ())}
-        coming = dict(self._links)
-        # Receive from all at once: when a wait for one takes too long, gloo closes the connections to all, but what has
-        # been received by then stays.
-        for link in coming.values():
-            link.expect(1)
-        while coming:
-            # "Silent" does not mean ended: a rank that did not answer may itself be waiting for one that has ended, and
-            # reports when that wait is over. So wait for it too, last and for a short time.
-            k = min(coming, key=lambda k: (k in silent, k))
-            timeout = min(_GRACE, self._groups.timeout) if k in silent else self._groups.timeout + _GRACE
-            with suppress(UnreachableError):
-                reports[k] = coming.pop(k).hear(timeout)
-                silent.update(reports[k].get("silent", ()))
-        if None in reports:
-            self._store_lost(reports)
-        for k, link in self._links.items():
-            if reports[k] is not None:
-                with suppress(UnreachableError):
-                    link.tell(reports)
-                    link.flush()
+    def _gather(self, report: Report) -> list[Report]:
+        for link in self._links:
+            link.expect(1)  # from all at once
+        reports = [report, *[link.hear(self._groups.timeout + _GRACE) for link in self._links]]
+        for link in self._links:
+            with suppress(UnreachableError):  # a member that has ended since it reported is missing in the next meeting
+                link.tell(reports)
+                link.flush()
         return reports
 
-    def _exchange(self, report: Report) -> list[Any]:
-        link = self._links[0]
+    def _exchange(self, report: Report) -> list[Report]:
+        (link,) = self._links
         link.expect(1)
-        with suppress(UnreachableError):
-            link.tell(report)
-            # Wait for the answer before the end of our own sending: member 0 may still be waiting for another member.
-            reports = link.hear(2 * (self._groups.timeout + _GRACE))
-            link.flush()
-            return reports  # type: ignore[no-any-return]
-        return self._stored_lost()
+        link.tell(report)
+        # Wait for the answer before the end of our own sending: member 0 may still be waiting for another member.
+        reports: list[Report] = link.hear(2 * (self._groups.timeout + _GRACE))
+        link.flush()
+        return reports
 
-    def _store_lost(self, reports: list[Any]) -> None:
-        """Write the missing members to the store too: gloo may have closed the connections to the others."""
-        with suppress(RuntimeError):
-            lost = [k for k, each in enumerate(reports) if each is None]
-            self._groups.store.set(self._key, ",".join(map(str, lost)))
+    def _found_lost(self, suspects: set[int]) -> LostRankError:
+        """The error that all members raise.
 
-    def _stored_lost(self) -> list[Any]:
-        """Reports with None for missing members, where member 0 did not answer.
-
-        The missing ones are those that member 0 has written to the store; else member 0 itself.
+        Args:
+            suspects: those that this member could not reach. They may be there all the same, and come a moment later:
+                gloo closes the connections of a member that has waited too long for another one.
         """
-        lost = [0]
-        if self._told(self._count) is not None:  # so it has not come to this meeting
-            return [None] * len(self._groups.members)
+        end_connections(self._groups.control)  # so that whoever waits for this member comes here too
         with suppress(RuntimeError):
-            self._groups.store.wait([self._key], _GRACE)
-            lost = [*map(int, self._groups.store.get(self._key).split(b","))]
-        return [None if k in lost else {} for k in range(len(self._groups.members))]
+            return self.left() or self._called_roll(suspects)
+        return self.lost(sorted(suspects))  # the process with the store has ended
 
-    @property
-    def _key(self) -> str:
-        return f"{self._count}/lost"
-
-
-def _left(count: int) -> str:
-    """Where in the store it is written why a member has left before that meeting."""
-    return f"{count}/left"
+    def _called_roll(self, suspects: set[int]) -> LostRankError:
+        """Say over the store that this member is there, and wait for the others; the first to know says who is lost."""
+        store, missing = self._groups.store, {*range(len(self._groups.members))}
+        store.set(f"here/{self._groups.me}", ",".join(map(str, suspects)))
+        end = time.monotonic() + (self._groups.timeout + _GRACE).total_seconds()
+        while (told := self.left()) is None:
+            for k in [k for k in missing if store.check([f"here/{k}"])]:
+                missing.remove(k)
+                suspects |= {*map(int, store.get(f"here/{k}").split(b","))}
+            if missing <= suspects:
+                end = min(end, time.monotonic() + _MOMENT)
+            if not missing or time.monotonic() > end:
+                store.compare_set("lost", "", str(self.lost(sorted(missing or suspects))))
+            else:
+                time.sleep(_PAUSE)
+        return told
