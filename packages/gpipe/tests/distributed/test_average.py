@@ -107,13 +107,15 @@ def test_two_replicas_of_two_stages(worlds: Any, schedule: str, checkpoint: str)
 def _expect_as_the_whole(schedule: str, checkpoint: str) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
     replica = mesh["replicas"].get_local_rank()
-    rank = Rank(network(), [3, 3], chunks=3, checkpoint=checkpoint, group=mesh["stages"].get_group())
+    with pytest.raises(ValueError, match=r"a mesh of one dimension, such as mesh\['pp'\]"):
+        Rank(network(), [3, 3], group=mesh)
+    rank = Rank(network(), [3, 3], chunks=3, checkpoint=checkpoint, group=mesh["stages"], replicas=mesh["replicas"])
     plain, (x, y) = network(), batch()
     nn.functional.mse_loss(plain(x), y).backward()
     for _ in range(2):
         rank.zero_grad()
         own = rank.step(*_half(x, y, replica), loss_fn=nn.functional.mse_loss, schedule=schedule)
-        average_gradients(rank, mesh["replicas"].get_group())
+        average_gradients(rank, mesh["replicas"])
         expected = nn.functional.mse_loss(plain(x), y)
         dist.all_reduce(own, group=mesh["replicas"].get_group())
         torch.testing.assert_close(own / 2, expected.detach())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._gathering import gathering_of
-from ._groups import expect_group
+from ._groups import Group, expect_group
 
 BUCKET: Final = 25 * 2**20
 """Bytes that are reduced in one collective: smaller ones spend more time on latency, larger ones start later."""
@@ -21,12 +21,12 @@ BUCKET: Final = 25 * 2**20
 _agreed: WeakKeyDictionary[nn.Module, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
     """Replace the gradients of the parameters by their average over replicas. Call it after ``step``.
 
     Each replica is a pipe of its own, which has computed the gradients of its rows. All processes of ``group`` call
     this together: the processes with the same stages, one of each replica. On a mesh of replicas and stages the group
-    is ``mesh["replicas"].get_group()``. A replica whose ``step`` has failed does not call this; the others wait for it
+    is ``mesh["replicas"]``. A replica whose ``step`` has failed does not call this; the others wait for it
     until the timeout, unless each :class:`gpipe.distributed.Rank` was made with ``replicas=``: then all of them raise
     in ``step``.
 
@@ -42,7 +42,7 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
     Args:
         rank: the module with the gradients: a :class:`gpipe.distributed.Rank`, a :class:`gpipe.GPipe` or a plain
             module.
-        group: the replicas; all processes by default.
+        group: the replicas, as a process group or a mesh of one dimension; all processes by default.
 
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
@@ -52,10 +52,9 @@ def average_gradients(rank: nn.Module, group: dist.ProcessGroup | None = None) -
         RemoteError: another replica ran out of memory, or failed otherwise.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))  # doctest: +SKIP
-    >>> replicas = mesh["replicas"].get_group()  # doctest: +SKIP
-    >>> rank = Rank(model, [3, 3], group=mesh["stages"].get_group(), replicas=replicas)  # doctest: +SKIP
+    >>> rank = Rank(model, [3, 3], group=mesh["stages"], replicas=mesh["replicas"])  # doctest: +SKIP
     >>> loss = rank.step(x, y, loss_fn=loss_fn)  # doctest: +SKIP
-    >>> average_gradients(rank, replicas)  # doctest: +SKIP
+    >>> average_gradients(rank, mesh["replicas"])  # doctest: +SKIP
     """
     group = expect_group(group)
     _expect_replicas(rank, group)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ._folders import Folder
 from ._gathering import gathering_of
+from ._groups import Group
 from ._optimizers import by_name, from_names, parameters_by_name
 from ._stored import Stored, write
 
@@ -20,7 +20,7 @@ def save(
     rank: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> None:
     """Write a checkpoint of a model in several processes. Any number of processes can load it.
 
@@ -67,7 +67,7 @@ def load(
     rank: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> None:
     """Load a checkpoint that :func:`save` has written, on the same or another number of processes.
 

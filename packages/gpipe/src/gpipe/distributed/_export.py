@@ -18,7 +18,7 @@ from ..module._sequential import as_sequential
 from ..schedule import SCHEDULES, Choice, Kind, Schedule, Walk, checkpoint_stops
 from ..schedule._named import expect_schedule
 from ..skip import inspect_skip_layout, verify_skippables
-from ._groups import expect_group
+from ._groups import Group, expect_group
 from ._own import own_share
 from ._rank import checked_ranks
 
@@ -45,7 +45,7 @@ def export(
     checkpoint: str | Iterable[str] = "never",
     deferred_batch_norm: bool = False,
     ranks: Iterable[int] | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     device: Device | Sequence[Device] = "cpu",
     init: Any = None,
     schedule: Schedule | str = "1f1b",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ._agreement import Agreement, agreement
 from ._errors import LostRankError, RemoteError, text_of
-from ._groups import end_connections, forget_group, group_for_collectives, open_groups
+from ._groups import Group, end_connections, expect_group, forget_group, group_for_collectives, open_groups
 from ._rendezvous import Rendezvous, Report
 
 _LOOK = timedelta(seconds=1)
@@ -112,7 +112,7 @@ class _Alone:
 _opened: WeakKeyDictionary[dist.ProcessGroup, Gathering] = WeakKeyDictionary()
 
 
-def gathering_of(group: dist.ProcessGroup | None) -> Gathering:
+def gathering_of(group: Group | None) -> Gathering:
     """The members of ``group``, all of which must call this together.
 
     Args:
@@ -123,8 +123,7 @@ def gathering_of(group: dist.ProcessGroup | None) -> Gathering:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Gathering(_Alone(), (0,), None, first=True, leave=_nothing)
-    group = dist.group.WORLD if group is None else group
-    assert group is not None
+    group = expect_group(group)
     if group not in _opened:
         groups = open_groups(group, None)
         leave = partial(end_connections, groups.values)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ._errors import LostRankError, named
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _torch: Any = dist
 """The same module without types: its stubs lack the names of stores."""
+
+Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
+"""What callers give: a process group, or a mesh with one dimension."""
 
 _UNKNOWN = timedelta(minutes=30)
 
@@ -42,7 +48,7 @@ class Groups(NamedTuple):
     store: Any
 
 
-def open_groups(group: dist.ProcessGroup | None, timeout: timedelta | None) -> Groups:
+def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
     """Connect the members of ``group``, all of which must call this together.
 
     The connections close when the last reference to them goes. This does not use ``torch.distributed.new_group``: it
@@ -136,17 +142,24 @@ def end_collectives(group: dist.ProcessGroup) -> None:
             end_connections(backend)
 
 
-def expect_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group``, by default that of all processes.
+def expect_group(group: Group | None) -> dist.ProcessGroup:
+    """``group`` as a process group, by default that of all processes.
 
     Raises:
         RuntimeError: there is no process group, or this process is not in it.
+        ValueError: a mesh has several dimensions.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "there is no process group; call torch.distributed.init_process_group() first, in processes that torchrun "
             "started"
         )
+    from torch.distributed.device_mesh import DeviceMesh  # not every build of torch has it
+
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group: expected a mesh of one dimension, such as mesh['pp'], got {group}")
+        group = group.get_group()
     group = dist.group.WORLD if group is None else group
     if group is None or dist.get_rank(group) < 0:
         raise RuntimeError("group: this process is not in it; call this only in the processes of the group")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ._gathering import gathering_of
-from ._groups import expect_group
+from ._groups import Group, expect_group
 
 
-def norm_over(group: dist.ProcessGroup | None, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+def norm_over(group: Group | None, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """The 2-norm of the gradients of all members of ``group``, which call this together.
 
     Args:

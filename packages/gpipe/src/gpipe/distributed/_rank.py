@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from microbatch import Batch, unwrap
@@ -41,7 +40,7 @@ from ..values._gather import gathered
 from ._agreement import agreement, checksums, described
 from ._connected import connected, told_of
 from ._far_loss import FarLoss
-from ._groups import Groups, end_collectives, open_groups
+from ._groups import Group, Groups, end_collectives, open_groups
 from ._norm import clip, norm_over
 from ._opening import Opening
 from ._own import Share, own_share
@@ -71,10 +70,12 @@ class Rank(Stepping):
         deferred_batch_norm: see :class:`gpipe.GPipe`.
         ranks: for each stage the number, in the group, of the process that has it. By default process ``j % n`` of n
             has stage j, as for ``"interleaved"``; ``[0, 1, 1, 0]`` is the placement of a V-shaped schedule.
-        group: the processes that take part; all by default. A gloo group of the same processes carries the messages.
-        replicas: if the pipe has replicas, the group of the processes with the same stages, one of each replica. Then
-            all replicas end each :meth:`step` together: if it fails in one, it raises in all. They must begin with the
-            same weights and buffers, and schedules that are chosen by measures are those of the first replica.
+        group: the processes that take part, as a process group or a mesh of one dimension such as ``mesh["pp"]``; all
+            by default. A gloo group of the same processes carries the messages.
+        replicas: if the pipe has replicas, the group, or mesh, of the processes with the same stages, one of each
+            replica. Then all replicas end each :meth:`step` together: if it fails in one, it raises in all. They must
+            begin with the same weights and buffers, and schedules that are chosen by measures are those of the first
+            replica.
         device: the device of this rank's stages, or a list with one for each of them; the CPU by default.
         in_spec, out_spec: see :class:`gpipe.GPipe`.
         init: see :class:`gpipe.GPipe`; called for this rank's layers alone.
@@ -114,8 +115,8 @@ class Rank(Stepping):
         checkpoint: str | Iterable[str | Iterable[bool]] = "except_last",
         deferred_batch_norm: bool = False,
         ranks: Iterable[int] | None = None,
-        group: dist.ProcessGroup | None = None,
-        replicas: dist.ProcessGroup | None = None,
+        group: Group | None = None,
+        replicas: Group | None = None,
         device: Device | Sequence[Device] = "cpu",
         in_spec: Any = None,
         out_spec: Any = None,

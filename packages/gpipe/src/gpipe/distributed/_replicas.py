@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ._agreement import Agreement, agreement
 from ._errors import LostRankError, RemoteError, is_of_gloo, text_of
-from ._groups import open_groups
+from ._groups import Group, open_groups
 from ._rendezvous import Rendezvous, Report
 
 _GRACE = timedelta(seconds=30)
@@ -32,7 +32,7 @@ class Replicas:
             up to three times as long to find out which rank it has lost, and may have begun later.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    def __init__(self, group: Group | None, timeout: timedelta) -> None:
         self._groups = None if group is None else open_groups(group, 4 * timeout + _GRACE)
         self._meeting = None if self._groups is None else Rendezvous(self._groups)
         self._met = True
