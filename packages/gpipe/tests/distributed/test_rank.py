@@ -336,34 +336,6 @@ def _expect_notes(when: str) -> tuple[str, str]:
     raise AssertionError("it has begun")
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("method", ["step", "evaluate", "forward"])
-def test_hooks_that_would_not_be_called_are_refused_on_all_ranks(worlds, who: int, method: str):
-    for k, (name, text) in enumerate(worlds(2).run(_expect_hook_refused, who, method)):
-        assert name == ("RuntimeError" if k == who else "RemoteError")
-        assert f"partition {who} has hooks" in text
-
-
-def _expect_hook_refused(who: int, method: str) -> tuple[str, str]:
-    plain = network()
-    rank = Rank(copy.deepcopy(plain), [4, 4], chunks=4, checkpoint=[[True, False] * 2] * 2)
-    hooks = [each.register_forward_hook(lambda *_: None) for each in rank.partitions if dist.get_rank() == who]
-    x, y = batch()
-    try:
-        if method == "forward":
-            rank(x)
-        else:
-            getattr(rank, method)(x, y, loss_fn=nn.functional.mse_loss)
-    except Exception as error:
-        found = type(error).__name__, str(error)
-    else:
-        raise AssertionError("it has begun")
-    for hook in hooks:
-        hook.remove()
-    _expect_right(rank, plain, "1f1b")
-    return found
-
-
 class Watches(nn.Module):
     """Counts how many of its outputs, and of the gradients of its inputs, are in memory; fails on demand."""
 
