@@ -106,12 +106,12 @@ class RunRNG:
 
     def is_seeded_again(self) -> bool:
         """Whether the process's generator has been seeded since the run began, be it with the seed that it had."""
-        with borrowing:
-            new = torch.Generator().manual_seed(PROCESS.initial_seed()).get_state()
-            # A state of before says nothing: torch.utils.checkpoint in another stage sets it for a moment.
-            known = any(torch.equal(state, new) for state in self._states)
-            seeded = not known and torch.equal(PROCESS.get_state(), new)
-        return seeded or not self.knows_seed()
+        # A state of before says nothing: torch.utils.checkpoint in another stage sets it for a moment.
+        now = PROCESS.get_state()
+        if any(torch.equal(now, state) for state in reversed(self._states)):
+            return False
+        seed = PROCESS.initial_seed()
+        return seed not in self._seeds or torch.equal(now, torch.Generator().manual_seed(seed).get_state())
 
 
 class CellRNG:

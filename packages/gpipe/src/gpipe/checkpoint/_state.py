@@ -5,10 +5,11 @@ before its forward; afterwards they have the values from before the recomputatio
 and no change is made twice. Parameters are not copied: they must not change. A forward that changes its own parameters
 cannot be repeated, and keeps its graph instead.
 
-Small tensors are copied before every forward, since kernels, NumPy or ``.data`` may change statistics without counting
-it. Large ones, such as masks, are copied before the first forward of each training mode, and in later forwards if that
-one has changed them. Other changes are detected by the identity or the version of a tensor, which are compared around
-every forward and recomputation.
+Small tensors are copied before every forward, and a recomputation uses the copies: kernels, NumPy or ``.data`` may
+change statistics without counting it, and to compare values would make the host wait for an accelerator. Large ones,
+such as masks, are copied before the first forward of each training mode, and in later forwards if that one has changed
+them. Other changes are detected by the identity or the version of a tensor, which are compared around every forward and
+recomputation.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from .._fsdp import fsdp_modules
@@ -42,7 +42,7 @@ class Snapshot:
         sight: all values before the forward.
         copies: copies of tensors that are not parameters.
         bare: the versions of tensors that were not copied, since no in-place change is expected.
-        due: the slots that the forward changed; they are restored even if no change is detected.
+        due: the slots that the forward was seen to change; they are restored whatever they contain now.
         initialises: whether the forward gives lazy layers their parameters.
     """
 
@@ -160,7 +160,9 @@ class State:
         """After the forward: learn what it has changed. Returns whether a recomputation can repeat it."""
         training, sight = remembered.training, remembered.sight
         moved = sight.moved(self._view.look())
-        self._find_hidden(remembered, moved)
+        remembered.due = {slot for slot in moved if slot.kind != "_parameters"}
+        if training not in self.facts.moving:
+            self._find_large(remembered, moved)
         lost = [slot for slot in moved if not remembered.recoverable(slot)]
         self._add_moving(training, [slot for slot in lost if slot.kind != "_parameters"])
         own = [slot for slot in lost if slot.kind == "_parameters" and isinstance(sight.value(slot), Tensor)]
@@ -189,8 +191,7 @@ class State:
         gone = [slot for slot in moved if not remembered.recoverable(slot)]
         if gone:
             raise RuntimeError(self._gone(gone, remembered.training))
-        back = {slot for slot in moved if slot.kind != "_parameters"} | remembered.due
-        back |= {slot for slot, copy in remembered.copies.items() if slot not in back and _changed(slot, copy)}
+        back = {slot for slot in moved if slot.kind != "_parameters"} | remembered.due | remembered.copies.keys()
         own = [(slot, slot.value) for slot in back]
         for slot in back:
             slot.value = remembered.once_more(slot)
@@ -208,18 +209,14 @@ class State:
         if moved:
             raise RuntimeError(self._gone(moved, ()))
 
-    def _find_hidden(self, remembered: Snapshot, moved: Sequence[Slot]) -> None:
-        """Find uncounted changes of the forward; drop copies of large tensors that it did not change."""
-        training, copies = remembered.training, remembered.copies
-        # Buffers of batch norm always count as changed: a mini-batch may happen to leave its statistics equal.
-        due = {slot for slot, copy in copies.items() if _is_norm(slot) or (slot not in moved and _changed(slot, copy))}
-        remembered.due = due.union(slot for slot in moved if slot.kind != "_parameters")
-        if training not in self.facts.moving:
-            self._add_moving(training, [*due, *(slot for slot in moved if slot in copies)])
-            for slot in [slot for slot, copy in copies.items() if copy.numel() > SMALL and slot not in due]:
-                if slot not in moved:
-                    del copies[slot]
-                    remembered.bare[slot] = slot.value._version
+    def _find_large(self, remembered: Snapshot, moved: Sequence[Slot]) -> None:
+        """After the first forward: find the large tensors that it has changed, and drop the copies of all others."""
+        large = {slot: copy for slot, copy in remembered.copies.items() if copy.numel() > SMALL}
+        changed = [slot for slot, copy in large.items() if slot in moved or _changed(slot, copy)]
+        self._add_moving(remembered.training, changed)
+        for slot in large.keys() - set(changed):
+            del remembered.copies[slot]
+            remembered.bare[slot] = slot.value._version
 
     def _gone(self, slots: Sequence[Slot], training: Training) -> str:
         if training in self.facts.unrepeatable:
@@ -276,10 +273,6 @@ def is_renormed(slot: Slot) -> bool:
     return slot.name == "weight" and isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None
 
 
-def _is_norm(slot: Slot) -> bool:
-    return isinstance(slot.owner, _NormBase) and slot.kind == "_buffers"
-
-
 def _changed(slot: Slot, copy: Tensor) -> bool:
     value = slot.value
-    return value is not copy and (value.shape != copy.shape or not torch.equal(value.detach(), copy.detach()))
+    return value.shape != copy.shape or not torch.equal(value.detach(), copy.detach())
