@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from gpipe import Event, Timeline
-from gpipe.checkpoint._generators import PROCESS, lent
 
 from .children import in_child
 
@@ -39,25 +38,6 @@ def over_and_over(work: Callable[[], object]) -> Iterator[None]:
     finally:
         end.set()
         thread.join(300)
-
-
-def test_the_child_has_the_generator_of_the_process_not_a_borrowed_one() -> None:
-    own, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    state = PROCESS.get_state()
-
-    def borrow() -> None:
-        with lent(own):
-            torch.rand(100_000)
-
-    def unharmed() -> bool:
-        if not torch.equal(PROCESS.get_state(), state):
-            return False
-        with lent(other):
-            return not torch.equal(PROCESS.get_state(), state)
-
-    with over_and_over(borrow):
-        assert [in_child(unharmed) for _ in range(10)] == ["True"] * 10
-    assert torch.equal(PROCESS.get_state(), state)
 
 
 def test_the_child_may_read_a_timeline_that_another_thread_was_reading() -> None:

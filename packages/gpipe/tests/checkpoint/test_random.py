@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import gpipe
 from gpipe import GPipe
 from gpipe._current import setting
-from gpipe.checkpoint._generators import is_process, lent
 from gpipe.checkpoint._random import OUTSIDE, CellRNG, RunRNG, interception
 
 from ..layers import Call
@@ -626,14 +625,6 @@ def test_a_state_that_is_put_back_in_a_forward_does_not_draw_the_same_again():
         torch.testing.assert_close(x.grad, output)
 
 
-@pytest.mark.parametrize("name", sorted(LAYERS))
-@pytest.mark.parametrize("mode", MODES)
-def test_numbers_of_a_cell_never_are_in_the_process_s_generator(name: str, mode: str, monkeypatch: pytest.MonkeyPatch):
-    """Where another thread might draw them, and which one operation at a time could use."""
-    monkeypatch.setattr("gpipe.checkpoint._random.lent", lambda *_: pytest.fail("a generator was lent"))
-    lived((name, name), mode, inline=False)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("train", [True, None, False])
@@ -661,32 +652,6 @@ def test_attention_that_drops_nothing_draws_nothing():
     with interception.on(), setting(rng=cell):
         nn.functional.scaled_dot_product_attention(x, x, x)
     assert not cell._generators
-
-
-def test_what_an_operation_is_lent_is_nobody_else_s():
-    """Else another stage would take it for a change of the process's generator."""
-    torch.manual_seed(3)
-    found: list[Any] = []
-
-    def look() -> None:
-        run = RunRNG()
-        found.extend([is_process(torch.default_generator), run.knows_seed(), run.seed])
-
-    lends, ends = threading.Event(), threading.Event()
-
-    def lend() -> None:
-        with lent(torch.Generator().manual_seed(5)):
-            lends.set()
-            ends.wait(0.1)
-
-    threads = [threading.Thread(target=lend), threading.Thread(target=look)]
-    threads[0].start()
-    assert lends.wait(300)
-    threads[1].start()
-    for thread in threads:
-        thread.join(300)
-    torch.manual_seed(3)
-    assert found == [True, True, int(torch.randint(2**32, ()))]
 
 
 def test_draws_of_another_thread_do_no_harm():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -13,29 +11,16 @@ from .._forks import fork_lock
 PROCESS: Final = torch.default_generator
 """The generator of the process."""
 
-borrowing = fork_lock()
-"""Held while the process's generator has the state of another one. Hold it to read the generator's own state."""
-
-
-@contextmanager
-def lent(generator: torch.Generator) -> Iterator[None]:
-    """A context in which the process's generator has the state of ``generator``, which takes the new state."""
-    with borrowing:
-        before = PROCESS.get_state()
-        PROCESS.set_state(generator.get_state())
-        try:
-            yield
-        finally:
-            generator.set_state(PROCESS.get_state())
-            PROCESS.set_state(before)
+process_lock = fork_lock()
+"""Held while the state of the process's generator is read and then changed."""
 
 
 def is_process(generator: torch.Generator) -> bool:
     """Whether ``generator`` is that of the process. See :func:`are_one`."""
-    if generator.device.type != "cpu":
+    if generator.device.type != "cpu" or generator.initial_seed() != PROCESS.initial_seed():
         return False
-    with borrowing:
-        return generator.initial_seed() == PROCESS.initial_seed() and are_one(generator, PROCESS)
+    with process_lock:
+        return are_one(generator, PROCESS)
 
 
 def are_one(a: torch.Generator, b: torch.Generator) -> bool:

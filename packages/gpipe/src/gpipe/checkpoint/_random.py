@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from .._current import current
 from .._torch import OpOverload, backward_id
 from ._device_generator import DeviceGenerator
-from ._generators import PROCESS, are_one, borrowing, is_process, lent
+from ._generators import PROCESS, are_one, is_process, process_lock
 from ._interception import Interception
 from ._operations import device_of, drops_nothing, with_generator
 
@@ -58,9 +58,8 @@ class RunRNG:
 
     def begin(self) -> None:
         """Before forwards or backwards, while no layer computes: note the state of the process's generator."""
-        with borrowing:
-            self._states.append(PROCESS.get_state())
-            self._seeds.add(PROCESS.initial_seed())
+        self._states.append(PROCESS.get_state())
+        self._seeds.add(PROCESS.initial_seed())
 
     def settle(self) -> None:
         """After forwards or backwards, while no layer computes: give the process's generator the state it should have.
@@ -71,7 +70,7 @@ class RunRNG:
         *earlier, last = self._states
         if not earlier:
             return
-        with borrowing:
+        with process_lock:
             now = PROCESS.get_state()
             if not torch.equal(now, last) and any(torch.equal(now, state) for state in earlier):
                 PROCESS.set_state(last)
@@ -88,7 +87,7 @@ class RunRNG:
             raise RuntimeError(_IN_BACKWARD)
         if self._around is not None:
             return _number(self._around.generator)
-        with borrowing:
+        with process_lock:
             # By a copy: a layer of another thread may put back the state of before at any time, see settle().
             copy = torch.Generator().set_state(PROCESS.get_state())
             seed = _number(copy)
@@ -98,11 +97,7 @@ class RunRNG:
 
     def knows_seed(self) -> bool:
         """Whether the process's generator has the seed that it had before the run."""
-        # Without the lock first: other threads lend it another state for a moment, but hardly ever.
-        if PROCESS.initial_seed() in self._seeds:
-            return True
-        with borrowing:
-            return PROCESS.initial_seed() in self._seeds
+        return PROCESS.initial_seed() in self._seeds
 
     def is_seeded_again(self) -> bool:
         """Whether the process's generator has been seeded since the run began, be it with the seed that it had."""
@@ -241,11 +236,13 @@ def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if cell is None:
         return operation(*args, **kwargs)
     call = with_generator(operation)
-    if call is not None:
-        return call(*args, **{**kwargs, "generator": cell.draw()})
-    # No operation of torch on CPUs gets here, only operations of other libraries that take no generator.
-    with lent(cell.draw()):
-        return operation(*args, **kwargs)
+    if call is None:
+        raise RuntimeError(
+            f"{operation} draws random numbers on the CPU and takes no generator, so that its numbers would depend on "
+            "timing; give the operation an argument `Generator? generator=None`, or draw in the layer and pass it the "
+            "numbers"
+        )
+    return call(*args, **{**kwargs, "generator": cell.draw()})
 
 
 interception = Interception(_draw)

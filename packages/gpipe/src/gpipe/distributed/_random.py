@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checkpoint._generators import PROCESS, borrowing
+from ..checkpoint._generators import PROCESS, process_lock
 from ..checkpoint._random import RunRNG
 
 
@@ -31,13 +31,11 @@ class AgreedRNG(RunRNG):
 
 def next_seed() -> int:
     """The seed that a run would draw from torch's generator; the generator does not change."""
-    with borrowing:
-        copy = torch.Generator()
-        copy.set_state(PROCESS.get_state())
-        return int(torch.randint(2**32, (), generator=copy))
+    copy = torch.Generator().set_state(PROCESS.get_state())
+    return int(torch.randint(2**32, (), generator=copy))
 
 
 def take_seed() -> None:
     """Draw that seed from torch's generator, as a run in one process does if a layer draws random numbers."""
-    with borrowing:
+    with process_lock:
         torch.randint(2**32, (), device="cpu", generator=PROCESS)
