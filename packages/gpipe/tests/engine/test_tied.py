@@ -501,5 +501,5 @@ def test_a_gradient_that_only_another_rank_has_goes_to_the_device_of_the_paramet
     layer = nn.Linear(2, 2, device="meta")
     there: Any = _Answers(torch.ones(2, 2))
     wires: Any = SimpleNamespace(settle=lambda: None)
-    found = Twins([Twin(0, members, layer, "weight")], 0, {1: there}, wires).summed({})
+    found = Twins([Twin({k: [k] for k in members}, layer, "weight")], 0, {1: there}, wires).summed([], [0])
     assert found[layer.weight].device == layer.weight.device

@@ -151,8 +151,7 @@ class RankPipeline(Pipeline):
 
     def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
         with self._sharing():
-            leaves, whole = run.whole()
-            found = self._twins.summed(dict(zip(leaves, whole, strict=True)))
+            found = self._twins.summed(run.parts(), [stage.index for stage in self.stages])
         return list(found), list(found.values())
 
     @contextmanager

@@ -254,17 +254,22 @@ class Run:
         self._walk(walk, self.mini_batch.context)
         return [self._channels.entrance.get_gradients(i) for i in range(len(inputs))]
 
-    def whole(self) -> tuple[list[Tensor], list[Tensor]]:
+    def parts(self) -> list[tuple[int, Tensor, Tensor]]:
         """End the accumulation outside ``.grad``: put ``.grad`` and hooks back.
 
         Returns:
-            The leaves whose gradients were accumulated outside ``.grad``, and those gradients, scaled.
+            The gradients that were accumulated outside ``.grad``, scaled, each with the number of its stage among those
+            in this process, and its leaf. A leaf that several stages share has several, in the order of the stages.
         """
         loss = self.mini_batch.loss
         scale: Scale = 1.0 if loss is None else loss.scale
         outside = [pair for each in self.mini_batch.accumulated for pair in each.take(scale)]
         grown = [*self.mini_batch.deferred.give_back(scale), *outside]
-        return summed(self._tied.joined(grown) if self._tied.shares else grown)
+        return self._tied.joined(grown) if self._tied.shares else [(0, *pair) for pair in grown]
+
+    def whole(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The leaves of :meth:`parts`, each once, and the sums of their gradients."""
+        return summed((leaf, gradient) for _, leaf, gradient in self.parts())
 
     @property
     def mixed(self) -> int:
