@@ -295,7 +295,7 @@ class TestSeveral:
         def dawdle(x: Tensor) -> Tensor:
             if x[0, 0] == 0:  # until all four channels know of the failure in partition 0, if it is told them
                 for _ in range(4):
-                    cancelled.acquire(timeout=1)
+                    cancelled.acquire(timeout=20)
             return x
 
         def fail(x: Tensor) -> Tensor:
@@ -355,7 +355,7 @@ class TestNotes:
 
 
 PRELUDE = """
-    import os, signal, sys, threading, time
+    import os, signal, sys, threading, time, traceback
     import torch
     from torch import nn
     from gpipe import GPipe
@@ -401,7 +401,7 @@ class TestProcess:
     """What becomes of a whole process: each of these runs in one of its own."""
 
     def test_the_interpreter_exits_at_once_with_its_own_status(self) -> None:
-        """Although pipes are alive: idle, between forward and backward, failed; and one raises SystemExit."""
+        """Although pipes are idle, between forward and backward, failed, or computing; and one raises SystemExit."""
         with started("""
             x = torch.zeros(4, 3)
             idle, waiting = (pipe_of(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
@@ -411,28 +411,18 @@ class TestProcess:
             try:
                 failed(x)
             except ZeroDivisionError:
-                print("over", flush=True)
-            pipe_of(nn.Linear(3, 3), lambda x: sys.exit(7))(x)
-        """) as process:
-            assert line(process) == "over"
-            code, _, errors = ended(process)
-            assert (code, errors) == (7, "")
-
-    def test_a_stage_that_computes_for_ever_does_not_hold_up_the_exit(self) -> None:
-        with started("""
+                traceback.print_exc(file=sys.stdout)
             busy = threading.Event()
             slow = pipe_of(lambda x: (busy.set(), time.sleep(600)))
-            threading.Thread(target=slow, args=(torch.zeros(4, 3),), daemon=True).start()
+            threading.Thread(target=slow, args=(x,), daemon=True).start()
             busy.wait()
-            print("over", flush=True)
-            pipe_of(nn.Linear(3, 3), lambda x: 1 / 0)(torch.zeros(4, 3))
+            pipe_of(nn.Linear(3, 3), lambda x: sys.exit(7))(x)
         """) as process:
-            assert line(process) == "over"
-            code, _, errors = ended(process)
-            assert code == 1
-            assert "ZeroDivisionError: division by zero\n" in errors
+            code, output, errors = ended(process)
+            assert (code, errors) == (7, "")
+            assert "ZeroDivisionError: division by zero\n" in output
             if sys.version_info >= (3, 11):  # whose tracebacks show notes
-                assert "by zero\nin partition 1 (layers '1')" in errors
+                assert "by zero\nin partition 1 (layers '1')" in output
 
     def test_ctrl_c_while_a_stage_computes_ends_the_run_and_not_the_pipe(self) -> None:
         with started("""

@@ -51,6 +51,12 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _prepared() -> None:
+    """As the first pipe of a process does."""
+    interception.prepare()
+
+
 def drawn(names: list[str], microbatch: int) -> list[Tensor]:
     """What a cell gives that draws by these operations, with its gradients."""
     torch.manual_seed(3)

@@ -158,7 +158,7 @@ class TestThreads:
         del output
         gc.collect()
         for thread in born():
-            thread.join(2)
+            thread.join(60)
         assert not born()
 
     @pytest.mark.usefixtures("no_collector")
@@ -178,7 +178,7 @@ class TestThreads:
         within(20, train)
         gc.collect()
         for thread in born():
-            thread.join(2)
+            thread.join(60)
         assert not born()
 
     def test_each_pipe_has_its_own(self) -> None:
