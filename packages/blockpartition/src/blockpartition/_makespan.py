@@ -12,14 +12,14 @@ from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
-from ._problem import Block, Problem, Slot, makespan, slowest
-from ._reach import Reach, least_slowest, positions
+from ._problem import ModeSlot, PlacedBlock, Problem, makespan, slowest
+from ._reach import ReachableEnds, least_slowest, positions
 
 
 class Makespan(NamedTuple):
     """The best placement found, a lower bound for all, and the times of the slowest block between which it holds."""
 
-    blocks: list[Block]
+    blocks: list[PlacedBlock]
     floor: int
     thresholds: list[int]
 
@@ -49,15 +49,15 @@ class _Arrival(NamedTuple):
     """The least latency of blocks that end at a position, and the last of them."""
 
     latency: int
-    block: Block | None
+    block: PlacedBlock | None
 
 
-def least_latency(problem: Problem, limit: int) -> list[Block] | None:
+def least_latency(problem: Problem, limit: int) -> list[PlacedBlock] | None:
     """Blocks within the limit with the least latency; None if nothing fits. O(k n log n).
 
     With needs at the start of blocks, each start that the limit allows is looked at.
     """
-    reach = Reach(problem, limit, hopeful=True)
+    reach = ReachableEnds(problem, limit, hopeful=True)
     if not reach.complete:
         return None
     tables = [{0: _Arrival(0, None)}]
@@ -66,7 +66,7 @@ def least_latency(problem: Problem, limit: int) -> list[Block] | None:
         for slot in modes:
             _extend(problem, tables[-1], slot, list(positions(ends)), limit, table)
         tables.append(table)
-    blocks, end = list[Block](), problem.n
+    blocks, end = list[PlacedBlock](), problem.n
     for table in reversed(tables[1:]):
         block = table[end].block
         assert block is not None, table
@@ -76,7 +76,12 @@ def least_latency(problem: Problem, limit: int) -> list[Block] | None:
 
 
 def _extend(
-    problem: Problem, before: dict[int, _Arrival], slot: Slot, ends: list[int], limit: int, table: dict[int, _Arrival]
+    problem: Problem,
+    before: dict[int, _Arrival],
+    slot: ModeSlot,
+    ends: list[int],
+    limit: int,
+    table: dict[int, _Arrival],
 ) -> None:
     """Enter into the table what one more block makes better.
 
@@ -105,4 +110,4 @@ def _extend(
         if best < len(starts):
             latency = costs[best] + time.prefix[end] + (time.leave[end] if time.leave else 0)
             if end not in table or latency < table[end].latency:
-                table[end] = _Arrival(latency, Block(starts[best], end, slot))
+                table[end] = _Arrival(latency, PlacedBlock(starts[best], end, slot))

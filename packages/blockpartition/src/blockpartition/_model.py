@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ._arguments import InFlight, cut_set, in_flight_factors, integer, stage_list, vector
 from ._numbers import Grid, Number, counted, joint_kind, kind_of, number, ratio, read
-from ._problem import Measure, Problem, Slot
+from ._problem import Measure, ModeSlot, Problem
 from ._results import Infeasible
 from ._stages import Mode, Stage
 
@@ -150,7 +150,7 @@ class _Scales(NamedTuple):
 
 def _slots(
     options: list[list[Option]], factors: list[int], rooms: list[Fraction | None], scales: _Scales
-) -> list[list[Slot]]:
+) -> list[list[ModeSlot]]:
     """For each stage its modes, in units of the problem; those that have the same times or needs share them."""
     at, unit, memory_unit, transfer, memory = scales
     inside = [0, *(x * (unit // transfer.scale) for x in transfer.units[:-1]), 0]  # the ends of all are no cuts
@@ -180,17 +180,17 @@ def _slots(
         entry = [times * x for x in map([*boundary[0].units, 0].__getitem__, at)]
         return Measure(prefix, entry if any(entry) else None)
 
-    def slot(option: Option, factor: int, room: Fraction | None) -> Slot:
+    def slot(option: Option, factor: int, room: Fraction | None) -> ModeSlot:
         if room is None:
-            return Slot(option.name, time(option.time), nothing, 0)
+            return ModeSlot(option.name, time(option.time), nothing, 0)
         needs = need(option.saved, option.transient, option.boundary, factor)
-        return Slot(option.name, time(option.time), needs, int(memory_unit * room))
+        return ModeSlot(option.name, time(option.time), needs, int(memory_unit * room))
 
     each = zip(options, factors, rooms, strict=True)
     return [[slot(option, factor, room) for option in modes] for modes, factor, room in each]
 
 
-def _floor(options: list[list[Option]], slots: list[list[Slot]]) -> tuple[list[int], list[int], Fraction]:
+def _floor(options: list[list[Option]], slots: list[list[ModeSlot]]) -> tuple[list[int], list[int], Fraction]:
     """`least` and `speeds` of a problem, both times what makes them integers, and the lower bound that follows."""
     paces = [[1 / option.time[1] for option in modes] for modes in options]
     tick = lcm(*(pace.denominator for pace in chain(*paces)))

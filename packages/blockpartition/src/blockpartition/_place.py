@@ -13,8 +13,8 @@ from ._arguments import InFlight, choice
 from ._makespan import least_makespan
 from ._model import Model, read_model
 from ._numbers import Number, ceiling, number, ratio, shown
-from ._problem import Block, Measure, Problem, makespan, slowest
-from ._reach import Reach, least_slowest
+from ._problem import Measure, PlacedBlock, Problem, makespan, slowest
+from ._reach import ReachableEnds, least_slowest
 from ._results import Infeasible, Placement
 from ._stages import Stage
 
@@ -92,7 +92,7 @@ def place(
     blocks, at = least_slowest(model.problem), model.positions
     if blocks is None:
         raise _explained(model)
-    below = Reach(model.problem, slowest(blocks) - 1).ends
+    below = ReachableEnds(model.problem, slowest(blocks) - 1).ends
     return _described(model, blocks, tuple(tuple((at[a], at[b]) for a, b in ends) for ends in below), 0.0)
 
 
@@ -108,7 +108,7 @@ def _by_makespan(model: Model, gap: Fraction) -> Placement:
     return _described(model, found.blocks, thresholds, min(ceiling(proven, float), gap))
 
 
-def _described(model: Model, blocks: list[Block], witness: tuple[Any, ...], gap: Number) -> Placement:
+def _described(model: Model, blocks: list[PlacedBlock], witness: tuple[Any, ...], gap: Number) -> Placement:
     sums, m = list(accumulate(model.costs.units, initial=0)), model.microbatches
     ends = [0, *(model.positions[block.end] for block in blocks)]
     return Placement(

@@ -62,7 +62,7 @@ class Measure:
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class ModeSlot:
     """A stage in one of its modes: what blocks take there, and need of the room."""
 
     mode: str | None
@@ -72,12 +72,12 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Block:
+class PlacedBlock:
     """Layers from one position to another, and where they run."""
 
     start: int
     end: int
-    slot: Slot
+    slot: ModeSlot
 
     @property
     def time(self) -> int:
@@ -95,7 +95,7 @@ class Problem:
     speeds: for each number of stages, from 0 on, the sum of the speeds of the first, each in its fastest mode.
     """
 
-    slots: list[list[Slot]]
+    slots: list[list[ModeSlot]]
     n: int
     pins: list[int]
     least: list[int]
@@ -120,11 +120,11 @@ class Problem:
         return 1 + max(time.prefix[-1] + max(time.entry or [0]) + time.most_leave for time in times)
 
 
-def slowest(blocks: list[Block]) -> int:
+def slowest(blocks: list[PlacedBlock]) -> int:
     """The time of the block that takes longest."""
     return max(block.time for block in blocks)
 
 
-def makespan(blocks: list[Block], microbatches: int) -> int:
+def makespan(blocks: list[PlacedBlock], microbatches: int) -> int:
     """The time at which the last micro-batch leaves a pipeline of these blocks; it is a flow shop of equal jobs."""
     return sum(block.time for block in blocks) + (microbatches - 1) * slowest(blocks)

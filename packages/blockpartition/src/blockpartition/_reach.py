@@ -10,12 +10,12 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ._problem import Block, Problem, Slot, slowest
+from ._problem import ModeSlot, PlacedBlock, Problem, slowest
 
 Interval = tuple[int, int]
 
 
-class Reach:
+class ReachableEnds:
     """The ends that blocks can reach if none takes longer than the limit.
 
     problem, limit: what was asked.
@@ -47,7 +47,7 @@ class Reach:
         """Whether all stages together can reach the end."""
         return bool(self.ends[-1]) and self.ends[-1][-1][1] == self.problem.n
 
-    def _advance(self, starts: list[Interval], slot: Slot) -> Iterator[Interval]:
+    def _advance(self, starts: list[Interval], slot: ModeSlot) -> Iterator[Interval]:
         """Each end from its nearest start: that makes the smallest block, and the cut before it is not this stage's.
 
         Within an interval of starts, that is a block of one layer; behind it, the start is its last.
@@ -70,7 +70,7 @@ class Reach:
                 if self._within(time.of(last, end)):
                     yield end, end
 
-    def _search(self, starts: list[Interval], slot: Slot) -> Iterator[Interval]:
+    def _search(self, starts: list[Interval], slot: ModeSlot) -> Iterator[Interval]:
         """Each end from any start: where blocks need something at their start, a shorter one may need more."""
         time, need, reached = slot.time, slot.need, list(positions(starts))
         if not reached:
@@ -105,19 +105,19 @@ class Reach:
         return time <= self.limit
 
 
-def least_slowest(problem: Problem) -> list[Block] | None:
+def least_slowest(problem: Problem) -> list[PlacedBlock] | None:
     """Blocks of which the slowest takes the least time; None if nothing fits.
 
     Exact, as the search without stages: a success lowers the upper end to the time of a block, a failure raises the
     lower end to the least time that may reach more.
     """
-    reach = Reach(problem, problem.endless)
+    reach = ReachableEnds(problem, problem.endless)
     if not reach.complete:
         return None
     blocks = _trace(reach)
     low, high = -(-problem.least[-1] // problem.speeds[-1]), slowest(blocks)
     while low < high:
-        reach = Reach(problem, (low + high) // 2, hopeful=True)
+        reach = ReachableEnds(problem, (low + high) // 2, hopeful=True)
         if reach.complete:
             blocks = _trace(reach)
             high = slowest(blocks)
@@ -126,9 +126,9 @@ def least_slowest(problem: Problem) -> list[Block] | None:
     return blocks
 
 
-def _trace(reach: Reach) -> list[Block]:
+def _trace(reach: ReachableEnds) -> list[PlacedBlock]:
     """Blocks that end at the last layer, found from the end backwards."""
-    blocks, end = list[Block](), reach.problem.n
+    blocks, end = list[PlacedBlock](), reach.problem.n
     for j in reversed(range(len(reach.problem.slots))):
         found = (_block(reach, j, slot, end) for slot in reach.problem.slots[j])
         blocks.append(next(block for block in found if block))
@@ -136,7 +136,7 @@ def _trace(reach: Reach) -> list[Block]:
     return blocks[::-1]
 
 
-def _block(reach: Reach, j: int, slot: Slot, end: int) -> Block | None:
+def _block(reach: ReachableEnds, j: int, slot: ModeSlot, end: int) -> PlacedBlock | None:
     """The block from a reachable start to this end whose cut is the closest to where the speeds would put it."""
     problem, limit, prefix = reach.problem, reach.limit, slot.time.prefix
     target = bisect_left(prefix, prefix[end] * problem.speeds[j] // problem.speeds[j + 1])
@@ -146,7 +146,7 @@ def _block(reach: Reach, j: int, slot: Slot, end: int) -> Block | None:
         fits = (p for p in positions(spans) if slot.need.of(p, end) <= slot.room and slot.time.of(p, end) <= limit)
         spans = [(start, start) for start in fits]
     nearest = [max(a, min(target, b)) for a, b in spans if a <= b]
-    return Block(min(nearest, key=lambda start: abs(start - target)), end, slot) if nearest else None
+    return PlacedBlock(min(nearest, key=lambda start: abs(start - target)), end, slot) if nearest else None
 
 
 def positions(intervals: list[Interval]) -> Iterator[int]:

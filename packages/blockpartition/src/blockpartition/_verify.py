@@ -13,7 +13,7 @@ from typing import Any, Literal, SupportsIndex
 from ._arguments import choice, integer
 from ._model import Model, read_model
 from ._numbers import Number, counted, ratio, read, shown
-from ._problem import Block, Problem, Slot, makespan, slowest
+from ._problem import ModeSlot, PlacedBlock, Problem, makespan, slowest
 from ._results import Partition, Placement
 from ._stages import Stage
 
@@ -118,7 +118,7 @@ def _check_placement(placement: Placement, sizes: list[int], model: Model, objec
         _check_reach(placement, model, slowest(blocks) - 1)
 
 
-def _blocks(placement: Placement, sizes: list[int], model: Model) -> list[Block]:
+def _blocks(placement: Placement, sizes: list[int], model: Model) -> list[PlacedBlock]:
     """The blocks at the positions of the problem, on its slots; ValueError if they break a constraint."""
     k, modes = len(model.problem.slots), _entries(placement.modes, "modes")
     _check_sizes(sizes, len(model.costs.units))
@@ -136,7 +136,7 @@ def _blocks(placement: Placement, sizes: list[int], model: Model) -> list[Block]
             raise ValueError(f"layers {first} to {last - 1} do not fit on their stage")
         for pin in pins[bisect_right(pins, first) : bisect_left(pins, last)]:
             raise ValueError(f"cut {pin} is pinned, and a block goes across")
-        blocks.append(Block(start, end, slot))
+        blocks.append(PlacedBlock(start, end, slot))
     return blocks
 
 
@@ -172,7 +172,7 @@ def _runs(values: Any, name: str, at: list[int]) -> list[tuple[int, int]]:
 
 
 def _escapes(
-    problem: Problem, starts: list[tuple[int, int]], allowed: list[tuple[int, int]], slot: Slot, limit: int
+    problem: Problem, starts: list[tuple[int, int]], allowed: list[tuple[int, int]], slot: ModeSlot, limit: int
 ) -> Iterator[int]:
     """Ends that are not allowed, where a block from one of the starts can end.
 
@@ -194,7 +194,7 @@ def _escapes(
             end += 1
 
 
-def _fits(problem: Problem, slot: Slot, start: int, end: int, limit: int) -> bool:
+def _fits(problem: Problem, slot: ModeSlot, start: int, end: int, limit: int) -> bool:
     fits = slot.need.of(start, end) <= slot.room and slot.time.of(start, end) <= limit
     return fits and not any(start < pin < end for pin in problem.pins)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,14 +18,13 @@ from torch import nn
 import gpipe
 from gpipe import inline, plan
 from gpipe._plan import _calibrate
-from gpipe._plan._calibrate import calibrated, learned
+from gpipe._plan._calibrate import calibrated
 from gpipe._plan._candidate import Candidate, key, simplicity
 from gpipe._plan._costs import Measured
-from gpipe._plan._finals import CLOSE, STEPS, Trial, finalists, race
+from gpipe._plan._finals import CLOSE, STEPS, finalists, race
 from gpipe._plan._rehearse import total
 from gpipe._plan._search import neighbours, search
-from gpipe.schedule import Kind, named
-from gpipe.simulate import simulate
+from gpipe.schedule import Kind
 
 from ..layers import linears, rows
 from ..plans import fits, measurements, space_of
@@ -33,21 +32,16 @@ from ..plans import fits, measurements, space_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
-Try = Callable[..., Trial]
-
-
-def timeline_of(way: Candidate):
-    stages = way.costs.stage_costs(way.sizes, way.modes)
-    return simulate(named(way.schedule, way.chunks, range(len(stages)), 0, way.split), stages)
+Try = Callable[..., list[float]]
 
 
 def steps_off_by(seed: int, share: float, log: dict[object, Candidate]) -> Try:
     """Every way takes what its costs say, more or less a share that it alone has."""
 
-    def tried(layers, devices, x, y, loss_fn, way: Candidate) -> Trial:
+    def tried(layers, devices, x, y, loss_fn, way: Candidate) -> list[float]:
         log[key(way)] = way
         factor = 1 + share * Random(f"{seed}{key(way)}").uniform(-1, 1)
-        return Trial([factor * way.seconds] * STEPS, [timeline_of(way)])
+        return [factor * way.seconds] * STEPS
 
     return tried
 
@@ -60,8 +54,8 @@ def test_of_those_that_were_tried_the_fastest_is_taken_and_its_seconds_are_those
     space, log = space_of(measured), dict[object, Candidate]()
     tried = steps_off_by(seed, share, log)
     with patch.object(_calibrate, "_tried", tried):
-        space, found, spread, note = calibrated(space, search(space), nn.Sequential(), [], None, None, None)
-    took = {name: tried(None, None, None, None, None, way).median for name, way in log.items()}
+        found, spread, note = calibrated(space, search(space), nn.Sequential(), [], None, None, None)
+    took = {name: median(tried(None, None, None, None, None, way)) for name, way in log.items()}
     assert took[key(found[0])] == pytest.approx(found[0].seconds)
     assert took[key(found[0])] <= min(took.values()) * (1 + CLOSE) * (1 + 1e-6)
     assert (spread.low, spread.mid, spread.high) == pytest.approx((0.95, 1, 1.05))
@@ -107,36 +101,21 @@ def test_neighbours_have_one_layer_on_the_other_side_of_one_cut(measured: Measur
 
 @given(st.integers(1, 5), st.sampled_from([1e-3, 0.05, 0.4, 3.0]))
 def test_turns_end_in_time(ways: int, step: float):
-    trials = race([None] * ways, lambda _: Trial([step] * STEPS, []))  # type: ignore[list-item]
-    (turns,) = {len(trial.seconds) // STEPS for trial in trials}
+    trials = race([None] * ways, lambda _: [step] * STEPS)  # type: ignore[list-item]
+    (turns,) = {len(trial) // STEPS for trial in trials}
     assert 1 <= turns <= 5
     assert turns == 5 or (turns - 1) * ways * STEPS * step <= 2 < turns * ways * STEPS * step
 
 
-@few
-@given(measurements(), st.integers(0, 2), st.floats(2, 50))
-def test_an_interrupted_step_teaches_nothing(measured: Measured, at: int, factor: float):
-    """What else the machine does in one of several steps leaves the costs as they are."""
-    way = search(space_of(measured))[0]
-    quiet = timeline_of(way)
-    busy = gpipe.Timeline([replace(e, end=e.start + factor * e.seconds) for e in quiet.events], quiet.workers)
-    timelines = [busy if k == at else quiet for k in range(3)]
-    assert learned(measured, way, timelines) == learned(measured, way, [quiet])
-
-
-@pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize(("count", "chunks", "made"), [(8, 2, 2), (9, 4, 3)])
-def test_a_trial_does_what_the_candidate_says(split: bool, count: int, chunks: int, made: int):
+def test_a_trial_does_what_the_candidate_says(count: int, chunks: int, made: int):
     """Of 9 rows in 4 chunks `torch.chunk` makes 3."""
     layers, x = linears(4), rows(count)
     known = plan(layers, x, ["cpu"] * 2, chunks=chunks, schedule="zero_bubble", checkpoint="never", calibrate=False)
-    way: Any = SimpleNamespace(
-        sizes=known.sizes, chunks=chunks, modes=known.modes, schedule="zero_bubble", split=(1,) if split else ()
-    )
-    with inline():
+    way: Any = SimpleNamespace(sizes=known.sizes, chunks=chunks, modes=known.modes, schedule="zero_bubble", split=(1,))
+    with inline(), gpipe.record() as timeline:
         trial = _calibrate._tried(layers, [torch.device("cpu")] * 2, x, None, total, way)
-    events = [event for event in trial.timelines[0].events if event.stage == 1]
-    backwards = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.BACKWARD,)
-    assert {event.kind for event in events} == {Kind.FORWARD, *backwards}
+    events = [event for event in timeline.events if event.stage == 1]
+    assert {event.kind for event in events} == {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     assert {event.microbatch for event in events} == set(range(made))
-    assert len(trial.seconds) == STEPS
+    assert len(trial) == STEPS

@@ -22,7 +22,7 @@ import gpipe
 from gpipe import Event, GPipe, record
 from gpipe.schedule import SPLIT_SECONDS, SPLITTING, Choice, Kind, Schedule, choose, named
 from gpipe.schedule._named import usual_placement
-from gpipe.timeline._chooser import RUNS, Chooser, Measured, Plan, Size
+from gpipe.timeline._chooser import RUNS, Chooser, MeasuredCells, Plan, Size
 from gpipe.timeline._record import Recorder
 from microbatch import Batch
 
@@ -75,7 +75,7 @@ class TestMeasured:
         return [Event(stage, i, Kind(kind), "cpu", 5.0, 5.0 + each) for i, each in enumerate(seconds)]
 
     def test_nothing_is_known_before_enough_runs(self) -> None:
-        measured = Measured()
+        measured = MeasuredCells()
         for run in range(RUNS):
             assert not measured.knows((0, Kind.FORWARD))
             assert measured.seconds == {}
@@ -84,7 +84,7 @@ class TestMeasured:
 
     @given(st.lists(st.lists(st.integers(1, 9).map(float), min_size=1), min_size=RUNS, max_size=RUNS))
     def test_the_fastest_run_counts_and_of_that_the_median(self, runs: list[list[float]]) -> None:
-        measured = Measured()
+        measured = MeasuredCells()
         for run in runs:
             measured.add([*self.events(*run), *self.events(*(2 * each for each in run), stage=1, kind="backward")])
         fastest = min((sorted(run)[len(run) // 2] + sorted(run)[(len(run) - 1) // 2]) / 2 for run in runs)
@@ -94,7 +94,7 @@ class TestMeasured:
         }
 
     def test_what_is_known_does_not_change(self) -> None:
-        measured = Measured()
+        measured = MeasuredCells()
         for seconds in (*[2.0] * RUNS, 1.0, 3.0):
             measured.add(self.events(seconds))
         assert measured.seconds == {(0, Kind.FORWARD): 2.0}

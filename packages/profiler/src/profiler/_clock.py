@@ -16,7 +16,7 @@ import streams
 _STATISTICS = "/proc/thread-self/schedstat"
 
 
-class Watch(NamedTuple):
+class Timer(NamedTuple):
     """Sets marks behind all work given to a device so far.
 
     Attributes:
@@ -29,19 +29,19 @@ class Watch(NamedTuple):
 
 
 @contextmanager
-def watch_for(device: torch.device) -> Iterator[Watch]:
+def watch_for(device: torch.device) -> Iterator[Timer]:
     """The watch for what this thread runs on `device`."""
     if streams.has_streams(device):
         # Events on the current stream: correct although the host runs ahead.
-        yield Watch(lambda: streams.record_event(streams.current_stream(device), timed=True), _between)
+        yield Timer(lambda: streams.record_event(streams.current_stream(device), timed=True), _between)
         return
     with undisturbed_clock() as clock:
         yield host_watch(clock)
 
 
-def host_watch(clock: Callable[[], float]) -> Watch:
+def host_watch(clock: Callable[[], float]) -> Timer:
     """For devices that have done their work when a call returns."""
-    return Watch(clock, lambda start, end: end - start)
+    return Timer(clock, lambda start, end: end - start)
 
 
 def _between(start: torch.Event, end: torch.Event) -> float:

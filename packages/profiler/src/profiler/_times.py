@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from microbatch import Batch, unwrap
 
 from ._arguments import check_no_gradient, check_sample, check_timeout, running_device
-from ._clock import Watch, watch_for
+from ._clock import Timer, watch_for
 from ._enter import copied
 from ._isolation import isolated
 from ._layers import layers_of
@@ -114,7 +114,7 @@ def measure(
     least: int,
     split: bool = False,
     progress: bool = False,
-    watch: Watch | None = None,
+    watch: Timer | None = None,
     clock: Callable[[], float] = lambda: time.perf_counter(),
 ) -> list[Round]:
     """Rounds over all layers until `timeout`, at least `least`, after one to warm up.
@@ -139,7 +139,7 @@ def measure(
     return rounds or [first]
 
 
-def _one_round(module: nn.Sequential, copies: Iterator[nn.Module], batch: Batch, watch: Watch, split: bool) -> Round:
+def _one_round(module: nn.Sequential, copies: Iterator[nn.Module], batch: Batch, watch: Timer, split: bool) -> Round:
     seconds: Round = []
 
     def step(visit: Visit) -> Batch:
@@ -153,7 +153,7 @@ def _one_round(module: nn.Sequential, copies: Iterator[nn.Module], batch: Batch,
     return seconds
 
 
-def _run(visit: Visit, watch: Watch, split: bool) -> tuple[Batch, Seconds]:
+def _run(visit: Visit, watch: Timer, split: bool) -> tuple[Batch, Seconds]:
     """Measures forward and backward of a layer; with ``split`` also the first part of a split backward."""
     # Edges, because a tensor that the layer overwrites is no longer an input of its graph.
     inputs = [get_gradient_edge(x) for x in visit.input if x.requires_grad] if split else []

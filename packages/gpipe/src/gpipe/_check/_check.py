@@ -22,7 +22,7 @@ from ..module._partition import checked_balance
 from ..module._whole import replicated
 from ._findings import Finding
 from ._layer import broken
-from ._loss import Loss, Part, examine_loss
+from ._loss import Loss, LossPart, examine_loss
 from ._model import Record, calmed, examine_all, finest, tied, walk
 from ._pipe import Judge
 from ._report import Report
@@ -101,7 +101,7 @@ def _recorded(model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, lo
     model.zero_grad()
     layers, inputs = _layers(model, sample)
     steps = walk(layers, Signal(unwrap(inputs)[0], {}))
-    loss.of([Part(steps[-1].gave.output.value, unwrap(target)[0], 1)])
+    loss.of([LossPart(steps[-1].gave.output.value, unwrap(target)[0], 1)])
     return Record(layers, inputs, target, dtype, steps)
 
 
@@ -146,7 +146,7 @@ def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tol
         dims = [*dims, *real.dims(target.tensors(), [Signal(each.value, {}).tensors() for each in targets])]
     cut = finest(whole, dims, real)
     values = [part.value for part in (whole, *cut.signals(whole, dims))]
-    first, *parts = [Part(o, t, rows) for (o, t), rows in zip(values, (sum(real.rows), *cut.rows), strict=True)]
+    first, *parts = [LossPart(o, t, rows) for (o, t), rows in zip(values, (sum(real.rows), *cut.rows), strict=True)]
     return [*examine_loss(loss, first, parts, tolerance)]
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from ._findings import Finding
 from ._rows import ROUNDING, Cut, Dims, NoRowsError, difference, figure
-from ._task import Runs, Task, calm, normalises
-from ._trial import Signal, Trial, attempt
+from ._task import LayerTask, Runs, calm, normalises
+from ._trial import LayerTrial, Signal, attempt
 from ._why import cause, mixed
 
 
-def examine(task: Task) -> tuple[list[Finding], Dims, Sequence[Any]]:
+def examine(task: LayerTask) -> tuple[list[Finding], Dims, Sequence[Any]]:
     """Compare the layer with itself on micro-batches, and its second run on the mini-batch with the first.
 
     Returns:
@@ -47,7 +47,7 @@ def broken(findings: Sequence[Finding]) -> bool:
     return any(finding.level == "error" for finding in findings)
 
 
-def _remarks(task: Task) -> Iterator[Finding]:
+def _remarks(task: LayerTask) -> Iterator[Finding]:
     if task.gave.used.drew:
         yield task.finding("random", "draws random numbers")
     norms = [name or type(module).__name__ for name, module in task.layer.named_modules() if normalises(module)]
@@ -60,7 +60,7 @@ def _remarks(task: Task) -> Iterator[Finding]:
         yield task.finding("frozen", "none of its parameters requires grad")
 
 
-def _repeats(task: Task, again: Trial) -> Iterator[Finding]:
+def _repeats(task: LayerTask, again: LayerTrial) -> Iterator[Finding]:
     """Check that the layer gives the same again in another copy of the model."""
     apart = difference(task.gave.tensors(), again.tensors())
     if task.gave.used.impure:
@@ -70,7 +70,7 @@ def _repeats(task: Task, again: Trial) -> Iterator[Finding]:
         yield task.finding("impure", message, f"differs by {figure(apart)}")
 
 
-def _run(task: Task, again: Trial) -> Runs:
+def _run(task: LayerTask, again: LayerTrial) -> Runs:
     """Run the layer on micro-batches, without masks and batch norm."""
     whole, copies = again, (task.again, task.apart)
     if task.gave.used.drew or task.normalises():
@@ -83,12 +83,12 @@ def _run(task: Task, again: Trial) -> Runs:
         return _run_parts((copies[0], task.calmed()), whole, task.real.signals(task.given, task.dims), task.real)
 
 
-def _run_parts(copies: tuple[nn.Module, nn.Module], whole: Trial, given: Sequence[Signal], cut: Cut) -> Runs:
+def _run_parts(copies: tuple[nn.Module, nn.Module], whole: LayerTrial, given: Sequence[Signal], cut: Cut) -> Runs:
     parts = [attempt(copies[1], part) for part in given]
     return Runs(copies, whole, parts, cut, given, cut.dims(whole.tensors(), [part.tensors() for part in parts]))
 
 
-def _compared(task: Task, runs: Runs) -> Iterator[Finding]:
+def _compared(task: LayerTask, runs: Runs) -> Iterator[Finding]:
     """What differs: outputs, random numbers in training, gradients or state. The first of these is reported."""
     if not runs.whole.used.drew:
         apart = max([difference(*pair) for pair in _outputs(task, runs)], default=0.0)
@@ -102,18 +102,18 @@ def _compared(task: Task, runs: Runs) -> Iterator[Finding]:
         yield from _gradients_and_state(task, runs)
 
 
-def _outputs(task: Task, runs: Runs) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+def _outputs(task: LayerTask, runs: Runs) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
     """Each tensor that the layer gives, as pieces of the whole and as micro-batches; without the loss."""
     for k, (tensor, dim) in enumerate(zip(runs.whole.tensors(), runs.dims, strict=True)):
         if not _is_loss(task, tensor):
             yield runs.cut.pieces(tensor, dim), [part.tensors()[k] for part in runs.parts]
 
 
-def _is_loss(task: Task, tensor: Tensor) -> bool:
+def _is_loss(task: LayerTask, tensor: Tensor) -> bool:
     return task.is_last and not tensor.dim()
 
 
-def _in_training(task: Task, runs: Runs) -> Iterator[Finding]:
+def _in_training(task: LayerTask, runs: Runs) -> Iterator[Finding]:
     """With masks, for one seed, a second call must give what a first one gives, and no row may depend on others."""
     try:
         first = attempt(copy.deepcopy(task.layer), runs.given[0])
@@ -127,7 +127,7 @@ def _in_training(task: Task, runs: Runs) -> Iterator[Finding]:
         yield cause(task, runs, 0.0, masks=True)
 
 
-def _gradients_and_state(task: Task, runs: Runs) -> Iterator[Finding]:
+def _gradients_and_state(task: LayerTask, runs: Runs) -> Iterator[Finding]:
     """Outputs agree: do gradients, and what the layer remembers? Sums over rows, in another order, round more."""
     tolerance = max(100 * task.tolerance, ROUNDING)
     try:
@@ -146,7 +146,7 @@ def _gradients_and_state(task: Task, runs: Runs) -> Iterator[Finding]:
         yield task.finding("buffers", message, ", ".join(changed))
 
 
-def _backward(task: Task, runs: Runs) -> None:
+def _backward(task: LayerTask, runs: Runs) -> None:
     """The backward of the whole, and those of the micro-batches, from the same gradients."""
     for layer in runs.copies:
         layer.zero_grad()  # of other layers, with which it shares parameters
@@ -175,7 +175,7 @@ def _of_parameters(runs: Runs) -> float:
     return difference(whole, parts, alike=True)
 
 
-def _of_input(task: Task, runs: Runs) -> float:
+def _of_input(task: LayerTask, runs: Runs) -> float:
     apart = [0.0]
     for k, (leaf, dim) in enumerate(zip(runs.whole.leaves, task.dims, strict=True)):
         if leaf.grad is not None and dim is not None:

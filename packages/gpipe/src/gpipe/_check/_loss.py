@@ -19,7 +19,7 @@ from ._rows import ROUNDING, difference, figure
 from ._trial import seeded
 
 
-class Part(NamedTuple):
+class LossPart(NamedTuple):
     """A mini-batch or micro-batch: what the model gives, the target, and the number of rows."""
 
     output: Any
@@ -59,7 +59,7 @@ class Loss:
             return self._loss_fn is None and own_loss(output) is not None
         return False
 
-    def of(self, parts: Sequence[Part]) -> Tensor:
+    def of(self, parts: Sequence[LossPart]) -> Tensor:
         """The loss of a mini-batch that consists of ``parts``: the sum of their losses by the sum of their counts.
 
         The count is the number of rows if the loss function returns a mean without a count.
@@ -78,7 +78,7 @@ def mean_square(output: Any) -> Tensor:
     return sum(squares, torch.zeros(()))
 
 
-def examine_loss(loss: Loss, whole: Part, parts: Sequence[Part], tolerance: float) -> Iterator[Finding]:
+def examine_loss(loss: Loss, whole: LossPart, parts: Sequence[LossPart], tolerance: float) -> Iterator[Finding]:
     """Check that the loss of the mini-batch requires grad, and is the mean of the losses of its micro-batches."""
     with seeded(nn.Module()) as used:
         total = loss.of([whole])
@@ -92,7 +92,7 @@ def examine_loss(loss: Loss, whole: Part, parts: Sequence[Part], tolerance: floa
         yield from _uneven(loss, total, parts)
 
 
-def _uneven(loss: Loss, total: Tensor, parts: Sequence[Part]) -> Iterator[Finding]:
+def _uneven(loss: Loss, total: Tensor, parts: Sequence[LossPart]) -> Iterator[Finding]:
     try:
         apart = difference([total], [loss.of(parts)])
     except Exception as error:

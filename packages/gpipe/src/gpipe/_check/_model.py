@@ -14,16 +14,16 @@ from ..skip._store import Key
 from ._findings import Finding
 from ._layer import examine
 from ._rows import Cut, Dims, NoRowsError, uneven
-from ._task import Task, calm
-from ._trial import Signal, Trial, attempt
+from ._task import LayerTask, calm
+from ._trial import LayerTrial, Signal, attempt
 
 
-class Step(NamedTuple):
+class LayerRun(NamedTuple):
     """A layer in the forward of the plain model: its name, its input, and what it did."""
 
     name: str
     given: Signal
-    gave: Trial
+    gave: LayerTrial
 
 
 class Record(NamedTuple):
@@ -37,7 +37,7 @@ class Record(NamedTuple):
     inputs: Any
     target: Any
     dtype: torch.dtype
-    steps: list[Step]
+    steps: list[LayerRun]
 
     @property
     def output(self) -> Signal:
@@ -45,20 +45,20 @@ class Record(NamedTuple):
         return self.steps[-1].gave.output
 
 
-def walk(layers: nn.Sequential, inputs: Signal) -> list[Step]:
+def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
     """The forward of a copy of ``layers``."""
     signal, waiting, steps = inputs, dict[Key, Tensor | None](), []
     for name, layer in copy.deepcopy(layers).named_children():
         waiting.update(signal.skips)
         pops = [key for module in layer.modules() if isinstance(module, Skippable) for key in module.poppable()]
         given = Signal(signal.value, {key: waiting.pop(key) for key in pops if key in waiting})
-        steps.append(Step(name, given, attempt(layer, given)._replace(roots=(), leaves=())))
+        steps.append(LayerRun(name, given, attempt(layer, given)._replace(roots=(), leaves=())))
         signal = steps[-1].gave.output
     return steps
 
 
 def examine_all(
-    layers: nn.Sequential, steps: Sequence[Step], dims: Dims, real: Cut, tolerance: float
+    layers: nn.Sequential, steps: Sequence[LayerRun], dims: Dims, real: Cut, tolerance: float
 ) -> tuple[list[Finding], Dims]:
     """The findings for all layers, and where the last output has its rows.
 
@@ -79,7 +79,7 @@ def examine_all(
         pieces = [signal.tensors() for signal in cut.signals(step.given, where)]
         parts = [Signal(v, step.given.skips).replaced(p) for v, p in zip(values, pieces, strict=True)]
         run = (step.given, step.gave, where, cut, parts, real, tolerance, is_last)
-        found, dims, values = examine(Task(step.name, layer, one, other, *run))
+        found, dims, values = examine(LayerTask(step.name, layer, one, other, *run))
         findings += found
         rows.update(zip(map(id, step.gave.tensors()), dims, strict=True))
     return findings, dims
@@ -95,7 +95,7 @@ def finest(whole: Signal, dims: Dims, real: Cut) -> Cut:
     return cut
 
 
-def calmed(layers: nn.Sequential, steps: Sequence[Step]) -> nn.Sequential:
+def calmed(layers: nn.Sequential, steps: Sequence[LayerRun]) -> nn.Sequential:
     """A copy of the layers without masks and batch norm."""
     copied = copy.deepcopy(layers)
     for layer, step in zip(copied.children(), steps, strict=True):

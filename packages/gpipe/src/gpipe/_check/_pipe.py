@@ -17,7 +17,7 @@ from .._gpipe import GPipe
 from ..engine._settings import inline
 from ..values._leaves import Activation, as_nonleaf, clone_leaves
 from ._findings import Finding
-from ._loss import Loss, Part
+from ._loss import Loss, LossPart
 from ._model import Record
 from ._rows import difference, figure
 from ._trial import SEED, call_all, seeded
@@ -50,7 +50,7 @@ class Judge(NamedTuple):
         layers = copy.deepcopy(self.calm)
         value = as_nonleaf(clone_leaves(Activation(unwrap(self.model.inputs)[0]))).value
         with seeded(layers) as used:
-            loss = self.loss.of([Part(call_all(layers, value), unwrap(self.model.target)[0], self.rows)])
+            loss = self.loss.of([LossPart(call_all(layers, value), unwrap(self.model.target)[0], self.rows)])
         torch.autograd.backward(loss)
         return _results(layers, loss.detach()), used.drew
 

@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._findings import Finding
 from ._rows import Cut, Dims
-from ._trial import Signal, Trial
+from ._trial import LayerTrial, Signal
 
 
-class Task(NamedTuple):
+class LayerTask(NamedTuple):
     """A layer, what it did in the plain model, and how it is examined.
 
     Attributes:
@@ -38,7 +38,7 @@ class Task(NamedTuple):
     again: nn.Module
     apart: nn.Module
     given: Signal
-    gave: Trial
+    gave: LayerTrial
     dims: Dims
     cut: Cut
     parts: Sequence[Signal]
@@ -71,8 +71,8 @@ class Runs(NamedTuple):
     """
 
     copies: tuple[nn.Module, nn.Module]
-    whole: Trial
-    parts: Sequence[Trial]
+    whole: LayerTrial
+    parts: Sequence[LayerTrial]
     cut: Cut
     given: Sequence[Signal]
     dims: Dims

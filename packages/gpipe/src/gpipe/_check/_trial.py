@@ -39,7 +39,7 @@ class Signal(NamedTuple):
         return Signal(value, dict(zip(self.skips, skips, strict=True)))
 
 
-class Trial(NamedTuple):
+class LayerTrial(NamedTuple):
     """What a forward showed, and what a backward starts from.
 
     Attributes:
@@ -66,7 +66,7 @@ class Trial(NamedTuple):
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
 
 
-def attempt(layer: nn.Module, signal: Signal) -> Trial:
+def attempt(layer: nn.Module, signal: Signal) -> LayerTrial:
     """Run the forward of ``layer``, with PyTorch's generators in the same state as for every other attempt."""
     leaves = clone_leaves(signal.activation())
     entered = as_nonleaf(leaves)
@@ -78,7 +78,7 @@ def attempt(layer: nn.Module, signal: Signal) -> Trial:
     given = Signal(output, {key: skip for key, skip in store.items() if key not in signal.skips})
     roots = given.tensors()
     detached = given.replaced([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in roots])
-    return Trial(detached, used, versions(entered) != before, roots, leaves.tensors)
+    return LayerTrial(detached, used, versions(entered) != before, roots, leaves.tensors)
 
 
 def call(layer: nn.Module, value: Any) -> Any:

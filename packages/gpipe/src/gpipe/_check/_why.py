@@ -6,11 +6,11 @@ import torch
 
 from ._findings import Finding
 from ._rows import ROUNDING, difference, exchanged, figure, kept
-from ._task import Runs, Task
+from ._task import LayerTask, Runs
 from ._trial import attempt, same
 
 
-def cause(task: Task, runs: Runs, apart: float, *, masks: bool = False) -> Finding:
+def cause(task: LayerTask, runs: Runs, apart: float, *, masks: bool = False) -> Finding:
     """Why outputs of micro-batches differ from that of the mini-batch by ``apart``; in training if ``masks``."""
     differs = f"micro-batches differ from the whole by {figure(apart)} of the largest value"
     if not masks and difference(runs.whole.tensors(), attempt(runs.copies[0], task.given).tensors()) > task.tolerance:
@@ -26,7 +26,7 @@ def cause(task: Task, runs: Runs, apart: float, *, masks: bool = False) -> Findi
     return task.finding("rows", "depends on how many rows there are, or on which of them a row is", differs)
 
 
-def mixed(task: Task, runs: Runs, *, masks: bool = False) -> float:
+def mixed(task: LayerTask, runs: Runs, *, masks: bool = False) -> float:
     """How far rows of the output change when other rows of the input do, for the same random numbers.
 
     Args:

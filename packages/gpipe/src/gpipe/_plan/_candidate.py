@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..schedule import Kind, Schedule, checkpoint_stops, named
 from ..schedule._flags import StageMode, scheduled
@@ -131,20 +131,9 @@ def lacking(space: Space, candidate: Candidate) -> dict[int, int]:
     return {j: need.total - room for j, (need, room) in limits if room is not None and need.total > room}
 
 
-def with_costs(candidate: Candidate, measured: Measured) -> Candidate:
-    """The same with other costs, by which it is replayed; what devices hold stays as it is."""
-    costs, (schedule, split, sizes, modes) = measured.cut(candidate.chunks), _way(candidate)
-    seconds = step_seconds(costs, schedule, sizes, modes, split, costs.stage_costs(sizes, modes))
-    return replace(candidate, costs=costs, seconds=seconds)
-
-
-def _way(each: Candidate) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[StageMode, ...]]:
-    return each.schedule, each.split, each.sizes, each.modes
-
-
 def key(candidate: Candidate) -> tuple[object, ...]:
     """What tells one way to train from another."""
-    return candidate.chunks, *_way(candidate)
+    return candidate.chunks, candidate.schedule, candidate.split, candidate.sizes, candidate.modes
 
 
 def by_seconds(found: Iterable[Candidate]) -> list[Candidate]:

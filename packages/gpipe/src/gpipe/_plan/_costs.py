@@ -36,7 +36,7 @@ def busy(stage: StageCost, mode: StageMode) -> float:
     return stage.forward + stage.backward + (stage.seconds(Kind.RECOMPUTE) if scheduled(mode) != "never" else 0.0)
 
 
-class Tie(NamedTuple):
+class SharedParameter(NamedTuple):
     """A parameter that several layers have. A profile counts it for the first of them.
 
     Attributes:
@@ -66,7 +66,6 @@ class Measured:
         action: seconds that the engine adds to each action.
         step: seconds that it adds to each step.
         crowding: by how much stages slow each other down, because there are fewer cores than stages.
-        forward, backward: for each layer, by how much it was slower in a pipe than alone.
         replicas: pipes that train the same model on other rows.
         ring: bytes a second from a device to the one of the next replica.
         ties: parameters that several layers have.
@@ -83,11 +82,9 @@ class Measured:
     action: float = 0.0
     step: float = 0.0
     crowding: float = 1.0
-    forward: tuple[float, ...] = ()
-    backward: tuple[float, ...] = ()
     replicas: int = 1
     ring: float = math.inf
-    ties: tuple[Tie, ...] = ()
+    ties: tuple[SharedParameter, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -107,23 +104,17 @@ class Measured:
         return Costs(self, chunks, tuple(at[id(profile)] for profile in self.profiles))
 
     def _slowed(self, profile: Profile) -> Profile:
-        forward = self.forward or (1.0,) * self.layers
-        backward = self.backward or (1.0,) * self.layers
-        layers = [
-            _times(layer, self.crowding * f, self.crowding * b)
-            for layer, f, b in zip(profile, forward, backward, strict=True)
-        ]
-        loss = profile.loss and _times(profile.loss, self.crowding * forward[-1], self.crowding * backward[-1])
-        return replace(profile, layers=tuple(layers), loss=loss)
+        layers = tuple(_times(layer, self.crowding) for layer in profile)
+        return replace(profile, layers=layers, loss=profile.loss and _times(profile.loss, self.crowding))
 
 
-def _times(layer: LayerProfile, forward: float, backward: float) -> LayerProfile:
+def _times(layer: LayerProfile, factor: float) -> LayerProfile:
     inputs = layer.backward_input_seconds
     return replace(
         layer,
-        forward_seconds=forward * (layer.forward_seconds or 0.0),
-        backward_seconds=backward * (layer.backward_seconds or 0.0),
-        backward_input_seconds=None if inputs is None else backward * inputs,
+        forward_seconds=factor * (layer.forward_seconds or 0.0),
+        backward_seconds=factor * (layer.backward_seconds or 0.0),
+        backward_input_seconds=None if inputs is None else factor * inputs,
     )
 
 

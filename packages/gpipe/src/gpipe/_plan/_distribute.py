@@ -10,7 +10,7 @@ from ._data import PlanData
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The part of one process.
 
     Attributes:
@@ -55,7 +55,7 @@ class Distribution:
         replicas, ranks = self.mesh_shape
         return replicas * ranks
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlace:
         """The part of the process of a rank.
 
         Args:
@@ -74,7 +74,7 @@ class Distribution:
             )
         _, ranks = self.mesh_shape
         replica, own = divmod(rank, ranks)
-        return Place(
+        return RankPlace(
             replica,
             own,
             tuple(j for j, each in enumerate(self.rank_arguments["ranks"]) if each == own),

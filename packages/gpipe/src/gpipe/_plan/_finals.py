@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 
-from ..timeline import Timeline
 from ._candidate import Candidate, Space, by_seconds, key, simplicity
 from ._search import neighbours
 
@@ -22,29 +20,6 @@ _MOST, _TURNS, STEPS = 5, 5, 3
 
 _SECONDS = 2.0
 """No turn begins later than that. As many candidates are tried as can have two turns by then, but at least two."""
-
-
-@dataclass
-class Trial:
-    """What some steps of training took.
-
-    Attributes:
-        seconds: of each.
-        timelines: of one more step in each turn.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    timelines: list[Timeline] = field(default_factory=list)
-
-    def add(self, other: Trial) -> None:
-        """Another turn."""
-        self.seconds += other.seconds
-        self.timelines += other.timelines
-
-    @property
-    def median(self) -> float:
-        """Of the seconds."""
-        return median(self.seconds)
 
 
 def finalists(space: Space, found: Sequence[Candidate], step: float) -> list[Candidate]:
@@ -66,26 +41,26 @@ def finalists(space: Space, found: Sequence[Candidate], step: float) -> list[Can
     return by_seconds(worth)[: max(2, min(_MOST, affordable))]
 
 
-def race(ways: Sequence[Candidate], try_out: Callable[[Candidate], Trial]) -> list[Trial]:
-    """What steps of each way take, in turns: what slows the machine down for a while slows all of them.
+def race(ways: Sequence[Candidate], try_out: Callable[[Candidate], list[float]]) -> list[list[float]]:
+    """The seconds of steps of each way, in turns: what slows the machine down for a while slows all of them.
 
     Args:
         ways: to train.
         try_out: trains one for :data:`STEPS` steps.
     """
-    trials = [Trial() for _ in ways]
+    trials: list[list[float]] = [[] for _ in ways]
     for _ in range(_TURNS):
         for way, trial in zip(ways, trials, strict=True):
-            trial.add(try_out(way))
-        if sum(sum(trial.seconds) for trial in trials) > _SECONDS:
+            trial += try_out(way)
+        if sum(map(sum, trials)) > _SECONDS:
             break
     return trials
 
 
-def winner(ways: Sequence[Candidate], trials: Sequence[Trial]) -> int:
+def winner(ways: Sequence[Candidate], trials: Sequence[Sequence[float]]) -> int:
     """The number of the simplest of those that were about as fast as the fastest."""
-    bound = min(trial.median for trial in trials) * (1 + CLOSE)
-    near = [k for k, trial in enumerate(trials) if trial.median <= bound]
+    bound = min(map(median, trials)) * (1 + CLOSE)
+    near = [k for k, trial in enumerate(trials) if median(trial) <= bound]
     return min(near, key=lambda k: simplicity(ways[k]))
 
 

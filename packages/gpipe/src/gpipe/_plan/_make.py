@@ -69,9 +69,9 @@ def plan(
     number of chunks and each schedule, the balance and the modes that fit are chosen together, by replays of the
     schedule and an account of bytes. Among those within 1 % of the fastest, the one with the fewest chunks is
     preferred, then 1F1B, then the fastest. One step of it is run by the engine on tensors without data, which tells its
-    bytes; if they do not fit, the search goes on with bytes corrected by that. A copy of the model is trained with it
-    for a few steps, and the measured times of its cells correct the costs. Then up to five candidates that are expected
-    to be about as fast are trained in turns, and the plan is the simplest of those within 2 % of the fastest.
+    bytes; if they do not fit, the search goes on with bytes corrected by that. Then up to five candidates that are
+    expected to be about as fast, with a copy of the model, are trained in turns for a few steps, and the plan is the
+    simplest of those within 2 % of the fastest.
 
     Not searched: schedules with several stages on a device (interleaved, V-shaped), and devices in another order.
 
@@ -160,7 +160,7 @@ def _planned(request: Request) -> Plan:
     fake, spread = request.fake, GUESSED if request.fake else UNSURE
     notes = [_guessed(fake), *notes_on(fake, found[0])] if fake else [_how(measured, len(request.layers))]
     if request.calibrate:
-        space, found, spread, note = calibrated(
+        found, spread, note = calibrated(
             space, found, request.layers, request.places, request.sample, request.target, request.loss_fn
         )
         notes.append(note)

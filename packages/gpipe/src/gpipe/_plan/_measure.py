@@ -17,7 +17,7 @@ from profiler import Profile, profile
 from .._gpipe import GPipe
 from ..balance._balance import intra_op_threads
 from ..timeline._hops import Link
-from ._costs import Measured, Tie
+from ._costs import Measured, SharedParameter
 from ._fake import Fake, estimated
 
 SECONDS = 0.6
@@ -108,14 +108,14 @@ def count(
     )
 
 
-def ties_of(layers: nn.Sequential) -> tuple[Tie, ...]:
+def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
     """The parameters that several layers have."""
     holders: dict[nn.Parameter, list[int]] = {}
     for k, layer in enumerate(layers):
         for parameter in layer.parameters():
             holders.setdefault(parameter, []).append(k)
     return tuple(
-        Tie(tuple(own), parameter.nbytes, parameter.nbytes * parameter.requires_grad)
+        SharedParameter(tuple(own), parameter.nbytes, parameter.nbytes * parameter.requires_grad)
         for parameter, own in holders.items()
         if len(own) > 1
     )

@@ -17,7 +17,7 @@ ALL_FLAGS = 5
 """Up to so many layers, all combinations of layers to compute again are options of a stage; else some patterns."""
 
 
-class Option(NamedTuple):
+class StageOption(NamedTuple):
     """How a stage may be trained.
 
     Attributes:
@@ -48,29 +48,29 @@ class Options:
 
     def __init__(self, space: Space, costs: Costs, schedule: str) -> None:
         self.space, self.costs, self.schedule = space, costs, schedule
-        self._found: dict[tuple[int, int, int, bool], list[Option]] = {}
-        self._known: dict[tuple[int, int, int, StageMode], Option] = {}
+        self._found: dict[tuple[int, int, int, bool], list[StageOption]] = {}
+        self._known: dict[tuple[int, int, int, StageMode], StageOption] = {}
 
-    def of(self, j: int, first: int, end: int) -> list[Option]:
+    def of(self, j: int, first: int, end: int) -> list[StageOption]:
         """Those with which stage j fits with these layers, without those that others are better than; fastest first."""
         return self._fitting(j, first, end, few=False)
 
-    def some(self, j: int, first: int, end: int) -> list[Option]:
+    def some(self, j: int, first: int, end: int) -> list[StageOption]:
         """The same of a few patterns of layers to compute again, for many ranges of layers."""
         return self._fitting(j, first, end, few=True)
 
-    def least(self, j: int, first: int, end: int) -> Option:
+    def least(self, j: int, first: int, end: int) -> StageOption:
         """The one of :meth:`some` that takes the least memory, fits or not."""
         return min(self._every(j, first, end, few=True), key=lambda each: each.share)
 
-    def _fitting(self, j: int, first: int, end: int, *, few: bool) -> list[Option]:
+    def _fitting(self, j: int, first: int, end: int, *, few: bool) -> list[StageOption]:
         key = j, first, end, few
         if key not in self._found:
             fitting = [each for each in self._every(j, first, end, few=few) if each.share <= 1]
             self._found[key] = _undominated(fitting, self.costs.chunks)
         return self._found[key]
 
-    def _every(self, j: int, first: int, end: int, *, few: bool) -> Iterator[Option]:
+    def _every(self, j: int, first: int, end: int, *, few: bool) -> Iterator[StageOption]:
         """All of them; where nothing need be computed again, that alone."""
         for mode in self._modes(j, first, end, few):
             key = j, first, end, mode
@@ -88,14 +88,14 @@ class Options:
         if self.space.pieces and self.space.memory[j] is not None:
             yield from map(mode_of, _patterns(end - first, few))
 
-    def _option(self, j: int, first: int, end: int, mode: StageMode) -> Option:
+    def _option(self, j: int, first: int, end: int, mode: StageMode) -> StageOption:
         costs, schedule = self.costs, self.schedule
         cost = costs.stage_cost(j, first, end, mode)
         splits = schedule == "zero_bubble" and costs.splits(j, first, end, cost)
         need = costs.stage_bytes(j, first, end, mode, schedule, splits) if self.space.memory[j] is not None else 0
         again = stops_of([mode], costs.chunks)[0] * cost.seconds(Kind.RECOMPUTE)
         busy = costs.chunks * (cost.forward + cost.backward) + again
-        return Option(mode, splits, cost, busy, self.space.share(j, need))
+        return StageOption(mode, splits, cost, busy, self.space.share(j, need))
 
 
 @lru_cache(maxsize=1024)
@@ -111,8 +111,8 @@ def _patterns(layers: int, few: bool) -> list[tuple[bool, ...]]:
     return [flags for flags in dict.fromkeys(found) if any(flags) and not all(flags)]
 
 
-def _undominated(found: list[Option], chunks: int) -> list[Option]:
-    kept: list[Option] = []
+def _undominated(found: list[StageOption], chunks: int) -> list[StageOption]:
+    kept: list[StageOption] = []
     for each in sorted(found, key=lambda option: option.busy):
         figures = _figures(each, chunks)
         if not any(all(a <= b for a, b in zip(_figures(better, chunks), figures, strict=True)) for better in kept):
@@ -120,7 +120,7 @@ def _undominated(found: list[Option], chunks: int) -> list[Option]:
     return kept
 
 
-def _figures(option: Option, chunks: int) -> tuple[float, ...]:
+def _figures(option: StageOption, chunks: int) -> tuple[float, ...]:
     """None of which is larger in an option that is better in any schedule."""
     cost, again = option.cost, stops_of([option.mode], chunks)[0]
     whole = cost.seconds(Kind.BACKWARD) if not option.splits else 0.0

@@ -25,7 +25,7 @@ from itertools import accumulate, combinations, pairwise, product
 
 from ._candidate import Candidate, Space, by_seconds, candidate_of, simplicity, step_seconds
 from ._costs import bounds
-from ._options import Option, Options
+from ._options import Options, StageOption
 
 NEAR = 0.01
 """Candidates that are slower than the fastest by no more than this share are as good; the simplest is taken."""
@@ -48,7 +48,7 @@ _WIDER = (1.05, 1.25, 2.0, math.inf)
 _SLACK = (1.0, 1.1)
 
 Sizes = tuple[int, ...]
-Chosen = Sequence[Option]
+Chosen = Sequence[StageOption]
 
 
 def search(space: Space) -> list[Candidate]:

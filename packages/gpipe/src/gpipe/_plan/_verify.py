@@ -80,7 +80,9 @@ def verify(plan: PlanData, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, 
         Seconds and bytes, predicted and measured, and the timeline of one step.
     """
     with as_before(pipe):
-        seconds, timeline = timed(pipe, x, y, loss_fn, plan.schedule)
+        seconds = timed(pipe, x, y, loss_fn, plan.schedule)
+        with record() as timeline:
+            pipe.step(x, y, loss_fn=loss_fn, schedule=plan.schedule)
         sizes = peak_bytes(pipe, x, y, loss_fn, plan.schedule)
     # One pipe is one replica: there is no average of gradients.
     predicted = tuple(need.total - need.optimizer for need in plan.predicted.bytes)
@@ -89,8 +91,8 @@ def verify(plan: PlanData, pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, 
 
 def timed(
     pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str | Schedule, steps: int = _STEPS
-) -> tuple[list[float], Timeline]:
-    """Train some steps after others to warm up, and record one more.
+) -> list[float]:
+    """Train some steps after others to warm up.
 
     Args:
         pipe: what is trained.
@@ -98,7 +100,7 @@ def timed(
         steps: how many are timed.
 
     Returns:
-        The seconds of each step that was timed, and the timeline of the one that was recorded.
+        The seconds of each step that was timed.
     """
 
     def step() -> float:
@@ -109,10 +111,7 @@ def timed(
         return time.perf_counter() - begin
 
     warm = 1 + RUNS if schedule == "zero_bubble" else 1  # in which a pipe finds out what is worth splitting
-    seconds = [step() for _ in range(warm + steps)][warm:]
-    with record() as timeline:
-        step()
-    return seconds, timeline
+    return [step() for _ in range(warm + steps)][warm:]
 
 
 def peak_bytes(pipe: GPipe, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any], schedule: str | Schedule) -> list[int]:

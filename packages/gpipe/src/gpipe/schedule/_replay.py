@@ -46,7 +46,7 @@ def replay(
     Raises:
         ValueError: the workers wait for each other forever; the message names the steps.
     """
-    return _Replay([[steps] for steps in walk], duration, transfer).spans()
+    return _WorkerEvents([[steps] for steps in walk], duration, transfer).spans()
 
 
 def replay_programs(programs: Sequence[Program], placement: Sequence[int]) -> dict[Step, Span]:
@@ -54,10 +54,10 @@ def replay_programs(programs: Sequence[Program], placement: Sequence[int]) -> di
     queues: list[list[list[Step]]] = [[] for _ in range(max(placement, default=-1) + 1)]
     for j in reversed(range(len(programs))):
         queues[placement[j]].append([Step(j, action) for action in programs[j]])
-    return _Replay(queues, lambda step: 1, lambda source, target: 0).spans()
+    return _WorkerEvents(queues, lambda step: 1, lambda source, target: 0).spans()
 
 
-class _Replay:
+class _WorkerEvents:
     """Events in the order of time, because which step of a worker is ready first is known only then.
 
     Args:

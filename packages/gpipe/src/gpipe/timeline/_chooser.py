@@ -78,7 +78,7 @@ def standing_of(stages: Sequence[Stage]) -> Standing:
     )
 
 
-class Measured:
+class MeasuredCells:
     """The measured seconds of actions, by stage and kind."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Plan:
 
     schedule: Schedule | Choice
     recorder: Recorder | None = None
-    measured: Measured | None = None
+    measured: MeasuredCells | None = None
 
 
 class Chooser:
@@ -130,7 +130,7 @@ class Chooser:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
-        self._measured: defaultdict[Situation, Measured] = defaultdict(Measured)
+        self._measured: defaultdict[Situation, MeasuredCells] = defaultdict(MeasuredCells)
         self._choices: dict[tuple[str, Size, Situation, tuple[int, ...]], tuple[Choice, set[Cell]]] = {}
         self._pending: list[Plan] = []
         self.last: Choice | None = None
