@@ -205,11 +205,6 @@ class TestJson:
         assert again == example
         assert (again.replicas, again.ranks, str(again)) == (example.replicas, example.ranks, str(example))
 
-    def test_what_was_written_before_there_were_replicas_is_read(self) -> None:
-        found = made("4x3GB")
-        document = {k: v for k, v in json.loads(found.to_json()).items() if k not in ("replicas", "ranks", "reduction")}
-        assert Plan.from_json(json.dumps(document)) == found
-
     @pytest.mark.parametrize(
         ("name", "value"),
         [("replicas", 0), ("replicas", 3), ("ranks", [0]), ("ranks", [0, 2, 3, 4]), ("reduction", -1)],

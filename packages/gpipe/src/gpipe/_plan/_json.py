@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import types
-import typing
-from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
+
+from profiler import documents
 
 from ..schedule import CHECKPOINT_MODES
 from ._arguments import SCHEDULES
@@ -20,17 +17,7 @@ SCHEMA = "gpipe-plan/1"
 
 def dump(plan: PlanData) -> str:
     """The plan as text that :func:`load` reads back as an equal one."""
-    return json.dumps({"schema": SCHEMA, **_document(plan)}, indent=1, allow_nan=False)
-
-
-def _document(value: Any) -> Any:
-    if is_dataclass(value):
-        return {each.name: _document(getattr(value, each.name)) for each in _shown(type(value))}
-    return [_document(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _shown(cls: Any) -> list[Any]:
-    return [each for each in fields(cls) if not each.name.startswith("_")]
+    return documents.dump(plan, SCHEMA)
 
 
 def load(cls: type[Plan], text: str) -> Plan:
@@ -46,86 +33,9 @@ def load(cls: type[Plan], text: str) -> Plan:
     Raises:
         ValueError: names the path of the first thing that :func:`dump` would not have written.
     """
-    document = _parse(text)
-    schema = document.pop("schema", None) if isinstance(document, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"schema: this version reads {SCHEMA!r}, got {schema!r}; plan again")
-    if "replicas" not in document and "ranks" not in document:  # written before there were any
-        document = {"replicas": 1, "ranks": list(range(_stages(document))), "reduction": 0.0, **document}
-    plan: Plan = _read(cls, document, "plan")
+    plan = documents.load(cls, text, "plan", SCHEMA)
     _expect_consistent(plan)
     return plan
-
-
-def _stages(document: dict[str, Any]) -> int:
-    sizes = document.get("sizes")
-    return len(sizes) if isinstance(sizes, list) else 0
-
-
-def _parse(text: str) -> Any:
-    def constant(name: str) -> NoReturn:
-        raise ValueError(f"plan: expected numbers of JSON, got {name}")
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) != len(items):
-            raise ValueError("plan: a key occurs twice")
-        return found
-
-    try:
-        return json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
-    except (ValueError, RecursionError) as error:
-        if str(error).startswith("plan: "):
-            raise
-        raise ValueError(f"plan: expected the text that Plan.to_json wrote, got no JSON: {error}") from None
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as ``kind``, which is a dataclass, a tuple, a union with None or of text and a tuple, or plain."""
-    if is_dataclass(kind):
-        return _read_fields(kind, value, where)
-    origin, of = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where}: expected a list, got {type(value).__name__}")
-        return tuple(_read(of[0], each, f"{where}[{k}]") for k, each in enumerate(value))
-    if origin is types.UnionType:
-        if type(None) not in of:
-            return _read(of[isinstance(value, list)], value, where)
-        return None if value is None else _read(next(each for each in of if each is not type(None)), value, where)
-    return _read_plain(kind, value, where)
-
-
-def _read_fields(cls: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected an object, got {type(value).__name__}")
-    kinds = typing.get_type_hints(cls)
-    names = [each.name for each in _shown(cls)]
-    if missing := set(names) - value.keys():
-        raise ValueError(f"{where}: lacks {', '.join(sorted(missing))}")
-    if surplus := value.keys() - set(names):
-        raise ValueError(f"{where}: does not know {', '.join(sorted(surplus))}")
-    read = {name: _read(kinds[name], value[name], f"{where}.{name}") for name in names}
-    try:
-        return cls(**read)
-    except ValueError as error:  # of figures that contradict each other
-        raise ValueError(f"{where}.{error}") from None
-
-
-def _read_plain(kind: type, value: Any, where: str) -> Any:
-    if (kind is str and isinstance(value, str)) or (kind is bool and isinstance(value, bool)):
-        return value
-    if kind is int and type(value) is int and 0 <= value < 2**63:
-        return value
-    if kind is float and type(value) in (int, float) and 0 <= value <= sys.float_info.max:
-        return value
-    expected = {
-        str: "a string",
-        bool: "true or false",
-        int: "an integer from 0 to 2**63 - 1",
-        float: "a number that is not negative",
-    }
-    raise ValueError(f"{where}: expected {expected[kind]}, got {value!r}")
 
 
 def _expect_consistent(plan: PlanData) -> None:

@@ -1,0 +1,133 @@
+"""Dataclasses as JSON, and back by a reader that accepts nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from reprlib import repr as shortened
+from typing import Any, NoReturn, TypeVar
+
+__all__ = ["dump", "expect_once", "load"]
+
+T = TypeVar("T")
+
+_MOST_DIGITS = 100
+_PLAIN: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    str: ("a string", lambda value: isinstance(value, str)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("an integer from 0 to 2**63 - 1", lambda value: type(value) is int and 0 <= value < 2**63),
+    float: (
+        "a number that is not negative",
+        lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max,
+    ),
+}
+
+
+def dump(value: Any, schema: str) -> str:
+    """A dataclass of numbers, text, tuples and dataclasses as text that :func:`load` reads back as an equal one.
+
+    Args:
+        value: the dataclass. Fields whose names begin with an underscore are left out.
+        schema: the name of the format.
+
+    Returns:
+        JSON.
+    """
+    return json.dumps({"schema": schema, **_document(value)}, indent=1, allow_nan=False)
+
+
+def load(cls: type[T], text: str, name: str, schema: str) -> T:
+    """The dataclass that :func:`dump` wrote.
+
+    Args:
+        cls: its class.
+        text: JSON.
+        name: what it is, for errors.
+        schema: the name of the format.
+
+    Returns:
+        An equal one.
+
+    Raises:
+        ValueError: names the path of the first thing that :func:`dump` would not have written.
+    """
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        expect_once((key for key, _ in items), name)
+        return dict(items)
+
+    def integer(digits: str) -> int:
+        if len(digits) > _MOST_DIGITS:
+            raise ValueError(f"{name}: expected numbers of at most {_MOST_DIGITS} digits, got one of {len(digits)}")
+        return int(digits)
+
+    def constant(found: str) -> NoReturn:
+        raise ValueError(f"{name}: expected numbers of JSON, got {found}")
+
+    try:
+        document = json.loads(text, parse_constant=constant, parse_int=integer, object_pairs_hook=pairs)
+        if not isinstance(document, dict):
+            raise ValueError(f"{name}: expected an object, got {shortened(document)}")
+        if (found := document.pop("schema", None)) != schema:
+            raise ValueError(f"schema: this version reads {schema!r}, got {shortened(found)}; make the {name} again")
+        made: T = _read(cls, document, name)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{name}: expected the text that to_json wrote, got no JSON: {error}") from None
+    return made
+
+
+def expect_once(keys: Iterable[str], name: str) -> None:
+    """Raise ValueError if one of ``keys`` occurs twice; ``name`` is what has them."""
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            raise ValueError(f"{name}: {shortened(key)} occurs twice")
+        seen.add(key)
+
+
+def _document(value: Any) -> Any:
+    if is_dataclass(value):
+        return {each: _document(getattr(value, each)) for each in _names(type(value))}
+    return [_document(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _names(cls: Any) -> list[str]:
+    return [each.name for each in fields(cls) if not each.name.startswith("_")]
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """``value`` as ``kind``, which is a dataclass, a tuple, a union with None or of text and a tuple, or plain."""
+    if is_dataclass(kind):
+        return _read_fields(kind, value, where)
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: expected a list, got {shortened(value)}")
+        return tuple(_read(of[0], each, f"{where}[{k}]") for k, each in enumerate(value))
+    if origin is types.UnionType:
+        if type(None) not in of:
+            return _read(of[isinstance(value, list)], value, where)
+        return None if value is None else _read(of[0], value, where)
+    expected, fits = _PLAIN[kind]
+    if not fits(value):
+        raise ValueError(f"{where}: expected {expected}, got {shortened(value)}")
+    return value
+
+
+def _read_fields(cls: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object, got {shortened(value)}")
+    kinds, names = typing.get_type_hints(cls), _names(cls)
+    if missing := set(names) - value.keys():
+        raise ValueError(f"{where}: lacks {', '.join(sorted(missing))}")
+    if surplus := value.keys() - set(names):
+        raise ValueError(f"{where}: does not know {', '.join(sorted(surplus))[:200]}")
+    read = {name: _read(kinds[name], value[name], f"{where}.{name}") for name in names}
+    try:
+        return cls(**read)
+    except ValueError as error:  # of figures that contradict each other
+        raise ValueError(f"{where}.{error}") from None
