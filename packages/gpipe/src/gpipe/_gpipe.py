@@ -239,7 +239,6 @@ class GPipe(Stepping):
         inputs = checked(inputs, self.in_spec)
         if not self._devices:
             return inputs.bare
-        self._follow_model()
         batches, versions = self._cut(inputs)
         outputs = self._pipeline.forward(batches, self._checkpoint_stops(len(batches)), versions)
         return gathered(outputs, batches, self.out_spec)
@@ -415,11 +414,8 @@ class GPipe(Stepping):
         """Pass every change of the layers, here or in a partition, to :meth:`_change`."""
         change = weakref.WeakMethod(self._change)
         partitions = self._partitions
-        for module in (self, *partitions):
+        for module in (self, *partitions) if self._model is None else partitions:
             module._modules = Held(module._modules, change)
-        if self._model is not None:
-            self._parameters = Held(self._parameters, change)
-            self._buffers = Held(self._buffers, change)
         partitions._modules = Held(partitions._modules, lambda: refuse)
         for partition in partitions:
             partition._parameters = Held(partition._parameters, lambda: refuse)

@@ -124,8 +124,9 @@ def test_a_layer_of_a_flattened_model_is_replaced_in_the_model():
     pipe = GPipe(flatten(Model().double(), batch(2)), [2, 3], devices=["cpu"] * 2)
     with pytest.raises(TypeError, match=r"model.*new pipe"):
         pipe[1] = nn.Identity()
-    with pytest.raises(TypeError, match=r"model.*new pipe"):
-        pipe.head = nn.Identity()
+    pipe.head = nn.Identity()
+    with pytest.raises(RuntimeError, match=r"'head' of the model was replaced.*new pipe"):
+        pipe(**batch())
 
 
 class Counting(nn.Module):
@@ -181,3 +182,37 @@ def test_buffers_stay_those_of_the_model(change: torch.dtype, through: str):
     assert all(tensor.any() for name, tensor in model.named_buffers())
     assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
     assert_equal(gradients(model), gradients(plain))
+
+
+def test_the_pipe_and_the_model_have_one_mode():
+    model = Model(others=2, dropout=0.5).double()
+    pipe = GPipe(flatten(model, batch(2)), [2, 6], devices=["cpu"] * 2, chunks=2)
+    model.eval()
+    assert not pipe.training
+    torch.testing.assert_close(pipe(**batch()), model(**batch())["logits"])
+    pipe.train()
+    assert all(module.training for module in (*model.modules(), *pipe.modules()))
+    model.train(False)
+    pipe.step(batch(), loss_fn=lambda output: output.square().mean())
+    found = gradients(model)
+    model.zero_grad()
+    model(**batch())["logits"].square().mean().backward()
+    assert_equal(found, gradients(model))
+
+
+def test_a_module_of_the_model_that_is_replaced_later_needs_a_new_pipe():
+    model = Model().double()
+    pipe = GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2)
+    model.head = nn.Linear(4, 3).double()
+    with pytest.raises(RuntimeError, match=r"'head' of the model was replaced.*new pipe"):
+        pipe(**batch())
+
+
+def test_parameters_and_buffers_that_are_set_later_are_used():
+    model = Jumbled(others=2).double()
+    pipe = GPipe(flatten(model, batch(2)), [3, 5], devices=["cpu"] * 2)
+    model.factor, model.gain = nn.Parameter(torch.tensor(5.0).double()), torch.tensor(3.0)
+    model.embed.weight = nn.Parameter(torch.randn(4, 2).double())
+    model.scale = 0.25
+    expect_listed(pipe, model)
+    torch.testing.assert_close(pipe(**batch()), model(**batch())["logits"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch.random import fork_rng
 from microbatch import unwrap
 
 from ..skip import Namespace
+from ._cache import without_cache
 from ._calls import Calls, watch
 from ._ending import ending_of
 from ._inputs import Inputs
@@ -27,8 +27,6 @@ from ._standins import BlockStandIn, ModuleStandIn, Observe, Reel
 from ._trunk import Trunk, find_trunks
 from ._verify import add_ending, expect_equal
 
-_log = logging.getLogger("gpipe")
-
 
 def flatten(
     model: nn.Module,
@@ -40,7 +38,7 @@ def flatten(
     """Make an ``nn.Sequential`` that computes what ``model`` computes: its begin, its blocks, and its end.
 
     The layers contain the modules of ``model``, and have its names in ``state_dict()``. The model remains usable, and
-    is trained with the layers; only a cache of keys and values is turned off.
+    is trained with the layers. These make no cache of keys and values, whatever its configuration says.
 
     Args:
         model: any module whose layers are in lists and are called once each, in order. Computations between two layers
@@ -77,11 +75,13 @@ def flatten(
     ['start', 'layers_0', 'layers_1', 'end']
     """
     inputs, picked = Inputs.of(unwrap(sample)[0]), _picker(pick)
-    _turn_off_cache(model)
     if not has_data(model):
         inputs = with_values(inputs)
-    with _unchanged(model):
-        return _flattened(model, inputs, blocks, picked, whole=pick is None)
+    with _unchanged(model), without_cache(model):
+        layers = _flattened(model, inputs, blocks, picked, whole=pick is None)
+    for twin in layers.twins:
+        twin.follow()
+    return layers
 
 
 def _flattened(
@@ -225,15 +225,6 @@ def _observed(unit: nn.Module, reel: Reel, name: str) -> nn.Module:
     twin = twin_of(unit)
     twin.register_forward_hook(Observe(reel, name))
     return twin
-
-
-def _turn_off_cache(model: nn.Module) -> None:
-    configs = [vars(module).get("config") for module in model.modules()]
-    caching = [config for config in configs if getattr(config, "use_cache", False) is True]
-    for config in caching:
-        config.use_cache = False  # type: ignore[union-attr]
-    if caching:
-        _log.warning("use_cache is off now in the config of %s: training needs no cache", type(model).__name__)
 
 
 @contextmanager

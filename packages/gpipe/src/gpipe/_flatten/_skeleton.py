@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._cache import uncached
+
 
 def skeleton(
     module: nn.Module,
@@ -80,8 +82,6 @@ def twin_of(module: nn.Module) -> nn.Module:
     for name, value in vars(module).items():
         if isinstance(value, dict) and name.startswith("_"):
             twin.__dict__[name] = copy.copy(value)
-        elif isinstance(value, MethodType) and value.__self__ is module:
-            twin.__dict__[name] = MethodType(value.__func__, twin)
     twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     return twin
 
@@ -102,6 +102,7 @@ class Twin:
         self._children = dict(source._modules)
         self._then = self._tensors()
         self._hooks = dict(source._forward_hooks)
+        self.follow()
 
     def _tensors(self) -> dict[tuple[str, str], Any]:
         return {(kind, name): value for kind in _TENSORS for name, value in vars(self._source)[kind].items()}
@@ -136,7 +137,7 @@ class Twin:
 
     def _bound(self, value: Any) -> Any:
         is_own = isinstance(value, MethodType) and value.__self__ is self._source
-        return MethodType(value.__func__, self.module) if is_own else value
+        return MethodType(value.__func__, self.module) if is_own else uncached(value)
 
 
 _TENSORS = ("_parameters", "_buffers")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
+from .._flatten._cache import expect_no_cache_needed
+from .._flatten._inputs import Inputs
 from .._flatten._names import Flattened, tree_of
 from .._flatten._skeleton import Twin
 from ..engine._pipeline import Pipeline
@@ -39,8 +41,8 @@ class Divided(nn.Module):
             for partition in partitions:
                 self._modules.update(partition._modules)  # where a layer may have the name of an attribute
         else:
-            for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-                vars(self)[kind].update(vars(model)[kind])
+            # The dicts themselves, so that whatever is set on the model later is the pipe's too.
+            self.__dict__.update({name: vars(model)[name] for name in _REGISTERED})
         # Not registered, hence past nn.Module.__setattr__: a second view of the same layers.
         self.__dict__.update(_partitions=partitions, _model=model)
         if isinstance(layers, Flattened) and model is layers.model:
@@ -54,8 +56,6 @@ class Divided(nn.Module):
         super().train(mode)
         self.__dict__["_mode_is_known"] = True
         self._partitions.train(mode)  # also what layers have in place of modules of a flattened model
-        if self._model is not None:
-            self._model.training = mode
         return self
 
     @property
@@ -63,12 +63,25 @@ class Divided(nn.Module):
         """The numbers, in the whole model, of the partitions in this process."""
         return [stage.index for stage in self._pipeline.stages]
 
-    def _follow_model(self) -> None:
+    @property
+    def training(self) -> bool:
+        """Whether the pipe is in training mode; of a flattened model, whether that is."""
+        mode: bool = vars(self)["training"] if self._model is None else self._model.training
+        return mode
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        vars(self if self._model is None else self._model)["training"] = mode
+
+    def _follow_model(self, inputs: Any) -> None:
         """Before a run: let the layers of a flattened model follow the model, as it is now.
 
         Raises:
             RuntimeError: a module of it was replaced.
+            ValueError: the model by itself would compute something else for ``inputs``.
         """
+        if self._model is not None:
+            expect_no_cache_needed(self._model, Inputs.of(inputs))
         for twin in self._twins:
             twin.follow()
 
@@ -76,3 +89,6 @@ class Divided(nn.Module):
         """For each partition of the model, the first micro-batch that is not checkpointed."""
         modes = modes_of(self._checkpoint) if self.training else "never"
         return checkpoint_stops(modes, microbatches, len(self._balance))
+
+
+_REGISTERED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")

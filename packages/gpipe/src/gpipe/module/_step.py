@@ -231,6 +231,7 @@ class Stepping(Divided):
         return nullcontext() if own is None else own.wanted()
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
+        self._follow_model(inputs.bare)
         batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks)
         expect_proportional(batches)
         return batches, versions
@@ -258,7 +259,6 @@ class Stepping(Divided):
         if not self._devices:
             raise ValueError(f"{call.method}() needs at least one layer; this pipe is empty")
         refuse_hooks(self, call.method)
-        self._follow_model()
 
     @abstractmethod
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:

@@ -1,0 +1,57 @@
+"""Models of Hugging Face return a cache of keys and values by default. Their layers in a pipe make none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ._inputs import Inputs
+
+
+def _caches(value: Any) -> bool:
+    return getattr(value, "use_cache", False) is True
+
+
+def uncached(value: Any) -> Any:
+    """A copy of a configuration by which models make no cache; any other attribute of a module as it is."""
+    if not _caches(value):
+        return value
+    config = copy.copy(value)
+    config.use_cache = False
+    return config
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """A context in which ``model`` makes no cache."""
+    found: list[Any] = [vars(module).get("config") for module in model.modules()]
+    configs = list(filter(_caches, found))
+    try:
+        for config in configs:
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+def expect_no_cache_needed(model: nn.Module, inputs: Inputs) -> None:
+    """Raise ValueError if ``model`` by itself would compute something else, because it makes a cache.
+
+    Where positions begin again in a row, models without a cache take what follows for another document, and those with
+    one do not.
+    """
+    given = inputs.kwargs
+    positions = given.get("position_ids")
+    if not _caches(vars(model).get("config")) or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return
+    if given.get("attention_mask") is None and given.get("use_cache") is None and bool((positions.diff() != 1).any()):
+        raise ValueError(
+            "position_ids begin again in a row: by default, with a cache, the model attends from one document to "
+            "those before in its row, and a pipe has no cache; pass use_cache=False, with which both keep documents "
+            "apart, or an attention_mask of ones, with which neither does"
+        )

@@ -1,0 +1,95 @@
+"""A model of Hugging Face remains what it was when a pipe is made of it, and the pipe follows it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe import GPipe
+
+from .families import FAMILIES
+from .table import distance, gradients
+
+
+@pytest.fixture(params=["Llama", "GPT-2", "T5"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def inputs(family: str, rows: int = 6) -> dict[str, Tensor]:
+    found = FAMILIES[family].inputs(rows)
+    return {**found, "labels": found["input_ids"]}
+
+
+def piped(model: nn.Module, sample: dict[str, Any]) -> GPipe:
+    return GPipe(model, sample=sample, devices=["cpu"] * 2, chunks=3, checkpoint="never")
+
+
+def configs(model: nn.Module) -> Iterator[Any]:
+    return (module.config for module in model.modules() if hasattr(module, "config"))
+
+
+def test_its_configuration_is_as_before(family: str, tmp_path: Path) -> None:
+    model = FAMILIES[family].make()
+    model.save_pretrained(tmp_path / "before")  # type: ignore[operator]
+    expected = [each.to_dict() for each in configs(model)]
+    pipe = piped(model, inputs(family, 2))
+    pipe.step(**inputs(family))
+    assert [each.to_dict() for each in configs(model)] == expected
+    model.save_pretrained(tmp_path / "after")  # type: ignore[operator]
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("before", "after"))
+    assert after == before
+    assert model.eval()(**inputs(family)).past_key_values is not None
+
+
+def packed(rows: int = 6) -> dict[str, Tensor]:
+    """Two documents in each row."""
+    positions = torch.tensor([*range(7), *range(5)]).expand(rows, -1)
+    ids = FAMILIES["Llama"].inputs(rows)["input_ids"]
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+def test_rows_of_several_documents_are_computed_as_in_the_model_or_refused() -> None:
+    model = FAMILIES["Llama"].make()
+    plain = copy.deepcopy(model)
+    whole = {**packed(), "position_ids": torch.arange(12).expand(6, -1)}
+    masked = {**packed(), "attention_mask": torch.ones(6, 12)}
+    pipe = piped(model, {name: rows[:2] for name, rows in masked.items()})
+    for batch in ({**packed(), "use_cache": False}, masked, whole):
+        for each in (model, plain):
+            each.zero_grad()
+        expected = plain(**batch).loss
+        expected.backward()
+        torch.testing.assert_close(pipe.step(**batch), expected.detach())
+        assert distance(gradients(model), gradients(plain)) < 1e-5
+        torch.testing.assert_close(pipe(**batch).loss, expected)
+    for method in (pipe.step, pipe.evaluate, pipe):
+        with pytest.raises(ValueError, match=r"position_ids.*use_cache=False"):
+            method(**packed())
+    apart, together = plain(**packed(), use_cache=False).loss, plain(**packed()).loss
+    assert not torch.allclose(apart, together)  # or there would be nothing to refuse
+
+
+def test_a_pipe_follows_what_is_set_on_the_model_later(family: str) -> None:
+    model = FAMILIES[family].make(dropout=0.5)
+    plain = copy.deepcopy(model)
+    pipe = piped(model, inputs(family, 2))
+    for each in (model, plain):
+        each.eval()
+        own = each.loss_function
+        each.loss_function = lambda *args, own=own, **kwargs: 3 * own(*args, **kwargs)  # type: ignore[assignment]
+        each.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)  # type: ignore[operator]
+        each.get_output_embeddings().register_forward_hook(lambda module, args, output: output * 3)  # type: ignore[operator]
+    found = pipe.evaluate(**inputs(family))
+    torch.testing.assert_close(found, plain(**inputs(family)).loss)
+    torch.testing.assert_close(pipe(**inputs(family)).loss, plain(**inputs(family)).loss)
+    assert not pipe.training
+    pipe.train()
+    assert all(module.training for module in model.modules())
