@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._swap import leaf_of, swap_data
+from ._swap import give_data
 
 
 def move(block: nn.Module, device: torch.device) -> None:
@@ -30,13 +30,9 @@ def buffers_in_place(block: nn.Module) -> Iterator[None]:
     yield
     for own, name, buffer in before:
         found = own[name]
-        if buffer is None or found is None or found is buffer or buffer.is_inference():
-            continue
-        if buffer.device.type == found.device.type:
-            buffer.data = found
-        else:  # of which torch allows only some
-            swap_data(buffer, leaf_of(found, buffer.requires_grad))
-        own[name] = buffer
+        if buffer is not None and found is not None and found is not buffer and not buffer.is_inference():
+            give_data(buffer, found)
+            own[name] = buffer
 
 
 def expect_movable(block: nn.Module, device: torch.device, partition: int) -> None:
@@ -98,10 +94,7 @@ def _put_back(tensor: Tensor) -> Callable[[], None]:
     def put_back() -> None:
         if tensor.device == data.device:
             return
-        if data.is_meta:
-            swap_data(tensor, leaf_of(data, tensor.requires_grad))
-        else:
-            tensor.data = data
+        give_data(tensor, data)
         if gradient is not None and held is not None:
             gradient.data = held
             tensor.grad = gradient

@@ -22,6 +22,14 @@ def swap_data(tensor: Tensor, other: Tensor) -> None:
         tensor._post_accumulate_grad_hooks = after
 
 
+def give_data(tensor: Tensor, other: Tensor) -> None:
+    """Give ``tensor`` the device, dtype and data of ``other``."""
+    try:
+        tensor.data = other
+    except RuntimeError:  # torch allows this between the usual types of devices only
+        swap_data(tensor, leaf_of(other, tensor.requires_grad))
+
+
 def leaf_of(data: Tensor, requires_grad: bool) -> Tensor:
     """``data`` as a separate tensor, for :func:`swap_data`."""
     # Not by detach(), after which torch forbids `.data = ...`.
