@@ -156,7 +156,7 @@ FAULTS: list[tuple[Fault, Case, str]] = [
         Fault(
             "an inline run stays on the streams of its caller",
             RUN,
-            "with use_stream(self._stream_of[runner.stage.partition]):",
+            "with use_stream(self._stream_of[stage.stage.index]):",
             "if True:",
         ),
         Case("three devices", streams="foreign", mode="always", inline=True),

@@ -61,7 +61,7 @@ def test_all_decide_as_one_process(problem: Problem, schedule: str, grad: bool) 
                 _run(each, size, problem.seconds)
                 chooser.learn(each)
             for stage in stages:
-                stage.facts.runs_whole = stage.index in problem.whole
+                stage.runs_whole = stage.index in problem.whole
             _meet(members)
 
 

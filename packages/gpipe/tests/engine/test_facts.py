@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
-from gpipe.engine._facts import StageFacts
+from gpipe.engine._stage import Stage
 
 from ..layers import linears, rows
 
@@ -25,8 +25,8 @@ class ChangesLate(nn.Module):
         return x.mul_(2) if float(x.detach().flatten()[0]) > 0 else x * 2
 
 
-def facts_of(pipe: GPipe) -> list[StageFacts]:
-    return [stage.facts for stage in pipe._pipeline.stages]
+def stages_of(pipe: GPipe) -> list[Stage]:
+    return list(pipe._pipeline.stages)
 
 
 def trains(pipe: GPipe, x: Tensor) -> None:
@@ -43,10 +43,10 @@ def test_what_a_failed_run_has_found_is_kept(way: str):
         pipe[0].bias.zero_()
     x = torch.tensor([[-1.0, -1.0], [1.0, 1.0]], dtype=torch.float64)
     with WAYS[way]():
-        assert not facts_of(pipe)[1].changes_late
+        assert not stages_of(pipe)[1].changes_late
         with pytest.raises(RuntimeError, match="on this micro-batch but not on the first"):
             trains(pipe, x)
-        assert facts_of(pipe)[1].changes_late
+        assert stages_of(pipe)[1].changes_late
         assert torch.equal(pipe(x), 2 * x)
 
 
@@ -64,4 +64,4 @@ def test_a_backward_takes_nothing_away_that_later_runs_have_found(way: str, orde
         for k in order:
             pipe[2].train(k != 1)
             outputs[k].sum().backward()
-        assert [len(facts.recomputation.compared) for facts in facts_of(pipe)] == [1, 2]
+        assert [len(stage.recomputation.compared) for stage in stages_of(pipe)] == [1, 2]

@@ -266,7 +266,7 @@ def test_a_stage_is_planned_to_split_if_the_engine_splits_it(name: str):
     pipe = GPipe(model, [1, len(model) - 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
     with inline():
         pipe.step(x, loss_fn=loss, schedule=zero_bubble(2, 2, split=[1]))
-    whole = pipe._pipeline.stages[1].facts.runs_whole
+    whole = pipe._pipeline.stages[1].runs_whole
     assert any(layer.backward_input_seconds is None for layer in found) == whole
 
 

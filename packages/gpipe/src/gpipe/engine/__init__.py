@@ -1,3 +1,3 @@
-"""Runs a pipeline: ``Pipeline`` makes a ``Run``, in which ``StageRunner`` computes the ``Cell`` of each
+"""Runs a pipeline: ``Pipeline`` makes a ``Run``, in which a ``StageRun`` computes the ``Cell`` of each
 micro-batch.
 """

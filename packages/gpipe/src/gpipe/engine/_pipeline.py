@@ -28,7 +28,6 @@ from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, released, ties_
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import may_be_data_parallel, refuse_data_parallel
-from ._failed_cell import failed_cell, mark
 from ._failures import Failures
 from ._loss import LossStage
 from ._losses import Losses
@@ -159,12 +158,12 @@ class Pipeline:
         with self.workers.section.entered(accumulates=True):
             self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
-            walk = self.walk(schedule, run.mini_batch.size)
-            before = _Gradients(run.mini_batch.parameters)
+            walk = self.walk(schedule, run.size)
+            before = _Gradients(run.parameters)
             mixed = 0
             try:
                 with self.together(run):
-                    refuse_data_parallel(run.mini_batch.kept_nodes)
+                    refuse_data_parallel(run.kept_nodes)
                     entering = self.entering(batches)
                     found = run.train(entering, walk)
                 gradients = _spread(entering, found)
@@ -176,10 +175,9 @@ class Pipeline:
                 if inputs or leaves:
                     accumulate_whole([*inputs, *leaves], [*flowing, *whole])
             except BaseException as error:
-                run.mini_batch.deferred.give_back()  # in case the error came before the first step
+                run.deferred.give_back()  # in case the error came before the first step
                 before.restore(error, max(mixed, run.mixed), len(batches))
                 loss.restore()
-                _tell(error, schedule)
                 raise
 
     def evaluate(self, batches: Sequence[Batch], losses: Losses) -> None:
@@ -237,7 +235,7 @@ class Pipeline:
 
         # DistributedDataParallel has to find its parameters in the caller's graph. Autograd then adds their gradients
         # after this section, when another thread that trains the pipe may accumulate outside .grad.
-        left = run.mini_batch.kept_nodes if may_be_data_parallel() else []
+        left = run.kept_nodes if may_be_data_parallel() else []
         attached = iter(attach(backward, [*chain.from_iterable(inputs), *left], list(compress(tensors, flags))))
         results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])
         return [output.with_tensors(islice(results, len(output.tensors))) for output in outputs]
@@ -248,14 +246,6 @@ _ANOTHER_THREAD = (
     "DistributedDataParallel, or an earlier graph wait for the gradients of its parameters; train it in one thread, or "
     "by step()"
 )
-
-
-def _tell(error: BaseException, schedule: Schedule | Choice) -> None:
-    """Remember in ``error`` under which schedule the run was."""
-    cell = failed_cell(error)
-    if cell is not None:
-        name, split = (schedule.name, schedule.split) if isinstance(schedule, Choice) else ("own", ())
-        mark(error, cell._replace(schedule=name, split=split))
 
 
 class _Gradients:

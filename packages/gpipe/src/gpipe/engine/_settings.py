@@ -11,7 +11,7 @@ from ..schedule import Action
 from ..transport._link import Link
 
 if TYPE_CHECKING:
-    from ._stage_runner import StageRunner
+    from ._stage_run import StageRun
 
 
 class RunObserver(Protocol):
@@ -23,8 +23,8 @@ class RunObserver(Protocol):
 
     link: type[Link[Any]]
 
-    def do(self, runner: StageRunner, action: Action) -> None:
-        """Have ``runner`` do ``action``, and record it."""
+    def do(self, run: StageRun, action: Action) -> None:
+        """Have a stage do ``action``, and record it."""
 
     def told(self, since: float) -> list[list[Any]]:
         """What other processes are told about this run, as JSON holds it.

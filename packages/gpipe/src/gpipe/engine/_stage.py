@@ -1,19 +1,26 @@
-"""A stage: the layers of a partition, their device, and what runs have shown about them."""
+"""A stage: the layers of a partition on their device, for the life of a pipe, and what runs have shown about them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from streams import has_streams
 
 from ..skip import SkipLayout
 from ..skip._layout import skippables
-from ._facts import StageFacts
+from ..skip._store import Key, routed
+from ..values._aliases import packed, unpacked
+from ..values._constants import expect_plain
+from ..values._leaves import Arguments
 from ._recomputation import RecomputationFacts
+
+_log = logging.getLogger("gpipe")
 
 
 def stages_of(
@@ -38,7 +45,10 @@ def stages_of(
 
 
 class Stage:
-    """A partition on its device, for the life of its pipe.
+    """A partition on its device.
+
+    What runs have shown is kept from run to run, also of a run that failed. Runs of a pipe take turns, so that one at a
+    time writes it.
 
     Args:
         first: the number of layers of the model before this stage.
@@ -47,11 +57,14 @@ class Stage:
     Attributes:
         index: the number of the stage among all stages.
         numbers: the numbers of its layers in the model; one number if ``module`` is called as a whole.
-        blocks: for each block, what runs have shown about recomputing it.
-        facts: what runs have shown so far.
         pops, stashes: the skips that come from other stages, and that go to others.
         is_direct: whether no layer uses skips, so that they can be called directly.
         on_accelerator: whether its device queues work on streams.
+        recomputation: what runs have shown about recomputing the stage as a whole.
+        blocks: the same for each block.
+        changes_late: whether layers changed a later micro-batch in place, although they did not change the first.
+        hooks: by training mode of the stage, whether layers put hooks on tensors.
+        runs_whole: whether the backward could not be split in a schedule that splits it.
     """
 
     def __init__(
@@ -72,9 +85,47 @@ class Stage:
         self.pops = [route.key for route in layout.routes if route.target == index]
         self.stashes = [route.key for route in layout.routes if route.source == index]
         self.is_direct = not any(True for _ in skippables(module))
-        self._layers_then = dict(module._modules)
-        self.facts = StageFacts()
+        self.recomputation = RecomputationFacts()
         self.blocks = {block: RecomputationFacts() for block in blocks}
+        self.changes_late = False
+        self.hooks: dict[bool, bool] = {}
+        self.runs_whole = False
+        self._layers_then = dict(module._modules)
+
+    def call(self, value: Any) -> Any:
+        """The output of the layers for ``value``, with skips from and to other stages."""
+        if self.is_direct:
+            return self._output(value)
+        store: dict[Key, Any] = {}  # one store for each cell: a failed cell's skips are freed with it
+        if self.pops:
+            value, *skips = unpacked(value)
+            store.update(zip(self.pops, map(unpacked, skips), strict=True))
+        with routed(store):
+            output = self._output(value)
+        return (output, *[store.pop(key) for key in self.stashes]) if self.stashes else output
+
+    def _output(self, value: Any) -> Any:
+        value = value if isinstance(value, Tensor) else unpacked(value)
+        output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
+        return output if isinstance(output, Tensor) else self.packed(output)
+
+    def packed(self, output: Any) -> Any:
+        """``output``, which is not a single tensor, in the form that goes to the next stage."""
+        expect_plain(output, self.index)
+        return packed(output)
+
+    @property
+    def may_split(self) -> bool:
+        """Whether the backward may be split. A hook on a tensor where the parts meet would be called by both."""
+        return not self.hooks.get(self.module.training)
+
+    def run_whole(self) -> None:
+        """Remember that the backward of this stage cannot be split; warn once."""
+        if not self.runs_whole:
+            self.runs_whole = True
+            _log.warning(
+                "the backward of partition %d cannot be split into inputs and weights; it runs whole", self.index
+            )
 
     def expect_current(self) -> None:
         """Raise RuntimeError if a layer was replaced or moved since the forward: a recomputation would differ."""
@@ -89,11 +140,7 @@ class Stage:
 
     @property
     def layers(self) -> str:
-        """The names of the first and the last layer."""
-        return first_to_last([name for name, _ in self.module.named_children()])
-
-
-def first_to_last(names: Sequence[str]) -> str:
-    """The first and the last of the names of layers, as text for messages."""
-    ends = names if len(names) < 2 else (names[0], names[-1])
-    return " to ".join(f"'{name}'" for name in ends) or "none"
+        """The names of the first and the last layer, as text for messages."""
+        names = [name for name, _ in self.module.named_children()]
+        ends = names if len(names) < 2 else (names[0], names[-1])
+        return " to ".join(f"'{name}'" for name in ends) or "none"

@@ -37,6 +37,12 @@ class Partition(nn.Sequential):
             for layer in others:
                 value = layer(value)
             return value
+        if not current.blocks:
+            for k, layer in enumerate(self._modules.values()):
+                rng.at = k
+                value = layer(value) if k else layer(*args, **kwargs)
+            rng.at = -1
+            return value
         at, value = 0, args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
         for block in current.blocks:
             value = self._computed(range(at, block.numbers.start), value)

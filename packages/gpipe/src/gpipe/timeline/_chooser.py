@@ -74,7 +74,7 @@ def standing_of(stages: Sequence[Stage]) -> Standing:
     return Standing(
         training=stages[0].module.training,
         trained=tuple(s.index for s in stages if any(p.requires_grad for p in s.module.parameters())),
-        whole=tuple(s.index for s in stages if s.facts.runs_whole),
+        whole=tuple(s.index for s in stages if s.runs_whole),
     )
 
 

@@ -17,7 +17,7 @@ from streams import AbstractStream, current_stream, has_streams, new_stream, rec
 
 from .._current import current, setting
 from ..engine._settings import with_settings
-from ..engine._stage_runner import StageRunner
+from ..engine._stage_run import StageRun
 from ..schedule import Action
 from ..transport._link import Link, Payload
 from ..values._leaves import Activation
@@ -76,15 +76,15 @@ class RunRecorder:
         self._own: list[Callable[[], Event] | Event] = []
         self.trackers = tracker
 
-    def do(self, runner: StageRunner, action: Action) -> None:
+    def do(self, run: StageRun, action: Action) -> None:
         """Do an action, and record it."""
-        stage = runner.stage
+        stage = run.stage
         tracker = self.trackers.get(stage.index)
         look = Look(partial(self._clock.now, stage.device))
         # Only while the action is done: inline, the same thread takes what comes out of the run, and may be in a run
         # around this one.
         with setting(observed=look), nullcontext() if tracker is None else tracker.pushed():
-            runner.do(action)
+            run.do(action)
         end = self._clock.now(stage.device)
         held = None if tracker is None else tracker.alive(without=_gradients(stage.module))
 

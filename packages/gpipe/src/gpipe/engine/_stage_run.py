@@ -1,0 +1,285 @@
+"""One stage in one run: it receives values, has cells compute them, and sends the results on.
+
+Layers may have been changed between two runs. So each run observes anew, in its first micro-batch, whether they work in
+place and whether what they return is memory of their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from streams import add_note
+
+from .._current import current
+from .._moments import MiniBatchStatistics, commit
+from ..checkpoint._random import CellRNG
+from ..schedule import Action, Kind
+from ..transport._link import Channel
+from ..transport._ports import Ports
+from ..values._describe import shapes
+from ..values._leaves import Activation, as_nonleaf, versions
+from ..values._sharing import expect_unseen, given_state, owned
+from ._accumulate import AccumulatedGradients
+from ._block import Block
+from ._cell import Cell, CheckpointedCell
+from ._graph_leaves import Below
+from ._losses import Losses
+from ._out_of_memory import is_out_of_memory
+from ._parameters import parameters_of
+from ._recomputation import Recomputation
+from ._stage import Stage
+from ._tensor_hooks import TensorHooks
+
+if TYPE_CHECKING:
+    from ._run import Run
+
+_HIDES = (
+    "someone (DistributedDataParallel?) has hooks where autograd accumulates the gradients of these parameters, "
+    "which must be whole then; but the layers use torch.utils.checkpoint with use_reentrant=True, or contain a pipe, "
+    "whose backward accumulates micro-batch by micro-batch; use use_reentrant=False"
+)
+
+_NEEDS_LESS = (
+    "memory ran out: set more chunks (pipe.chunks), checkpoint this partition (pipe.checkpoint), or make the pipe from "
+    "gpipe.plan(model, sample, devices, memory=...) with less than this device has"
+)
+
+
+_USED_UP = (
+    "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
+    "micro-batch has used up; compute it inside the layer, pass it to the pipe as an input, or detach it"
+)
+
+
+class StageRun:
+    """The cells of a stage in one run, and the channels to its neighbours.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        arrival: the channel from the stage before.
+        departure: the channel to the stage after, or the loss.
+        tied: leaves that other stages use too; their gradients are accumulated apart from those of other leaves.
+
+    Attributes:
+        stage: the same.
+        may_change_input: whether the layers change their input in place; True until the first forward has shown it.
+        given: parameters and buffers whose memory the outputs of the first forward share, with their tie.
+        recomputations: what its checkpointed cells share, and those of each of its blocks.
+        mixed: the number of micro-batches that may have added to gradients that were in ``.grad`` before the run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stage: Stage,
+        arrival: Channel | Ports,
+        departure: Channel | Ports | Losses,
+        tied: Sequence[Tensor] = (),
+    ) -> None:
+        self.stage = stage
+        self.may_change_input = True
+        self.given: list[tuple[Tensor, int]] = []
+        self.mixed = 0
+        # Not the run itself: it refers to its stages, and is to be freed without the garbage collector.
+        self._rng, self._microbatches, self._keeps = run.rng, run.microbatches, run.keeps
+        self._loss, self._deferred = run.loss, run.deferred
+        self._arrival = arrival
+        self._departure = departure
+        self._tied = tied
+        self._checkpoint_stop = stop = run.checkpoint_stops[stage.index]
+        # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
+        self._late_losses = stop if isinstance(departure, Losses) else 0
+        self._recomputation = (
+            Recomputation(stage.module, stage.device, stage.recomputation, run.context) if stop else None
+        )
+        # Nothing is checkpointed in evaluation.
+        has_blocks = stage.blocks and run.keeps and stage.module.training
+        self._blocks = [Block(stage, numbers, run.context) for numbers in stage.blocks] if has_blocks else []
+        whole = [] if self._recomputation is None else [self._recomputation]
+        self.recomputations = [*whole, *(block.recomputation for block in self._blocks)]
+        self._sums = self._sums_outside(run)
+        self._changes_input = stage.changes_late
+        self._seen_outputs = False
+        self._looks_for_hooks = False
+        self._has_begun = False
+        self._adds_directly = False
+        self._cells: dict[int, Cell] = {}
+        self._forwards = 0
+        # A run inside a recomputed layer repeats a run whose statistics have been counted.
+        repeats = current.microbatch is not None and current.statistics is None
+        self._statistics: MiniBatchStatistics | None = None if repeats else {}
+
+    def do(self, action: Action) -> None:
+        """Do one action of the stage."""
+        ACTIONS[action.kind](self, action.microbatch)
+
+    def forward(self, i: int) -> None:
+        inputs = self._arrival.get_values(i)
+        if inputs.ties and self.may_change_input:
+            inputs = owned(inputs)  # the caller's tensors must not change, nor those that a recomputation needs
+        stage = self.stage
+        recomputation = self._recomputation if i < self._checkpoint_stop else None
+        device = None if recomputation is None else stage.device
+        random = CellRNG(self._rng, i, stage.numbers.start, device, stage.module)
+        cell = Cell() if recomputation is None else CheckpointedCell(random, recomputation)
+        self._cells[i] = cell
+        current.statistics, current.rng, current.blocks = self._statistics, random, self._blocks
+        outputs = cell.forward(self, inputs)
+        current.microbatch = current.statistics = current.rng = None  # the loss is outside of all stages
+        current.blocks = ()
+        self._forwards += 1
+        if self._forwards == self._microbatches and self._statistics:
+            commit(self._statistics)
+        if not self._keeps:
+            del self._cells[i]
+        if i >= self._late_losses:
+            self._departure.put_values(i, outputs)
+
+    def recompute(self, i: int) -> None:
+        self.stage.expect_current()
+        cell = self._cells[i]
+        cell.recompute(self)
+        if i < self._late_losses:
+            assert isinstance(cell, CheckpointedCell)
+            current.microbatch = None
+            self._departure.put_values(i, cell.recomputed(self))
+
+    def backward(self, i: int) -> None:
+        seeds = self._departure.get_gradients(i)
+        if self._adds_directly:
+            self.mixed += 1
+        else:
+            self._defer(i)
+        gradients = self._cells[i].backward(seeds, self._sums)
+        del self._cells[i]
+        self._arrival.put_gradients(i, gradients)
+
+    def backward_input(self, i: int) -> None:
+        seeds = self._departure.get_gradients(i)
+        self._defer(i)
+        gradients = self._cells[i].backward_input(self.stage, seeds, self._sums)
+        self._arrival.put_gradients(i, gradients)
+
+    def backward_weight(self, i: int) -> None:
+        self._cells[i].backward_weight(self._sums)
+        del self._cells[i]
+
+    def compute(self, inputs: Activation) -> Activation:
+        """The output of the layers for ``inputs``, which are leaves; the layers may still change them in place."""
+        if self.may_change_input:
+            return self._compute_first(inputs)
+        stage, value = self.stage, inputs.value
+        before = versions(inputs) if inputs.ties else []  # tensors without ties are used by this stage alone
+        try:
+            if stage.is_direct and isinstance(value, Tensor):  # most stages; saves two calls
+                output = stage.module(value)
+                output = output if isinstance(output, Tensor) else stage.packed(output)
+            else:
+                output = stage.call(value)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise self._late_change() from error
+            raise
+        if before and before != (after := versions(inputs)):
+            changed = zip(inputs.ties, before, after, strict=True)
+            if any(tie and a != b for tie, a, b in changed):  # other stages or the caller use that tensor too
+                raise self._late_change()
+        return Activation(output)
+
+    def _compute_first(self, inputs: Activation) -> Activation:
+        """Like :meth:`compute`, for the first micro-batch of a run, or if the layers are known to change their input in
+        place.
+        """
+        stage, before = self.stage, versions(inputs)
+        value = as_nonleaf(inputs).value
+        if self._looks_for_hooks:
+            with TensorHooks() as hooks:  # this takes time, and only a split backward needs it
+                outputs = Activation(stage.call(value))
+            self._looks_for_hooks = False
+            stage.hooks[stage.module.training] = hooks.seen
+        else:
+            outputs = Activation(stage.call(value))
+        after = versions(inputs)
+        if after != before:
+            expect_unseen(inputs, before, after)
+        if not self._seen_outputs:
+            self.given = given_state(stage.module, outputs.tensors)
+            self._seen_outputs = True
+        # The version counter of an inference tensor does not count.
+        if after != before or not any(map(Tensor.is_inference, inputs.tensors)):
+            self._changes_input = self.may_change_input = self._changes_input or after != before
+        return outputs
+
+    def _late_change(self) -> RuntimeError:
+        self.stage.changes_late = True
+        return RuntimeError(
+            "the layers of this partition changed their input in place on this micro-batch but not on the first, by "
+            "which a run decides whether they need a copy; run again, since the pipe knows now, or let them work on a "
+            "clone"
+        )
+
+    def look_for_hooks(self) -> None:
+        """In the next forward, check for hooks that layers put on tensors, unless known for this training mode."""
+        self._looks_for_hooks = self.stage.module.training not in self.stage.hooks
+
+    def explained(self, error: BaseException, action: Action) -> BaseException:
+        """``error``, which ``action`` raised, with a note that names the cell and what to do."""
+        # Each cell has one backward. So if torch complains about a second one, a graph around the cells was used twice.
+        if action.kind != Kind.FORWARD and "backward through the graph a second time" in str(error):
+            error, error.__cause__ = RuntimeError(_USED_UP), error
+        cell, stage = self._cells.get(action.microbatch), self.stage
+        # An error of a pipe inside a layer has this note already.
+        is_first = _NEEDS_LESS not in getattr(error, "__notes__", ())
+        add_note(
+            error,
+            f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
+            f"{self._microbatches}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
+        )
+        if is_first and is_out_of_memory(error):
+            add_note(error, _NEEDS_LESS)
+        return error
+
+    def _sums_outside(self, run: Run) -> AccumulatedGradients | None:
+        """Collects the gradients of the stage outside ``.grad``; None if they are added to ``.grad`` at once."""
+        own = {*map(id, parameters_of(self.stage.module))} if run.kept_nodes else ()
+        if not own or own.isdisjoint(map(id, run.kept_nodes)):
+            return None
+        run.sums.append(AccumulatedGradients())
+        return run.sums[-1]
+
+    def _defer(self, i: int) -> None:
+        """Before a backward: remove hooks, and ``.grad`` where gradients have to be scaled, from its leaves."""
+        deferred = self._deferred
+        every = self._loss is not None and self._loss.scales
+        if not self._has_begun:
+            self._has_begun = True
+            if self._tied:
+                deferred.hold(self._tied, every=True)
+            deferred.hold(parameters_of(self.stage.module), every=every)
+        if every or self._sums is not None:  # layers may also use leaves that are not their parameters
+            graph = self._cells[i].below()
+            deferred.hold(graph.leaves, every=every)
+            self._expect_shown(graph)
+        self._adds_directly = not every and self._sums is None
+        self.mixed += self._adds_directly
+
+    def _expect_shown(self, graph: Below) -> None:
+        if self._sums is not None and graph.hides:
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                raise RuntimeError(_HIDES)
+            self._sums = None  # what refers to the nodes is a graph of an earlier run, and not a hook
+
+
+ACTIONS: dict[Kind, Callable[[StageRun, int], None]] = {
+    Kind.FORWARD: StageRun.forward,
+    Kind.RECOMPUTE: StageRun.recompute,
+    Kind.BACKWARD: StageRun.backward,
+    Kind.BACKWARD_INPUT: StageRun.backward_input,
+    Kind.BACKWARD_WEIGHT: StageRun.backward_weight,
+}
+"""For each kind of action, the method that does it for a micro-batch."""
