@@ -97,16 +97,20 @@ def flat(tensor: Tensor) -> Tensor:
 
 def _dense(tensor: Tensor, payload: Payload, number: int) -> Tensor | None:
     """The tensor, with elements that fill its memory; None for a sparse one."""
-    plain = tensor
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or _is_special(tensor):
-        _expect_known(tensor, payload, number)
+    # Of a collective that is still under way, as at the end of a RowwiseParallel: torch's name for this is private.
+    plain: Any = tensor
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        plain = plain.wait()
+    if type(plain) not in _PLAIN or tensor.layout is not torch.strided or _is_special(plain):
+        _expect_known(plain, payload, number)
         if tensor.layout is not torch.strided:
             return None
-        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = plain.detach().resolve_conj().resolve_neg()
         plain = plain.clone() if plain._is_zerotensor() else plain
     if not is_dense(plain):
         plain = plain.detach().clone(memory_format=torch.contiguous_format)
-    return plain if plain is tensor else plain.requires_grad_(tensor.requires_grad)
+    found: Tensor = plain if plain is tensor else plain.requires_grad_(tensor.requires_grad)
+    return found
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})

@@ -76,8 +76,13 @@ class Sharding:
                 group.reshard()
 
     def gathers(self) -> set[dist.ProcessGroup]:
-        """The process groups over which layers are gathered again for every micro-batch."""
-        return _over([group for group in self._all() if group.post_forward_mesh_info is not None])
+        """The process groups over which layers communicate in every micro-batch: those of FSDP that are gathered again
+        each time, and of ``parallelize_module``.
+        """
+        groups = self._all()
+        meshes = [] if groups else [p.device_mesh for _, p in self._named() if hasattr(p, "device_mesh")]
+        again = _over([group for group in groups if group.post_forward_mesh_info is not None])
+        return again.union(*[mesh.get_all_groups() for mesh in meshes])
 
     def reductions(self) -> set[dist.ProcessGroup]:
         """The process groups over which gradients are reduced."""
