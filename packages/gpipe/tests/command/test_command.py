@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -288,20 +288,25 @@ def test_no_words_lead_to_a_traceback(capsys: pytest.CaptureFixture[str], words:
     assert "Traceback" not in told.out + told.err
 
 
-def test_it_runs_as_a_module() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "gpipe", "check", "some_models:mixing", "--sample", "8,8"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 1, ended.stderr
-    assert "error[mixes-rows]" in ended.stdout
+def module_ends(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
+    """The status of ``python -m gpipe`` with these arguments."""
+    monkeypatch.delitem(sys.modules, "gpipe.__main__", raising=False)
+    monkeypatch.setattr(sys, "argv", ["gpipe", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("gpipe", run_name="__main__")
+    return ended.value.code
 
 
-def test_without_the_extra_it_says_what_to_install() -> None:
-    program = "import sys; sys.modules['cyclopts'] = None; from gpipe.__main__ import main; main()"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 2
-    assert "gpipe-torch[cli]" in ended.stderr
+def test_it_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert module_ends(monkeypatch, "check", "some_models:mixing", "--sample", "8,8") == 1
+    assert "error[mixes-rows]" in capsys.readouterr().out
+
+
+def test_without_the_extra_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("gpipe._command")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cyclopts", None)
+    assert module_ends(monkeypatch) == 2
+    assert "gpipe-torch[cli]" in capsys.readouterr().err

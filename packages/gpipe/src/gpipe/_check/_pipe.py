@@ -57,12 +57,14 @@ class Judge(NamedTuple):
     def piped(self, layers: nn.Sequential, checkpoint: str) -> Results:
         """Loss and gradients of a step of a pipe of ``layers``, which are copied."""
         devices = ["cpu"] * len(self.balance)
-        pipe = GPipe(copy.deepcopy(layers), self.balance, devices=devices, chunks=self.chunks, checkpoint=checkpoint)
+        layers = copy.deepcopy(layers)
+        pipe = GPipe(layers, self.balance, devices=devices, chunks=self.chunks, checkpoint=checkpoint)
         loss_fn = None if self.loss.is_own(self.model.output.value) else self.loss
         torch.manual_seed(SEED)
         with closing(pipe), inline():
             found = pipe.step(self.model.inputs, self.model.target, loss_fn=loss_fn)
-        return _results(pipe, found[0] if isinstance(found, tuple) else found)  # there may be metrics
+        # Names of the layers, since those of a pipe are of the model that was flattened. There may be metrics.
+        return _results(layers, found[0] if isinstance(found, tuple) else found)
 
     def problem(self, expected: Results, run: Callable[[], Results]) -> str:
         """How what ``run`` gives differs from what is ``expected``, or why it fails; empty if it agrees."""
