@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ._agreement import Agreement, agreement
 from ._errors import LostRankError, RemoteError, text_of
-from ._groups import Group, end_connections, expect_group, forget_group, group_for_collectives, open_groups
-from ._rendezvous import Rendezvous, Report
+from ._groups import Group, Groups, end_connections, expect_group, forget_group, group_for_collectives, open_groups
+from ._rendezvous import Rendezvous
 
 _LOOK = timedelta(seconds=1)
 
@@ -30,7 +30,7 @@ class Gathering(NamedTuple):
         leave: closes the connections of ``group``, so that no member waits in a collective for this one.
     """
 
-    meeting: Rendezvous | _Alone
+    meeting: Rendezvous
     members: tuple[int, ...]
     group: dist.ProcessGroup | None
     first: bool
@@ -90,25 +90,6 @@ def _is_of_connections(error: RuntimeError) -> bool:
     return type(error) in (RuntimeError, dist.DistBackendError)
 
 
-class _Alone:
-    """The meeting of one process."""
-
-    def expect_open(self) -> None:
-        pass
-
-    def expect_connected(self) -> None:
-        pass
-
-    def leave(self, why: LostRankError) -> None:
-        pass
-
-    def left(self) -> LostRankError | None:
-        return None
-
-    def meet(self, report: Report) -> list[Report]:
-        return [report]
-
-
 _opened: WeakKeyDictionary[dist.ProcessGroup, Gathering] = WeakKeyDictionary()
 
 
@@ -122,7 +103,8 @@ def gathering_of(group: Group | None) -> Gathering:
         RuntimeError: this process is not in ``group``.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Gathering(_Alone(), (0,), None, first=True, leave=_nothing)
+        alone = Rendezvous(Groups((0,), 0, None, None, timedelta(), None))
+        return Gathering(alone, (0,), None, first=True, leave=_nothing)
     group = expect_group(group)
     if group not in _opened:
         groups = open_groups(group, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from ..module._arguments import Device, parsed_device
 from ..module._devices import untouched_on_failure
 from ..module._init import Means, expect_materializable, materialize
 from ..module._partition import move_partitions, partitions_of
+from ._places import place_of
 from ._tied import Twin, twins_of
 
 
@@ -33,6 +35,18 @@ class Share(NamedTuple):
     devices: list[torch.device]
     twins: list[Twin]
     ties: list[tuple[int, int]]
+
+    def told(self, transport: str) -> dict[str, Any]:
+        """What a rank tells the others of its share before they connect.
+
+        Returns:
+            The numbers of its ``trained`` stages, those with parameters to train; the ``places`` of all its stages; and
+            a ``name`` for all wires, of which that of the first rank counts.
+        """
+        own = zip(self.numbers, self.partitions, strict=True)
+        trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]
+        places = [place_of(device, transport) for device in self.devices]
+        return {"trained": trained, "places": places, "name": uuid4().hex}
 
 
 def own_share(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NoReturn
@@ -22,27 +22,31 @@ from ..engine._settings import RunObserver
 from ..engine._stage import Stage
 from ..engine._walks import Size, forwards_and_backwards, walk_of
 from ..engine._workers import Workers
+from ..module._choices import Choices, laid_out
 from ..schedule import SPLITTING, Choice, Kind, Schedule, Step, Walk, program_of
 from ..transport._channels import Connect, Nearby
+from ..transport._copy import CopyStreams
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._agreement import expect_begun
 from ._announcements import Announcements
 from ._channels import Crossings, Reach, crossings_of
 from ._choosing import RankChooser
-from ._connected import Connected
 from ._errors import LostRankError, RemoteError, UnreachableError, text_of
 from ._failures import BEFORE, RankFailures
 from ._far_loss import FarLoss, verdict_of
 from ._groups import Groups
 from ._messages import Peer, RemoteLink, Ways
 from ._opening import Opening
-from ._places import channels_between, ties_between
+from ._own import Share
+from ._places import channels_between, places_of, ties_between
 from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
-from ._tied import Twin, Twins
+from ._tied import Twins
+from ._wires import open_wires
 
+_CPU = torch.device("cpu")
 _ANNOUNCED = 0
 """The tag of announcements; those of channels begin at 2."""
 
@@ -51,36 +55,41 @@ class RankPipeline(Pipeline):
     """The stages of one rank. Each rank takes its own steps of a common schedule, in the caller's thread.
 
     Args:
-        connected: the stages of this rank, and how they are connected to those of others.
+        share: the part of the model that this rank has.
+        choices: what is checkpointed; that decides which stages have blocks.
         workers: as for any pipeline.
         groups: the ranks, and the connections between them.
         ranks: the rank of each stage.
         rendezvous: exchanges reports between the ranks.
         replicas: the processes that end each step together with this one.
-        twins: the tensors of this rank that other ranks have too.
-        trained: by rank, the partitions with parameters to train.
+        told: by rank, what :meth:`Share.told` returned there.
 
     Attributes:
         loss: the losses of the current run.
         chooser: chooses schedules.
         begins, ends: whether the first and the last stage are in this process.
+
+    Raises:
+        RuntimeError: a connection between accelerators could not be opened; see :func:`open_wires`.
     """
 
     threads = None
 
     def __init__(
         self,
-        connected: Connected,
+        share: Share,
+        choices: Choices,
         workers: Workers,
         groups: Groups,
         ranks: Sequence[int],
         rendezvous: Rendezvous,
         replicas: Replicas,
-        twins: Sequence[Twin],
-        trained: Sequence[Sequence[int]],
+        told: Sequence[Mapping[str, Any]],
     ) -> None:
-        stages, layout, streams, ties, wires = connected
-        super().__init__(stages, layout, streams, workers)
+        devices = dict(zip(share.numbers, share.devices, strict=True))
+        every, layout = laid_out(share.every, [devices.get(j, _CPU) for j in range(len(ranks))], choices)
+        streams = [CopyStreams.on(device) for device in share.devices]
+        super().__init__([every[j] for j in share.numbers], layout, streams, workers)
         self.count = len(ranks)
         self.line = groups.me
         self.begins = ranks[0] == groups.me
@@ -89,18 +98,19 @@ class RankPipeline(Pipeline):
         self._groups = groups
         self._rendezvous = rendezvous
         self._replicas = replicas
-        devices = dict(zip([stage.index for stage in stages], self.devices, strict=True))
+        places = places_of(ranks, [each["places"] for each in told])
+        wires = open_wires(rendezvous, groups, ranks, layout, share.ties, devices, places, told[0]["name"])
         channels = crossings_of(groups, ranks, channels_between(ranks, layout), devices, wires)
         self._crossings = Crossings(channels, wires)
         hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self.begins else [ranks[0]]
         peers = [Peer(groups.values, k, _ANNOUNCED) for k in hearers]
         self._announcements = Announcements([RemoteLink(Ways(each, each)) for each in peers], tells=self.begins)
-        self.chooser = RankChooser(stages, groups.me, trained)
+        self.chooser = RankChooser(self.stages, groups.me, [each["trained"] for each in told])
         self._opening = Opening()
         self._trains = False
         self._rng = AgreedRNG(0)
-        tied = crossings_of(groups, ranks, ties_between(ranks, layout, ties), devices, wires)
-        self._twins = Twins(twins, groups.me, {each.link.member: each.link for each in tied}, wires)
+        tied = crossings_of(groups, ranks, ties_between(ranks, layout, share.ties), devices, wires)
+        self._twins = Twins(share.twins, groups.me, {each.link.member: each.link for each in tied}, wires)
         self._lost: LostRankError | None = None
         self._closed = False
         with self._sharing():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -38,12 +38,11 @@ from ..skip import verify_skippables
 from ..timeline._chooser import Plan, Size, choice_of
 from ..values._gather import gathered
 from ._agreement import agreement, checksums, described
-from ._connected import connected, told_of
 from ._far_loss import FarLoss
-from ._groups import Group, Groups, end_collectives, open_groups
+from ._groups import Group, end_collectives, open_groups
 from ._norm import clip, norm_over
 from ._opening import Opening
-from ._own import Share, own_share
+from ._own import own_share
 from ._pipeline import RankPipeline
 from ._places import checked_transport
 from ._random import next_seed
@@ -143,11 +142,20 @@ class Rank(Stepping):
                 share = own_share(layers, self._balance, self._ranks, groups.me, device, means)
                 if self._deferred:
                     DeferredBatchNorm.convert_deferred_batch_norm(share.partitions, self._chunks)
-                placed.told = told_of(share, transport)
+                placed.told = share.told(transport)
             self.training = layers.training
             self._take(share.partitions, layers)
             self._devices = share.devices
-            self._pipeline = self._connected(share, groups, rendezvous, placed.heard)
+            self._pipeline = RankPipeline(
+                share,
+                self._checkpoint,
+                Workers.for_owner(self, share.devices),
+                groups,
+                self._ranks,
+                rendezvous,
+                self._replicas,
+                placed.heard,
+            )
             shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
             self._sharding = Sharding(share.partitions, share.twins)
             self._synced, self._members = synced_layers(self), groups.members
@@ -163,25 +171,6 @@ class Rank(Stepping):
             "checkpoint by layer": flags_of(self._checkpoint),
             "transport": checked_transport(transport),
         }
-
-    def _connected(
-        self, share: Share, groups: Groups, rendezvous: Rendezvous, told: Sequence[Mapping[str, Any]]
-    ) -> RankPipeline:
-        """The stages of this rank, connected to those of others.
-
-        Args:
-            told: by rank, what :func:`told_of` returned there.
-        """
-        return RankPipeline(
-            connected(share, self._checkpoint, self._ranks, groups, rendezvous, told),
-            Workers.for_owner(self, share.devices),
-            groups,
-            self._ranks,
-            rendezvous,
-            self._replicas,
-            share.twins,
-            [each["trained"] for each in told],
-        )
 
     @property
     def stages(self) -> list[int]:
@@ -401,7 +390,7 @@ class Rank(Stepping):
             size = Size(len(found.batches), tuple(self._ranks), self._checkpoint_stops(len(found.batches)))
             found.plan = self._pipeline.chooser.plan(schedule, found.batches, size)
             if found.is_chosen:
-                found.plan = replace(found.plan, schedule=self._replicas.same(found.plan.schedule))
+                found.plan = replace(found.plan, schedule=self._replicas.meet(found.plan.schedule))
 
 
 def checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:

@@ -110,43 +110,32 @@ class Replicas:
             late.cancel()
             late.join()
         if is_of_gloo(report.get("failed", "")):
-            self._raise_first(reports)
-
-    def _raise_first(self, reports: Sequence[Report]) -> None:
-        """Raise what has made the others fail, if a replica has told it."""
-        told = _first(reports)
-        if told is not None and not is_of_gloo(told):
-            raise RemoteError(f"another replica has failed: {told}") from None
-        self.begin()
+            told = _first(reports)
+            if told is not None and not is_of_gloo(told):
+                raise RemoteError(f"another replica has failed: {told}") from None
+            self.begin()
 
     def close(self) -> None:
         """Close the connections. No step begins any more."""
         self._groups = self._meeting = None
 
-    def same(self, choice: Any) -> Any:
-        """The ``choice`` of the first replica, for all, before the ranks of each replica begin a step.
+    def meet(self, choice: Any = None) -> Any:
+        """Meet at the end of a step; or before it, where a schedule is chosen.
 
-        Raises:
-            RemoteError, LostRankError, ValueError: as :meth:`meet`.
-        """
-        if self._meeting is None:
-            return choice
-        found = self._expect_same_way(self._meet({"choice": choice}))
-        self._met = False  # they meet again, at the end of the step
-        return found[0]["choice"]
+        Args:
+            choice: that of this replica, before a step.
 
-    def meet(self) -> None:
-        """Meet at the end of a step.
+        Returns:
+            The choice of the first replica.
 
         Raises:
             RemoteError: another one has failed.
             LostRankError: a rank has ended, or does not answer.
             ValueError: only some replicas choose a schedule.
         """
-        self._expect_same_way(self._meet({}))
-
-    def _expect_same_way(self, reports: list[Report]) -> list[Report]:
-        """``reports``, none of which tells of a failure."""
+        if self._meeting is None:
+            return choice
+        reports = self._meet({} if choice is None else {"choice": choice})
         if any("lost" in report for report in reports):
             self.begin()
         told = _first(reports)
@@ -156,12 +145,12 @@ class Replicas:
             raise ValueError(
                 "the replicas disagree: only some of them were given a schedule that is chosen by measures"
             )
-        return reports
+        self._met = choice is None  # else they meet again, at the end of the step
+        return reports[0].get("choice")
 
     def _meet(self, report: Report) -> list[Report]:
         self._met = True
-        if self._meeting is None:
-            return []
+        assert self._meeting is not None
         try:
             reports = self._meeting.meet(report)
         except LostRankError as error:

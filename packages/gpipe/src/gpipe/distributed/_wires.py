@@ -19,7 +19,7 @@ this rank: a deadlock. The messages of one direction of one channel are read in 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ def open_wires(
     ranks: Sequence[int],
     layout: SkipLayout,
     ties: Sequence[tuple[int, int]],
-    devices: Sequence[torch.device],
+    devices: Mapping[int, torch.device],
     places: Sequence[Place],
     name: str,
 ) -> Wires:
@@ -161,7 +161,8 @@ def open_wires(
     Args:
         meeting: exchanges reports, by which ranks learn whether all wires are open.
         ties: see :func:`direct`.
-        devices, places: those of all stages; devices of other ranks are not used.
+        devices: those of the stages of this rank.
+        places: those of all stages.
         name: a name that is the same on all ranks, and different in each call.
 
     Raises:
@@ -192,7 +193,7 @@ def _opened(
     direction: Direction,
     groups: Groups,
     ranks: Sequence[int],
-    devices: Sequence[torch.device],
+    devices: Mapping[int, torch.device],
     watch: Watch,
     backend: str,
     name: str,
