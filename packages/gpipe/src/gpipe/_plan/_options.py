@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from ..schedule import Kind
@@ -48,6 +48,7 @@ class Options:
 
     def __init__(self, space: Space, costs: Costs, schedule: str) -> None:
         self.space, self.costs, self.schedule = space, costs, schedule
+        self._fixed = [*accumulate(costs.fixed_bytes(), initial=0)]
         self._found: dict[tuple[int, int, int, bool], list[StageOption]] = {}
         self._known: dict[tuple[int, int, int, StageMode], StageOption] = {}
 
@@ -66,7 +67,10 @@ class Options:
     def _fitting(self, j: int, first: int, end: int, *, few: bool) -> list[StageOption]:
         key = j, first, end, few
         if key not in self._found:
-            fitting = [each for each in self._every(j, first, end, few=few) if each.share <= 1]
+            # Where parameters alone do not fit, which is quick to see, no mode does.
+            alone = self.space.share(j, self._fixed[end] - self._fixed[first])
+            every = self._every(j, first, end, few=few) if alone <= 1 else ()
+            fitting = [each for each in every if each.share <= 1]
             self._found[key] = _undominated(fitting, self.costs.chunks)
         return self._found[key]
 
