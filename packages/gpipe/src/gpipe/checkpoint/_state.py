@@ -15,7 +15,7 @@ recomputation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._fsdp import fsdp_modules
+from ._contents import changed, contents_of
 from ._snapshot import Sight, Slot, View
 
 Training = tuple[bool, ...]
@@ -129,10 +130,20 @@ class State:
     def begin(self) -> None:
         """Before the first forward: read all values."""
         self._modules = list(self._module.modules())
+        self._expect_readable()
         ignored = [m for m in self._modules if getattr(m, "recomputes_without_buffers", False)]
         # FSDP's hooks replace the parameters for a forward, and again for its recomputation.
         sharded = [m for each in fsdp_modules(self._module) for m in each.modules()]
         self._view = View(self._modules, ignored, sharded)
+
+    def _expect_readable(self) -> None:
+        """Raise RuntimeError that names a scripted or traced module: its state is not in Python."""
+        for name, module in self._module.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    f"{name!r} is a scripted module ({type(module).__name__}), whose state cannot be restored for a "
+                    "recomputation; use checkpoint='never' for it, or torch.compile instead of torch.jit"
+                )
 
     @property
     def training(self) -> Training:
@@ -195,8 +206,11 @@ class State:
         own = [(slot, slot.value) for slot in back]
         for slot in back:
             slot.value = remembered.once_more(slot)
+        held = contents_of(self._modules) if still else {}
         try:
             yield
+            if still:
+                self._say_counted(changed(held, contents_of(self._modules)), {*map(_place, back)})
         finally:
             for slot, value in own:
                 slot.value = value
@@ -239,6 +253,15 @@ class State:
                 "only if not gpipe.is_recomputing(), or use checkpoint='never'"
             )
 
+    def _say_counted(self, changed: Sequence[tuple[nn.Module, str]], restored: Set[tuple[nn.Module, str]]) -> None:
+        found = [Slot(owner, "attribute", name) for owner, name in changed if (owner, name) not in restored]
+        if found:
+            _log.warning(
+                "a recomputation changed what %s contains, as its forward did: what is counted there counts twice, "
+                "unless the layer asks gpipe.is_recomputing()",
+                self._names(found),
+            )
+
     def _say_unrepeatable(self, slots: Sequence[Slot]) -> None:
         if not self.facts.unrepeatable:
             _log.warning("a forward changes %s: graphs are kept instead of recomputed", self._names(slots))
@@ -246,6 +269,10 @@ class State:
     def _names(self, slots: Iterable[Slot]) -> str:
         prefixes = {id(owner): prefix for prefix, owner in self._module.named_modules()}
         return ", ".join(repr(f"{prefixes.get(id(slot.owner), '')}.{slot.name}".lstrip(".")) for slot in slots)
+
+
+def _place(slot: Slot) -> tuple[nn.Module, str]:
+    return slot.owner, slot.name
 
 
 def _without_graph(value: Tensor) -> Tensor:
