@@ -41,8 +41,7 @@ class DeferredGradients:
         """
         with self._lock:
             for leaf in leaves:
-                hooked = leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
-                if (every or hooked) and id(leaf) not in self._held:
+                if (every or has_hooks(leaf)) and id(leaf) not in self._held:
                     self._held[id(leaf)] = _Held(leaf)
 
     def give_back(self, scale: Scale = 1.0) -> list[tuple[Tensor, Tensor]]:
@@ -56,6 +55,11 @@ class DeferredGradients:
         held, self._held = self._held, {}
         grown = [(each.leaf, each.give_back()) for each in held.values()]
         return [(leaf, scale_in_place(g, scale)) for leaf, g in grown if g is not None]
+
+
+def has_hooks(leaf: Tensor) -> bool:
+    """Whether hooks are called when a gradient arrives at ``leaf``, or has been accumulated."""
+    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
 def summed(grown: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:

@@ -28,6 +28,7 @@ from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, released, ties_
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import may_be_data_parallel, refuse_data_parallel
+from ._deferred_gradients import has_hooks
 from ._failures import Failures
 from ._loss import LossStage
 from ._losses import Losses
@@ -228,24 +229,28 @@ class Pipeline:
             flowing = iter(seeds)
             gradients = iter([next(flowing) if flag else None for flag in flags])
             with self.workers.section.entered(accumulates=True):
-                if left and len(self._trainers) > 1:
-                    raise RuntimeError(_ANOTHER_THREAD)
-                found, own = run.backward([list(islice(gradients, count)) for count in counts], left)
-            return [*chain.from_iterable(_spread(entering, found)), *own]
+                several = len(self._trainers) > 1
+                if several:
+                    _expect_unwatched(left)
+                found, own = run.backward([list(islice(gradients, count)) for count in counts], [] if several else left)
+            return [*chain.from_iterable(_spread(entering, found)), *(own or [None] * len(left))]
 
-        # DistributedDataParallel has to find its parameters in the caller's graph. Autograd then adds their gradients
-        # after this section, when another thread that trains the pipe may accumulate outside .grad.
-        left = run.kept_nodes if may_be_data_parallel() else []
+        # Hooks on the nodes of these parameters, such as those of DistributedDataParallel, have to see one gradient,
+        # with that from other parts of the caller's graph. But autograd adds it after this section, when another
+        # thread that trains the pipe may accumulate outside .grad. So with several threads it is added here.
+        left = run.kept_nodes if may_be_data_parallel() or len(self._trainers) == 1 else []
         attached = iter(attach(backward, [*chain.from_iterable(inputs), *left], list(compress(tensors, flags))))
         results = iter([next(attached) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)])
         return [output.with_tensors(islice(results, len(output.tensors))) for output in outputs]
 
 
-_ANOTHER_THREAD = (
-    "several threads train this pipe, in a process that torch.distributed is used in, and hooks, such as those of "
-    "DistributedDataParallel, or an earlier graph wait for the gradients of its parameters; train it in one thread, or "
-    "by step()"
-)
+def _expect_unwatched(parameters: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if hooks wait for the gradients of these ``parameters``, which autograd was to add."""
+    if parameters and (may_be_data_parallel() or any(map(has_hooks, parameters))):
+        raise RuntimeError(
+            "several threads train this pipe, and hooks of its parameters, such as those of DistributedDataParallel, "
+            "wait for gradients that the caller's backward adds; train it in one thread, or by step()"
+        )
 
 
 class _Gradients:
