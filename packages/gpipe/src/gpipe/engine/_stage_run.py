@@ -230,7 +230,11 @@ class StageRun:
     def explained(self, error: BaseException, action: Action) -> BaseException:
         """``error``, which ``action`` raised, with a note that names the cell and what to do."""
         # Each cell has one backward. So if torch complains about a second one, a graph around the cells was used twice.
-        if action.kind != Kind.FORWARD and "backward through the graph a second time" in str(error):
+        if (
+            type(error) is RuntimeError
+            and action.kind != Kind.FORWARD
+            and "backward through the graph a second time" in str(error)
+        ):
             error, error.__cause__ = RuntimeError(_USED_UP), error
         cell, stage = self._cells.get(action.microbatch), self.stage
         # An error of a pipe inside a layer has this note already.
