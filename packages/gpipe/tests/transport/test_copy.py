@@ -13,9 +13,8 @@ from torch import Tensor
 
 from gpipe.skip import inspect_skip_layout
 from gpipe.transport import _copy
-from gpipe.transport._channels import Channels, Nearby
 from gpipe.transport._copy import Copy, CopyStreams, Place, can_pin, carrier
-from gpipe.transport._link import Link
+from gpipe.transport._transport import Transport
 from gpipe.values._leaves import Activation
 from streams import CPUStream
 
@@ -28,10 +27,9 @@ def place(index: int | None) -> tuple[torch.device, FakeStream, CopyStreams]:
     return device, _copy.new_stream(device), CopyStreams.on(device)
 
 
-def connected(ends: list[tuple[torch.device, FakeStream, CopyStreams]]) -> Channels:
+def connected(ends: list[tuple[torch.device, FakeStream, CopyStreams]]) -> Transport:
     """The channels of stages at ``ends``."""
-    connect = Nearby(dict(enumerate(ends)), Link, None, lambda: True)
-    return Channels(range(len(ends)), len(ends), inspect_skip_layout([]), connect)
+    return Transport(dict(enumerate(ends)), len(ends), inspect_skip_layout([]))
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ import torch
 
 from .._current import current
 from ..engine._losses import Losses
-from ..transport._channels import Nearby
-from ..transport._link import Channel
+from ..skip import SkipLayout
+from ..transport._copy import StagePlace
+from ..transport._link import Channel, Link
+from ..transport._transport import Transport
 from ..values._describe import Cancelled
 from ._errors import UnreachableError
 from ._failures import RankFailures
@@ -123,29 +125,34 @@ class Crossings:
         self._wires.end()
 
 
-class Reach(NamedTuple):
-    """Connects the stages of a rank with each other, and with those of other ranks, for one run.
+class RankTransport(Transport):
+    """The channels of one run of a rank, between its own stages and to those of other ranks.
 
-    Attributes:
-        nearby: makes the links between stages of this rank.
+    Args:
         crossings: the channels to other ranks.
         failures: those of the run.
         loss: the losses of the run.
+        places, count, layout, link: as for :class:`Transport`.
     """
 
-    nearby: Nearby
-    crossings: Crossings
-    failures: RankFailures
-    loss: Losses | None
-
-    def end(self, name: str) -> Channel:
-        return self.nearby.end(name)
+    def __init__(
+        self,
+        crossings: Crossings,
+        failures: RankFailures,
+        loss: Losses | None,
+        places: Mapping[int, StagePlace],
+        count: int,
+        layout: SkipLayout,
+        link: type[Link[Any]],
+    ) -> None:
+        self._crossings, self._failures, self._loss = crossings, failures, loss
+        super().__init__(places, count, layout, link, failures.forestall_current)
 
     def between(self, a: int, b: int, number: int, name: str) -> Channel:
-        crossing = self.crossings.get(number)
+        crossing = self._crossings.get(number)
         if crossing is None:
-            return self.nearby.between(a, b, number, name)
-        return RemoteChannel(crossing.link, self.failures, self.loss)
+            return super().between(a, b, number, name)
+        return RemoteChannel(crossing.link, self._failures, self._loss)
 
 
 class RemoteChannel(Channel):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from microbatch import Batch
+from streams import AbstractStream
 
 from ..engine._losses import Losses
 from ..engine._pipeline import Pipeline
@@ -24,13 +25,13 @@ from ..engine._walks import Size, forwards_and_backwards, walk_of
 from ..engine._workers import Workers
 from ..module._choices import Choices, laid_out
 from ..schedule import SPLITTING, Choice, Kind, Schedule, Step, Walk, program_of
-from ..transport._channels import Connect, Nearby
 from ..transport._copy import CopyStreams
+from ..transport._link import Link
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._agreement import expect_begun
 from ._announcements import Announcements
-from ._channels import Crossings, Reach, crossings_of
+from ._channels import Crossings, RankTransport, crossings_of
 from ._choosing import RankChooser
 from ._errors import LostRankError, RemoteError, UnreachableError, text_of
 from ._failures import BEFORE, RankFailures
@@ -146,8 +147,9 @@ class RankPipeline(Pipeline):
     def failures(self) -> RankFailures:
         return self._failures
 
-    def connect(self, nearby: Nearby, failures: Any) -> Connect:
-        return Reach(nearby, self._crossings, failures, self.loss)
+    def transport(self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Any) -> RankTransport:
+        places = self.places(streams)
+        return RankTransport(self._crossings, failures, self.loss, places, self.count, self._layout, link)
 
     def entering(self, batches: Sequence[Batch]) -> list[Activation]:
         return super().entering(batches) if self.begins else []

@@ -19,9 +19,9 @@ from streams import AbstractStream, add_note
 from ..checkpoint._random import RunRNG, interception
 from ..schedule import Choice, Schedule, Walk
 from ..skip import SkipLayout
-from ..transport._channels import Channels, Connect, Nearby
-from ..transport._copy import CopyStreams
-from ..transport._link import Link, stall_seconds
+from ..transport._copy import CopyStreams, StagePlace
+from ..transport._link import Link
+from ..transport._transport import Transport
 from ..values._aliases import Aliased, packed
 from ..values._leaves import Activation, detach_leaves
 from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, released, ties_of, with_ties
@@ -200,16 +200,14 @@ class Pipeline:
         """The micro-batches as inputs of the first stage; empty if that is in another process."""
         return _entering(batches)
 
-    def channels(self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Failures) -> Channels:
-        """All channels of a run whose stages compute on ``streams``."""
-        numbers = [stage.index for stage in self.stages]
-        places = dict(zip(numbers, zip(self.devices, streams, self._copy_streams, strict=True), strict=True))
-        connect = self.connect(Nearby(places, link, stall_seconds(), failures.forestall_current), failures)
-        return Channels(numbers, self.count, self._layout, connect)
+    def transport(self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Failures) -> Transport:
+        """The channels of a run whose stages compute on ``streams``."""
+        return Transport(self.places(streams), self.count, self._layout, link, failures.forestall_current)
 
-    def connect(self, nearby: Nearby, failures: Failures) -> Connect:
-        """A function that makes the channels of a run."""
-        return nearby
+    def places(self, streams: Sequence[AbstractStream]) -> dict[int, StagePlace]:
+        """The device and the streams of each stage, by its number, in a run that computes on ``streams``."""
+        found = zip(self.devices, streams, self._copy_streams, strict=True)
+        return dict(zip([stage.index for stage in self.stages], found, strict=True))
 
     def _attached(
         self,

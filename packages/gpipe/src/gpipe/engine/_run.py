@@ -99,7 +99,7 @@ class Run:
         self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._failures = pipeline.failures()
         link = Link if self.observer is None else self.observer.link
-        self._channels = pipeline.channels(self._streams, link, self._failures)
+        self._transport = pipeline.transport(self._streams, link, self._failures)
         self._tied = Tied(stages)
         # Makes a context in which the modules of each stage hold its tensors.
         self._applied: Callable[[], AbstractContextManager[None]] = (
@@ -109,7 +109,7 @@ class Run:
             stage.index: StageRun(
                 self,
                 stage,
-                self._channels.arrivals[stage.index],
+                self._transport.arrivals[stage.index],
                 self._departure(stage),
                 [*tied, *pipeline.tied_elsewhere(stage)],
             )
@@ -119,7 +119,7 @@ class Run:
 
     def _departure(self, stage: Stage) -> Channel | Ports | Losses:
         is_last = stage.index == self._pipeline.count - 1
-        return self.loss if self.loss is not None and is_last else self._channels.departures[stage.index]
+        return self.loss if self.loss is not None and is_last else self._transport.departures[stage.index]
 
     def _sweep(self) -> None:
         """When the last reference to this run goes: have the workers free what they allocated for it."""
@@ -138,12 +138,12 @@ class Run:
     def forward(self, inputs: Sequence[Activation]) -> list[Activation]:
         """The outputs of all micro-batches, as leaves. Those through which a backward can pass require grad."""
         self.evaluate(inputs)
-        return [self._channels.exit.get_values(i) for i in range(self.microbatches)]
+        return [self._transport.exit.get_values(i) for i in range(self.microbatches)]
 
     def evaluate(self, inputs: Sequence[Activation]) -> None:
         """Compute the forwards. The outputs are then in the exit channel, or in the losses."""
         for i, each in enumerate(inputs):
-            self._channels.entrance.put_values(i, each)
+            self._transport.entrance.put_values(i, each)
         self._walk(self._pipeline.halves(self.size)[0], self.context)
         if self._recomputations:
             with self._applied():  # no stage computes now
@@ -169,7 +169,7 @@ class Run:
         now = self._current_streams() if self._on_accelerator else self._streams
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
-            self._channels.exit.put_gradients(i, each)
+            self._transport.exit.put_gradients(i, each)
         self.rng.begin()
         try:
             self._walk(self._pipeline.halves(self.size)[1], _callers_context())
@@ -179,7 +179,7 @@ class Run:
         own = [whole.pop(parameter, None) for parameter in left]
         if whole:
             accumulate_whole(list(whole), list(whole.values()))
-        return [self._channels.entrance.get_gradients(i) for i in range(self.microbatches)], own
+        return [self._transport.entrance.get_gradients(i) for i in range(self.microbatches)], own
 
     def train(self, inputs: Sequence[Activation], walk: Walk) -> list[list[Tensor | None]]:
         """Compute forwards and backwards in the order of ``walk``.
@@ -190,12 +190,12 @@ class Run:
             The gradients of the inputs, by micro-batch and tensor.
         """
         for i, each in enumerate(inputs):
-            self._channels.entrance.put_values(i, each)
+            self._transport.entrance.put_values(i, each)
         split = {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}
         for j in split & self._stages.keys():
             self._stages[j].look_for_hooks()
         self._walk(walk, self.context)
-        return [self._channels.entrance.get_gradients(i) for i in range(len(inputs))]
+        return [self._transport.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def parts(self) -> list[tuple[int, Tensor, Tensor]]:
         """End the accumulation outside ``.grad``: put ``.grad`` and hooks back.
@@ -265,7 +265,7 @@ class Run:
             return
         except BaseException as error:
             failures.add(step, stages[step.stage].explained(error, step.action))
-            self._channels.cancel()
+            self._transport.cancel()
         finally:
             # Restore those of an outer run: with inline(), a layer may run a pipeline in the same thread.
             current.step, current.microbatch, current.statistics, current.rng, current.graph_task = outer
@@ -289,7 +289,7 @@ class Run:
     def _stop(self) -> None:
         """Make every worker stop soon."""
         self._failures.stop()
-        self._channels.cancel()
+        self._transport.cancel()
 
 
 def _labelled(stage: StageRun, action: Action) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.skip._layout import Route, SkipLayout
-from gpipe.transport._channels import Channels
+from gpipe.transport._copy import CopyStreams
 from gpipe.transport._link import Channel
 from gpipe.transport._ports import Ports
+from gpipe.transport._transport import Transport
 from gpipe.values._describe import Cancelled
 from gpipe.values._leaves import Activation
+from streams import CPUStream
+
+PLACE = torch.device("cpu"), CPUStream, CopyStreams.on(torch.device("cpu"))
 
 
 @st.composite
@@ -23,27 +29,26 @@ def layouts(draw: st.DrawFn) -> tuple[int, SkipLayout]:
     return stages, SkipLayout(Route((None, f"skip {n}"), a, b) for n, (a, b) in enumerate(pairs))
 
 
-class Making:
-    """Makes channels, and keeps a list of them."""
+class Making(Transport):
+    """Keeps a list of the channels that it makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, here: Iterable[int], stages: int, layout: SkipLayout) -> None:
         self.made: list[Channel] = []
         self.between_stages: dict[int, tuple[int, int]] = {}
-
-    def end(self, name: str) -> Channel:
-        self.made.append(Channel(name))
-        return self.made[-1]
+        super().__init__(dict.fromkeys(here, PLACE), stages, layout)
+        self.made += [self.entrance, self.exit]
 
     def between(self, a: int, b: int, number: int, name: str) -> Channel:
         assert number not in self.between_stages
         self.between_stages[number] = a, b
-        return self.end(name)
+        self.made.append(Channel(name))
+        return self.made[-1]
 
 
-def connected(stages: int, layout: SkipLayout) -> tuple[Channels, list[Channel]]:
+def connected(stages: int, layout: SkipLayout) -> tuple[Transport, list[Channel]]:
     """The channels, and a list of all that were made."""
-    making = Making()
-    return Channels(range(stages), stages, layout, making), making.made
+    making = Making(range(stages), stages, layout)
+    return making, making.made
 
 
 @given(layouts(), st.sets(st.integers(0, 4)))
@@ -52,10 +57,8 @@ def test_some_stages_have_the_channels_that_they_need_under_the_same_numbers(
 ):
     stages, layout = case
     here = sorted(chosen & {*range(stages)})
-    whole, part = Making(), Making()
-    Channels(range(stages), stages, layout, whole)
-    channels = Channels(here, stages, layout, part)
-    assert list(channels.arrivals) == list(channels.departures) == here
+    whole, part = Making(range(stages), stages, layout), Making(here, stages, layout)
+    assert list(part.arrivals) == list(part.departures) == here
     assert part.between_stages == {
         number: ends for number, ends in whole.between_stages.items() if not {*ends}.isdisjoint(here)
     }

@@ -1,0 +1,79 @@
+"""The transport of a run: a channel between each two neighbouring stages, to and from the caller, and for each skip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from ..skip import SkipLayout
+from ._copy import StagePlace, carriers
+from ._link import Channel, Link, stall_seconds
+from ._ports import Ports
+
+
+class Transport:
+    """The channels of one run, for the stages of this process.
+
+    Args:
+        places: the places of these stages, by number.
+        count: the number of stages in all processes.
+        layout: the stages between which skips go.
+        link: the class of links.
+        is_cancelled: as for :class:`Link`.
+
+    Attributes:
+        entrance, exit: the channels between the caller and the first stage, and the last stage and the caller.
+        arrivals: the channel into each stage of this process, by its number.
+        departures: the channel out of each.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[int, StagePlace],
+        count: int,
+        layout: SkipLayout,
+        link: type[Link[Any]] = Link,
+        is_cancelled: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._places = places
+        self._channel = partial(Channel, link=link, stall_timeout=stall_seconds(), is_cancelled=is_cancelled)
+        self.entrance = self._channel("at the input")
+        self.exit = self._channel("at the output")
+        self._main = {0: self.entrance, count: self.exit}
+        for j in range(1, count):
+            if not places.keys().isdisjoint((j - 1, j)):
+                self._main[j] = self.between(j - 1, j, j, f"between partitions {j - 1} and {j}")
+        self.arrivals: dict[int, Channel | Ports] = {j: self._main[j] for j in places}
+        self.departures: dict[int, Channel | Ports] = {j: self._main[j + 1] for j in places}
+        self._skips: list[Channel] = []
+        if layout.routes:
+            self._add_skips(layout, count)
+
+    def between(self, a: int, b: int, number: int, name: str) -> Channel:
+        """A new channel from stage ``a`` to stage ``b``. ``number`` is its number among all channels between stages."""
+        source, target = self._places[a], self._places[b]
+        on_cpu = source[0].type == target[0].type == "cpu"  # nothing is copied then
+        return self._channel(name) if on_cpu else self._channel(name, *carriers(source, target))
+
+    def _add_skips(self, layout: SkipLayout, count: int) -> None:
+        """Combine the main channel of each stage that has skips with those of the skips."""
+        popped: dict[int, list[Channel]] = {}
+        stashed: dict[int, list[Channel]] = {}
+        # Every process gives a skip the same number, also if it has neither end of it.
+        for number, (key, source, target) in enumerate(layout.routes, start=count):
+            if source in self._places or target in self._places:
+                name = f"of skip {key[1]!r} between partitions {source} and {target}"
+                self._skips.append(self.between(source, target, number, name))
+                popped.setdefault(target, []).append(self._skips[-1])
+                stashed.setdefault(source, []).append(self._skips[-1])
+        for j in popped.keys() & self.arrivals.keys():
+            self.arrivals[j] = Ports([self._main[j], *popped[j]])
+        for j in stashed.keys() & self.departures.keys():
+            self.departures[j] = Ports([self._main[j + 1], *stashed[j]])
+
+    def cancel(self) -> None:
+        """Cancel all present and future waits."""
+        for channel in chain(self._main.values(), self._skips):
+            channel.cancel()
