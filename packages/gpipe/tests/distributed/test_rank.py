@@ -641,16 +641,6 @@ def _recorded() -> tuple[list[str], dict[int, int]]:
     return sorted(map(str, timeline.events)), timeline.workers
 
 
-@pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"])
-def test_schedules_of_several_stages_a_rank(worlds, schedule: str):
-    worlds(2).run(_expect_schedule, schedule, [0, 1, 1, 0] if schedule in ("zbv", "dualpipev") else [0, 1, 0, 1])
-
-
-def _expect_schedule(schedule: str, ranks: list[int]) -> None:
-    plain = network()
-    _expect_right(Rank(copy.deepcopy(plain), [2, 2, 2, 2], chunks=4, ranks=ranks), plain, schedule)
-
-
 def test_a_rank_is_not_copied(worlds):
     worlds(1).run(_expect_not_copied)
 
@@ -660,6 +650,16 @@ def _expect_not_copied() -> None:
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="connected to other processes"):
             copied(rank)
+
+
+@pytest.mark.parametrize("wrong", ["nccl", "", None, 1])
+def test_ways_that_are_not_there_are_refused(worlds, wrong: object):
+    worlds(1).run(_expect_no_way, wrong)
+
+
+def _expect_no_way(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"transport must be one of 'auto', 'host'; got"):
+        Rank(network(), [8], transport=wrong)
 
 
 class UnspeakableError(ArithmeticError):

@@ -77,30 +77,6 @@ def test_all_communicators_end_when_nothing_comes():
     assert (raised.value.member, raised.value.silent) == (3, True)
 
 
-def test_nobody_looks_when_all_are_done():
-    watched = watch(1e6, [Group()])
-    for _ in range(3):
-        watched.add([Transfer(0), Transfer(1)], 1)
-        thread = watched._thread
-        if thread is not None:
-            thread.join(300)
-        assert watched._thread is None
-    watched.check()
-
-
-def test_an_end_ends_the_watch():
-    groups = [Group()]
-    watched = watch(1e6, groups)
-    watched.add([Transfer(FOR_EVER)], 1)
-    thread = watched._thread
-    watched.end()
-    watched.end()
-    assert groups[0].ended.is_set()
-    assert thread is not None
-    thread.join(300)
-    assert not thread.is_alive()
-
-
 def test_all_communicators_end_when_somebody_has_ended():
     """Also the connections to others, whose devices may wait for this one."""
     groups, present = [Group(), Group()], [Present(FOR_EVER), Present(2)]
