@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gpipe
 
-from ..layers import DOUBLE, Call, assert_same, piped, rows
+from ..layers import DOUBLE, Call, assert_same, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,3 +104,44 @@ def test_flag_that_a_layer_sets_on_its_input_is_not_there_in_the_recomputation(m
         model(rows()).sum().backward()
         assert_same(pipe, model)
     assert not any(flags)
+
+
+class OnParameter(nn.Module):
+    """A layer whose forward registers a hook on its weight; it removes it again if ``tidy``."""
+
+    def __init__(self, register: str, tidy: bool) -> None:
+        super().__init__()
+        self.layer, self.register, self.tidy = linears(1)[0], register, tidy
+
+    def forward(self, x: Tensor) -> Tensor:
+        handle = getattr(self.layer.weight, self.register)(lambda _: None)
+        y: Tensor = self.layer(x)
+        if self.tidy:
+            handle.remove()
+        return y
+
+
+@given(
+    st.sampled_from(["register_hook", "register_post_accumulate_grad_hook"]),
+    st.booleans(),
+    st.sampled_from(["never", "except_last", "always"]),
+    st.sampled_from([None, "1f1b", "zero_bubble"]),
+)
+def test_hooks_that_a_forward_leaves_on_parameters_are_refused(
+    register: str, tidy: bool, mode: str, way: str | None
+) -> None:
+    layers = [*linears(1), OnParameter(register, tidy), *linears(1)]
+    pipe = piped(nn.Sequential(*layers), [1, 2], chunks=3, checkpoint=mode)
+
+    def train() -> None:
+        if way is None:
+            pipe(rows()).sum().backward()
+        else:
+            pipe.step(rows(), loss_fn=lambda output, _: output.sum(), reduction="sum", schedule=way)
+
+    if tidy:
+        train()
+        return
+    with pytest.raises(RuntimeError, match=r"registered a hook on the parameter '1.layer.weight'"):
+        train()
+    assert all(parameter.grad is None for parameter in pipe.parameters())

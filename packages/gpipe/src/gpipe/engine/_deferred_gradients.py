@@ -41,7 +41,7 @@ class DeferredGradients:
         """
         with self._lock:
             for leaf in leaves:
-                if (every or has_hooks(leaf)) and id(leaf) not in self._held:
+                if (every or hooks_of(leaf)) and id(leaf) not in self._held:
                     self._held[id(leaf)] = _Held(leaf)
 
     def give_back(self, scale: Scale = 1.0) -> list[tuple[Tensor, Tensor]]:
@@ -57,9 +57,9 @@ class DeferredGradients:
         return [(leaf, scale_in_place(g, scale)) for leaf, g in grown if g is not None]
 
 
-def has_hooks(leaf: Tensor) -> bool:
-    """Whether hooks are called when a gradient arrives at ``leaf``, or has been accumulated."""
-    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
+def hooks_of(leaf: Tensor) -> int:
+    """The number of hooks that are called when a gradient arrives at ``leaf``, or has been accumulated."""
+    return len(leaf._backward_hooks or ()) + len(getattr(leaf, "_post_accumulate_grad_hooks", None) or ())
 
 
 def summed(grown: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:

@@ -28,7 +28,7 @@ from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, released, ties_
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import may_be_data_parallel, refuse_data_parallel
-from ._deferred_gradients import has_hooks
+from ._deferred_gradients import hooks_of
 from ._failures import Failures
 from ._loss import LossStage
 from ._losses import Losses
@@ -244,7 +244,7 @@ class Pipeline:
 
 def _expect_unwatched(parameters: Sequence[Tensor]) -> None:
     """Raise RuntimeError if hooks wait for the gradients of these ``parameters``, which autograd was to add."""
-    if parameters and (may_be_data_parallel() or any(map(has_hooks, parameters))):
+    if parameters and (may_be_data_parallel() or any(map(hooks_of, parameters))):
         raise RuntimeError(
             "several threads train this pipe, and hooks of its parameters, such as those of DistributedDataParallel, "
             "wait for gradients that the caller's backward adds; train it in one thread, or by step()"

@@ -32,7 +32,7 @@ from ._out_of_memory import is_out_of_memory
 from ._parameters import parameters_of
 from ._recomputation import Recomputation
 from ._stage import Stage
-from ._tensor_hooks import TensorHooks
+from ._tensor_hooks import TensorHooks, expect_no_more_hooks, hook_counts
 
 if TYPE_CHECKING:
     from ._run import Run
@@ -197,6 +197,7 @@ class StageRun:
         """
         stage, before = self.stage, versions(inputs)
         value = as_nonleaf(inputs).value
+        hooked = hook_counts(stage.module) if self._keeps else []
         if self._looks_for_hooks:
             with TensorHooks() as hooks:  # this takes time, and only a split backward needs it
                 outputs = Activation(stage.call(value))
@@ -204,6 +205,8 @@ class StageRun:
             stage.hooks[stage.module.training] = hooks.seen
         else:
             outputs = Activation(stage.call(value))
+        if self._keeps:
+            expect_no_more_hooks(stage.module, hooked)
         after = versions(inputs)
         if after != before:
             expect_unseen(inputs, before, after)
