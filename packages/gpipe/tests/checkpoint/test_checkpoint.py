@@ -552,7 +552,9 @@ class TestInPlace:
         x = rows()
         output = pipe(x)
         x.add_(1)
-        named = "the input of this partition was changed in place" if checkpoint == "always" else "inplace operation"
+        named = (
+            "the input of checkpointed layers was changed in place" if checkpoint == "always" else "inplace operation"
+        )
         with pytest.raises(RuntimeError, match=named):
             output.sum().backward()
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe.engine._accumulate import AccumulatedGradients, added
+from gpipe.engine._accumulate import GradientSums, added
 from gpipe.engine._graph_leaves import below
 
 from ..layers import DOUBLE
@@ -30,7 +30,7 @@ def result(uses: list[int], weights: list[nn.Parameter], x: Tensor) -> Tensor:
 
 def found(uses: Uses, weights: list[nn.Parameter], scale: float = 1.0) -> tuple[dict[int, Tensor], list[Any]]:
     """The sums by parameter, and what flowed to the input of each micro-batch."""
-    gradients, flowed = AccumulatedGradients(), []
+    gradients, flowed = GradientSums(), []
     for each in uses:
         x = torch.ones(4, dtype=DOUBLE, requires_grad=True)
         y = result(each, weights, x)
@@ -85,7 +85,7 @@ def test_a_function_of_ones_own_may_overwrite_its_gradient() -> None:
     weight = nn.Parameter(torch.ones(4, dtype=DOUBLE))
     x = torch.ones(4, dtype=DOUBLE, requires_grad=True)
     y = weight + Overwrites.apply(x)  # both get the same gradient
-    gradients = AccumulatedGradients()
+    gradients = GradientSums()
     (flowed,) = gradients.backward([y], [torch.ones_like(y)], below([y], [x]), [x])
     ((_, own),) = gradients.take()
     assert own.tolist() == [1] * 4

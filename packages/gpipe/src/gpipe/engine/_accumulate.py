@@ -14,7 +14,7 @@ from ._graph_leaves import Below
 from ._scale import Scale, scaled
 
 
-class AccumulatedGradients:
+class GradientSums:
     """The sums of the gradients of some leaves, outside ``.grad``. Used by one thread at a time."""
 
     def __init__(self) -> None:

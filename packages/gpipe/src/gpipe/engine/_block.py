@@ -27,13 +27,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from streams import Context
 
 from .._current import current, setting
-from ..checkpoint._compare import Sample
 from ..checkpoint._random import CellRNG
 from ..skip._layout import skippables
 from ..values._constants import expect_plain
-from ..values._leaves import Activation, as_nonleaf, detach_leaves, tensors_of, versions
+from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
 from ..values._memory import cloned_together
-from ._recomputation import Recomputation
+from ._recomputation import Recomputation, Repeatable
 from ._stage import Stage
 
 Compute = Callable[[Any], Any]
@@ -77,24 +76,18 @@ class Block:
         skips = {key: store[key] for key in self._pops if key in store}
         inputs = Activation((value, *skips.values()))
         expect_plain(inputs.value, self._stage.index)
-        spare = inputs.with_tensors(cloned_together(inputs.tensors)) if self._clones else None
         before = versions(inputs)
+        spare = inputs.with_tensors(cloned_together(inputs.tensors)) if self._clones else None
         rng: Any = current.rng
         forward = _Forward(self, compute, rng.again(self._stage.device), [*skips])
-        output = forward.first(value)
-        changed = versions(inputs) != before
-        self._clones = self._clones and changed
-        if not changed:
-            forward.drop(detach_leaves(inputs))
-        elif spare is not None:
-            forward.drop(spare)
-        # Else its input is gone, and the block keeps what it has saved.
+        output = forward.first(value, detach_leaves(inputs), spare)
+        self._clones = self._clones and versions(inputs) != before
         return output
 
-    def outputs(self, output: Any) -> tuple[Tensor, ...]:
-        """The tensors in ``output``, and in the skips that the block has stashed."""
+    def outputs(self, output: Any) -> Activation:
+        """``output`` and the skips that the block has stashed."""
         store: Any = current.skips
-        return tensors_of((output, *[store.get(key) for key in self._stashes]))
+        return Activation((output, *[store.get(key) for key in self._stashes]))
 
     def expect_current(self) -> None:
         """Raise RuntimeError if a layer of the stage was replaced since the forward."""
@@ -107,55 +100,42 @@ class _Forward:
     def __init__(self, block: Block, compute: Compute, random: CellRNG, skips: Sequence[Any]) -> None:
         self._block = block
         self._compute = compute
-        self._random = random
         self._skips = skips
+        self._repeatable = Repeatable(block.recomputation, random)
         self._thread = get_ident()
         # Weak, so that a tensor is freed as soon as the backward is done with the operation that saved it.
         self._saved: list[ref[_Saved]] = []
-        self._sample: Sample | None = None
 
-    def first(self, value: Any) -> Any:
-        """The output for ``value``. What is saved is kept until :meth:`drop`."""
-        block = self._block
-        self._remembered = block.recomputation.remember()
-        with setting(checkpointing=True, rng=self._random), saved_tensors_hooks(self._save, _Saved.load):
-            output = self._compute(value)
-        self._random.forget()
-        if block.recomputation.settle(self._remembered):
-            self._sample = block.recomputation.sample(block.outputs(output))
+    def first(self, value: Any, inputs: Activation, spare: Activation | None) -> Any:
+        """The output for ``value``. What its operations save is dropped, unless the forward cannot be repeated."""
+
+        def compute() -> Activation:
+            with saved_tensors_hooks(self._save, _Saved.load):
+                return self._block.outputs(self._compute(value))
+
+        output, *_ = self._repeatable.first(compute, inputs, spare).value
+        if self._repeatable.inputs is not None:
+            for saved in filter(None, (reference() for reference in self._saved)):
+                saved.tensor = None
         return output
-
-    def drop(self, inputs: Activation) -> None:
-        """Drop what was saved, if the forward can be repeated from ``inputs``."""
-        if self._sample is not None:
-            self._inputs, self._versions = inputs, versions(inputs)
-            for reference in self._saved:
-                saved = reference()
-                if saved is not None:
-                    saved.tensor = None
 
     def again(self) -> None:
         """Compute the layers again, and put what their operations save in the place of what was dropped."""
-        block, inputs, sample = self._block, self._inputs, self._sample
-        assert sample is not None
-        block.expect_current()
-        if versions(inputs) != self._versions:
-            raise RuntimeError(
-                "the input of checkpointed layers was changed in place after their forward, and their recomputation "
-                "needs it as it was; change a clone instead, or do not checkpoint these layers"
-            )
+        self._block.expect_current()
         found: list[_Saved] = []
 
         def save(tensor: Tensor) -> Tensor:
             found.append(_Saved(self, tensor))
             return tensor  # a layer may have a small backward of its own, within its forward
 
-        with block.recomputation.repeated(self._remembered, self._random, sample):
-            value, *skips = as_nonleaf(inputs).value
+        def compute() -> Activation:
+            assert self._repeatable.inputs is not None
+            value, *skips = as_nonleaf(self._repeatable.inputs).value
             own = dict(zip(self._skips, skips, strict=True))
             with setting(skips=own), saved_tensors_hooks(save, lambda tensor: tensor):
-                outputs = block.outputs(self._compute(value))
-        block.recomputation.expect_same(sample, outputs)
+                return self._block.outputs(self._compute(value))
+
+        self._repeatable.again(compute)
         if len(found) != len(self._saved):
             raise _saved_others()
         for reference, fresh in zip(self._saved, found, strict=True):

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .._current import setting
 from ..checkpoint._random import CellRNG
-from ..checkpoint._state import Snapshot
-from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated, versions
+from ..values._leaves import Activation, clone_leaves, detach_leaves, like_accumulated
 from ..values._nested import laid_out_like
 from ..values._sharing import KEPT, flag_aliases
 from . import _autograd_calls as _engine
-from ._accumulate import AccumulatedGradients
+from ._accumulate import GradientSums
 from ._graph_leaves import Below, below
-from ._recomputation import Recomputation
+from ._recomputation import Recomputation, Repeatable
 from ._split_backward import backward_inputs
 from ._stage import Stage
 
@@ -36,13 +34,14 @@ class Cell:
     """
 
     __slots__ = ("_left", "_outputs", "inputs")
-    _left: list[Callable[[AccumulatedGradients | None], object]]
+    _left: list[Callable[[GradientSums | None], object]]
 
     def forward(self, stage: StageRun, inputs: Activation) -> Activation:
         """Run the layers of ``stage``, and return the detached outputs."""
         self.inputs = inputs
         outputs = stage.compute(inputs)
         self._outputs = outputs.tensors
+        # The graph ends here. The next stage begins one of its own, whose backward gives the gradients of these leaves.
         sent = detach_leaves(outputs)
         # No other value uses the memory of a single tensor, if none of the inputs and of the layers' tensors shares it.
         apart = not inputs.ties and not stage.given and len(sent.tensors) == 1
@@ -55,9 +54,7 @@ class Cell:
         """The leaves below the outputs, to which :meth:`backward` adds gradients."""
         return below(self._outputs, self.inputs.tensors)
 
-    def backward(
-        self, gradients: Sequence[Tensor | None], sums: AccumulatedGradients | None = None
-    ) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor | None], sums: GradientSums | None = None) -> list[Tensor | None]:
         """Accumulate the gradients of the parameters, given those of the outputs.
 
         Args:
@@ -70,13 +67,14 @@ class Cell:
         outputs, seeds = self._flowing(gradients)
         inputs = self.inputs.tensors
         if outputs and sums is not None:
+            # Autograd returns the gradients of all leaves, instead of adding them to .grad, which would call hooks.
             return sums.backward(outputs, seeds, below(outputs, inputs), inputs)
         if outputs:
             _engine.accumulate(outputs, seeds)
         return list(map(_gradient, inputs))
 
     def backward_input(
-        self, stage: Stage, gradients: Sequence[Tensor | None], sums: AccumulatedGradients | None = None
+        self, stage: Stage, gradients: Sequence[Tensor | None], sums: GradientSums | None = None
     ) -> list[Tensor | None]:
         """The first part of a split backward: the gradients of the inputs. :meth:`backward_weight` does the rest.
 
@@ -86,6 +84,7 @@ class Cell:
         leaves = [leaf for leaf in inputs if leaf.requires_grad]
         outputs, seeds = self._flowing(gradients)
         if not leaves or not outputs:
+            # No stage waits for a gradient, so that the whole backward may wait for the second part.
             self._left = [partial(self.backward, gradients)]
             return [None] * len(inputs)
         parts = backward_inputs(outputs, seeds, leaves) if stage.may_split else None
@@ -93,11 +92,12 @@ class Cell:
             stage.run_whole()
             self._left = []
             return self.backward(gradients, sums)
+        # Strides as autograd would give them in .grad: kernels of the stage before may round by them.
         found, weights = map(like_accumulated, parts[0], leaves), parts[1]
         self._left = [each.backward for each in weights]
         return [next(found) if leaf.requires_grad else None for leaf in inputs]
 
-    def backward_weight(self, sums: AccumulatedGradients | None = None) -> None:
+    def backward_weight(self, sums: GradientSums | None = None) -> None:
         """The second part of a split backward: accumulate the gradients of the parameters."""
         left, self._left = self._left[::-1], []  # may hold methods of this cell: a reference cycle
         while left:  # frees each, with its gradients, when it is done
@@ -122,61 +122,37 @@ class CheckpointedCell(Cell):
     If it turns out that the forward cannot be repeated, the cell keeps its graph, as any other does.
     """
 
-    __slots__ = ("_computed", "_random", "_recomputation", "_remembered", "_sample", "_versions")
+    __slots__ = ("_computed", "_repeatable")
     _computed: Activation
-    _remembered: Snapshot | None
 
     def __init__(self, random: CellRNG, recomputation: Recomputation) -> None:
-        self._random = random
-        self._recomputation = recomputation
-        self._remembered = None
+        self._repeatable = Repeatable(recomputation, random)
 
     def forward(self, stage: StageRun, inputs: Activation) -> Activation:
-        self.inputs = inputs
         spare = clone_leaves(inputs) if stage.may_change_input else None
-        before = versions(inputs)
-        remembered = self._recomputation.remember()
         # New leaves, because layers may put hooks and flags on their inputs, and will do so again.
         own = detach_leaves(inputs)
-        with setting(checkpointing=True):
-            outputs = stage.compute(own)
-        self._random.forget()
-        gone = spare is None and versions(inputs) != before
-        if not self._recomputation.settle(remembered) or gone:
+        outputs = self._repeatable.first(partial(stage.compute, own), inputs, spare)
+        if self._repeatable.inputs is None:
             self.inputs, self._computed, self._outputs = own, outputs, outputs.tensors
             return flag_aliases(detach_leaves(outputs), inputs, stage.given)
-        if versions(inputs) != before:
-            assert spare is not None
-            self.inputs = spare
-        self._remembered = remembered
-        self._versions = versions(self.inputs)
-        self._sample = self._recomputation.sample(outputs.tensors)
+        self.inputs = self._repeatable.inputs
+        # A later stage that works in place must not change what the recomputation needs.
         kept = [(tensor, KEPT) for tensor in self.inputs.tensors]
         return flag_aliases(detach_leaves(outputs), inputs, [*kept, *stage.given])
 
     def recompute(self, stage: StageRun) -> None:
         """Run the layers again as in the forward, to build their graph."""
-        if self._remembered is None:
-            return
-        self._expect_inputs()
-        with self._recomputation.repeated(self._remembered, self._random, self._sample):
-            self._computed = stage.compute(self.inputs)
-        self._outputs = self._computed.tensors
-        self._recomputation.expect_same(self._sample, self._outputs)
-
-    def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        outputs, seeds = super()._flowing(gradients)
-        if self._remembered is not None and self._sample.nested:
-            seeds = tuple(map(laid_out_like, seeds, outputs))
-        return outputs, seeds
+        if self._repeatable.inputs is not None:
+            self._computed = self._repeatable.again(partial(stage.compute, self.inputs))
+            self._outputs = self._computed.tensors
 
     def recomputed(self, stage: StageRun) -> Activation:
         """The detached outputs, after the recomputation."""
         return flag_aliases(detach_leaves(self._computed), self.inputs, stage.given)
 
-    def _expect_inputs(self) -> None:
-        if versions(self.inputs) != self._versions:
-            raise RuntimeError(
-                "the input of this partition was changed in place after its forward, and its recomputation needs it as "
-                "it was; change a clone instead, or use checkpoint='never'"
-            )
+    def _flowing(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        outputs, seeds = super()._flowing(gradients)
+        if self._repeatable.nested:  # a gradient is laid out like the output of the forward, not of its recomputation
+            seeds = tuple(map(laid_out_like, seeds, outputs))
+        return outputs, seeds

@@ -53,8 +53,8 @@ class DeferredGradients:
         if not self._held:
             return []
         held, self._held = self._held, {}
-        grown = [(each.leaf, each.give_back()) for each in held.values()]
-        return [(leaf, scale_in_place(g, scale)) for leaf, g in grown if g is not None]
+        gradients = [(each.leaf, each.give_back()) for each in held.values()]
+        return [(leaf, scale_in_place(g, scale)) for leaf, g in gradients if g is not None]
 
 
 def hooks_of(leaf: Tensor) -> int:
@@ -62,10 +62,10 @@ def hooks_of(leaf: Tensor) -> int:
     return len(leaf._backward_hooks or ()) + len(getattr(leaf, "_post_accumulate_grad_hooks", None) or ())
 
 
-def summed(grown: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+def summed(gradients: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     """The leaves, each once, and the sums of their gradients."""
     sums: dict[Tensor, Tensor] = {}
-    for leaf, gradient in grown:
+    for leaf, gradient in gradients:
         sums[leaf] = added(sums[leaf], gradient) if leaf in sums else gradient
     return list(sums), list(sums.values())
 

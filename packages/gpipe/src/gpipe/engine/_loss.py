@@ -39,13 +39,13 @@ class LossStage(Losses):
             self._hold_hidden(graph.leaves)
         elif graph.leaves:
             self._hold(graph.leaves)
-            return self.grown.backward((loss,), (seed,), graph, leaves)
+            return self.sums.backward((loss,), (seed,), graph, leaves)
         _engine.accumulate((loss,), (seed,))
         return [leaf.grad for leaf in leaves]
 
     def _hold(self, leaves: Iterable[Tensor], *, every: bool = False) -> None:
         self._filled.update({leaf: leaf.grad is not None for leaf in leaves if leaf not in self._filled})
-        self.held.hold(leaves, every=every)
+        self.deferred.hold(leaves, every=every)
 
     def _hold_hidden(self, leaves: Sequence[Tensor]) -> None:
         """Before the backward of a loss with a reentrant checkpoint, which adds to ``.grad`` by itself: hold its

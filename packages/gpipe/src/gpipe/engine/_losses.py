@@ -16,7 +16,7 @@ from ..checkpoint._random import CellRNG, RunRNG
 from ..values._aliases import unpacked
 from ..values._leaves import Activation, as_nonleaf
 from ..values._sharing import guarded, released
-from ._accumulate import AccumulatedGradients
+from ._accumulate import GradientSums
 from ._deferred_gradients import DeferredGradients
 from ._loss_value import LossFunction, LossValue, loss_value
 from ._metrics import Metrics
@@ -36,8 +36,8 @@ class Losses:
         keep_outputs: whether to keep the outputs.
 
     Attributes:
-        held: leaves of the loss and of all stages whose ``.grad`` and hooks are removed during the run.
-        grown: gradients of leaves of the loss that have not been added to ``.grad`` yet.
+        deferred: leaves of the loss and of all stages whose ``.grad`` and hooks are removed during the run.
+        sums: gradients of leaves of the loss that have not been added to ``.grad`` yet.
         outputs: the detached outputs of the last stage, by micro-batch, if they are kept.
     """
 
@@ -59,8 +59,8 @@ class Losses:
         self._counts: dict[int, Any] = {}
         self._metrics: Metrics | None = None
         self._rows = rows
-        self.held = DeferredGradients()
-        self.grown = AccumulatedGradients()
+        self.deferred = DeferredGradients()
+        self.sums = GradientSums()
         self.outputs: dict[int, Activation] = {}
 
     def begin(self, rng: RunRNG, number: int) -> None:

@@ -7,7 +7,7 @@ flags, hooks, autocast. What cannot be restored is compared, and raises an error
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,6 +22,7 @@ from ..checkpoint._compare import Extent, Sample, checks_all
 from ..checkpoint._hook_snapshot import HookSnapshot
 from ..checkpoint._random import CellRNG
 from ..checkpoint._state import Snapshot, State, StateFacts, StateGuard, Training
+from ..values._leaves import Activation, versions
 
 
 @dataclass
@@ -140,3 +141,61 @@ class Recomputation:
         if self._grounds is not None and not self._looked:
             self._state.expect_same(self._grounds)
             self._looked = True  # what replaces tensors without a trace is the caller, between forward and backward
+
+
+class Repeatable:
+    """A forward that is computed again before its backward, unless it turns out that it cannot be repeated.
+
+    Args:
+        shared: what it shares with other forwards of the same layers.
+        random: its random numbers.
+
+    Attributes:
+        inputs: the inputs as they were before the forward; None if it cannot be repeated, and its graph has to be kept.
+        nested: whether there are nested tensors among the outputs.
+    """
+
+    __slots__ = ("_random", "_remembered", "_sample", "_shared", "_versions", "inputs", "nested")
+    _remembered: Snapshot
+    _sample: Sample
+    _versions: list[int]
+
+    def __init__(self, shared: Recomputation, random: CellRNG) -> None:
+        self._shared = shared
+        self._random = random
+        self.inputs: Activation | None = None
+        self.nested = False
+
+    def first(self, compute: Callable[[], Activation], inputs: Activation, spare: Activation | None) -> Activation:
+        """The outputs of the layers.
+
+        Args:
+            compute: calls the layers with ``inputs``.
+            inputs: their inputs.
+            spare: a copy of the inputs, in case the layers change them in place.
+        """
+        before = versions(inputs)
+        self._remembered = self._shared.remember()
+        with setting(checkpointing=True, rng=self._random):
+            outputs = compute()
+        self._random.forget()
+        source = inputs if versions(inputs) == before else spare
+        # Also if there is no source: what this forward has changed counts for the next ones.
+        if self._shared.settle(self._remembered) and source is not None:
+            self.inputs, self._versions = source, versions(source)
+            self._sample = self._shared.sample(outputs.tensors)
+            self.nested = self._sample.nested
+        return outputs
+
+    def again(self, compute: Callable[[], Activation]) -> Activation:
+        """The outputs of ``compute``, which calls the layers as in the forward, with ``inputs``."""
+        assert self.inputs is not None
+        if versions(self.inputs) != self._versions:
+            raise RuntimeError(
+                "the input of checkpointed layers was changed in place after their forward, and their recomputation "
+                "needs it as it was; change a clone instead, or use checkpoint='never'"
+            )
+        with self._shared.repeated(self._remembered, self._random, self._sample):
+            outputs = compute()
+        self._shared.expect_same(self._sample, outputs.tensors)
+        return outputs

@@ -91,8 +91,8 @@ class Run:
             loss.begin(self.rng, stages[-1].numbers.stop)
         self.parameters = [p for stage in stages for p in parameters_of(stage.module)] if self.keeps else []
         self.kept_nodes: list[Tensor] = kept(self.parameters)
-        self.deferred = DeferredGradients() if loss is None else loss.held
-        self.sums = [] if loss is None else [loss.grown]
+        self.deferred = DeferredGradients() if loss is None else loss.deferred
+        self.sums = [] if loss is None else [loss.sums]
         observer = settings().observer or observer
         self.observer = None if observer is None else observer.begin(pipeline.lines)
         self._streams = self._current_streams() if self._on_accelerator else [CPUStream] * len(stages)

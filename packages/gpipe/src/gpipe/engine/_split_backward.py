@@ -18,7 +18,7 @@ from profiler.split import BackwardGraph, Branch
 
 from ..values._leaves import is_custom, like_accumulated, own_memory
 from . import _autograd_calls as _engine
-from ._accumulate import AccumulatedGradients
+from ._accumulate import GradientSums
 
 Gradients = list[Tensor | None]
 
@@ -31,15 +31,15 @@ class Weights(NamedTuple):
     hooked: bool
     """Whether the gradients have passed the hooks of the tensor that they belong to."""
 
-    def backward(self, grown: AccumulatedGradients | None = None) -> None:
-        """Accumulate the gradients of the parameters in ``.grad``, or in ``grown``."""
+    def backward(self, sums: GradientSums | None = None) -> None:
+        """Accumulate the gradients of the parameters in ``.grad``, or in ``sums``."""
         pairs = zip(self.branch.edges, self.gradients, strict=True)
         flowing = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
         if not flowing:
             return
         edges, gradients = zip(*flowing, strict=True)
         with _replaced(flowing) if self.hooked else nullcontext():
-            accumulate = _engine.accumulate_in if grown is None else grown.accumulate
+            accumulate = _engine.accumulate_in if sums is None else sums.accumulate
             accumulate(edges, gradients, self.branch.parameters)
 
 

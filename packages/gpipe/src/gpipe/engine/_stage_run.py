@@ -23,7 +23,7 @@ from ..transport._ports import Ports
 from ..values._describe import shapes
 from ..values._leaves import Activation, as_nonleaf, versions
 from ..values._sharing import expect_unseen, given_state, owned
-from ._accumulate import AccumulatedGradients
+from ._accumulate import GradientSums
 from ._block import Block
 from ._cell import Cell, CheckpointedCell
 from ._graph_leaves import Below
@@ -251,12 +251,12 @@ class StageRun:
             add_note(error, _NEEDS_LESS)
         return error
 
-    def _sums_outside(self, run: Run) -> AccumulatedGradients | None:
+    def _sums_outside(self, run: Run) -> GradientSums | None:
         """Collects the gradients of the stage outside ``.grad``; None if they are added to ``.grad`` at once."""
         own = {*map(id, parameters_of(self.stage.module))} if run.kept_nodes else ()
         if not own or own.isdisjoint(map(id, run.kept_nodes)):
             return None
-        run.sums.append(AccumulatedGradients())
+        run.sums.append(GradientSums())
         return run.sums[-1]
 
     def _defer(self, i: int) -> None:
