@@ -109,6 +109,17 @@ class Calls:
     between: list[str] = field(default_factory=list)
     needs: dict[int, set[Source]] = field(default_factory=dict)
 
+    def add(self, other: Calls) -> None:
+        """Add what another run needs besides."""
+        for key, segments in other.tensors.items():
+            self.tensors.setdefault(key, set()).update(segments)
+        for segment, sources in other.needs.items():
+            self.needs.setdefault(segment, set()).update(sources)
+        for module, calls in other.modules.items():
+            self.modules.setdefault(module, calls)
+        for call, again in zip(self.blocks, other.blocks, strict=False):
+            call.written |= again.written
+
 
 def watch(model: nn.Module, inputs: Inputs, trunks: Sequence[Sequence[str]]) -> Calls:
     """Run ``model`` once, without gradients, and record what it calls."""

@@ -14,7 +14,7 @@ from microbatch import unwrap
 
 from ..skip import Namespace
 from ._cache import without_cache
-from ._calls import Calls, watch
+from ._calls import Calls
 from ._ending import ending_of
 from ._inputs import Inputs
 from ._names import Flattened
@@ -24,6 +24,7 @@ from ._segment import Block, Gift, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
 from ._skeleton import Twin, named_units, skeleton, twin_of
 from ._standins import BlockStandIn, ModuleStandIn, Observe, Reel
+from ._training import expect_alike_in_training, in_mode, watched
 from ._trunk import Trunk, find_trunks
 from ._verify import add_ending, expect_equal
 
@@ -92,9 +93,9 @@ def _flattened(
     Args:
         whole: whether the pipe may return the whole output.
     """
-    with _evaluating(model), shapes_only(model):
+    with in_mode(False, model), shapes_only(model):
         trunks = find_trunks(model, inputs, blocks)
-        calls = watch(model, inputs, trunks)
+        calls = watched(model, inputs, trunks)
         if calls.between:
             raise ValueError(
                 f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
@@ -102,7 +103,7 @@ def _flattened(
             )
     twins: list[Twin] = []
     layers = _built(model, inputs, trunks, calls, pick, twins)  # its copies of modules have the modes of the model
-    with _evaluating(model, layers):
+    with in_mode(False, model, layers):
         with shapes_only(model) as shapes:
             expect_equal(model, layers, inputs, pick, shapes)
             own = [model.get_submodule(name) for trunk in trunks for name in trunk]
@@ -111,6 +112,8 @@ def _flattened(
             has_loss = computes_loss(layers, inputs)
         if has_loss:
             add_own_loss(model, layers, inputs, returned)
+    if has_data(model):
+        expect_alike_in_training(type(model).__name__, layers, inputs, twins)
     return layers.of(model, twins)
 
 
@@ -229,28 +232,19 @@ def _observed(unit: nn.Module, reel: Reel, name: str) -> nn.Module:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """A context in which runs of ``model`` leave no trace: its buffers and random numbers stay as they are."""
+    """A context in which runs of ``model`` leave no trace: buffers, attributes and random numbers stay as they are."""
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    own = [(entries, dict(entries)) for module in model.modules() for entries in (vars(module), module._buffers)]
     try:
         with fork_rng(devices=[]):
             yield
     finally:
+        for entries, then in own:
+            entries.clear()
+            entries.update(then)
         for buffer, version, before in buffers:
             if buffer._version != version:
                 buffer.data.copy_(before)
-
-
-@contextmanager
-def _evaluating(*models: nn.Module) -> Iterator[None]:
-    """A context in which ``models`` are in evaluation mode, in which two runs give the same results."""
-    training = {module: module.training for model in models for module in model.modules()}
-    try:
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
 
 
 def _picker(pick: str | Pick | None) -> Pick:

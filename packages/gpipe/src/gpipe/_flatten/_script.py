@@ -47,6 +47,9 @@ Recipe = tuple[BlockRecipe, ...]
 """How to call the blocks of a trunk."""
 
 
+_MOST = 64
+
+
 class Script:
     """What is the same for all micro-batches, shared by all layers of a flattened model.
 
@@ -65,6 +68,7 @@ class Script:
             if known is None:
                 known = Note(entry)
                 self._notes.append(known)
+                del self._notes[:-_MOST]  # a run that needs one has it; an argument may have a new value each time
             return known
 
     def __deepcopy__(self, memo: object) -> Script:

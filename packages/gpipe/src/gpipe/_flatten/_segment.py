@@ -54,6 +54,7 @@ class Segment(Part):
         pick: what the last segment makes of what the model returns; None in others.
 
     Attributes:
+        reel: as given.
         ending: how the whole output is made where this is the last segment of a model that computes a loss.
         own_loss: how the losses of micro-batches are combined in such a segment.
     """
@@ -78,7 +79,7 @@ class Segment(Part):
         pick: Pick | None,
     ) -> None:
         super().__init__(net, "")
-        self._reel = reel
+        self.reel = reel
         self._script = script
         self._names = list(names)
         self._first = first
@@ -159,7 +160,7 @@ class Segment(Part):
         return Tape(near.device, carried.get("shapes", {}), self._first, self._names, done, given)
 
     def _run(self, tape: Tape, inputs: Inputs) -> Any:
-        self._reel.tape = tape
+        self.reel.tape = tape
         try:
             found = inputs.call(self.net)
             tape.expect_all()
@@ -167,7 +168,7 @@ class Segment(Part):
         except Stop:
             return None
         finally:
-            self._reel.tape = None
+            self.reel.tape = None
 
     def _expect_few(self, tensors: list[Tensor]) -> list[Tensor | None]:
         if len(tensors) > len(self._goes):

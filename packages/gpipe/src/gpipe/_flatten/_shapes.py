@@ -57,10 +57,14 @@ class Shapes(DispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {**kwargs, "device": _device(kwargs["device"], on_meta)}
         result = func(*args, **kwargs)
         if any(map(self.is_unknown, tensors)) and not _looks_at_shapes(func):
-            for tensor in _tensors(result):
-                storage = tensor.untyped_storage()
-                self._unknown[storage._cdata] = storage
+            self.note(result)
         return result
+
+    def note(self, value: Any) -> None:
+        """From here on the tensors in ``value`` are unknown, and what is computed from them."""
+        for tensor in _tensors(value):
+            storage = tensor.untyped_storage()
+            self._unknown[storage._cdata] = storage
 
 
 def _tensors(value: Any) -> list[Tensor]:

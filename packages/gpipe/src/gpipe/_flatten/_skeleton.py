@@ -97,8 +97,8 @@ class Twin:
 
     def __init__(self, module: nn.Module, source: nn.Module, path: str) -> None:
         self.module = module
+        self.path = path
         self._source = source
-        self._path = path
         self._children = dict(source._modules)
         self._then = self._tensors()
         self._hooks = dict(source._forward_hooks)
@@ -117,7 +117,7 @@ class Twin:
         if children != self._children:
             names = [name for name in {**self._children, **children} if children.get(name) != self._children.get(name)]
             raise RuntimeError(
-                f"{', '.join(repr(self._path + name) for name in names)} of the model was replaced after it was "
+                f"{', '.join(repr(self.path + name) for name in names)} of the model was replaced after it was "
                 "flattened, and the layers would compute with the module before; make a new pipe of the model"
             )
         own = vars(self.module)

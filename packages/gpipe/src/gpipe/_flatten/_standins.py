@@ -18,6 +18,10 @@ class Stop(BaseException):
     """The blocks of a segment are all called. No ``except Exception`` of a model shall hold it up."""
 
 
+class ContextError(ValueError):
+    """A block is called in another context than the forward."""
+
+
 class Tape:
     """One forward of a segment.
 
@@ -33,6 +37,7 @@ class Tape:
         returned: the leaves of what modules returned that belong here, by name and call.
         arguments: the leaves and the tree of what each block is called with.
         fakes: for what stands for an output of one of these blocks, its number and place.
+        begun: whether the forward has come to what belongs here, after the blocks of earlier segments.
     """
 
     def __init__(
@@ -49,6 +54,8 @@ class Tape:
         self.arguments: list[tuple[list[Any], Tree]] = []
         self.fakes: dict[int, tuple[int, int]] = {}
         self.returned: dict[tuple[str, int], list[Any]] = {}
+        self.begun = not first
+        self._context = self._present()
         self._given = {source[:3]: tensor for source, tensor in given.items() if tensor is not None}
         self._first = first
         self._names = names
@@ -60,10 +67,12 @@ class Tape:
         """Record a call of block number ``j``, and return placeholders for its result."""
         assert call.result is not None
         if j == self._first - 1:
+            self.begun = True
             return call.result.value(self._done)
         leaves, tree = flattened((args, kwargs))
         if j >= self._first:
             self._expect_turn(j)
+            self._expect_context(name)
             self.arguments.append((leaves, tree))
             if len(self.arguments) == len(self._names):
                 raise Stop
@@ -87,6 +96,23 @@ class Tape:
                 f"block {self._names[turn - self._first]!r} is left out in this forward, or called out of turn; a "
                 "flattened model calls each block once (is there a layerdrop? Set it to 0)"
             )
+
+    def _present(self) -> dict[str, Any]:
+        kind = self.device.type if self.device.type != "meta" else "cpu"
+        return {
+            "torch.no_grad()": torch.is_grad_enabled(),
+            "torch.autocast()": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        }
+
+    def _expect_context(self, name: str) -> None:
+        """Raise ContextError if the block is called in a context of the forward's own, which it would not run in."""
+        now = self._present()
+        for what, then in self._context.items():
+            if now[what] != then:
+                raise ContextError(
+                    f"block {name!r} is called under {what} of the forward's own, and a pipe calls it by itself; "
+                    "freeze what is not trained by requires_grad_(False), and put autocast around the pipe"
+                )
 
     def count(self, name: str) -> int:
         """A module is called; how often it had been."""

@@ -1,0 +1,132 @@
+"""Run a model's layers once in training mode, and refuse what they would do otherwise than the model, silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from ._calls import Calls, watch
+from ._inputs import Inputs
+from ._segment import Segment
+from ._shapes import Shapes
+from ._skeleton import Twin, is_placeholder
+from ._standins import ContextError, Reel
+from ._trunk import Trunk
+
+
+@contextmanager
+def in_mode(training: bool, *models: nn.Module) -> Iterator[None]:
+    """A context in which ``models`` are in training or evaluation mode, as a whole."""
+    before = {module: module.training for model in models for module in model.modules()}
+    try:
+        for model in models:
+            model.train(training)
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def watched(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk]) -> Calls:
+    """What ``model``, in evaluation mode, does in a run, and what it needs in training besides."""
+    calls = watch(model, inputs, trunks)
+    try:
+        with in_mode(True, model):
+            calls.add(watch(model, inputs, trunks))
+    except Exception:  # such as a batch norm of one row: what it needs in training is seen when it trains
+        return calls
+    return calls
+
+
+def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs, twins: Iterable[Twin]) -> None:
+    """Raise ValueError, naming it, for state or random numbers of which the layers would have several.
+
+    Each segment runs the model's forward from its beginning, with placeholders for what belongs to other segments.
+
+    Args:
+        name: of the model's class.
+    """
+    segments = [layer for layer in layers if isinstance(layer, Segment)]
+    state, shared = [_State(twin) for twin in twins], _shared_buffers(segments)
+    value: Any = inputs
+    with in_mode(True, layers), _Draws([segment.reel for segment in segments]) as draws:
+        try:
+            for k, layer in enumerate(layers):
+                with torch.set_grad_enabled(isinstance(layer, Segment)):
+                    value = layer(value) if k else layer(*inputs.args, **inputs.kwargs)
+        except ContextError:
+            raise
+        except Exception:  # as above
+            return
+    changed = next((each for each, buffer, version in shared if buffer._version != version), None)
+    if changed:
+        raise ValueError(
+            f"{name} cannot be divided: {changed!r}, a buffer, changes in training, and is used by several parts of "
+            "the forward, before and after the blocks; let one module have it, and the others take what that returns"
+        )
+    problem = next((found for each in state for found in each.problems()), None)
+    if problem:
+        raise ValueError(
+            f"{name} cannot be divided: its forward sets {problem!r} anew, of which each part of it would have one of "
+            "its own; keep it in a buffer, and change that in place"
+        )
+    if any(isinstance(leaf, Tensor) and draws.is_unknown(leaf) for leaf in _pytree.tree_leaves(value)):
+        raise ValueError(
+            f"{name} cannot be divided: its forward draws random numbers before blocks and uses them after these, "
+            "where they would be drawn again; pass them as arguments, or let a module draw and return them"
+        )
+
+
+def _shared_buffers(segments: Sequence[Segment]) -> list[tuple[str, Tensor, int]]:
+    """The buffers that several segments have, with their names and versions."""
+    found: dict[Tensor, list[str]] = {}
+    for segment in segments:
+        for name, buffer in segment.net.named_buffers():
+            if not is_placeholder(buffer) and not buffer.is_inference():
+                found.setdefault(buffer, []).append(name)
+    return [(names[0], buffer, buffer._version) for buffer, names in found.items() if len(names) > 1]
+
+
+class _State:
+    """The numbers and buffers of a copy of a module of the model before a run."""
+
+    def __init__(self, twin: Twin) -> None:
+        self._twin = twin
+        self._then = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        module = self._twin.module
+        numbers = {n: value for n, value in vars(module).items() if isinstance(value, Number) and n != "training"}
+        return numbers | {n: id(buffer) for n, buffer in module._buffers.items() if buffer is not None}
+
+    def problems(self) -> list[str]:
+        """The names of those that are others now."""
+        now = self._now()
+        return [f"{self._twin.path}{name}" for name, value in self._then.items() if now.get(name, value) != value]
+
+
+class _Draws(Shapes):  # type: ignore[no-untyped-call]
+    """Follows random numbers that a segment draws before its own part of the forward begins."""
+
+    def __init__(self, reels: Sequence[Reel]) -> None:
+        super().__init__()
+        self._reels = reels
+
+    def is_unknown(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._unknown
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and any(map(_is_early, self._reels)):
+            self.note(result)
+        return result
+
+
+def _is_early(reel: Reel) -> bool:
+    return reel.tape is not None and not reel.tape.begun

@@ -1,0 +1,265 @@
+"""What a forward does in training, or beside computing, is as in the model, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe import GPipe, flatten
+
+from .test_flatten import assert_equal, gradients
+
+WIDTH, ROWS = 4, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.linear(x).tanh() * scale
+
+
+class Told(nn.Module):
+    """Its forward is given; it has a little of everything."""
+
+    def __init__(self, told: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.extra = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.head = nn.Linear(WIDTH, 3)
+        self.calls = 0
+        self.told = told
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.told(self, x, scale)
+
+    def through(self, hidden: Tensor, scale: float = 1.0) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden, scale)
+        return hidden
+
+
+def plain(model: Told, x: Tensor, scale: float) -> Tensor:
+    return model.head(model.through(model.embed(x), scale))
+
+
+def parameter_at_the_start(model: Told, x: Tensor, scale: float) -> Tensor:
+    hidden = model.embed(x)
+    return model.head(model.through(hidden + model.extra if model.training else hidden))
+
+
+def parameter_at_the_end(model: Told, x: Tensor, scale: float) -> Tensor:
+    hidden = model.through(model.embed(x))
+    return model.head(hidden * model.extra if model.training else hidden)
+
+
+def parameter_at_both_ends(model: Told, x: Tensor, scale: float) -> Tensor:
+    hidden = model.embed(x)
+    hidden = model.through(hidden + model.extra if model.training else hidden)
+    return model.head(hidden * model.extra)
+
+
+def output_used_again(model: Told, x: Tensor, scale: float) -> Tensor:
+    first = model.embed(x)
+    hidden = model.through(first)
+    return model.head(hidden + first if model.training else hidden)
+
+
+def codes(model: Told, x: Tensor, scale: float) -> Tensor:
+    first = model.embed(x)
+    found = model.head(model.through(first))
+    return found.gather(1, (first.argmax(1) % 3)[:, None])
+
+
+def codes_in_training(model: Told, x: Tensor, scale: float) -> Tensor:
+    first = model.embed(x)
+    found = model.head(model.through(first))
+    return found.gather(1, (first.argmax(1) % 3)[:, None]) if model.training else found[:, :1]
+
+
+def buffer_at_the_start(model: Told, x: Tensor, scale: float) -> Tensor:
+    hidden = model.embed(x)
+    if model.training:
+        model.mean.add_(hidden.detach().mean(0))
+        model.count += 1
+    return model.head(model.through(hidden))
+
+
+def buffer_at_the_end(model: Told, x: Tensor, scale: float) -> Tensor:
+    hidden = model.through(model.embed(x))
+    if model.training:
+        model.mean.add_(hidden.detach().mean(0))
+    return model.head(hidden - model.mean)
+
+
+def noise_in_a_module(model: Told, x: Tensor, scale: float) -> Tensor:
+    return model.head(model.through(nn.functional.dropout(model.embed(x), 0.0, model.training)))
+
+
+EQUAL = [
+    plain,
+    parameter_at_the_start,
+    parameter_at_the_end,
+    parameter_at_both_ends,
+    output_used_again,
+    codes,
+    codes_in_training,
+    buffer_at_the_start,
+    buffer_at_the_end,
+    noise_in_a_module,
+]
+
+
+def made(told: Callable[..., Tensor], seed: int = 0) -> Told:
+    torch.manual_seed(seed)
+    return Told(told).double()
+
+
+def batch(rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, 2, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
+
+
+def piped(model: nn.Module, checkpoint: str = "never") -> GPipe:
+    return GPipe(flatten(model, batch(3)), [2, 3], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+
+
+def by_micro_batch(model: nn.Module) -> None:
+    for part in batch().chunk(2):
+        model(part).square().mean().div(2).backward()
+
+
+@pytest.mark.parametrize("told", EQUAL, ids=lambda told: told.__name__)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_happens_in_training_only_is_as_in_the_model(told: Callable[..., Tensor], checkpoint: str):
+    model = made(told)
+    expected = copy.deepcopy(model)
+    by_micro_batch(expected)
+    with closing(piped(model, checkpoint)) as pipe:
+        pipe.step(batch(), loss_fn=lambda output: output.square().mean())
+    assert_equal(gradients(model), gradients(expected))
+    assert_equal(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+def without_gradients(model: Told, x: Tensor, scale: float) -> Tensor:
+    hidden = model.embed(x)
+    with torch.no_grad():
+        hidden = model.through(hidden)
+    return model.head(hidden)
+
+
+def in_another_precision(model: Told, x: Tensor, scale: float) -> Tensor:
+    hidden = model.embed(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.through(hidden)
+    return model.head(hidden.to(x.dtype))
+
+
+def in_another_precision_in_training(model: Told, x: Tensor, scale: float) -> Tensor:
+    hidden = model.embed(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=model.training):
+        hidden = model.through(hidden)
+    return model.head(hidden.to(x.dtype))
+
+
+def noise(model: Told, x: Tensor, scale: float) -> Tensor:
+    drawn = torch.randn_like(x) if model.training else torch.zeros_like(x)
+    return model.head(model.through(model.embed(x + drawn))) - drawn.sum(1, keepdim=True)
+
+
+def steps_of_a_diffusion(model: Told, x: Tensor, scale: float) -> Tensor:
+    drawn = torch.randint(3, x.shape[:1]) if model.training else torch.zeros(len(x), dtype=torch.int64)
+    return model.head(model.through(model.embed(x * drawn[:, None]))).gather(1, drawn[:, None])
+
+
+def buffer_at_both_ends(model: Told, x: Tensor, scale: float) -> Tensor:
+    hidden = model.embed(x)
+    if model.training:
+        model.mean.add_(hidden.detach().mean(0))
+    return model.head(model.through(hidden) - model.mean)
+
+
+def norm_at_both_ends(model: Told, x: Tensor, scale: float) -> Tensor:
+    return model.head(model.norm(model.through(model.norm(model.embed(x)))))
+
+
+def counter(model: Told, x: Tensor, scale: float) -> Tensor:
+    if model.training:
+        model.calls += 1
+    return model.head(model.through(model.embed(x))) * (1 + model.calls)
+
+
+def replaced(model: Told, x: Tensor, scale: float) -> Tensor:
+    model.count = model.count + 1
+    return model.head(model.through(model.embed(x)))
+
+
+REFUSED = {
+    without_gradients: r"'blocks\.0' is called under torch\.no_grad\(\).*requires_grad_\(False\)",
+    in_another_precision: r"autocast",
+    in_another_precision_in_training: r"'blocks\.0' is called under .*autocast.*around the pipe",
+    noise: r"random numbers.*drawn again.*pass them",
+    steps_of_a_diffusion: r"random numbers.*drawn again.*pass them",
+    buffer_at_both_ends: r"'mean'.*changes.*parts",
+    norm_at_both_ends: r"'norm\.\w+'.*changes.*parts",
+    counter: r"'calls'.*buffer",
+    replaced: r"'count'.*in place",
+}
+
+
+@pytest.mark.parametrize("told", list(REFUSED), ids=lambda told: told.__name__)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_would_differ_silently_is_refused_by_name(told: Callable[..., Tensor], checkpoint: str):
+    with pytest.raises((ValueError, RuntimeError), match=REFUSED[told]):
+        piped(made(told), checkpoint).step(batch(), loss_fn=lambda output: output.square().mean())
+
+
+def changes(model: Told, x: Tensor, scale: float) -> Tensor:
+    """In evaluation too."""
+    model.norm.num_batches_tracked = model.norm.num_batches_tracked + 1
+    model.blocks[0].seen = getattr(model.blocks[0], "seen", 0) + 1
+    model.history = [*getattr(model, "history", []), 1]
+    return plain(model, x, scale)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    def state() -> list[Any]:
+        return [
+            {name: value for name, value in vars(module).items() if not name.startswith("_")}
+            | {name: tensor.clone() for name, tensor in module.named_buffers()}
+            for module in model.modules()
+        ]
+
+    before, random = state(), torch.get_rng_state()
+    yield
+    assert str(state()) == str(before)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("told", [*EQUAL, changes], ids=lambda told: told.__name__)
+def test_making_a_pipe_leaves_no_trace_in_the_model(told: Callable[..., Tensor]):
+    model = made(told)
+    with unchanged(model):
+        flatten(model, batch(3))
+
+
+def test_layers_do_not_grow_with_the_values_of_constants():
+    layers = flatten(made(plain), {"x": batch(2), "scale": 1.0})
+    sizes = []
+    for k in range(400):
+        layers({"x": batch(2), "scale": float(k)})
+        sizes.append(len(pickle.dumps(layers, protocol=5)) if k % 100 == 99 else 0)
+    assert sizes[-1] < 1.1 * sizes[199]
