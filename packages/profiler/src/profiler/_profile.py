@@ -40,7 +40,6 @@ def profile(
     module: nn.Module,
     sample: Any,
     *,
-    layers: Sequence[str] | None = None,
     device: Device | None = None,
     chunks: int = 1,
     rows: Sequence[int] | None = None,
@@ -59,7 +58,6 @@ def profile(
     Args:
         module: an ``nn.Sequential``, or a module that iterates over its children, such as a ``GPipe``.
         sample: a mini-batch; tensors of shape (rows, ...), or a tree of them.
-        layers: names of submodules that run one after the other; `module` may then be any module.
         device: the CPU or an accelerator; by default the accelerator if there is one. On ``"meta"`` nothing is computed
             and no memory is allocated: the profile has no seconds, and the bytes and FLOPs of a CPU. It is the default
             for a module on ``meta``.
@@ -83,7 +81,7 @@ def profile(
             or `rows` is invalid.
         Exception: any error of a layer, with a note that names the layer and the shapes of its input.
     """
-    chain = layers_of(module, layers)
+    chain = layers_of(module)
     check_no_gradient(chain)
     check_sample(sample)
     check_timeout(timeout)
