@@ -19,7 +19,6 @@ from gpipe._plan._arguments import optimizer_bytes, read_bytes
 from gpipe._plan._bytes import moments
 from gpipe._plan._candidate import Candidate
 from gpipe._plan._costs import Costs, Measured
-from gpipe._plan._measure import measure
 from gpipe._plan._rehearse import rehearsed, with_peaks
 from gpipe._plan._verify import peak_bytes
 from gpipe.engine._run import Run
@@ -292,14 +291,10 @@ def test_moments_are_those_of_the_schedule(schedule: str, mode: str, m: int, n: 
 def test_measuring_leaves_the_model_alone():
     model, x = wide(), torch.randn(8, WIDTH)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = measure(
-        model, x, [torch.device("cpu")] * 2, [1, 2, 8], target=None, loss_fn=loss, optimizer=[0] * 8, known=None
-    )
+    found = plan(model, x, ["cpu"] * 2, chunks=[1, 2, 8], calibrate=False)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert found.rows == 8
-    assert [each.rows for each in (*found.profiles[0].others, found.profiles[0])] == [1, 4]
-    assert found.action > 0
+    assert "measured on cpu at 1, 4 rows" in found.notes[0]
 
 
 @pytest.mark.parametrize(

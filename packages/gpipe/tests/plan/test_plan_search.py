@@ -66,7 +66,7 @@ def test_pieces_of_equal_layers_are_quicker_than_whole_stages():
     for share in (0.9, 0.8, 0.7, 0.6):
         space = replace(free, memory=(round(share * fastest.fullest),) * 2, pieces=True)
         pieces, whole = search(space)[0], search(replace(space, pieces=False))[0]
-        assert pieces.in_pieces
+        assert any(not isinstance(mode, str) for mode in pieces.modes)
         assert fastest.seconds < pieces.seconds < 0.97 * whole.seconds
 
 

@@ -79,11 +79,6 @@ class Candidate:
         """The bytes of the device that holds the most."""
         return max(each.total for each in self.bytes)
 
-    @property
-    def in_pieces(self) -> bool:
-        """Whether only some layers of a stage are computed again."""
-        return any(not isinstance(way, str) for way in self.modes)
-
 
 def candidate_of(
     costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[StageMode], split: Sequence[int] | None = None

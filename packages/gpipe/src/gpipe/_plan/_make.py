@@ -36,11 +36,11 @@ from ._data import Expected, Remembered, layer_keys
 from ._fake import Fake, read_fake
 from ._fleet import Layout, all_chunks, notes_on, of_replica, of_several_rows, read_size, search_all
 from ._infeasible import Relaxation, explain
-from ._measure import count, measure, rows_of
+from ._measure import measure
 from ._outcome import plan_of
 from ._plan import Plan
 from ._rehearse import rehearsed, with_peaks
-from ._request import Request, read_layouts, read_profile
+from ._request import Request, read_layouts, read_profile, rows_of
 
 GUESSED = Expected(0.5, 1.0, 2.0)
 """The range of step times around an estimate that was made without running anything."""
@@ -239,28 +239,13 @@ def _measured(request: Request) -> tuple[Measured, list[Layout]]:
     """The costs, and the layouts that they are for."""
     layouts = request.layouts
     try:
-        return _look(request, all_chunks(layouts)), layouts
+        return measure(request, all_chunks(layouts)), layouts
     except ValueError:
         # Batch norm, for one, refuses a micro-batch of a single row.
         rest = of_several_rows(layouts)
         if request.chunks_given or request.profile is not None or not rest or rest == layouts:
             raise
-    return _look(request, all_chunks(rest)), rest
-
-
-def _look(request: Request, chunks: list[int]) -> Measured:
-    """What holds for these numbers of micro-batches: counted for devices that are not there, else measured."""
-    if request.fake:
-        look = partial(count, request.layers, request.sample, request.fake, request.layouts[0].devices)
-    else:
-        look = partial(measure, request.layers, request.sample, request.places)
-    return look(
-        chunks,
-        target=request.target,
-        loss_fn=request.loss_fn,
-        optimizer=request.optimizer_bytes,
-        known=request.profile,
-    )
+    return measure(request, all_chunks(rest)), rest
 
 
 def _guessed(fake: Fake) -> str:

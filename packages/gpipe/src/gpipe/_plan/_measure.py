@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,92 +19,49 @@ from ..balance._balance import intra_op_threads
 from ..timeline._hops import Link
 from ._costs import Measured, SharedParameter
 from ._fake import Fake, estimated
+from ._request import Request, rows_of
 
 SECONDS = 0.6
 """For each size of micro-batch that layers are profiled at."""
 
 
-def measure(
-    model: nn.Sequential,
-    sample: Any,
-    devices: Sequence[torch.device],
-    chunks: Sequence[int],
-    *,
-    target: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    optimizer: Sequence[int],
-    known: Profile | None,
-) -> Measured:
-    """Everything that is measured, on devices like those of the plan.
+def measure(request: Request, chunks: Sequence[int]) -> Measured:
+    """Everything that is measured, on devices like those of the plan; for others bytes are counted, seconds estimated.
 
     Args:
-        model: the layers; they stay as they are.
-        sample: a mini-batch.
-        devices: one for each stage.
+        request: what is planned.
         chunks: the numbers of micro-batches that will be looked at, in order.
-        target, loss_fn: for the loss.
-        optimizer: bytes of its state, for each layer.
-        known: a profile to use instead of measuring.
     """
-    rows = rows_of(sample)
-    sizes = _sizes(rows, chunks, len(devices))
-    profiles: dict[str, Profile] = {}
-    for device in devices:
-        if device.type not in profiles:
-            profiles[device.type] = known or _profiled(model, sample, device, devices, sizes, target, loss_fn)
-    action, step = _engine_seconds(devices)
+    rows, tensors, places, fake = rows_of(request.sample), list(Batch(request.sample)), request.places, request.fake
+    stages = request.layouts[0].devices  # of all replicas together
+    sizes = _sizes(rows, chunks, stages)
+    common: dict[str, Any] = {
+        "optimizer": tuple(request.optimizer_bytes),
+        "rows": rows,
+        "input_bytes": sum(tensor.nbytes for tensor in tensors),
+        "needs_gradient": any(tensor.requires_grad for tensor in tensors),
+        "ties": ties_of(request.layers),
+    }
+    if fake:
+        return Measured(
+            profiles=(_counted(request, fake, sizes),) * stages,
+            input_moves=True,
+            copied=(False, *(True,) * (stages - 1)),
+            links=(Link(), *(fake.inside,) * (stages - 1)),
+            **common,
+        )
+    profiles = {each.type: each for each in reversed(places)}
+    known = {kind: request.profile or _profiled(request, place, sizes) for kind, place in profiles.items()}
+    action, step = _engine_seconds(places)
     return Measured(
-        profiles=tuple(profiles[device.type] for device in devices),
-        optimizer=tuple(optimizer),
-        rows=rows,
-        input_bytes=sum(tensor.nbytes for tensor in Batch(sample)),
-        input_moves=any(tensor.device != devices[0] for tensor in Batch(sample)) and devices[0].type != "cpu",
-        needs_gradient=any(tensor.requires_grad for tensor in Batch(sample)),
-        copied=(False, *(a != b for a, b in pairwise(map(_place, devices)))),
-        links=(Link(), *(_link(a, b) for a, b in pairwise(devices))),
+        profiles=tuple(known[device.type] for device in places),
+        input_moves=any(tensor.device != places[0] for tensor in tensors) and places[0].type != "cpu",
+        copied=(False, *(a != b for a, b in pairwise(map(_place, places)))),
+        links=(Link(), *(_link(a, b) for a, b in pairwise(places))),
         action=action,
         step=step,
-        crowding=_crowding(devices),
-        ties=ties_of(model),
-    )
-
-
-def count(
-    model: nn.Sequential,
-    sample: Any,
-    fake: Fake,
-    stages: int,
-    chunks: Sequence[int],
-    *,
-    target: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    optimizer: Sequence[int],
-    known: Profile | None,
-) -> Measured:
-    """What :func:`measure` gives, without running anything: bytes are counted, and seconds estimated.
-
-    Args:
-        fake: the devices.
-        stages: how many of them are used, by all replicas together.
-        model, sample, chunks, target, loss_fn, optimizer, known: as of :func:`measure`.
-    """
-    rows = rows_of(sample)
-    sizes = _sizes(rows, chunks, stages)
-    found = known or profile(
-        model, sample, device="meta", rows=sizes, loss_fn=loss_fn, target=target, split_backward=True
-    )
-    if any(layer.seconds is None for layer in found):
-        found = estimated(found, fake)
-    return Measured(
-        profiles=(found,) * stages,
-        optimizer=tuple(optimizer),
-        rows=rows,
-        input_bytes=sum(tensor.nbytes for tensor in Batch(sample)),
-        input_moves=True,
-        needs_gradient=any(tensor.requires_grad for tensor in Batch(sample)),
-        copied=(False, *(True,) * (stages - 1)),
-        links=(Link(), *(fake.inside,) * (stages - 1)),
-        ties=ties_of(model),
+        crowding=_crowding(places),
+        **common,
     )
 
 
@@ -121,11 +78,6 @@ def ties_of(layers: nn.Sequential) -> tuple[SharedParameter, ...]:
     )
 
 
-def rows_of(sample: Any) -> int:
-    """The rows of a mini-batch: those of the tensor that has the fewest, as a profile takes them."""
-    return min(len(tensor) for tensor in Batch(sample))
-
-
 def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:
     """Rows of micro-batches to measure at: the smallest, the largest that is not idle for long, and one between."""
     few = [m for m in chunks if m >= stages] or [chunks[-1]]
@@ -136,22 +88,23 @@ def _sizes(rows: int, chunks: Sequence[int], stages: int) -> list[int]:
     return sorted({least, middle, most} if most >= 8 * least else {least, most})
 
 
-def _profiled(
-    model: nn.Sequential,
-    sample: Any,
-    device: torch.device,
-    devices: Sequence[torch.device],
-    sizes: Sequence[int],
-    target: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-) -> Profile:
-    shares = sum(other.type == "cpu" for other in devices)
+def _profiled(request: Request, device: torch.device, sizes: Sequence[int]) -> Profile:
+    shares = sum(other.type == "cpu" for other in request.places)
     threads = max(1, torch.get_num_threads() // shares) if device.type == "cpu" else torch.get_num_threads()
     with intra_op_threads(threads):
-        return profile(
-            model, sample, device=_place(device), rows=sizes, loss_fn=loss_fn, target=target, split_backward=True,
-            timeout=SECONDS,
-        )  # fmt: skip
+        return _profile(request, _place(device), sizes)
+
+
+def _counted(request: Request, fake: Fake, sizes: Sequence[int]) -> Profile:
+    found = request.profile or _profile(request, torch.device("meta"), sizes)
+    return estimated(found, fake) if any(layer.seconds is None for layer in found) else found
+
+
+def _profile(request: Request, device: torch.device, sizes: Sequence[int]) -> Profile:
+    return profile(
+        request.layers, request.sample, device=device, rows=sizes, loss_fn=request.loss_fn, target=request.target,
+        split_backward=True, timeout=SECONDS,
+    )  # fmt: skip
 
 
 def _crowding(devices: Sequence[torch.device]) -> float:

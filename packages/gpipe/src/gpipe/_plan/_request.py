@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from microbatch import Batch
 from profiler import Profile
 
 from ..module._arguments import Device, checked_devices
@@ -59,6 +60,11 @@ class Request:
     def names(self) -> list[str]:
         """Those of the devices."""
         return [f"{FAKE}{self.fake.name}" if self.fake else str(place) for place in self.places]
+
+
+def rows_of(sample: Any) -> int:
+    """The rows of a mini-batch: those of the tensor that has the fewest, as a profile takes them."""
+    return min(len(tensor) for tensor in Batch(sample))
 
 
 def read_layouts(

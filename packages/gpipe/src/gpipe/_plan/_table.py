@@ -22,13 +22,13 @@ _SYMBOLS = {
 
 def report(plan: PlanData) -> str:
     """The report: a summary, a line for each stage, a bar for each device, alternatives, and notes."""
-    parts = [heading(plan), _stages(plan), _memory(plan)]
-    parts += [_others(plan)] if plan.alternatives else []
+    parts = [_heading(plan), align(_stages(plan), left=4), _memory(plan)]
+    parts += [align(_alternatives(plan), left=7)] if plan.alternatives else []
     parts += ["\n".join(f"- {note}" for note in plan.notes)] if plan.notes else []
     return "\n\n".join(parts)
 
 
-def heading(plan: PlanData) -> str:
+def _heading(plan: PlanData) -> str:
     """The gist, in two lines."""
     found, seconds = plan.predicted, plan.predicted.seconds
     between = f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)}"
@@ -55,7 +55,7 @@ def _reduction(plan: PlanData) -> str:
     return f", average of gradients {format_seconds(plan.reduction)}" if plan.replicas > 1 else ""
 
 
-def stage_rows(plan: PlanData) -> list[list[str]]:
+def _stages(plan: PlanData) -> list[list[str]]:
     """The head and a line for each stage."""
     rows = [["stage", "device", "layers", "checkpoint", "forward", "backward", "a micro-batch"]]
     for j, (stage, (begin, end)) in enumerate(zip(plan.stages, bounds(plan.sizes), strict=True)):
@@ -86,10 +86,6 @@ def shown(mode: StageMode) -> str:
     return f"layer{'s' * (sum(mode) > 1)} {numbers} of {len(mode)}"
 
 
-def _stages(plan: PlanData) -> str:
-    return align(stage_rows(plan), left=4)
-
-
 def _memory(plan: PlanData) -> str:
     largest = max([*(each.total for each in plan.predicted.bytes), *(size or 0 for size in plan.memory)])
     rows = [["device", "memory", "", "of"]]
@@ -110,7 +106,7 @@ def _bar(need: DeviceBytes, size: int | None, largest: int) -> str:
     return drawn.ljust(room, "_")
 
 
-def alternative_rows(plan: PlanData) -> list[list[str]]:
+def _alternatives(plan: PlanData) -> list[list[str]]:
     """The head and a line for each way to train that was not taken."""
     rows = [["not taken", "chunks", "checkpoint", "balance", "a step", "fullest device", "why"]]
     return rows + [_alternative(plan, each) for each in plan.alternatives]
@@ -136,7 +132,3 @@ def _listed(values: Sequence[object]) -> str:
         return ", ".join(map(str, values))
     runs = [(value, len(list(same))) for value, same in groupby(values)]
     return ", ".join(f"{value} × {count}" if count > 1 else str(value) for value, count in runs)
-
-
-def _others(plan: PlanData) -> str:
-    return align(alternative_rows(plan), left=7)
