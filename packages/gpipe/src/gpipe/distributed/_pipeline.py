@@ -30,7 +30,6 @@ from ..transport._link import Link
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._agreement import expect_begun
-from ._announcements import Announcements
 from ._channels import Crossings, RankTransport, crossings_of
 from ._choosing import RankChooser
 from ._errors import LostRankError, RemoteError, UnreachableError, text_of
@@ -105,14 +104,15 @@ class RankPipeline(Pipeline):
         self._crossings = Crossings(channels, wires)
         hearers = [k for k in range(len(groups.members)) if k != ranks[0]] if self.begins else [ranks[0]]
         peers = [Peer(groups.values, k, _ANNOUNCED) for k in hearers]
-        self._announcements = Announcements([RemoteLink(Ways(each, each)) for each in peers], tells=self.begins)
+        self._announcing = [RemoteLink(Ways(each, each)) for each in peers]
+        if not self.begins:
+            self._announcing[0].expect(1)
         self.chooser = RankChooser(self.stages, groups.me, [each["trained"] for each in told])
         self._opening = Opening()
         self._trains = False
         self._rng = AgreedRNG(0)
         tied = crossings_of(groups, ranks, ties_between(ranks, layout, share.ties), devices, wires)
         self._twins = Twins(share.twins, groups.me, {each.link.member: each.link for each in tied}, wires)
-        self._lost: LostRankError | None = None
         self._closed = False
         with self._sharing():
             self._twins.spread_values()
@@ -177,18 +177,16 @@ class RankPipeline(Pipeline):
             with self._reaching():
                 yield
         except BaseException as error:
-            if self._twins.are_there:
-                self._leave(error)
+            if self._twins.are_there and not isinstance(error, LostRankError):
+                failed = f"rank {dist.get_rank()} failed: {text_of(error)}"
+                why = "weights that ranks share may differ now, so start the processes again, from the last checkpoint"
+                self._leave(LostRankError(f"{failed}; {why}"))
             raise
 
-    def _leave(self, error: BaseException) -> None:
-        """Let the others hear of ``error`` where they wait for this rank: here, or in the next run."""
-        if not isinstance(error, LostRankError):
-            error = LostRankError(
-                f"rank {dist.get_rank()} failed: {text_of(error)}; weights that ranks share may differ now, so start "
-                "the processes again, from the last checkpoint"
-            )
-        self._rendezvous.leave(self._lose(error))
+    def _leave(self, why: LostRankError) -> None:
+        """Begin no run any more, and let the others hear why, where they wait for this rank now or in the next run."""
+        self._rendezvous.leave(why)
+        self._crossings.end()
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -196,36 +194,29 @@ class RankPipeline(Pipeline):
         try:
             yield
         except UnreachableError as error:
-            lost = self._lose(self._rendezvous.left() or self._rendezvous.lost([error.member]))
-            self._rendezvous.leave(lost)
+            lost = self._rendezvous.left() or self._rendezvous.lost([error.member])
+            self._leave(lost)
             raise lost from None
-
-    def _lose(self, error: LostRankError) -> LostRankError:
-        """Remember that a rank is lost, so that no run begins any more."""
-        self._lost = error
-        self._crossings.end()
-        return error
 
     def close(self) -> None:
         """Close the connections to other ranks, by dropping all references to them. No run begins any more."""
         if not self._closed:
             self._closed = True
             self._replicas.close()
-            del self._groups, self._rendezvous, self._crossings, self._announcements, self._twins
+            del self._groups, self._rendezvous, self._crossings, self._announcing, self._twins
 
     def _expect_all(self) -> None:
         if self._closed:
             raise RuntimeError("this Rank was closed, and with it its connections to other ranks; make a new one")
-        if self._lost is not None:
-            raise LostRankError(str(self._lost))
+        self._rendezvous.expect_open()
 
     def _meet(self, report: Report) -> list[Report]:
         """Send a report to all ranks, and return those of all."""
         self._expect_all()
         try:
             return self._rendezvous.meet(report)
-        except LostRankError as error:
-            self._lose(error)
+        except LostRankError:
+            self._crossings.end()
             raise
 
     @contextmanager
@@ -267,13 +258,22 @@ class RankPipeline(Pipeline):
         """Announce a run, or a failure before it, from the rank of the first stage; :class:`Cancelled` if that has
         failed.
         """
-        if self.begins:
-            self._announcements.tell(None if failed else self._opening.told())
-        else:
-            told = self._announcements.hear()
+        if not self.begins:
+            (link,) = self._announcing
+            told = link.hear()
+            link.expect(1)
             if told is None:
                 raise Cancelled
             self._opening.hear(told)
+            return
+        told, lost = None if failed else self._opening.told(), None
+        for link in self._announcing:
+            try:
+                link.tell(told)
+            except UnreachableError as error:
+                lost = error  # all others still have to be told
+        if lost is not None:
+            raise lost
 
     def begin(self, loss: Losses | None, *, backwards: bool) -> None:
         """Begin the run that was announced."""
@@ -346,14 +346,15 @@ class RankPipeline(Pipeline):
         """Make sure that no message of this run is left for the next one to read."""
         lost = _unreached(reports)
         if lost:  # all ranks have met, but messages did not arrive: there is no next run
-            self._lose(self._rendezvous.lost(lost))
+            self._leave(self._rendezvous.lost(lost))
             return
         with self._reaching():
             if drains:
                 self._crossings.drain()
                 self._crossings.settle()
             self._crossings.flush()
-            self._announcements.flush()
+            for link in self._announcing:
+                link.flush()
 
     def _failure(self, error: BaseException) -> Report:
         """The report of a failure."""
@@ -389,8 +390,7 @@ class RankPipeline(Pipeline):
         expect_begun(reports, self._groups.members, self._ranks[0], self._opening.first)
         found = [(each["when"], k) for k, each in enumerate(reports) if "what" in each]
         if not found:
-            assert self._lost is not None
-            raise self._lost from None
+            self._rendezvous.expect_open()
         k = min(found)[1]
         if k == self._groups.me and error is not None:
             raise error
