@@ -17,7 +17,6 @@ from .module._arguments import numbered
 from .schedule._modes import Stops, stop_of_each
 from .skip import SkipLayout, inspect_skip_layout
 from .transport._copy import CopyStreams
-from .values._aliases import unpacked
 from .values._sharing import guarded
 
 __all__ = ["Pipeline"]
@@ -77,7 +76,7 @@ class Pipeline:
             ``batches`` are unchanged.
         """
         outputs = self._pipeline.forward(list(self.batches), self._checkpoint_stops, Versions())
-        self.batches[:] = [Batch(unpacked(guarded(batch).value)) for batch in outputs]
+        self.batches[:] = [Batch(guarded(batch).value) for batch in outputs]
 
 
 def _refuse_other_lengths(partitions: int, **options: Sequence[object] | None) -> None:

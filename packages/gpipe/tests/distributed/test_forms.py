@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree
 
-from gpipe.values._aliases import packed, unpacked
 from gpipe.values._leaves import Activation
 from gpipe.values._sharing import KEPT, SEEN, parted
 from microbatch import Arguments, flatten
@@ -248,33 +247,6 @@ def test_gradients_arrive_as_they_were(gradients: list[Tensor | None]) -> None:
     for a, b in zip(found, gradients, strict=True):
         if b is not None:
             assert_same_tensor(a, b)
-
-
-VIEWS = [
-    lambda t: (t, t[:, :1]),
-    lambda t: {"x": t, "again": [t, None, 3], "all": t.t()},
-    lambda t: (t[:, 1:], t[:, :2], Mode.TRAIN),
-    lambda t: Sample(t, t.detach()),
-    lambda t: ((packed((t, t[:1])),), t + 1, t.t()),
-]
-
-
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("trained", [False, True])
-def test_what_shares_memory_does_so_when_it_has_arrived(view: Any, trained: bool) -> None:
-    value = view(torch.arange(12.0).view(3, 4).requires_grad_(trained) * 1)
-    activation = Activation(packed(value))
-    found = arrived(activation)
-    assert type(found.value) is type(activation.value)
-    ours, theirs = (Activation(unpacked(each.value)).tensors for each in (found, activation))
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b)
-        assert (a.stride(), a.dtype, a.requires_grad) == (b.stride(), b.dtype, b.requires_grad)
-    with torch.no_grad():
-        ours[0].zero_()
-        theirs[0].zero_()
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b)
 
 
 REFUSED = [

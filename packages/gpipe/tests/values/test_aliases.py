@@ -1,4 +1,4 @@
-"""Tensors that share memory: a change of one, by a later stage, the loss or the caller, is seen as in the plain model.
+"""Tensors that share memory: a change of one, by a later stage, the loss or the caller, is never lost.
 
 Random stages pass on duplicates, views, detached tensors and what they got, and work in place. The oracle is the plain
 loop over the micro-batches. A pipe may refuse what it cannot repeat; it never computes something else.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
 from gpipe.values._leaves import Activation
-from gpipe.values._sharing import SEEN, guarded, joined, parted, released
+from gpipe.values._sharing import SEEN, guarded, joined, owned, parted
 
 from ..layers import DOUBLE, Call, assert_same, linears, piped, rows
 
@@ -231,6 +230,7 @@ def left(found: Tensor, x: Tensor, model: nn.Module) -> dict[str, Any]:
 REFUSALS = (
     "shares its memory",  # by a later stage, of what goes another way
     "shares memory",
+    "was changed in place after their forward",
     "modified by an inplace operation",  # torch: saved, and changed
     "modified inplace",  # torch: one of several views
     "being used in an in-place operation",
@@ -252,14 +252,14 @@ def known(error: Exception) -> str:
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(recipes())
 def test_aliases_are_those_of_the_plain_model(recipe: Recipe):
-    if may_be_separate(recipe):
-        recipe = replace(recipe, end=())
     partitions = recipe.partitions()
     plain = nn.Sequential(*(layer for layers in partitions for layer in layers))
     pipe = piped(plain, [len(layers) for layers in partitions], chunks=recipe.chunks, checkpoint=recipe.mode)
     x = rows(recipe.rows, WIDTH, grad=recipe.grad)
     theirs = x.detach().clone().requires_grad_(recipe.grad)
     try:
+        if may_be_separate(recipe):
+            recipe = replace(recipe, end=())
         wanted = expected(recipe, plain, theirs)
     except (RuntimeError, IndexError):
         event("refused by torch in the plain model")
@@ -275,46 +275,60 @@ def test_aliases_are_those_of_the_plain_model(recipe: Recipe):
 
 
 def may_be_separate(recipe: Recipe) -> bool:
-    """Whether outputs without grad, which torch cannot protect, may have been put together apart from each other."""
-    other_dtypes = any(name in ("bits", "bytes") for ops in (recipe.entrance, *recipe.stages) for name, _ in ops)
-    return recipe.chunks > 1 and (recipe.skip is not None or other_dtypes)
+    """Whether the caller gets tensors without grad, which torch cannot protect, whose memory another one shared."""
+    if recipe.schedule != "forward" and recipe.grad:
+        return False  # loss_fn must not change them
+    partitions = recipe.partitions()
+    plain = nn.Sequential(*(layer for layers in partitions for layer in layers))
+    output = plain(given_to(recipe, rows(recipe.rows, WIDTH, grad=recipe.grad)))
+    own = [tensor.untyped_storage().data_ptr() for tensor in output]
+    return any(own.count(key) > 1 and not t.requires_grad for key, t in zip(own, output, strict=True))
 
 
 EXAMPLES = {
-    "without grad, changed in a checkpointed stage": (("detach",), ("detached view",), ("add",)),
-    "without grad, through a first stage that clones": (("constant and view",), (), ("scale",)),
-    "a duplicate, changed by the next stage": (("same",), ("scale",), ()),
-    "a view, changed by the next stage": (("column",), ("part",), ()),
-    "a column, changed two stages later": (("columns",), (), ("add",)),
+    "a duplicate": ("same",),
+    "a view": ("column",),
+    "what is detached": ("detach",),
+    "what a view is of": ("columns", "turn"),
 }
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_change_of_one_is_a_change_of_the_other(name: str, mode: str, schedule: str):
-    stages = tuple(tuple((op, 0) for op in stage) for stage in EXAMPLES[name])
-    for entrance, threads in product([(), (("same", 0),), (("constant and view", 0), ("turn", 0))], [False, True]):
-        recipe = Recipe(entrance, stages, (), None, mode, schedule, 2, 5, True, threads)
-        assert_equal_to_the_plain_model(recipe)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("view", ["same", "alias", "column", "columns", "deep", "detach", "select"])
-@pytest.mark.parametrize("changed", [0, 1])
-def test_the_caller_and_the_loss_may_change_an_output(view: str, changed: int, chunks: int, schedule: str):
-    recipe = Recipe((), ((), ((view, 0),)), (("scale", changed),), None, "always", schedule, chunks, 5, True, False)
-    assert_equal_to_the_plain_model(recipe)
+def test_a_change_of_what_shares_memory_is_refused(name: str, mode: str, schedule: str):
+    """By the next stage, a later one, or the loss; a reader of both gets what the plain model gives."""
+    pair, change = tuple((op, 0) for op in EXAMPLES[name]), (("scale", 1),)
+    cases = [((pair, change), ()), ((pair, (), change), ()), (((), pair), (("scale", 0),))]
+    for stages, end in cases:
+        with pytest.raises(RuntimeError, match=r"shares its memory|modified inplace"):
+            run(Recipe((), stages, end, None, mode, schedule, 2, 5, True, False))
+    assert_equal_to_the_plain_model(Recipe((), (pair, (("square", 1),)), (), None, mode, schedule, 2, 5, True, True))
 
 
 def assert_equal_to_the_plain_model(recipe: Recipe) -> None:
+    plain = nn.Sequential(*(layer for layers in recipe.partitions() for layer in layers))
+    torch.testing.assert_close(run(recipe), expected(recipe, plain, rows(recipe.rows, WIDTH, grad=recipe.grad)))
+
+
+def run(recipe: Recipe) -> dict[str, Any]:
+    """What a pipe leaves behind."""
     partitions = recipe.partitions()
     plain = nn.Sequential(*(layer for layers in partitions for layer in layers))
     pipe = piped(plain, [len(layers) for layers in partitions], chunks=recipe.chunks, checkpoint=recipe.mode)
-    ours, theirs = (rows(recipe.rows, WIDTH, grad=recipe.grad) for _ in range(2))
     with closing(pipe), nullcontext() if recipe.threads else inline():
-        torch.testing.assert_close(computed(recipe, pipe, ours), expected(recipe, plain, theirs))
+        return computed(recipe, pipe, rows(recipe.rows, WIDTH, grad=recipe.grad))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_change_is_refused_where_torch_counts_none(mode: Any):
+    layers = [Call(lambda x: (x, x[:, :1])), Call(lambda v: (v[0].mul_(2), v[1]))]
+    pipe = piped(nn.Sequential(*linears(1), *layers), [2, 1], chunks=2)
+    with inline(), mode(), pytest.raises(RuntimeError, match="shares its memory"):
+        pipe(rows())
+    with inline(), mode():
+        whole, part = piped(nn.Sequential(*linears(1), layers[0], nn.Identity()), [2, 1], chunks=2)(rows())
+    torch.testing.assert_close(part, whole[:, :1])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -520,6 +534,6 @@ def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad:
 def test_tensors_that_a_copy_has_parted_must_not_be_changed():
     """On another device they share no memory any more, so that a change of one would not be seen through the other."""
     left, right = (parted(Activation(rows(grad=True) * 1, ties=[SEEN])) for _ in range(2))
-    for value in guarded(released(joined([left, right]))).value:
+    for value in guarded(owned(joined([left, right]))).value:
         with pytest.raises(RuntimeError, match="modified inplace"):
             value.mul_(2)

@@ -30,8 +30,8 @@ from .._current import current, setting
 from ..checkpoint._random import CellRNG
 from ..skip._layout import skippables
 from ..values._constants import expect_plain
-from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
-from ..values._memory import cloned_together
+from ..values._leaves import Activation, as_nonleaf, clone_leaves, detach_leaves, versions
+from ..values._memory import has_own_storages
 from ._recomputation import Recomputation, Repeatable
 from ._stage import Stage
 
@@ -77,7 +77,8 @@ class Block:
         inputs = Activation((value, *skips.values()))
         expect_plain(inputs.value, self._stage.index)
         before = versions(inputs)
-        spare = inputs.with_tensors(cloned_together(inputs.tensors)) if self._clones else None
+        # Separate copies of tensors that share memory would not see each other's changes.
+        spare = clone_leaves(inputs) if self._clones and has_own_storages(inputs.tensors) else None
         rng: Any = current.rng
         forward = _Forward(self, compute, rng.again(self._stage.device), [*skips])
         output = forward.first(value, detach_leaves(inputs), spare)

@@ -13,9 +13,8 @@ from microbatch import concatenate
 
 from .._current import current
 from ..checkpoint._random import CellRNG, RunRNG
-from ..values._aliases import unpacked
-from ..values._leaves import Activation, as_nonleaf
-from ..values._sharing import guarded, released
+from ..values._leaves import Activation, as_nonleaf, versions
+from ..values._sharing import expect_unseen, owned, uncounted_of
 from ._accumulate import GradientSums
 from ._deferred_gradients import DeferredGradients
 from ._loss_value import LossFunction, LossValue, loss_value
@@ -75,7 +74,7 @@ class Losses:
     def put_values(self, i: int, activation: Activation) -> None:
         """Compute the loss of a micro-batch."""
         current.rng = CellRNG(self._rng, i, self._number)
-        self._compute(i, released(activation))
+        self._compute(i, owned(activation))
         current.rng = None
 
     def get_gradients(self, i: int) -> list[Tensor | None]:
@@ -86,7 +85,10 @@ class Losses:
         self._take(i, outputs, self._value(i, outputs))
 
     def _value(self, i: int, outputs: Activation) -> LossValue:
-        return loss_value(self._loss_fn(unpacked(guarded(as_nonleaf(outputs)).value), *self._arguments[i]))
+        before, uncounted = versions(outputs), uncounted_of(outputs)
+        value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *self._arguments[i]))
+        expect_unseen("loss_fn", outputs, before, uncounted)
+        return value
 
     def _take(self, i: int, outputs: Activation, value: LossValue) -> float:
         """Keep the loss, the count and the metrics of a micro-batch. Returns the weight of its loss."""

@@ -22,9 +22,8 @@ from ..skip import SkipLayout
 from ..transport._copy import CopyStreams, StagePlace
 from ..transport._link import Link
 from ..transport._transport import Transport
-from ..values._aliases import Aliased, packed
 from ..values._leaves import Activation, detach_leaves
-from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, released, ties_of, with_ties
+from ..values._sharing import KEPT, SEEN, flag_aliases, overlap, owned, ties_of, with_ties
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._data_parallel import may_be_data_parallel, refuse_data_parallel
@@ -134,9 +133,9 @@ class Pipeline:
             outputs = run.forward(entering)
             versions.sync()
         if len(outputs) == 1:  # several are copied when they are concatenated
-            outputs = [released(outputs[0])]
+            outputs = [owned(outputs[0])]
         if torch.is_grad_enabled():
-            outputs = self._attached(run, versions, batches, entering, outputs)
+            outputs = self._attached(run, versions, batches, outputs)
         return outputs
 
     def train(
@@ -166,8 +165,7 @@ class Pipeline:
                 with self.together(run):
                     refuse_data_parallel(run.kept_nodes)
                     entering = self.entering(batches)
-                    found = run.train(entering, walk)
-                gradients = _spread(entering, found)
+                    gradients = run.train(entering, walk)
                 leaves, whole = self.whole(run)
                 mixed = len(batches)
                 inputs, flowing = _flowing(batches[: len(gradients)], gradients, loss.scale)
@@ -214,7 +212,6 @@ class Pipeline:
         run: Run,
         versions: Versions,
         inputs: Sequence[Batch],
-        entering: Sequence[Activation],
         outputs: Sequence[Activation],
     ) -> list[Activation]:
         """The outputs, connected to the inputs in the caller's graph."""
@@ -231,7 +228,7 @@ class Pipeline:
                 if several:
                     _expect_unwatched(left)
                 found, own = run.backward([list(islice(gradients, count)) for count in counts], [] if several else left)
-            return [*chain.from_iterable(_spread(entering, found)), *(own or [None] * len(left))]
+            return [*chain.from_iterable(found), *(own or [None] * len(left))]
 
         # Hooks on the nodes of these parameters, such as those of DistributedDataParallel, have to see one gradient,
         # with that from other parts of the caller's graph. But autograd adds it after this section, when another
@@ -287,23 +284,8 @@ def _entering(batches: Sequence[Batch]) -> list[Activation]:
 
 
 def _entered(batch: Batch, tie: int) -> Activation:
-    leaves = detach_leaves(Activation(_packed(batch)))
+    leaves = detach_leaves(Activation(batch.value))
     return with_ties(leaves, [max(tie, own) for own in ties_of(flag_aliases(leaves, leaves))])
-
-
-def _packed(batch: Batch) -> Any:
-    """The value of ``batch``, packed if there is one gradient for each of its tensors."""
-    value, own = packed(batch.value), [id(tensor) for tensor in batch]
-    whole = not isinstance(value, Aliased) or all(id(s) in own for s in value.sources if s.requires_grad)
-    return value if whole else batch.value
-
-
-def _spread(entering: Sequence[Activation], gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
-    """The gradients of all tensors of the caller, given those of the packed inputs."""
-    return [
-        each.value.spread(own) if isinstance(each.value, Aliased) else own
-        for each, own in zip(entering, gradients, strict=True)
-    ]
 
 
 def _flowing(

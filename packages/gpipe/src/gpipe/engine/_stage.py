@@ -8,14 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from streams import has_streams
 
 from ..skip import SkipLayout
 from ..skip._layout import skippables
 from ..skip._store import Key, routed
-from ..values._aliases import packed, unpacked
 from ..values._constants import expect_plain
 from ..values._leaves import Arguments
 from ._recomputation import RecomputationFacts
@@ -98,21 +97,16 @@ class Stage:
             return self._output(value)
         store: dict[Key, Any] = {}  # one store for each cell: a failed cell's skips are freed with it
         if self.pops:
-            value, *skips = unpacked(value)
-            store.update(zip(self.pops, map(unpacked, skips), strict=True))
+            value, *skips = value
+            store.update(zip(self.pops, skips, strict=True))
         with routed(store):
             output = self._output(value)
         return (output, *[store.pop(key) for key in self.stashes]) if self.stashes else output
 
     def _output(self, value: Any) -> Any:
-        value = value if isinstance(value, Tensor) else unpacked(value)
         output = self.module(*value.args, **value.kwargs) if isinstance(value, Arguments) else self.module(value)
-        return output if isinstance(output, Tensor) else self.packed(output)
-
-    def packed(self, output: Any) -> Any:
-        """``output``, which is not a single tensor, in the form that goes to the next stage."""
         expect_plain(output, self.index)
-        return packed(output)
+        return output
 
     @property
     def may_split(self) -> bool:

@@ -20,9 +20,10 @@ from ..checkpoint._random import CellRNG
 from ..schedule import Action, Kind
 from ..transport._link import Channel
 from ..transport._ports import Ports
+from ..values._constants import expect_plain
 from ..values._describe import shapes
 from ..values._leaves import Activation, as_nonleaf, versions
-from ..values._sharing import expect_unseen, given_state, owned
+from ..values._sharing import expect_unseen, given_state, owned, uncounted_of
 from ._accumulate import GradientSums
 from ._block import Block
 from ._cell import Cell, CheckpointedCell
@@ -178,7 +179,7 @@ class StageRun:
         try:
             if stage.is_direct and isinstance(value, Tensor):  # most stages; saves two calls
                 output = stage.module(value)
-                output = output if isinstance(output, Tensor) else stage.packed(output)
+                expect_plain(output, stage.index)
             else:
                 output = stage.call(value)
         except RuntimeError as error:
@@ -195,7 +196,7 @@ class StageRun:
         """Like :meth:`compute`, for the first micro-batch of a run, or if the layers are known to change their input in
         place.
         """
-        stage, before = self.stage, versions(inputs)
+        stage, before, uncounted = self.stage, versions(inputs), uncounted_of(inputs)
         value = as_nonleaf(inputs).value
         hooked = hook_counts(stage.module) if self._keeps else []
         if self._looks_for_hooks:
@@ -208,8 +209,8 @@ class StageRun:
         if self._keeps:
             expect_no_more_hooks(stage.module, hooked)
         after = versions(inputs)
-        if after != before:
-            expect_unseen(inputs, before, after)
+        if after != before or uncounted:
+            expect_unseen("the layers of this partition", inputs, before, uncounted)
         if not self._seen_outputs:
             self.given = given_state(stage.module, outputs.tensors)
             self._seen_outputs = True

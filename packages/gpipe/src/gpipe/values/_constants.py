@@ -43,7 +43,7 @@ def expect_plain(value: Any, partition: int) -> None:
 
     Any other object may contain tensors that are not found, and whose gradients would not be sent back.
     """
-    if is_flat(value):
+    if isinstance(value, Tensor) or is_flat(value):
         return
     for index, leaf in enumerate(flatten(value)[0]):
         if not (isinstance(leaf, Tensor) or is_constant(leaf)):

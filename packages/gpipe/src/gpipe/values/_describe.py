@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from ._aliases import unpacked
 from ._nested import shape_of
 
 
@@ -22,7 +21,7 @@ def shapes(value: object) -> str:
     '(float32[2, 3], None)'
     """
     try:
-        return repr(_pytree.tree_map(_Shape, unpacked(value)))
+        return repr(_pytree.tree_map(_Shape, value))
     except Exception:  # of a class of the user's own; it must not take the place of the error that this describes
         return type(value).__name__
 

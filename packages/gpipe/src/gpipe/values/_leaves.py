@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from microbatch import Arguments as Arguments
 from microbatch import flatten, is_flat, unflatten
 
-from ._memory import clone, cloned_together, storage_id
+from ._memory import clone, storage_id
 
 
 class Activation:
@@ -89,8 +89,7 @@ def detach_leaves(activation: Activation) -> Activation:
 
 def clone_leaves(activation: Activation) -> Activation:
     """Like :func:`detach_leaves`, with copies of the tensors."""
-    tensors = activation.tensors
-    return activation.with_tensors(cloned_together(tensors) if activation.ties else map(clone, tensors))
+    return activation.with_tensors(map(clone, activation.tensors))
 
 
 def as_nonleaf(activation: Activation) -> Activation:

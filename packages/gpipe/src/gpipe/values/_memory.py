@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Region(NamedTuple):
@@ -83,47 +83,6 @@ def clusters(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return [[tensors[k] for k in group] for group in groups(tensors)]
 
 
-def cloned_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves like ``tensors`` in new memory, which they share as ``tensors`` do."""
-    if len(tensors) == 1:
-        return [clone(tensors[0])]
-    clones: dict[int, Tensor] = {}
-    for cluster in clusters(tensors):
-        alone = len({id(tensor) for tensor in cluster}) == 1
-        fresh = map(clone, cluster) if alone or any(map(_is_special, cluster)) else _copied(cluster)
-        clones.update(zip(map(id, cluster), fresh, strict=True))
-    return [clones[id(tensor)] for tensor in tensors]
-
-
 def clone(tensor: Tensor) -> Tensor:
     """A leaf like ``tensor``, in new memory."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _is_special(tensor: Tensor) -> bool:
-    """Whether the tensor has more than memory, shape and strides."""
-    strided = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-    return type(tensor) not in (Tensor, nn.Parameter) or not strided or tensor.is_quantized
-
-
-def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves like ``tensors`` in a copy of all their memory."""
-    regions = [region(tensor) for tensor in tensors]
-    start = min(each.start for each in regions) // _ALIGNMENT * _ALIGNMENT
-    stop = max(each.stop for each in regions)
-    storage = tensors[0].untyped_storage()
-    copy = (
-        torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storage, start, (stop - start,), (1,)).clone()
-    )
-    return [
-        _placed(each, copy.untyped_storage(), where.start - start) for each, where in zip(tensors, regions, strict=True)
-    ]
-
-
-def _placed(tensor: Tensor, storage: torch.UntypedStorage, start: int) -> Tensor:
-    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    own.set_(storage, start // tensor.itemsize, tensor.shape, tensor.stride())
-    return own.requires_grad_(tensor.requires_grad)
-
-
-_ALIGNMENT = 16  # bytes of the largest element

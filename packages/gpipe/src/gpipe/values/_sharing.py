@@ -1,14 +1,12 @@
-"""Memory that a tensor on its way from stage to stage shares with something outside of its value.
+"""Memory that a tensor on its way from stage to stage shares with anything else.
 
-Tensors of one value that share memory are sent as one tensor and its views (:mod:`gpipe.values._aliases`). For memory
-that is shared with anything else each tensor has a tie, which is sent with it:
+Each tensor has a tie, which is sent with it:
 
 - ``OWN``: nothing else uses the memory.
 - ``KEPT``: the memory must stay as it is, because a checkpointed cell or the caller needs it. A layer that works in
   place gets a clone.
-- ``SEEN``: a change would be visible elsewhere: through a skip, through a tensor that could not be sent as a view, or
-  to the layer that owns this parameter or buffer. In-place work is refused, because autograd would not see the change
-  there.
+- ``SEEN``: a change would be visible elsewhere: through another tensor of the value, through a skip, or to the layer
+  that owns this parameter or buffer. In-place work is refused, because autograd would not see the change there.
 
 Of several ties the largest counts.
 """
@@ -16,15 +14,14 @@ Of several ties the largest counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 from operator import itemgetter
 
 from torch import Tensor, nn
 
 from microbatch import Batch
 
-from ._leaves import Activation
-from ._memory import cloned_together, groups, has_own_storages, storage_id
+from ._leaves import Activation, versions
+from ._memory import clone, groups, has_own_storages, storage_id
 
 OWN, KEPT, SEEN = 0, 1, 2
 
@@ -78,25 +75,41 @@ def owned(activation: Activation) -> Activation:
     """
     if KEPT not in activation.ties:
         return activation
-    own = _cloned(activation, [tie == KEPT for tie in activation.ties])
-    return with_ties(own, [OWN if tie == KEPT else tie for tie in activation.ties])
+    pairs = zip(activation.tensors, activation.ties, strict=True)
+    own = activation.with_tensors([clone(tensor) if tie == KEPT else tensor for tensor, tie in pairs])
+    return parted(own)
 
 
-def _cloned(activation: Activation, which: Sequence[bool]) -> Activation:
-    """``activation`` with clones of the tensors whose flag in ``which`` is true."""
-    clones = iter(cloned_together([*compress(activation.tensors, which)]))
-    chosen = zip(activation.tensors, which, strict=True)
-    return activation.with_tensors([next(clones) if flag else tensor for tensor, flag in chosen])
+def uncounted_of(activation: Activation) -> list[tuple[Tensor, Tensor]]:
+    """The ``SEEN`` tensors of inference mode, where torch counts no changes, each with a copy."""
+    pairs = zip(activation.tensors, activation.ties, strict=False)
+    return [(tensor, tensor.clone()) for tensor, tie in pairs if tie == SEEN and tensor.is_inference()]
 
 
-def expect_unseen(activation: Activation, before: Sequence[int], after: Sequence[int]) -> None:
-    """Raise RuntimeError if the version of a ``SEEN`` tensor has changed."""
-    if any(tie == SEEN and a != b for tie, a, b in zip(activation.ties, before, after, strict=False)):
+def expect_unseen(
+    who: str, activation: Activation, before: Sequence[int], uncounted: Sequence[tuple[Tensor, Tensor]]
+) -> None:
+    """Raise RuntimeError if a ``SEEN`` tensor has changed.
+
+    Args:
+        who: what may have changed it.
+        activation: has the tensors.
+        before: their versions before.
+        uncounted: what :func:`uncounted_of` gave before.
+    """
+    seen = [tie == SEEN for tie in activation.ties]
+    counted = any(flag and a != b for flag, a, b in zip(seen, before, versions(activation), strict=False))
+    if counted or any(_differs(tensor, copy) for tensor, copy in uncounted):
         raise RuntimeError(
-            "the layers of this partition changed a tensor in place that shares its memory with another one from "
-            "an earlier partition, whose gradient would be wrong; let them work on a clone, or put both into one "
+            f"{who} changed a tensor in place that shares its memory with another one, which may be elsewhere by now, "
+            "and whose gradient would be wrong; let them work on a clone, or put all layers that use it into one "
             "partition"
         )
+
+
+def _differs(a: Tensor, b: Tensor) -> bool:
+    """Whether an element has another value; not-a-number is one value."""
+    return bool(((a != b) & ((a == a) | (b == b))).any())
 
 
 def joined(parts: Sequence[Activation]) -> Activation:
@@ -117,11 +130,6 @@ def parted(activation: Activation) -> Activation:
     if not activation.ties:
         return activation
     return with_ties(activation, [tie if tie == SEEN else OWN for tie in activation.ties])
-
-
-def released(activation: Activation) -> Activation:
-    """The output of the last stage, with clones of all that shares memory with anything else."""
-    return parted(_cloned(activation, list(map(bool, activation.ties)))) if activation.ties else activation
 
 
 def guarded(activation: Activation) -> Activation:
