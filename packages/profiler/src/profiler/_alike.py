@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class _Forms(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)):
+            return id(value)  # pickle knows those by name only, and none that was defined inside of a function
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
         same = [self._numbers.setdefault(each, len(self._numbers)) for each in (id(value), *self._memory(value))]
