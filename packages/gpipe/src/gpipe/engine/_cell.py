@@ -129,6 +129,7 @@ class CheckpointedCell(Cell):
         self._repeatable = Repeatable(recomputation, random)
 
     def forward(self, stage: StageRun, inputs: Activation) -> Activation:
+        self.inputs = inputs  # named in the note of an error
         spare = clone_leaves(inputs) if stage.may_change_input else None
         # New leaves, because layers may put hooks and flags on their inputs, and will do so again.
         own = detach_leaves(inputs)

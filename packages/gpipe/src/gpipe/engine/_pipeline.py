@@ -126,6 +126,7 @@ class Pipeline:
             versions: makes in-place changes known between the micro-batches and the tensors that they were cut from.
         """
         entering = self.entering(batches)
+        # One run at a time: all of them use the same parameters, workers and buffers.
         with self.workers.section.entered():
             if torch.is_grad_enabled():
                 self._trainers.add(current_thread())
@@ -159,7 +160,7 @@ class Pipeline:
             self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             walk = self.walk(schedule, run.size)
-            before = _Gradients(run.parameters)
+            before = _Gradients(run.parameters)  # so that a failure leaves no parts of gradients where there were none
             mixed = 0
             try:
                 with self.together(run):

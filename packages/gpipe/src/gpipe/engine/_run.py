@@ -88,6 +88,7 @@ class Run:
         self.rng = pipeline.random_numbers()
         self.loss = loss
         if loss is not None:
+            # The loss draws as a layer behind the last one would.
             loss.begin(self.rng, stages[-1].numbers.stop)
         self.parameters = [p for stage in stages for p in parameters_of(stage.module)] if self.keeps else []
         self.kept_nodes: list[Tensor] = kept(self.parameters)
@@ -166,6 +167,7 @@ class Run:
             with self._applied():
                 for recomputation in self._recomputations:
                     recomputation.begin()
+        # The caller may be on other streams than in the forward, and its gradients are computed there.
         now = self._current_streams() if self._on_accelerator else self._streams
         _all_wait(self._streams, now)
         for i, each in enumerate(gradients):
@@ -189,6 +191,7 @@ class Run:
         Returns:
             The gradients of the inputs, by micro-batch and tensor.
         """
+        # Links hold any number of values, so that all inputs can be there before a worker begins.
         for i, each in enumerate(inputs):
             self._transport.entrance.put_values(i, each)
         split = {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}

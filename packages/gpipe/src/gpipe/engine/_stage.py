@@ -76,9 +76,11 @@ class Stage:
         blocks: Sequence[range] = (),
     ) -> None:
         self.index = index
+        # Random numbers depend on the numbers of layers. Only a partition says which of its layers computes.
         layers = len(module._modules) if getattr(module, "tells_layers", False) else 1
         self.numbers = range(first, first + max(layers, 1))
         self.module = module
+        # Numbered CPUs are one device; their numbers only say which stages share a worker.
         self.device = torch.device("cpu") if device.type == "cpu" else device
         self.on_accelerator = has_streams(device)
         self.pops = [route.key for route in layout.routes if route.target == index]
@@ -87,7 +89,7 @@ class Stage:
         self.recomputation = RecomputationFacts()
         self.blocks = {block: RecomputationFacts() for block in blocks}
         self.changes_late = False
-        self.hooks: dict[bool, bool] = {}
+        self.hooks: dict[bool, bool] = {}  # a layer may use its hooks in one mode only
         self.runs_whole = False
         self._layers_then = dict(module._modules)
 
@@ -123,6 +125,7 @@ class Stage:
 
     def expect_current(self) -> None:
         """Raise RuntimeError if a layer was replaced or moved since the forward: a recomputation would differ."""
+        # A change of layers makes new stages; the old one is compared with what its partition holds now.
         if self.module._modules != self._layers_then:
             now, then = self.module._modules, self._layers_then
             names = [name for name in {**then, **now} if now.get(name) is not then.get(name)]

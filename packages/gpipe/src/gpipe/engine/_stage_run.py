@@ -198,7 +198,7 @@ class StageRun:
         """
         stage, before, uncounted = self.stage, versions(inputs), uncounted_of(inputs)
         value = as_nonleaf(inputs).value
-        hooked = hook_counts(stage.module) if self._keeps else []
+        hooked = hook_counts(stage.module) if self._keeps else {}
         if self._looks_for_hooks:
             with TensorHooks() as hooks:  # this takes time, and only a split backward needs it
                 outputs = Activation(stage.call(value))
@@ -206,8 +206,7 @@ class StageRun:
             stage.hooks[stage.module.training] = hooks.seen
         else:
             outputs = Activation(stage.call(value))
-        if self._keeps:
-            expect_no_more_hooks(stage.module, hooked)
+        expect_no_more_hooks(stage.module, hooked)
         after = versions(inputs)
         if after != before or uncounted:
             expect_unseen("the layers of this partition", inputs, before, uncounted)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
-from operator import gt
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,24 +12,23 @@ from ._deferred_gradients import hooks_of
 from ._parameters import parameters_of
 
 
-def hook_counts(module: nn.Module) -> list[int]:
+def hook_counts(module: nn.Module) -> dict[nn.Parameter, int]:
     """For each parameter of ``module`` the number of its hooks."""
-    return [*map(hooks_of, parameters_of(module))]
+    return {parameter: hooks_of(parameter) for parameter in parameters_of(module)}
 
 
-def expect_no_more_hooks(module: nn.Module, before: list[int]) -> None:
+def expect_no_more_hooks(module: nn.Module, before: Mapping[nn.Parameter, int]) -> None:
     """Raise RuntimeError that names a parameter to which a forward has added hooks since the counts of ``before``.
 
     They would stay for all micro-batches and recomputations, each of which adds its own.
     """
-    after = hook_counts(module)
-    if len(after) == len(before) and any(map(gt, after, before)):
-        parameters = compress(parameters_of(module), map(gt, after, before))
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        raise RuntimeError(
-            f"the forward of a layer registered a hook on the parameter {names[next(parameters)]!r}, which would be "
-            "called once for each micro-batch that adds one; register it before the run"
-        )
+    for parameter, count in before.items():
+        if hooks_of(parameter) > count:
+            names = {each: name for name, each in module.named_parameters()}
+            raise RuntimeError(
+                f"the forward of a layer registered a hook on the parameter {names.get(parameter, '')!r}, which would "
+                "be called once for each micro-batch that adds one; register it before the run"
+            )
 
 
 class TensorHooks(TorchFunctionMode):
