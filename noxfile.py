@@ -42,7 +42,7 @@ SHORT = {
     "gpipe": "models",
 }
 """Of each package the properties that stand for all of its tests in the short form of ``standalone``."""
-TWO = ("--numprocesses", "2", "--dist", "loadfile")
+TWO = ("--numprocesses", "2", "--dist", "worksteal")
 EXAMPLES = 2_000
 SHORT_EXAMPLES = {"train_distributed": ("--steps", "10")}
 EVERYTHING = ("tests", "lint", "types", "docs", "typing", "standalone", "distributed", "accelerator", "frameworks")

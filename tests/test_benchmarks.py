@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,12 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need rich")
 pytest.importorskip("tabulate", reason="the benchmarks need tabulate")
 
-from benchmarks import calls, compare, distributed, measure, workloads
-from benchmarks.contenders import CHECKPOINTS, LOOP, PEERS, TWO_LOOPS, Contender, Task, contenders, rivals
+from benchmarks import calls, compare, distributed, workloads
+from benchmarks.contenders import LOOP, PEERS, TWO_LOOPS, Contender, Task, contenders, rivals
 from benchmarks.distributed import SkipRelay, connect
 from benchmarks.match import Match, Outcome, Rules
 from benchmarks.programs import build, named_results, slices
-from benchmarks.report import PAGES, Table, keep, kept, markdown, write
-from benchmarks.targets import TARGETS, Target
+from benchmarks.report import PAGES, Table, markdown, write
 
 import gpipe
 
@@ -131,12 +129,6 @@ class TestRivals:
             cuts = [distributed.cuts(workloads.by_name(workload), one) for one in (ours, theirs)]
             assert cuts[0] == cuts[1]
 
-    @pytest.mark.parametrize("library", ["torchgpipe", "fairscale"])
-    @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-    def test_peers_have_torchs_threads_and_one(self, library: str, checkpoint: str) -> None:
-        found = rivals(Contender("gpipe", checkpoint), library, FIELD)
-        assert [one.threads for one in found] == [None, 1]
-
     def test_ours_is_compared_with_the_faster_of_both(self) -> None:
         ours, slow = Contender("gpipe"), Contender("torchgpipe")
         outcomes = {
@@ -148,20 +140,6 @@ class TestRivals:
         assert compare.against(ours, "torchgpipe", outcomes) == [0.5, 0.25]
         outcomes[replace(slow, threads=1)] = Outcome(failure="it died")
         assert compare.against(ours, "torchgpipe", outcomes) == [0.25, 0.125]
-
-    def test_names_differ(self) -> None:
-        assert len({one.name for one in FIELD}) == len(FIELD)
-
-
-class TestStamp:
-    def test_the_command_is_that_of_the_session_for_the_torch_that_is_installed(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (pinned,) = re.findall(r"torch==(.*)", measure.CONSTRAINTS.read_text(encoding="utf-8"))
-        monkeypatch.setattr(torch, "__version__", f"{pinned}+cpu")
-        assert measure.stamp(["ranks"]).endswith("`python -m nox -s bench -- ranks`")
-        monkeypatch.setattr(torch, "__version__", "9.9.0+cu999")
-        assert measure.stamp(["ranks"]).endswith("`python -m nox -s 'bench-torch(9.9.0)' -- ranks`")
 
 
 class TestMatch:
@@ -225,21 +203,3 @@ class TestTables:
         for task in compare.tasks(options):
             page, name = compare.place(task)
             assert (PAGES / page).read_text(encoding="utf-8").count(f"<!-- begin: {name} -->") == 1
-
-
-class TestFigures:
-    def test_what_one_run_did_not_measure_stays(self, tmp_path: Path) -> None:
-        keep("engine", "yesterday", {"a": 1.0, "b": 2.0}, tmp_path)
-        keep("engine", "today", {"b": 3.0}, tmp_path)
-        assert kept(tmp_path) == {"a": (1.0, "yesterday"), "b": (3.0, "today")}
-
-
-class TestTargets:
-    def test_the_worst_counts(self) -> None:
-        low, high = Target("low", "x", 1, "<"), Target("high", "x", 1, "≥")
-        assert low.worst([(0.5, "a"), (1.0, "b")]) == (1.0, "b")
-        assert high.worst([(0.5, "a"), (1.0, "b")]) == (0.5, "a")
-        assert (low.met(1.0), high.met(1.0)) == (False, True)
-
-    def test_each_has_a_name_of_its_own(self) -> None:
-        assert len({target.measure for target in TARGETS}) == len(TARGETS)

@@ -52,21 +52,3 @@ def test_no_module_imports_itself_by_others(name: str) -> None:
     edges = graph(PACKAGES / name / "src")
     assert len(edges) > 1
     assert not cycle(edges)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from . import b",
-        "from .b import f",
-        "import p.b",
-        "from p import b",
-        "def late():\n    from .b import f",
-        "if TYPE_CHECKING:\n    from p.b import f",
-    ],
-)
-def test_every_kind_of_import_counts(tmp_path: Path, text: str) -> None:
-    (tmp_path / "p").mkdir()
-    for name, source in {"__init__": "", "a": text, "b": "from .a import late"}.items():
-        (tmp_path / "p" / f"{name}.py").write_text(source, encoding="utf-8")
-    assert set(cycle(graph(tmp_path))) == {"p.a", "p.b"}

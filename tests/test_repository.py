@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import importlib.metadata
-import inspect
-import os
 import pkgutil
 import re
 import subprocess
@@ -74,13 +71,6 @@ class TestPublicAPI:
         assert len(module.__all__) == len(set(module.__all__))
 
     @each_package
-    def test_everything_promised_is_explained(self, package: str) -> None:
-        module = importlib.import_module(package)
-        promised = {name: getattr(module, name) for name in module.__all__}
-        defined = {name: it for name, it in promised.items() if inspect.isclass(it) or inspect.isroutine(it)}
-        assert [name for name, it in defined.items() if not inspect.getdoc(it)] == []
-
-    @each_package
     def test_the_reference_has_every_public_module(self, package: str) -> None:
         page = (ROOT / "docs" / "api" / f"{package}.md").read_text()
         modules = [package, *(f"{package}.{name}" for name in public_modules(importlib.import_module(package)))]
@@ -119,15 +109,6 @@ class TestDependencies:
         extras = project(package).get("optional-dependencies", {}).values()
         optional = set().union(*map(names_of, extras))
         assert imports - optional == required
-
-    def test_imports_run_downwards_only(self) -> None:
-        pytest.importorskip("importlinter")
-        paths = os.pathsep.join(str(sources(package).parent) for package in PACKAGES)
-        command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"]
-        linter = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300
-        )
-        assert linter.returncode == 0, linter.stdout + linter.stderr
 
 
 def names_of(requirements: list[str]) -> set[str]:
@@ -172,38 +153,3 @@ class TestWords:
     @each_package
     def test_the_licence_is_the_same_everywhere(self, package: str) -> None:
         assert (ROOT / "packages" / package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-
-
-@each_package
-def test_what_docstrings_refer_to_is_there(package):
-    lost = []
-    for file in sources(package).rglob("*.py"):
-        dotted = ".".join(file.relative_to(sources(package).parent).with_suffix("").parts)
-        module = importlib.import_module(dotted.removesuffix(".__init__"))
-        for role, target in re.findall(r":(mod|func|class|meth|data|attr|exc):`~?([\w.]+)`", file.read_text()):
-            if not is_named(module, target):
-                lost.append(f"{file.relative_to(ROOT)}: :{role}:`{target}`")
-    assert not lost
-
-
-def is_named(module: ModuleType, target: str) -> bool:
-    """Whether ``target`` is found from ``module``, one of its classes, its package, or the top."""
-    package = importlib.import_module(module.__name__.partition(".")[0])
-    holders = [module, package, *(value for value in vars(module).values() if inspect.isclass(value))]
-    return any(reached(holder, target) for holder in holders) or reached(None, target)
-
-
-def reached(holder: object, target: str) -> bool:
-    names = target.split(".")
-    if holder is None:
-        holder = sys.modules.get(names.pop(0))
-    for name in names:
-        found = getattr(holder, name, None)
-        if found is None and inspect.ismodule(holder):
-            with contextlib.suppress(ImportError):
-                found = importlib.import_module(f"{holder.__name__}.{name}")
-        bases = getattr(holder, "__mro__", (holder,))
-        if found is None and not any(name in getattr(base, "__annotations__", {}) for base in bases):
-            return False
-        holder = found
-    return holder is not None or bool(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def lines() -> list[tuple[str, str, str]]:
     return LINE.findall(page[page.index("## Case by case") :])
 
 
+@cache
 def defined() -> set[str]:
     files = [*ROOT.glob("packages/*/tests/**/*.py"), *ROOT.glob("tests/**/*.py")]
     return {name for file in files for name in DEFINED.findall(file.read_text(encoding="utf-8"))}

@@ -55,10 +55,13 @@ SAMPLES = {
 }
 
 each_sample = pytest.mark.parametrize("name", list(SAMPLES))
+each_model = pytest.mark.parametrize(
+    ("make", "name"),
+    [(sequential, "constants"), (Blocks, "rules"), (sequential, "rules"), (Blocks, "a tensor for all")],
+)
 
 
-@each_sample
-@pytest.mark.parametrize("make", [sequential, Blocks])
+@each_model
 @pytest.mark.parametrize("balance", [None, [1, 2]])
 def test_a_pipe_is_made_and_trains(make: Callable[[], nn.Module], name: str, balance: list[int] | None):
     model, given = make(), SAMPLES[name]()
@@ -75,15 +78,13 @@ def test_balances_take_it(name: str):
     assert sum(balance_by_size(2, sequential(), SAMPLES[name](), chunks=2)) == 3
 
 
-@each_sample
-@pytest.mark.parametrize("make", [sequential, Blocks])
+@each_model
 def test_plans_take_it(make: Callable[[], nn.Module], name: str):
     found = gpipe.plan(make(), SAMPLES[name](), ["cpu", "cpu"], chunks=2, calibrate=False)
     with closing(found.build(make())) as pipe:
         pipe.step(SAMPLES[name](), loss_fn=lambda output: output.square().mean())
 
 
-@each_sample
-@pytest.mark.parametrize("make", [sequential, Blocks])
+@each_model
 def test_checks_take_it(make: Callable[[], nn.Module], name: str):
     assert gpipe.check(make(), SAMPLES[name](), chunks=2).ok
