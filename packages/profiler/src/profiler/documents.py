@@ -40,14 +40,14 @@ def dump(value: Any, schema: str) -> str:
     return json.dumps({"schema": schema, **_document(value)}, indent=1, allow_nan=False)
 
 
-def load(cls: type[T], text: str, name: str, schema: str) -> T:
+def load(kind: type[T], text: str, name: str, schema: str) -> T:
     """The dataclass that :func:`dump` wrote.
 
     Args:
-        cls: its class.
+        kind: its class.
         text: JSON.
         name: what it is, for errors.
-        schema: the name of the format.
+        schema: the name of the format that is read.
 
     Returns:
         An equal one.
@@ -74,14 +74,22 @@ def load(cls: type[T], text: str, name: str, schema: str) -> T:
             raise ValueError(f"{name}: expected an object, got {shortened(document)}")
         if (found := document.pop("schema", None)) != schema:
             raise ValueError(f"schema: this version reads {schema!r}, got {shortened(found)}; make the {name} again")
-        made: T = _read(cls, document, name)
+        made: T = _read(kind, document, name)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{name}: expected the text that to_json wrote, got no JSON: {error}") from None
     return made
 
 
 def expect_once(keys: Iterable[str], name: str) -> None:
-    """Raise ValueError if one of ``keys`` occurs twice; ``name`` is what has them."""
+    """Refuse keys that occur twice.
+
+    Args:
+        keys: the keys.
+        name: what has them, for errors.
+
+    Raises:
+        ValueError: one of them occurs twice.
+    """
     seen: set[str] = set()
     for key in keys:
         if key in seen:
