@@ -174,7 +174,7 @@ def _prepared() -> nn.ParameterList:
     return nn.ParameterList(parameters)
 
 
-PLACES = {"before": ("_present", 2), "dense": ("_begun", 7), "sparse": ("_concatenated", 3)}
+PLACES = {"before": ("_present", 2), "dense": ("_begun", 7), "sparse": ("_sparse_average", 2)}
 """Functions, and at the start of which of their calls: not in the first average, which begins with a meeting."""
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._gathering import gathering_of
+from ._gathering import Gathering, gathering_of
 from ._groups import Group, expect_group
 
 BUCKET: Final = 25 * 2**20
@@ -73,12 +73,13 @@ def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
         # What follows the last collective is done outside: if it fails, the others do not wait for this replica.
         with collectives:
             averages = _averages(dense, over, finish)
-            entries = [_entries(parameter, dims, over) for parameter, dims in sparse]
+        if sparse:
+            with together.collectives():  # few backends can add sparse tensors; gloo can
+                found = [(parameter, _sparse_average(parameter, dims, together)) for parameter, dims in sparse]
         for gradients, flat in averages:
             _copy_back(gradients, flat)
-        for (parameter, _), (indices, values) in zip(sparse, entries, strict=True):
-            found = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
-            parameter.grad = found.coalesce()
+        for parameter, average in found if sparse else ():
+            parameter.grad = average.to(parameter.device).coalesce()
 
 
 def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
@@ -176,28 +177,13 @@ def _kind(parameter: Tensor) -> tuple[str, str]:
     return str(parameter.dtype), str(parameter.device)
 
 
-def _entries(parameter: Tensor, dims: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The indices and values of the average of sparse gradients.
-
-    They are those of all replicas, concatenated, as few backends can add sparse tensors.
-    """
+def _sparse_average(parameter: Tensor, dims: int, together: Gathering) -> Tensor:
+    """The average of sparse gradients with that many sparse dimensions, on the host."""
     if parameter.grad is None:
-        indices = torch.empty(0, dims, dtype=torch.int64, device=parameter.device)
-        values = parameter.new_empty(0, *parameter.shape[dims:])
+        values = torch.empty(0, *parameter.shape[dims:], dtype=parameter.dtype, device="cpu")
+        indices = torch.empty(dims, 0, dtype=torch.int64, device="cpu")
+        own = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
     else:
-        own = parameter.grad.coalesce()
-        indices, values = own.indices().T.contiguous(), own.values() / group.size()
-    return _concatenated(indices, group).T, _concatenated(values, group)
-
-
-def _concatenated(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all replicas, whose numbers may differ."""
-    counts = torch.zeros(group.size(), dtype=torch.int64, device=rows.device)
-    counts[group.rank()] = len(rows)
-    dist.all_reduce(counts, group=group)
-    most = int(counts.max())
-    padded = rows.new_zeros(most, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    found = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(found, padded, group)
-    return torch.cat([each[:count] for each, count in zip(found, counts.tolist(), strict=True)])
+        own = (parameter.grad.coalesce() / len(together.members)).cpu()
+    together.finish(dist.all_reduce(own, group=together.group, async_op=True))
+    return own
