@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from xml.sax.saxutils import escape
 
-__all__ = ["BACKWARD", "DARK", "FAINT", "FORWARD", "GROUND", "INK", "PAPER", "RULE", "escaped", "line", "rect", "text"]
-
 INK, FAINT, PAPER, GROUND, RULE = "#1f2937", "#667085", "#ffffff", "#eef0f3", "#d0d5dd"
 FORWARD, BACKWARD = "#7fb0f2", "#6fc793"
 
@@ -45,23 +43,6 @@ def rect(x: float, y: float, width: float, height: float, fill: str, title: str 
     """
     inside = f"<title>{escaped(title)}</title>" if title else ""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}">{inside}</rect>'
-
-
-def line(x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "none") -> str:
-    """A straight line.
-
-    Args:
-        x1, y1: the begin, in pixels.
-        x2, y2: the end, in pixels.
-        stroke: a colour.
-        dash: lengths of dashes and gaps.
-
-    Returns:
-        The element.
-    """
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" stroke-dasharray="{dash}"/>'
-    )
 
 
 def text(

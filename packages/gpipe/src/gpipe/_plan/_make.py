@@ -167,7 +167,7 @@ def _planned(request: Request) -> Plan:
         found, bytes_note = _that_fits(request, space, found)
     here = Remembered(loss_fn=request.loss_fn, sample=request.sample)
     notes += [bytes_note] if bytes_note else []
-    return plan_of(Plan, found, space, layer_keys(request.layers), request.names, spread, notes, here)
+    return plan_of(found, space, layer_keys(request.layers), request.names, spread, notes, here)
 
 
 REHEARSALS = 6

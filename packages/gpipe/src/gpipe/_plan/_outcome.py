@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from ..timeline import simulate
 from ._candidate import Candidate, Space, schedule_of
-from ._data import Alternative, Expected, LayerKey, PlanData, Prediction, Remembered
+from ._data import Alternative, Expected, LayerKey, Prediction, Remembered
+from ._plan import Plan
 from ._search import NEAR
-
-Plan = TypeVar("Plan", bound=PlanData)
 
 SHOWN = 8
 """The number of alternatives that a plan keeps."""
 
 
 def plan_of(
-    cls: type[Plan],
     found: Sequence[Candidate],
     space: Space,
     layers: tuple[LayerKey, ...],
@@ -29,7 +26,6 @@ def plan_of(
     """The first of those ``found`` as a plan, and the others as alternatives.
 
     Args:
-        cls: of the plan.
         found: the best first.
         space: what was searched.
         layers: their keys.
@@ -45,7 +41,7 @@ def plan_of(
     seconds = Expected(*(best.seconds * factor for factor in (spread.low, spread.mid, spread.high)))
     replicas = space.measured.replicas
     rows = space.measured.rows * replicas
-    return cls(
+    return Plan(
         layers=layers,
         devices=tuple(names[: len(stages)]),
         memory=tuple(space.memory),
