@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from gpipe import DeferredBatchNorm, GPipe, inline
@@ -382,3 +384,40 @@ def test_a_pipe_inside_a_recomputed_layer_counts_once():
     for part in x.detach().chunk(2):
         plain(part)
     assert_same_statistics(inside[0], plain)
+
+
+class Shifted(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class Squared(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * weight
+
+
+def hooked(register: str) -> nn.Module:
+    norm = nn.BatchNorm1d(3)
+    getattr(norm, register)(lambda *_: None)
+    return norm
+
+
+UNUSUAL: dict[str, Callable[[], nn.Module]] = {
+    "a forward of its own": lambda: Shifted(3),
+    "hooks": lambda: hooked("register_forward_hook"),
+    "hooks, before": lambda: hooked("register_forward_pre_hook"),
+    "hooks, backward": lambda: hooked("register_full_backward_hook"),
+    "parametrizations": lambda: register_parametrization(nn.BatchNorm1d(3), "weight", Squared()),
+}
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_a_batch_norm_that_would_lose_something_is_refused_and_nothing_is_replaced(what: str):
+    first, unusual = nn.BatchNorm1d(3), UNUSUAL[what]()
+    model = nn.Sequential(first, nn.Sequential(unusual))
+    with pytest.raises(ValueError, match=what.partition(",")[0]):
+        DeferredBatchNorm.convert_deferred_batch_norm(model)
+    with pytest.raises(ValueError, match=what.partition(",")[0]):
+        GPipe(model, [1, 1], devices=["cpu"] * 2, deferred_batch_norm=True)
+    assert model[0] is first
+    assert model[1][0] is unusual

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import Library
+from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
 from gpipe import _torch
@@ -191,3 +192,9 @@ def test_a_profiler_is_noticed():
     with torch.profiler.profile():
         assert _torch.is_profiled()
     assert not _torch.is_profiled()
+
+
+def test_modes_that_watch_operations_are_noticed():
+    assert not _torch.watches_operations()
+    with FlopCounterMode(display=False):
+        assert _torch.watches_operations()

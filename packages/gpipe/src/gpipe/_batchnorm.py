@@ -79,14 +79,25 @@ class DeferredBatchNorm(_BatchNorm):
 
         Returns:
             ``module``, or the deferred batch norm that replaces it.
+
+        Raises:
+            ValueError: a batch norm has hooks, parametrizations or a forward of its own, which would be lost. Then
+                nothing is replaced.
         """
+        for each in module.modules():
+            if _is_replaced(each):
+                _expect_plain(each)
+        return cast(Module, cls._converted(module, chunks))
+
+    @classmethod
+    def _converted(cls, module: nn.Module, chunks: int) -> nn.Module:
         if isinstance(module, DeferredBatchNorm):
             module.chunks = chunks
             return module
-        if isinstance(module, _BatchNorm) and not isinstance(module, (SyncBatchNorm, _LazyNormBase)):
-            return cast(Module, cls._like(module, chunks)) if module.track_running_stats else module
+        if _is_replaced(module):
+            return cls._like(cast(_BatchNorm, module), chunks)
         for name, child in module.named_children():
-            module._modules[name] = cls.convert_deferred_batch_norm(child, chunks)
+            module._modules[name] = cls._converted(child, chunks)
         return module
 
     @classmethod
@@ -129,3 +140,26 @@ class DeferredBatchNorm(_BatchNorm):
         weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(seen.mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_(seen.variance.to(self.running_var.dtype), weight)
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    special = isinstance(module, (SyncBatchNorm, _LazyNormBase, DeferredBatchNorm))
+    return isinstance(module, _BatchNorm) and not special and module.track_running_stats
+
+
+def _expect_plain(norm: nn.Module) -> None:
+    """Raise ValueError if ``norm`` computes something that a deferred batch norm would not."""
+    kept = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    reason = (
+        f"a {type(norm).__name__} with a forward of its own"
+        if type(norm).forward is not _BatchNorm.forward
+        else "a batch norm with hooks"
+        if any(getattr(norm, name) for name in kept)
+        else "a batch norm with parametrizations or other modules inside"
+        if norm._modules
+        else None
+    )
+    if reason is not None:
+        raise ValueError(
+            f"{reason} cannot be replaced by a DeferredBatchNorm, which would lose them; replace it by hand"
+        )

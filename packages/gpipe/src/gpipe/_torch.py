@@ -104,6 +104,11 @@ def tracer() -> str | None:
     return "torch.fx" if _symbolic_trace.is_fx_symbolic_tracing() else None
 
 
+def watches_operations() -> bool:
+    """Whether a ``TorchDispatchMode`` sees this thread's operations. Without it: it would see none of the stages."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def not_compiled(function: Function, reason: str) -> Function:
     """``function``, which ``torch.compile`` does not trace, for that reason.
 

@@ -155,6 +155,42 @@ def test_threads_are_refused_where_autograd_adds_the_gradients(how: str, monkeyp
 
 
 @ways
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_pipes_with_a_parameter_in_common_are_not_trained_at_once(
+    way: Callable[[], AbstractContextManager[None]], how: str, shared: bool
+) -> None:
+    inside, tried = threading.Event(), threading.Event()
+
+    def slow(gradient: Tensor) -> None:
+        inside.set()
+        assert tried.wait(300)
+
+    first, second = linears(2), linears(2)
+    layer = Call(lambda x: OnBackward.apply(x, lambda: slow(x)))
+    one = GPipe(nn.Sequential(first[0], layer, first[1]), [1, 2], devices=["cpu"] * 2)
+    other = GPipe(nn.Sequential(first[0] if shared else second[0], second[1]), [1, 1], devices=["cpu"] * 2)
+
+    def work() -> None:
+        with way():
+            train(one, how, rows())
+
+    def meanwhile() -> None:
+        assert inside.wait(300)
+        refused = pytest.raises(RuntimeError, match="another thread is training another pipe")
+        try:
+            with way(), refused if shared else nullcontext():
+                train(other, how, rows())
+        finally:
+            tried.set()
+
+    at_once(work, meanwhile)
+    wanted = linears(2)
+    train(nn.Sequential(*wanted), how, rows())
+    torch.testing.assert_close(first[0].weight.grad, wanted[0].weight.grad)
+
+
+@ways
 def test_threads_may_evaluate_one_pipe_at_once(way: Callable[[], AbstractContextManager[None]]) -> None:
     model = linears(3)
     pipe = piped(model, [1, 2], chunks=3)

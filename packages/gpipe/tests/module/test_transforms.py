@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe import GPipe, inline
 
@@ -167,3 +168,24 @@ def test_forward_mode_inside_of_layers(where: str, layers: int, mode: str) -> No
     plain = nn.Sequential(*(kind(3, 3, dtype=torch.float64) for kind in kinds))
     with inline() if where == "inline" else nullcontext():
         assert_trains_like(piped(plain, [1, 1, 1], chunks=2, checkpoint=mode), plain)
+
+
+@pytest.mark.parametrize("how", ["call", "step", "evaluate"])
+def test_a_mode_that_counts_operations_sees_all_of_them_or_is_refused(how: str) -> None:
+    plain = linears()
+    pipe = piped(linears(), [1, 2], chunks=3, checkpoint="never")  # a recomputation counts too
+
+    def run(module: nn.Module, counter: FlopCounterMode) -> int:
+        with counter:
+            if how == "call" or module is plain:
+                loss = F.mse_loss(module(X), X)
+                if how != "evaluate":
+                    loss.backward()
+            else:
+                getattr(module, how)(X, X, loss_fn=F.mse_loss)
+        return counter.get_total_flops()
+
+    with pytest.raises(RuntimeError, match=r"a TorchDispatchMode is active.*gpipe\.inline"):
+        run(pipe, FlopCounterMode(display=False))
+    with inline():
+        assert run(pipe, FlopCounterMode(display=False)) == run(plain, FlopCounterMode(display=False)) > 0

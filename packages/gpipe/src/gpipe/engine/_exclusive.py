@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+
+from torch import Tensor
 
 from .._current import Section as AnySection
 from .._current import current
@@ -47,7 +50,23 @@ class Section:
             current.holds = current.holds[:-1]
             with _turns:
                 del _inside[self]
+                _claimed.pop(self, None)
                 _turns.notify_all()
+
+    def claim(self, parameters: Sequence[Tensor]) -> None:
+        """Inside: say whose gradients this thread is going to accumulate.
+
+        Raises:
+            RuntimeError: another thread is accumulating those of one of ``parameters``, in another pipe.
+        """
+        with _turns:
+            others = [theirs for other, theirs in _claimed.items() if other is not self and other not in involved()]
+            if others and not {*map(id, parameters)}.isdisjoint(map(id, chain.from_iterable(others))):
+                raise RuntimeError(
+                    "another thread is training another pipe with some of the same parameters, and gradients of both "
+                    "would be lost; train one after the other, or in one thread"
+                )
+            _claimed[self] = parameters
 
     def _take(self, accumulates: bool) -> None:
         with _turns:
@@ -82,6 +101,8 @@ class Section:
 _turns = threading.Condition()
 _inside: dict[Section, bool] = {}
 """The sections that some thread is inside of, and whether it accumulates gradients there."""
+_claimed: dict[Section, Sequence[Tensor]] = {}
+"""Of sections that some thread is inside of: the parameters whose gradients it accumulates."""
 _waiting: dict[int, tuple[Sections, Section]] = {}
 """For each waiting thread, by its id: the sections that cannot be left before it goes on, and the one it waits for."""
 
@@ -118,6 +139,7 @@ def _after_fork() -> None:
     _waiting.clear()
     for section in [section for section in _inside if section not in current.holds]:
         section._forked = _inside.pop(section)
+        _claimed.pop(section, None)
 
 
 if hasattr(os, "register_at_fork"):

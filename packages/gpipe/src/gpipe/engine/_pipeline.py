@@ -159,6 +159,7 @@ class Pipeline:
         with self.workers.section.entered(accumulates=True):
             self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
+            self.workers.section.claim(run.parameters)
             walk = self.walk(schedule, run.size)
             before = _Gradients(run.parameters)  # so that a failure leaves no parts of gradients where there were none
             mixed = 0
@@ -225,6 +226,7 @@ class Pipeline:
             flowing = iter(seeds)
             gradients = iter([next(flowing) if flag else None for flag in flags])
             with self.workers.section.entered(accumulates=True):
+                self.workers.section.claim(run.parameters)
                 several = len(self._trainers) > 1
                 if several:
                     _expect_unwatched(left)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .. import _torch
+from ..engine._settings import settings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -31,6 +32,12 @@ def refuse_transforms() -> None:
         raise RuntimeError(
             f"a pipe cannot be traced by {tracer}: what its stages compute on other threads would be missing from the "
             f"graph; trace the layers, or {_WAY_OUT}"
+        )
+
+    if _torch.watches_operations() and not settings().inline:
+        raise RuntimeError(
+            "a TorchDispatchMode is active, such as a FLOP counter, which would see no operation of the stages: they "
+            "run on other threads; run the pipe under gpipe.inline() there, or leave the mode out"
         )
 
 
