@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 
 from .families import FAMILIES
+from .more_families import EVERY
 from .table import distance, gradients
 
 
@@ -93,3 +94,51 @@ def test_a_pipe_follows_what_is_set_on_the_model_later(family: str) -> None:
     assert not pipe.training
     pipe.train()
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
+def test_a_loss_that_balances_experts_is_refused_by_name(name: str) -> None:
+    batch = FAMILIES["Llama"].inputs(6)
+    batch["labels"] = batch["input_ids"]
+    sample = {key: rows[:2] for key, rows in batch.items()}
+    with pytest.raises(ValueError, match=r"output_router_logits=False"):
+        piped(EVERY[name].make(output_router_logits=True), sample)
+    model = EVERY[name].make()
+    pipe = piped(model, sample)
+    with pytest.raises(ValueError, match=r"output_router_logits=False"):
+        pipe.step(**batch, output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match=r"output_router_logits=False"):
+        pipe.step(**batch)
+    plain = model(**batch, output_router_logits=False).loss
+    torch.testing.assert_close(pipe.step(**batch, output_router_logits=False), plain.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_pipe_answers_for_its_model(tmp_path: Path) -> None:
+    model = FAMILIES["Llama"].make()
+    pipe = piped(model, inputs("Llama", 2))
+    assert pipe.generation_config is model.generation_config
+    assert pipe.get_input_embeddings() is model.get_input_embeddings()  # type: ignore[operator]
+    pipe.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)  # type: ignore[attr-defined]
+    assert [*again.state_dict()] == [*pipe.state_dict()]
+    assert not hasattr(pipe, "generate")
+    with pytest.raises(AttributeError, match=r"model\.generate"):
+        pipe.generate(torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"called with 'position_ids'.*sample"):
+        pipe.step(**inputs("Llama"), position_ids=torch.arange(12).expand(6, -1))
+    with pytest.raises(TypeError, match=r"sample="):
+        GPipe(model, [2, 2], devices=["cpu"] * 2)
+
+
+def test_checkpointing_of_the_model_s_own_goes_on_in_a_pipe() -> None:
+    model = FAMILIES["Llama"].make()
+    plain = copy.deepcopy(model)
+    pipe = piped(model, inputs("Llama", 2))
+    getattr(pipe, "activation_checkpointing_enable", pipe.gradient_checkpointing_enable)()
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    loss = pipe.step(**inputs("Llama"))
+    expected = plain(**inputs("Llama")).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    assert distance(gradients(model), gradients(plain)) < 1e-5

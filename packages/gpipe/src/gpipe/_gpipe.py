@@ -318,6 +318,11 @@ class GPipe(Stepping):
             model = vars(self).get("_model")
             if model is not None and name in _ASKED_OF_MODELS:
                 return getattr(model, name)
+            if model is not None and name == "generate" and hasattr(model, name):
+                raise AttributeError(
+                    "a pipe does not generate; call model.generate(...) of the model that it was made of, whose "
+                    "weights it trains"
+                ) from None
             raise
 
     def _get_name(self) -> str:
@@ -475,8 +480,21 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 
 
 _FIXED = ("balance", "devices", "partitions")
-# Hugging Face's Trainer scales the loss by these, and some name keys that may be missing in a checkpoint.
-_ASKED_OF_MODELS = ("config", "loss_type", "accepts_loss_kwargs", "main_input_name", "_keys_to_ignore_on_save")
+# Hugging Face's Trainer scales the loss by these, and some name keys that may be missing in a checkpoint; or they
+# change the modules that both have.
+_ASKED_OF_MODELS = (
+    *("config", "loss_type", "accepts_loss_kwargs", "main_input_name", "_keys_to_ignore_on_save", "generation_config"),
+    *(
+        "base_model",
+        "get_input_embeddings",
+        "get_output_embeddings",
+        "num_parameters",
+        "name_or_path",
+        "save_pretrained",
+    ),
+    *("gradient_checkpointing_enable", "gradient_checkpointing_disable", "is_gradient_checkpointing"),
+    *("activation_checkpointing_enable", "activation_checkpointing_disable"),
+)
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 

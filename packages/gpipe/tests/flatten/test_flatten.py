@@ -515,8 +515,10 @@ def test_equal_constants_of_other_types_stay_what_they_are():
 def test_more_tensors_than_in_the_sample_are_refused():
     model, _ = pair()
     layers = flatten(model, batch(2, mask=False))
-    with pytest.raises(ValueError, match="a sample of 1 tensors, and is called with 2"):
+    with pytest.raises(ValueError, match=r"called with 'mask', and its pipe was made with a sample without"):
         layers(batch())
+    with pytest.raises(ValueError, match=r"called with 2 tensors, and its pipe was made with a sample of 1"):
+        layers(Arguments((batch()["x"], batch()["mask"]), {}))
 
 
 def test_a_pipe_of_any_model_in_one_line():

@@ -1,4 +1,4 @@
-"""Models of Hugging Face return a cache of keys and values by default. Their layers in a pipe make none."""
+"""What models of Hugging Face make besides their output, and layers in a pipe do not: caches, and what hooks find."""
 
 from __future__ import annotations
 
@@ -39,15 +39,19 @@ def without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def expect_no_cache_needed(model: nn.Module, inputs: Inputs) -> None:
-    """Raise ValueError if ``model`` by itself would compute something else, because it makes a cache.
-
-    Where positions begin again in a row, models without a cache take what follows for another document, and those with
-    one do not.
-    """
-    given = inputs.kwargs
+def expect_followed(model: nn.Module, inputs: Inputs) -> None:
+    """Raise ValueError if layers of ``model`` would compute something else for ``inputs`` than the model by itself."""
+    given, config = inputs.kwargs, vars(model).get("config")
+    balanced = given.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) is True if balanced is None else balanced:
+        raise ValueError(
+            "output_router_logits adds a loss that balances experts, from what routers in the blocks return to hooks, "
+            "and a pipe has the blocks in other layers; pass output_router_logits=False, or set it in model.config, to "
+            "train without this loss, or train the plain model"
+        )
+    # Without a cache, models take what follows positions that begin again for another document, and with one not.
     positions = given.get("position_ids")
-    if not _caches(vars(model).get("config")) or not isinstance(positions, Tensor) or positions.dim() != 2:
+    if not _caches(config) or not isinstance(positions, Tensor) or positions.dim() != 2:
         return
     if given.get("attention_mask") is None and given.get("use_cache") is None and bool((positions.diff() != 1).any()):
         raise ValueError(

@@ -13,7 +13,7 @@ from torch.random import fork_rng
 from microbatch import unwrap
 
 from ..skip import Namespace
-from ._cache import without_cache
+from ._cache import expect_followed, without_cache
 from ._calls import Calls
 from ._ending import ending_of
 from ._inputs import Inputs
@@ -78,6 +78,7 @@ def flatten(
     inputs, picked = Inputs.of(unwrap(sample)[0]), _picker(pick)
     if not has_data(model):
         inputs = with_values(inputs)
+    expect_followed(model, inputs)
     with _unchanged(model), without_cache(model):
         layers = _flattened(model, inputs, blocks, picked, whole=pick is None)
     for twin in layers.twins:
@@ -99,7 +100,7 @@ def _flattened(
         if calls.between:
             raise ValueError(
                 f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
-                "call it, or name other lists by blocks="
+                "call it, or name other lists: GPipe(gpipe.flatten(model, sample, blocks=...), balance)"
             )
     twins: list[Twin] = []
     layers = _built(model, inputs, trunks, calls, pick, twins)  # its copies of modules have the modes of the model
@@ -140,7 +141,7 @@ class _Parts:
     ) -> None:
         self._model = model
         self._twins = twins
-        self._tensors = len(inputs.tensors())
+        self._tensors, self._keywords = len(inputs.tensors()), list(inputs.kwargs)
         self._trunks = trunks
         self._calls = calls
         self._pick = pick
@@ -168,6 +169,7 @@ class _Parts:
             first=first,
             done=self._calls.blocks[first - 1] if s else None,
             inputs=self._tensors,
+            keywords=self._keywords,
             number=s,
             namespace=self._namespace,
             needs=sorted(self._calls.needs.get(s, ())),

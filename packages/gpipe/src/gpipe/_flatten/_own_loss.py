@@ -86,7 +86,8 @@ class OwnLoss:
         whole = "call pipe(**batch), which returns the loss of all rows, or " if self._has_ending else ""
         return CombineError(
             f"{self._model} computes a loss that cannot be put together from those of micro-batches: {reason}; {whole}"
-            "give step() and evaluate() a loss_fn, and flatten() a pick= that returns what it is computed from"
+            "give step() and evaluate() a loss_fn of what the loss is computed from: "
+            'GPipe(gpipe.flatten(model, sample, pick="logits"), balance)'
         )
 
 

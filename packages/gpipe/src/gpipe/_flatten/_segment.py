@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ class Segment(Part):
         first: the number of the first of them; in the last segment, how many blocks there are.
         done: how the block before was called in the sample.
         inputs: how many tensors the model is called with; they skip from segment to segment.
+        keywords: the named arguments of the model in the sample.
         number: of this segment.
         needs: what modules of earlier segments returned, and this one uses.
         gives: what modules return here, and later segments use.
@@ -72,6 +73,7 @@ class Segment(Part):
         first: int,
         done: BlockCall | None,
         inputs: int,
+        keywords: Collection[str],
         number: int,
         namespace: Namespace,
         needs: Sequence[Source],
@@ -84,6 +86,7 @@ class Segment(Part):
         self._names = list(names)
         self._first = first
         self._done = done
+        self._keywords = frozenset(keywords)
         self._number = number
         self._pick = pick
         came = [_skip(k, number) for k in range(inputs)] if number else []
@@ -109,7 +112,7 @@ class Segment(Part):
             args, kwargs = _read(args, kwargs)
             loss_only, kwargs = split_loss_only(kwargs)
             inputs = Inputs(args, kwargs)
-            tensors = self._expect_few(inputs.tensors())
+            tensors = self._expect_few(inputs)
         for name, tensor in zip(self._goes, tensors, strict=False):
             yield stash(name, tensor)
         given = {}
@@ -170,11 +173,13 @@ class Segment(Part):
         finally:
             self.reel.tape = None
 
-    def _expect_few(self, tensors: list[Tensor]) -> list[Tensor | None]:
+    def _expect_few(self, inputs: Inputs) -> list[Tensor | None]:
+        tensors = inputs.tensors()
         if len(tensors) > len(self._goes):
+            others = ", ".join(repr(name) for name in inputs.kwargs if name not in self._keywords)
             raise ValueError(
-                f"the model was flattened with a sample of {len(self._goes)} tensors, and is called with "
-                f"{len(tensors)}; flatten it with a sample that has them all"
+                f"the model is called with {others or f'{len(tensors)} tensors'}, and its pipe was made with a sample "
+                f"{'without' if others else f'of {len(self._goes)}'}; make the pipe with a sample that has them all"
             )
         return [*tensors, *[None] * (len(self._goes) - len(tensors))]
 

@@ -38,8 +38,8 @@ def find_trunks(model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | 
     if not fitting:
         raise ValueError(
             f"{type(model).__name__} has no list of blocks that are called once each and in order"
-            f"{_called_again(model, inputs)}; name the ModuleList or Sequential that holds them by blocks=, or write "
-            "the model as an nn.Sequential"
+            f"{_called_again(model, inputs)}; name the ModuleList or Sequential that holds them, "
+            "GPipe(gpipe.flatten(model, sample, blocks=...), balance), or write the model as an nn.Sequential"
         )
     return sorted(fitting, key=lambda trunk: called.index(trunk[0]))
 

@@ -36,8 +36,8 @@ def expect_equal(
 
 
 _REASON = (
-    "it computes something between blocks, or otherwise than with the sample; let the blocks compute it, name other "
-    "lists by blocks=, or take another part of the result by pick="
+    "it computes something between blocks, or otherwise than with the sample; let the blocks compute it, or name other "
+    "lists or another part of the result: GPipe(gpipe.flatten(model, sample, blocks=..., pick=...), balance)"
 )
 
 

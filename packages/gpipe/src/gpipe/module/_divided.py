@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .._flatten._cache import expect_no_cache_needed
+from .._flatten._cache import expect_followed
 from .._flatten._inputs import Inputs
 from .._flatten._names import Flattened, tree_of
 from .._flatten._skeleton import Twin
@@ -81,7 +81,7 @@ class Divided(nn.Module):
             ValueError: the model by itself would compute something else for ``inputs``.
         """
         if self._model is not None:
-            expect_no_cache_needed(self._model, Inputs.of(inputs))
+            expect_followed(self._model, Inputs.of(inputs))
         for twin in self._twins:
             twin.follow()
 

@@ -141,7 +141,10 @@ def verify_module(module: nn.Sequential, balance: Sequence[int] | None = None) -
 def expect_sequential(module: object) -> None:
     """Raise TypeError unless ``module`` is an ``nn.Sequential`` that only computes its layers in order."""
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be nn.Sequential to be partitioned; got {type(module).__name__}")
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned; got {type(module).__name__}; of any other model, "
+            "GPipe(model, sample=...) makes one, where sample is an input of the model, such as two rows of a batch"
+        )
     expect_plain(module, known=(Partition, Flattened))
 
 
