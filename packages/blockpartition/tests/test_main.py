@@ -3,18 +3,13 @@ import json
 import os
 import subprocess
 import sys
-from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from blockpartition import partition
 from blockpartition.__main__ import main
-from blockpartition._draw import draw
 
 from .cases import cases
-from .strategies import problems
 
 
 @pytest.fixture
@@ -57,60 +52,25 @@ def test_even_is_passed_on(run):
     assert tuple(found["sizes"]) == partition(costs, 5, even="exact").sizes != partition(costs, 5).sizes
 
 
-def test_bars(run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "38")
-    drawing = draw(partition([4, 8, 15, 16], 3), [4, 8, 15, 16], 38)
-    assert run("3", "--costs", "4", "8", "15", "16") == f"{drawing}\n"
-    assert "█" in drawing
-
-
-def test_a_drawing():
-    assert draw(partition([4, 8, 15, 16, 23, 42], 3), [4, 8, 15, 16, 23, 42], 30, "#=").splitlines() == [
-        "0-2  27  ##====########",
-        "3-4  39  ########============",
-        "  5  42  #####################",
-        "bottleneck 42, at least 42 for",
-        "anyone; 1.16667 times the mean",
+def test_a_line_for_each_block_and_what_is_known_of_the_largest(run):
+    assert run("3", "--costs", "4", "8", "15", "16", "23", "42").splitlines() == [
+        "0-2  27",
+        "3-4  39",
+        "  5  42",
+        "bottleneck 42",
+        "at least 42 for anyone",
+        "1.16667 times the mean",
     ]
 
 
-def test_the_last_line_rounds_what_has_no_end():
-    *_, last = draw(partition([Fraction(1, 3), 1], 1), [Fraction(1, 3), 1]).splitlines()
-    assert last == "bottleneck 1.33333, at least 1.33333 for anyone; 1 times the mean"
-    *_, last = draw(partition([10**7 + 1, 1.7e308, 1.7e308], 3), [10**7 + 1, 1.7e308, 1.7e308]).splitlines()
-    assert last == "bottleneck 1.7e+308, at least 1.7e+308 for anyone; 1.5 times the mean"
-    *_, last = draw(partition([10**7 + 1], 1), [10**7 + 1]).splitlines()
-    assert last == "bottleneck 10000001, at least 10000001 for anyone; 1 times the mean"
-    *_, last = draw(partition([1.7e308, 1.7e308], 1), [1.7e308, 1.7e308]).splitlines()
-    assert last == "bottleneck 3.4e+308, at least 3.4e+308 for anyone; 1 times the mean"
-
-
-def test_no_room_still_leaves_a_bar():
-    assert draw(partition([5, 1], 2), [5, 1], 1, "#=").splitlines()[:2] == ["0  5  #", "1  1"]
-
-
-@given(problems(), st.integers(20, 120))
-def test_bars_are_as_long_as_the_loads(problem, width):
-    costs, k = problem
-    found = partition(costs, k)
-    lines = draw(found, costs, width, "##").splitlines()
-    assert all(len(line) <= width for line in lines[k:])
-    lines = lines[:k]
-    assert all(len(line) <= max(width, len(line.rstrip("#")) + 1) for line in lines)
-    bars = [line.count("#") for line in lines]
-    largest = max(map(Fraction, found.loads))
-    if largest:
-        assert all(
-            abs(bar - max(bars) * Fraction(load) / largest) <= 1 for bar, load in zip(bars, found.loads, strict=True)
-        )
-
-
-def test_terminals_without_blocks_get_plain_bars(run, monkeypatch):
-    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", out)
-    main(["2", "--costs", "1", "1"])
-    out.seek(0)
-    assert "#" in out.read()
+@cases(
+    ("costs", "bottleneck"),
+    [(["1/3", "1"], "1.33333"), (["10000001"], "10000001"), (["1.7e308", "1.7e308"], "3.4e+308")],
+)
+def test_numbers_without_an_end_are_rounded(run, costs, bottleneck):
+    *_, found, bound, mean = run("1", "--costs", *costs).splitlines()
+    assert (found, bound) == (f"bottleneck {bottleneck}", f"at least {bottleneck} for anyone")
+    assert mean == "1 times the mean"
 
 
 def test_help_says_what_each_option_is_for(capsys):
@@ -194,15 +154,6 @@ def test_an_output_that_cannot_be_written_is_told():
     assert done.returncode == 1
     assert done.stderr.startswith("python -m blockpartition: error: cannot write the result: ")
     assert done.stderr.count("\n") == 1
-
-
-@given(problems(), st.integers(1, 3))
-def test_tables_fit_into_forty_columns(problem, scale):
-    costs, k = problem
-    costs = [cost * 10**scale for cost in costs]
-    lines = draw(partition(costs, k), costs, 40).splitlines()
-    assert max(map(len, lines)) <= 40
-    assert all(line.strip() for line in lines)
 
 
 def _environment():

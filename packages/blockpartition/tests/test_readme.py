@@ -22,9 +22,8 @@ def test_examples_do_what_they_say(capsys):
 
 
 @pytest.mark.skipif(not README.exists(), reason="the tests are here without the package's README")
-def test_the_drawing_is_what_the_command_prints(capsys, monkeypatch):
+def test_the_table_is_what_the_command_prints(capsys):
     from blockpartition.__main__ import main
 
-    monkeypatch.setenv("COLUMNS", "48")
     main(["3", "--costs", "4", "8", "15", "16", "23", "42"])
     assert capsys.readouterr().out in README.read_text(encoding="utf-8")

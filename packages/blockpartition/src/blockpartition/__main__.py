@@ -6,13 +6,13 @@ import argparse
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from decimal import Context, Decimal
 from fractions import Fraction
+from itertools import accumulate, pairwise
 
-from ._draw import ASCII, BLOCKS, draw
 from ._numbers import Number
 from ._results import Partition
 from ._solve import partition
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         costs = numbers(sys.stdin.read() if sys.stdin else "") if options.costs is None else options.costs
         found = partition(costs, options.partitions, even=options.even)
-        text = _as_json(found, costs) if options.json else _as_bars(found, costs)
+        text = _as_json(found, costs) if options.json else _as_text(found)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     print(text)
@@ -80,12 +80,26 @@ def _as_json(found: Partition, costs: Sequence[Number]) -> str:
     return json.dumps(record, default=str)  # JSON has no fractions
 
 
-def _as_bars(found: Partition, costs: Sequence[Number]) -> str:
+def _as_text(found: Partition) -> str:
+    """A line for each block, with its layers and its load; and what is known of the largest load."""
+    spans = pairwise(accumulate(found.sizes, initial=0))
+    layers = [f"{start}" if start + 1 == end else f"{start}-{end - 1}" for start, end in spans]
+    loads = list(map(_short, found.loads))
+    left, right = max(map(len, layers)), max(map(len, loads))
+    lines = [f"{name:>{left}}  {load:>{right}}" for name, load in zip(layers, loads, strict=True)]
+    lines += [f"bottleneck {_short(found.bottleneck)}", f"at least {_short(found.lower_bound)} for anyone"]
+    return "\n".join([*lines, f"{_short(found.imbalance)} times the mean"])
+
+
+def _short(value: Number) -> str:
+    """Ints of up to 15 digits as they are, other numbers to six digits."""
+    if isinstance(value, int) and value < 10**15:
+        return str(value)
     try:
-        BLOCKS.encode(sys.stdout.encoding)
-    except UnicodeEncodeError:
-        return draw(found, costs, shutil.get_terminal_size().columns, ASCII)
-    return draw(found, costs, shutil.get_terminal_size().columns, BLOCKS)
+        return f"{float(value):.6g}"
+    except OverflowError:
+        exact = Fraction(value)
+        return f"{Context(prec=6).divide(Decimal(exact.numerator), Decimal(exact.denominator)).normalize():g}"
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def plan(
         chunks: Numbers of micro-batches to look at.
         checkpoint: A mode of checkpointing for all stages, or one for each.
         schedule: Schedules to look at.
-        quick: Do not train a copy for a few steps to correct the costs.
+        quick: Do not train a copy for a few steps to choose between the best.
         html: Save the plan there, as a page.
     """
     expect_writable(html, ".html", ".json", ".txt")
