@@ -114,9 +114,9 @@ def test_messages_of_several_forms_come_as_they_were_sent(messages: list[Any], d
     sender, receiver = ends(Direct() if direct else None)
     with torch.inference_mode() if inference else nullcontext():
         expect_all(messages, sender, receiver)
-    sender.poison(b"over")
+    sender.poison("over")
     receiver.drain()
-    assert receiver.poisoned == b"over"
+    assert receiver.poisoned == "over"
     sender.tell({"an": "object"})
     assert receiver.hear() == {"an": "object"}
     sender.flush()
@@ -247,7 +247,7 @@ def test_a_head_comes_after_what_it_announces():
     direct.send = _refuse  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no transfer"):
         sender.put(0, [torch.ones(2)])
-    sender.poison(b"over")
+    sender.poison("over")
     receiver.expect(1)
     with pytest.raises(Cancelled):
         receiver.get()

@@ -7,19 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ._errors import RemoteError, text_of
-from ._rendezvous import Report
-
-
-class Meeting(Protocol):
-    """Exchanges reports between ranks."""
-
-    def meet(self, report: Report) -> list[Report]: ...
+from ._rendezvous import Rendezvous, Report
 
 
 class Agreement:
@@ -38,7 +32,7 @@ class Agreement:
 
 
 @contextmanager
-def agreement(meeting: Meeting, ranks: tuple[int, ...]) -> Iterator[Agreement]:
+def agreement(meeting: Rendezvous, ranks: tuple[int, ...]) -> Iterator[Agreement]:
     """A context for checks that each rank does by itself. All ranks meet at its end.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._current import current
+from ..engine._failures import When
 from ..engine._losses import Losses
 from ..skip import SkipLayout
 from ..transport._copy import StagePlace
@@ -93,7 +94,7 @@ class Crossings:
         """The channel of that number; None if both its ends are in this process."""
         return self._crossings.get(number)
 
-    def poison(self, why: bytes) -> None:
+    def poison(self, why: When) -> None:
         """Tell all neighbours that this rank sends nothing more in this run, and why."""
         for link in self._links:
             with suppress(UnreachableError):  # the other neighbours still have to be told
@@ -177,7 +178,6 @@ class RemoteChannel(Channel):
                 try:
                     i, counts, arrived[i] = link.get()
                 except Cancelled:
-                    assert link.poisoned is not None
                     failures.hear(link.poisoned)
                     raise
                 if isinstance(loss, FarLoss):

@@ -44,5 +44,4 @@ class RankChooser(Chooser):
         """Take in what ranks have reported; ``reports`` are in the order of ranks."""
         for k, each in enumerate(reports):
             if "standing" in each:
-                training, trained, whole = each["standing"]
-                self._others[k] = Standing(training, tuple(trained), tuple(whole))
+                self._others[k] = each["standing"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Final
 
@@ -27,20 +26,15 @@ class RankFailures(Failures):
         self.whole: Callable[[], Walk] = tuple
         self._whole: Walk = ()
 
-    def hear(self, poison: bytes) -> None:
-        """Note that another rank has cancelled the run, because of a failure at the time in ``poison``."""
-        when, stage = json.loads(poison)
+    def hear(self, when: When) -> None:
+        """Note that another rank has cancelled the run, because of a failure that was due then."""
         with self._lock:
-            self.earliest = min(self.earliest or (when, stage), (when, stage))
+            self.earliest = min(self.earliest or when, when)
 
     def _when(self, step: Step) -> When:
         if not self._whole:
             self.walk = self._whole = self.whole()
         return super()._when(step)
-
-    def poison(self) -> bytes:
-        """The bytes that tell other ranks the time of this failure."""
-        return json.dumps(self.earliest or BEFORE).encode()
 
     def raise_earliest(self) -> None:
         """Raise the earliest failure of this rank; :class:`Cancelled` if only other ranks have failed."""

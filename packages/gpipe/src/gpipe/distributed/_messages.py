@@ -168,7 +168,7 @@ class RemoteLink:
 
     def __init__(self, ways: Ways, device: torch.device = _CPU) -> None:
         self.member = ways.out.member
-        self.poisoned: bytes | None = None
+        self.poisoned: Any = None
         self._ways, self._device = ways, device
         # Of the last message in each direction.
         self._sent = _Layout(_NONE, direct=ways.direct_out is not None)
@@ -201,9 +201,9 @@ class RemoteLink:
         if not again:
             self._sent = _Layout(form, direct=self._ways.direct_out is not None)
 
-    def poison(self, why: bytes) -> None:
-        """Tell the other end that nothing more comes in this run, and why."""
-        self._send(POISON, why)
+    def poison(self, why: Any) -> None:
+        """Tell the other end that nothing more comes in this run, and why: an object that can be pickled."""
+        self._send(POISON, pickle.dumps(why))
 
     def tell(self, what: Any) -> None:
         """Start to send an object that can be pickled. Raises UnreachableError."""
@@ -276,7 +276,7 @@ class RemoteLink:
         (microbatch, size, flag, taken), tensors = self._next(timeout)
         text = self._text(size, timeout) if size else b""
         if microbatch == POISON:
-            self.poisoned = text
+            self.poisoned = pickle.loads(text)
             raise Cancelled
         if text:
             self._received = _Layout(pickle.loads(text), direct=self._ways.direct_into is not None)

@@ -47,22 +47,14 @@ class Opening:
     def told(self) -> dict[str, Any]:
         """What the rank of the first stage tells the others."""
         self.first = self.alike
-        rows = [batch.rows for batch in self.batches]
-        return {"alike": self.alike, "rows": rows, "seed": self.seed, "plan": _written(self.plan)}
+        rows = [Rows(tuple(batch.rows)) for batch in self.batches]
+        # A schedule that the caller has passed is known to every rank.
+        choice = None if self.plan is None or not isinstance(self.plan.schedule, Choice) else self.plan.schedule
+        watched = self.plan is not None and self.plan.recorder is not None
+        return {"first": self.alike, "batches": rows, "seed": self.seed, "choice": choice, "watched": watched}
 
     def hear(self, told: dict[str, Any]) -> None:
         """Take in what the rank of the first stage has told."""
-        self.first = told["alike"]
-        self.batches = [Rows(tuple(rows)) for rows in told["rows"]]
-        self.seed = told["seed"]
-        if told["plan"] is not None:
-            name, split, seconds, watched = told["plan"]
-            self.plan = Plan(Choice(name, tuple(split), seconds), Recorder(memory=False) if watched else None)
-
-
-def _written(plan: Plan | None) -> list[Any] | None:
-    """The plan as it is sent, without a schedule that the caller has passed: every rank has that itself."""
-    if plan is None or not isinstance(plan.schedule, Choice):
-        return None
-    choice = plan.schedule
-    return [choice.name, choice.split, dict(choice.seconds), plan.recorder is not None]
+        self.first, self.batches, self.seed = told["first"], told["batches"], told["seed"]
+        if told["choice"] is not None:
+            self.plan = Plan(told["choice"], Recorder(memory=False) if told["watched"] else None)

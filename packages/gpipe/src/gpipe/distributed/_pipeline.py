@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from ._groups import Groups
 from ._messages import Peer, RemoteLink, Ways
 from ._opening import Opening
 from ._own import Share
-from ._places import channels_between, places_of, ties_between
+from ._places import channels_between, ties_between
 from ._random import AgreedRNG, take_seed
 from ._rendezvous import Rendezvous, Report
 from ._replicas import Replicas
@@ -98,7 +97,7 @@ class RankPipeline(Pipeline):
         self._groups = groups
         self._rendezvous = rendezvous
         self._replicas = replicas
-        places = places_of(ranks, [each["places"] for each in told])
+        places = [told[rank]["places"][j] for j, rank in enumerate(ranks)]
         wires = open_wires(rendezvous, groups, ranks, layout, share.ties, devices, places, told[0]["name"])
         channels = crossings_of(groups, ranks, channels_between(ranks, layout), devices, wires)
         self._crossings = Crossings(channels, wires)
@@ -323,17 +322,17 @@ class RankPipeline(Pipeline):
         if run is not None and self._opening.is_chosen:
             report |= self.chooser.news()
         if self.ends and self.loss is not None:
-            report["verdict"] = pickle.dumps(verdict_of(self.loss))
+            report["verdict"] = verdict_of(self.loss)
         return report
 
     def _end(self, run: Run | None, error: BaseException | None, report: Report) -> None:
         if error is not None:
-            self._crossings.poison(self._failures.poison())
+            self._crossings.poison(self._failures.earliest or BEFORE)
             self._crossings.take()
         reports = self._meet(report)
         failed = [k for k, each in enumerate(reports) if "failed" in each]
         if failed and error is None:
-            self._crossings.poison(self._failures.poison())
+            self._crossings.poison(self._failures.earliest or BEFORE)
         if any(each.get("drew") for each in reports):
             take_seed()
         if not failed:
@@ -372,7 +371,7 @@ class RankPipeline(Pipeline):
         if run is not None and run.observer is not None:
             self._share_events(run.observer)
         if isinstance(self.loss, FarLoss):
-            self.loss.verdict = pickle.loads(reports[self._ranks[-1]]["verdict"])
+            self.loss.verdict = reports[self._ranks[-1]]["verdict"]
 
     def _share_events(self, observer: RunObserver) -> None:
         now = time.perf_counter()  # all ranks leave a meeting at nearly the same moment

@@ -111,9 +111,3 @@ def _reach(a: Place, b: Place) -> bool:
     """Whether a process group of two can connect these places. NCCL refuses two processes on one device."""
     shared = a.card is not None and a.card == b.card
     return a.backend is not None and a.backend == b.backend and not shared
-
-
-def places_of(ranks: Sequence[int], told: Sequence[Sequence[Sequence[str | None]]]) -> list[Place]:
-    """The places of all stages, from what each rank has told of its own."""
-    given = [iter(each) for each in told]
-    return [Place(*next(given[rank])) for rank in ranks]

@@ -38,7 +38,7 @@ from streams import (
 
 from ..skip import SkipLayout
 from ..transport._copy import arrived, recorded
-from ._agreement import Meeting, agreement
+from ._agreement import agreement
 from ._communicators import communicator_of_two
 from ._errors import UnreachableError
 from ._forms import Dense, Form, flat
@@ -46,6 +46,7 @@ from ._groups import Groups
 from ._messages import Peer
 from ._places import Direction, Place, direct
 from ._presence import Presence
+from ._rendezvous import Rendezvous
 from ._watch import Watch
 
 
@@ -147,7 +148,7 @@ class Wires:
 
 
 def open_wires(
-    meeting: Meeting,
+    meeting: Rendezvous,
     groups: Groups,
     ranks: Sequence[int],
     layout: SkipLayout,
