@@ -85,8 +85,11 @@ class Losses:
         self._take(i, outputs, self._value(i, outputs))
 
     def _value(self, i: int, outputs: Activation) -> LossValue:
+        leaves = as_nonleaf(outputs).value
+        if not outputs.ties:
+            return loss_value(self._loss_fn(leaves, *self._arguments[i]))
         before, uncounted = versions(outputs), uncounted_of(outputs)
-        value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *self._arguments[i]))
+        value = loss_value(self._loss_fn(leaves, *self._arguments[i]))
         expect_unseen("loss_fn", outputs, before, uncounted)
         return value
 

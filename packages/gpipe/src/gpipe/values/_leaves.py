@@ -23,8 +23,7 @@ class Activation:
     Args:
         value: an input or output of layers: a tensor, a tuple of tensors, or a tree of them.
         tensors: the tensors in ``value``, in tree order; found if not given.
-        ties: for each tensor a sum of flags that say what else uses its memory (:mod:`gpipe.values._sharing`). Empty if
-            nothing else does.
+        ties: for each tensor, what else uses its memory (:mod:`gpipe.values._sharing`). Empty if nothing else does.
     """
 
     __slots__ = ("tensors", "ties", "value")
