@@ -375,9 +375,9 @@ class RankPipeline(Pipeline):
 
     def _share_events(self, observer: RunObserver) -> None:
         now = time.perf_counter()  # all ranks leave a meeting at nearly the same moment
-        for k, each in enumerate(self._meet({"events": observer.told(now)})):
+        for k, each in enumerate(self._meet({"events": observer.export_events(now)})):
             if k != self._groups.me:
-                observer.hear(each["events"], now)
+                observer.import_events(each["events"], now)
 
     def _raise(self, error: BaseException | None, reports: Sequence[Report]) -> NoReturn:
         """Raise what kept a rank from beginning; else the failure that comes first in the schedule.

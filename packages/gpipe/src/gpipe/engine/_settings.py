@@ -26,15 +26,15 @@ class RunObserver(Protocol):
     def do(self, run: StageRun, action: Action) -> None:
         """Have a stage do ``action``, and record it."""
 
-    def told(self, since: float) -> list[list[Any]]:
-        """What other processes are told about this run, as JSON holds it.
+    def export_events(self, since: float) -> list[list[Any]]:
+        """What was recorded of this run, for other processes, as JSON holds it.
 
         Args:
             since: a time of this process's clock. The other processes subtract the same moment of their own clocks.
         """
 
-    def hear(self, told: list[list[Any]], since: float) -> None:
-        """Take in what another process has told."""
+    def import_events(self, events: list[list[Any]], since: float) -> None:
+        """Add what another process has exported."""
 
 
 class Observer(Protocol):

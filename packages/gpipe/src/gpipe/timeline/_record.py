@@ -97,16 +97,16 @@ class RunRecorder:
         self._own.append(event if stage.on_accelerator else event())
         self._timeline.add(self._own[-1])
 
-    def told(self, since: float) -> list[list[Any]]:
+    def export_events(self, since: float) -> list[list[Any]]:
         """The events of this process as lists, with times relative to ``since``."""
         begin = self._clock.at(since)
         events = [each if isinstance(each, Event) else each() for each in self._own]
         return [[*astuple(replace(each, start=each.start - begin, end=each.end - begin))] for each in events]
 
-    def hear(self, told: list[list[Any]], since: float) -> None:
+    def import_events(self, events: list[list[Any]], since: float) -> None:
         """Add the events of another process."""
         begin = self._clock.at(since)
-        for event in (Event(*each) for each in told):
+        for event in (Event(*each) for each in events):
             self._timeline.add(replace(event, start=event.start + begin, end=event.end + begin))
 
 

@@ -1,4 +1,4 @@
-"""Partitions in pieces on accelerators: nothing is out of order between pieces, nor between partitions."""
+"""Stages of which some layers are checkpointed, on accelerators: nothing is out of order in a recomputation."""
 
 from __future__ import annotations
 
