@@ -18,7 +18,7 @@ from gpipe._plan._candidate import Space
 from gpipe._plan._costs import Measured
 from gpipe._plan._data import PlanData
 from gpipe._plan._fake import BETWEEN, INSIDE, read_bandwidth, read_fake
-from gpipe._plan._fleet import Layout, all_chunks, layouts_of, of_replica, search_all
+from gpipe._plan._fleet import FleetLayout, all_chunks, layouts_of, of_replica, search_all
 from gpipe._plan._search import NEAR
 from gpipe.distributed import Rank, average_gradients
 from gpipe.simulate import Link
@@ -77,7 +77,7 @@ class TestLayouts:
             return
         fake = fleet(nodes, count, bandwidth=["2GB", "1GB"])
         measured = Measured((None,) * k, (), 1, 0, False, False, (), ())  # type: ignore[arg-type]
-        links = of_replica(measured, fake, Layout(nodes * count // k, k, 1)).links
+        links = of_replica(measured, fake, FleetLayout(nodes * count // k, k, 1)).links
         for j in range(1, k):
             ends = [(q * k + j - 1, q * k + j) for q in range(nodes * count // k)]
             crosses = any(a // count != b // count for a, b in ends)
@@ -85,8 +85,8 @@ class TestLayouts:
 
     def test_one_pipe_is_what_it_was(self) -> None:
         found = layouts_of(read_fake("8x80GB"), 4, 16, 2, None)  # type: ignore[arg-type]
-        assert found == [Layout(1, 4, 16, (2,))]
-        assert all_chunks([Layout(2, 4, 16, (1, 4)), Layout(4, 2, 8, (1, 2))]) == [2, 4, 8]
+        assert found == [FleetLayout(1, 4, 16, (2,))]
+        assert all_chunks([FleetLayout(2, 4, 16, (1, 4)), FleetLayout(4, 2, 8, (1, 2))]) == [2, 4, 8]
 
 
 class TestSearch:
@@ -122,7 +122,7 @@ class TestSearch:
         assert seconds == sorted(seconds, reverse=True)
 
 
-def space_of(measured: Measured, layout: Layout) -> Space:
+def space_of(measured: Measured, layout: FleetLayout) -> Space:
     modes = (("never", "always"),) * layout.stages
     return Space(measured, layout.chunks, SCHEDULES, modes, (None,) * layout.stages)
 

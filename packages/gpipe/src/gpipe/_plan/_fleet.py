@@ -21,7 +21,7 @@ FEW = 5
 
 
 @dataclass(frozen=True)
-class Layout:
+class FleetLayout:
     """How devices are shared out among replicas.
 
     Attributes:
@@ -41,14 +41,14 @@ class Layout:
         return self.replicas * self.stages
 
 
-def layouts_of(fake: Fake, layers: int, rows: int, chunks: Any, checkpoint: Any) -> list[Layout]:
+def layouts_of(fake: Fake, layers: int, rows: int, chunks: Any, checkpoint: Any) -> list[FleetLayout]:
     """The layouts to look at, by their stages: all whose replicas get the same number of rows.
 
     Raises:
         ValueError: there is none; says which rows, chunks or modes would do.
     """
     if fake.nodes is None:
-        return [Layout(1, min(fake.count, layers), rows, tuple(read_chunks(chunks, rows)))]
+        return [FleetLayout(1, min(fake.count, layers), rows, tuple(read_chunks(chunks, rows)))]
     found = _even(fake.nodes * fake.count, layers, rows)
     if checkpoint is not None and not isinstance(checkpoint, str):
         found = _of_stages(found, len(checkpoint))
@@ -69,9 +69,9 @@ def read_size(fake: Fake, memory: Any) -> Any:
     return fake.memory if memory is None else memory
 
 
-def _even(devices: int, layers: int, rows: int) -> list[Layout]:
+def _even(devices: int, layers: int, rows: int) -> list[FleetLayout]:
     pairs = [(devices // stages, stages) for stages in range(1, min(devices, layers) + 1) if devices % stages == 0]
-    found = [Layout(replicas, stages, rows // replicas) for replicas, stages in pairs if rows % replicas == 0]
+    found = [FleetLayout(replicas, stages, rows // replicas) for replicas, stages in pairs if rows % replicas == 0]
     if not found:
         choices = ", ".join(f"{replicas} (of {stages} stages)" for replicas, stages in pairs)
         raise ValueError(
@@ -81,7 +81,7 @@ def _even(devices: int, layers: int, rows: int) -> list[Layout]:
     return found
 
 
-def _of_stages(found: list[Layout], modes: int) -> list[Layout]:
+def _of_stages(found: list[FleetLayout], modes: int) -> list[FleetLayout]:
     kept = [each for each in found if each.stages == modes]
     if not kept:
         known = ", ".join(str(each.stages) for each in found)
@@ -91,18 +91,18 @@ def _of_stages(found: list[Layout], modes: int) -> list[Layout]:
     return kept
 
 
-def of_several_rows(layouts: Sequence[Layout]) -> list[Layout]:
+def of_several_rows(layouts: Sequence[FleetLayout]) -> list[FleetLayout]:
     """The same without micro-batches of a single row."""
     kept = [replace(each, chunks=tuple(m for m in each.chunks if m < each.rows)) for each in layouts]
     return [each for each in kept if each.chunks]
 
 
-def all_chunks(layouts: Sequence[Layout]) -> list[int]:
+def all_chunks(layouts: Sequence[FleetLayout]) -> list[int]:
     """Into how many micro-batches all replicas together cut the mini-batch."""
     return sorted({each.replicas * m for each in layouts for m in each.chunks})
 
 
-def of_replica(measured: Measured, fake: Fake, layout: Layout) -> Measured:
+def of_replica(measured: Measured, fake: Fake, layout: FleetLayout) -> Measured:
     """What holds for one replica, with its share of the rows, given what holds for the whole mini-batch."""
     if fake.nodes is None:
         return measured

@@ -34,7 +34,7 @@ from ._candidate import Candidate, Space, lacking
 from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
 from ._fake import Fake, read_fake
-from ._fleet import Layout, all_chunks, notes_on, of_replica, of_several_rows, read_size, search_all
+from ._fleet import FleetLayout, all_chunks, notes_on, of_replica, of_several_rows, read_size, search_all
 from ._infeasible import Relaxation, explain
 from ._measure import measure
 from ._outcome import plan_of
@@ -220,7 +220,7 @@ def _rehearsed(request: Request, way: Candidate) -> tuple[Candidate, str]:
     return with_peaks(way, peaks), "bytes: those of one step of the engine on tensors without data"
 
 
-def _spaces(request: Request, measured: Measured, layouts: Sequence[Layout]) -> list[Space]:
+def _spaces(request: Request, measured: Measured, layouts: Sequence[FleetLayout]) -> list[Space]:
     """What is searched for each layout."""
     return [
         Space(
@@ -235,7 +235,7 @@ def _spaces(request: Request, measured: Measured, layouts: Sequence[Layout]) -> 
     ]
 
 
-def _measured(request: Request) -> tuple[Measured, list[Layout]]:
+def _measured(request: Request) -> tuple[Measured, list[FleetLayout]]:
     """The costs, and the layouts that they are for."""
     layouts = request.layouts
     try:

@@ -15,7 +15,7 @@ from profiler import Profile
 from ..module._arguments import Device, checked_devices
 from ._arguments import OptimizerChoice, read_chunks
 from ._fake import FAKE, Fake
-from ._fleet import Layout, layouts_of
+from ._fleet import FleetLayout, layouts_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Request:
     target: Any
     loss_fn: Callable[[Any, Any], Any] | None
     fake: Fake | None
-    layouts: list[Layout]
+    layouts: list[FleetLayout]
     places: list[torch.device]
     memory: list[int | None]
     modes: dict[int, list[tuple[str, ...]]]
@@ -69,7 +69,7 @@ def rows_of(sample: Any) -> int:
 
 def read_layouts(
     devices: Iterable[Device] | str, fake: Fake | None, layers: int, rows: int, chunks: Any, checkpoint: Any
-) -> tuple[list[Layout], list[torch.device]]:
+) -> tuple[list[FleetLayout], list[torch.device]]:
     """The layouts to look at, and as many devices as the most stages take: ``meta`` for those that are not there.
 
     Raises:
@@ -83,7 +83,7 @@ def read_layouts(
         raise ValueError("devices: expected at least one, got none")
     if any(place.type == "meta" for place in places):
         raise ValueError("devices: nothing runs on 'meta'; text such as '8x80GB' stands for devices that are not there")
-    return [Layout(1, len(places), rows, tuple(read_chunks(chunks, rows)))], places
+    return [FleetLayout(1, len(places), rows, tuple(read_chunks(chunks, rows)))], places
 
 
 def read_profile(profile: Any, layers: nn.Sequential) -> Profile | None:
