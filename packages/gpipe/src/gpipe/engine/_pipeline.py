@@ -151,7 +151,7 @@ class Pipeline:
 
         Gradients are added to ``.grad``, also to that of leaves that the micro-batches were computed from. Errors of
         layers are raised as in :meth:`forward`. After an error, the ``.grad`` of a parameter that had none is None
-        again; to others, gradients of some micro-batches have been added, and the error says of how many.
+        again; to others, gradients of some micro-batches may have been added, and a note on the error says so.
 
         Args:
             observer: is notified of this run, unless there is an observer of every run.
@@ -162,14 +162,14 @@ class Pipeline:
             self.workers.section.claim(run.parameters)
             walk = self.walk(schedule, run.size)
             before = _Gradients(run.parameters)  # so that a failure leaves no parts of gradients where there were none
-            mixed = 0
+            adds = False
             try:
                 with self.together(run):
                     refuse_data_parallel(run.kept_nodes)
                     entering = self.entering(batches)
                     gradients = run.train(entering, walk)
                 leaves, whole = self.whole(run)
-                mixed = len(batches)
+                adds = True
                 inputs, flowing = _flowing(batches[: len(gradients)], gradients, loss.scale)
                 # In one backward: a leaf may be used both before the pipe and in the loss, and hooks may wait for
                 # several gradients.
@@ -177,7 +177,7 @@ class Pipeline:
                     accumulate_whole([*inputs, *leaves], [*flowing, *whole])
             except BaseException as error:
                 run.deferred.give_back()  # in case the error came before the first step
-                before.restore(error, max(mixed, run.mixed), len(batches))
+                before.restore(error, adds or run.adds)
                 loss.restore()
                 raise
 
@@ -258,20 +258,16 @@ class _Gradients:
         self._parameters = parameters
         self._empty = [parameter for parameter in parameters if parameter.grad is None]
 
-    def restore(self, error: BaseException, mixed: int, microbatches: int) -> None:
-        """After a failure: set ``.grad`` of these back to None, and add a note on the other gradients to ``error``.
-
-        Args:
-            mixed: the number of the ``microbatches`` that may have added to other gradients.
-        """
+    def restore(self, error: BaseException, adds: bool) -> None:
+        """After a failure: set ``.grad`` of these back to None; if the step ``adds`` to others, say so in a note."""
         for parameter in self._empty:
             parameter.grad = None
         others = len({*self._parameters}) - len({*self._empty})  # stages may share parameters
-        if others and mixed:
+        if others and adds:
             add_note(
                 error,
-                f"the .grad of {others} parameters held gradients before this step, and now may also hold those "
-                f"of up to {mixed} of its {microbatches} micro-batches; call zero_grad() before the next step",
+                f"the .grad of {others} parameters held gradients before this step, and now may also hold those of "
+                "some of its micro-batches; call zero_grad() before the next step",
             )
 
 

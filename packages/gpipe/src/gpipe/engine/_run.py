@@ -217,9 +217,9 @@ class Run:
         return summed((leaf, gradient) for _, leaf, gradient in self.parts())
 
     @property
-    def mixed(self) -> int:
-        """The number of micro-batches that may have added to gradients that were in ``.grad`` before the run."""
-        return max(stage.mixed for stage in self._stages.values())
+    def adds(self) -> bool:
+        """Whether backwards may have added to gradients that were in ``.grad`` before the run."""
+        return any(stage.adds for stage in self._stages.values())
 
     def _walk(self, walk: Walk, context: Context) -> None:
         """Have every worker take its steps; raise the earliest failure if there is one."""

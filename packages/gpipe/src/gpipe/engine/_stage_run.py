@@ -71,7 +71,7 @@ class StageRun:
         may_change_input: whether the layers change their input in place; True until the first forward has shown it.
         given: parameters and buffers whose memory the outputs of the first forward share, with their tie.
         recomputations: what its checkpointed cells share, and those of each of its blocks.
-        mixed: the number of micro-batches that may have added to gradients that were in ``.grad`` before the run.
+        adds: whether backwards may have added to gradients that were in ``.grad`` before the run.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StageRun:
         self.stage = stage
         self.may_change_input = True
         self.given: list[tuple[Tensor, int]] = []
-        self.mixed = 0
+        self.adds = False
         # Not the run itself: it refers to its stages, and is to be freed without the garbage collector.
         self._rng, self._microbatches, self._keeps = run.rng, run.microbatches, run.keeps
         self._loss, self._deferred = run.loss, run.deferred
@@ -108,7 +108,6 @@ class StageRun:
         self._seen_outputs = False
         self._looks_for_hooks = False
         self._has_begun = False
-        self._adds_directly = False
         self._cells: dict[int, Cell] = {}
         self._forwards = 0
         # A run inside a recomputed layer repeats a run whose statistics have been counted.
@@ -152,9 +151,7 @@ class StageRun:
 
     def backward(self, i: int) -> None:
         seeds = self._departure.get_gradients(i)
-        if self._adds_directly:
-            self.mixed += 1
-        else:
+        if not self.adds:
             self._defer(i)
         gradients = self._cells[i].backward(seeds, self._sums)
         del self._cells[i]
@@ -272,8 +269,7 @@ class StageRun:
             graph = self._cells[i].below()
             deferred.hold(graph.leaves, every=every)
             self._expect_shown(graph)
-        self._adds_directly = not every and self._sums is None
-        self.mixed += self._adds_directly
+        self.adds = not every and self._sums is None
 
     def _expect_shown(self, graph: Below) -> None:
         if self._sums is not None and graph.hides:
