@@ -42,7 +42,8 @@ class DeferredGradients:
         with self._lock:
             for leaf in leaves:
                 if (every or hooks_of(leaf)) and id(leaf) not in self._held:
-                    self._held[id(leaf)] = _Held(leaf)
+                    held = self._held[id(leaf)] = _Held(leaf)
+                    held.take()
 
     def give_back(self, scale: Scale = 1.0) -> list[tuple[Tensor, Tensor]]:
         """Put ``.grad`` and the hooks back.
@@ -50,10 +51,11 @@ class DeferredGradients:
         Returns:
             The leaves that have a gradient of this run, each with that gradient times ``scale``.
         """
-        if not self._held:
-            return []
-        held, self._held = self._held, {}
-        gradients = [(each.leaf, each.give_back()) for each in held.values()]
+        gradients = []
+        while self._held:  # one at a time, since an interrupt may come between, after which this is called again
+            key = next(iter(self._held))
+            gradients.append((self._held[key].leaf, self._held[key].give_back()))
+            del self._held[key]
         return [(leaf, scale_in_place(g, scale)) for leaf, g in gradients if g is not None]
 
 
@@ -73,9 +75,12 @@ def summed(gradients: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], li
 class _Held:
     def __init__(self, leaf: Tensor) -> None:
         self.leaf = leaf
-        self._grad, leaf.grad = leaf.grad, None
-        # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
+        self._grad = leaf.grad
         self._hooks = [(hooks, dict(hooks)) for hooks in _hooks(leaf)]
+
+    def take(self) -> None:
+        self.leaf.grad = None
+        # Autograd looks into these dicts whenever it would call a hook, so emptying them is enough.
         for hooks, _ in self._hooks:
             hooks.clear()
 

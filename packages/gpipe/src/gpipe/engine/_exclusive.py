@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +20,13 @@ from .._current import Section as AnySection
 from .._current import current
 
 Sections = tuple[AnySection, ...]
+
+
+class _Visit(NamedTuple):
+    """The thread that is inside of a section, and whether it accumulates gradients there."""
+
+    thread: int
+    accumulates: bool
 
 
 class Section:
@@ -39,19 +47,18 @@ class Section:
             RuntimeError: waiting would be a deadlock; or this process was forked while another thread was inside and
                 accumulated gradients.
         """
-        if self in current.holds:
+        holds = current.holds
+        if self in holds:
             yield
             return
         self._take(accumulates)
-        current.holds = (*current.holds, self)
+        # An interrupt may come between any two lines. What it leaves behind does not keep out this thread, see _take.
         try:
+            current.holds = (*holds, self)
             yield
         finally:
-            current.holds = current.holds[:-1]
-            with _turns:
-                del _inside[self]
-                _claimed.pop(self, None)
-                _turns.notify_all()
+            current.holds = holds
+            self._leave()
 
     def claim(self, parameters: Sequence[Tensor]) -> None:
         """Inside: say whose gradients this thread is going to accumulate.
@@ -72,9 +79,17 @@ class Section:
         with _turns:
             if self._forked or current.serves:
                 self._expect_an_end()
-            if self in _inside:
+            # A section that this thread is inside of already was left by an interrupt.
+            if self in _inside and _inside[self].thread != threading.get_ident():
                 self._wait()
-            _inside[self] = accumulates
+            _inside[self] = _Visit(threading.get_ident(), accumulates)
+
+    def _leave(self) -> None:
+        with _turns:
+            if self in _inside and _inside[self].thread == threading.get_ident():
+                del _inside[self]
+                _claimed.pop(self, None)
+                _turns.notify_all()
 
     def _wait(self) -> None:
         _waiting[threading.get_ident()] = involved(), self
@@ -99,8 +114,8 @@ class Section:
 
 
 _turns = threading.Condition()
-_inside: dict[Section, bool] = {}
-"""The sections that some thread is inside of, and whether it accumulates gradients there."""
+_inside: dict[Section, _Visit] = {}
+"""The sections that some thread is inside of."""
 _claimed: dict[Section, Sequence[Tensor]] = {}
 """Of sections that some thread is inside of: the parameters whose gradients it accumulates."""
 _waiting: dict[int, tuple[Sections, Section]] = {}
@@ -138,7 +153,7 @@ def _after_fork() -> None:
     _turns = threading.Condition()
     _waiting.clear()
     for section in [section for section in _inside if section not in current.holds]:
-        section._forked = _inside.pop(section)
+        section._forked = _inside.pop(section).accumulates
         _claimed.pop(section, None)
 
 

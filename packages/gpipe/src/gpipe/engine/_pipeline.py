@@ -230,7 +230,12 @@ class Pipeline:
                 several = len(self._trainers) > 1
                 if several:
                     _expect_unwatched(left)
-                found, own = run.backward([list(islice(gradients, count)) for count in counts], [] if several else left)
+                each = [list(islice(gradients, count)) for count in counts]
+                try:
+                    found, own = run.backward(each, [] if several else left)
+                except BaseException:
+                    run.deferred.give_back()  # an interrupt may come after the workers are done
+                    raise
             return [*chain.from_iterable(found), *(own or [None] * len(left))]
 
         # Hooks on the nodes of these parameters, such as those of DistributedDataParallel, have to see one gradient,
