@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 # Small work is done sooner on one thread, above all where several processes want the cores. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _SHARED = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fixed", max_examples=25, derandomize=True, **_SHARED)
 settings.load_profile("fixed")
+
+# Hypothesis also draws constants that it finds in the source of imported modules of ours. Then an example would depend
+# on what else is written there, and on which test files a process has imported before.
+if hasattr(providers, "_get_local_constants"):
+    _local_constants = providers._get_local_constants
+    providers._get_local_constants = providers.Constants
 
 # Tests interrupt themselves, which a process that a shell started in the background would ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     examples = config.getoption("--examples")
     if examples is not None:
         # Before test files are imported: some take a share of the number.
+        if hasattr(providers, "_get_local_constants"):
+            providers._get_local_constants = _local_constants
         settings.register_profile("search", max_examples=examples, **_SHARED)
         settings.load_profile("search")
 
