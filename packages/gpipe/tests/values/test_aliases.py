@@ -537,3 +537,20 @@ def test_tensors_that_a_copy_has_parted_must_not_be_changed():
     for value in guarded(owned(joined([left, right]))).value:
         with pytest.raises(RuntimeError, match="modified inplace"):
             value.mul_(2)
+
+
+def test_layers_with_a_flag_that_change_what_shares_memory_are_as_in_the_plain_model():
+    """They keep what they have saved: copies of their input would not see each other's changes."""
+
+    def change(value: tuple[Tensor, Tensor]) -> Tensor:
+        value[0].mul_(2)
+        return value[1].square()
+
+    model = nn.Sequential(linears(1, WIDTH)[0], Call(lambda x: (y := x * 1, y[:, :2])), Call(change))
+    with closing(piped(model, [3], chunks=2, checkpoint=[[False, False, True]])) as pipe:
+        for part in rows(4, WIDTH).chunk(2):
+            model(part).sum().backward()
+        for _ in range(2):
+            pipe.zero_grad()
+            pipe(rows(4, WIDTH)).sum().backward()
+            assert_same(pipe, model)
