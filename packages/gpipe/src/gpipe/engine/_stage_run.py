@@ -174,9 +174,10 @@ class StageRun:
         stage, value = self.stage, inputs.value
         before = versions(inputs) if inputs.ties else []  # tensors without ties are used by this stage alone
         try:
-            if stage.is_direct and isinstance(value, Tensor):  # most stages; saves two calls
+            if stage.is_direct and isinstance(value, Tensor):  # most stages; saves three calls
                 output = stage.module(value)
-                expect_plain(output, stage.index)
+                if not isinstance(output, Tensor):
+                    expect_plain(output, stage.index)
             else:
                 output = stage.call(value)
         except RuntimeError as error:
