@@ -375,7 +375,9 @@ class GPipe(Stepping):
     @property
     def hf_device_map(self) -> dict[str, str]:
         """The device of each layer and parameter. accelerate and transformers do not move a model that has this."""
-        return device_map(self._partitions, self._devices)
+        held = zip(self._partitions, self._devices, strict=True)
+        layers = {name: device for partition, device in held for name in partition._modules if name in self._modules}
+        return device_map(layers, self.named_parameters())
 
     def _replicate_for_data_parallel(self) -> GPipe:
         raise replicating_denied()

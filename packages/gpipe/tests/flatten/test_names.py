@@ -216,3 +216,9 @@ def test_parameters_and_buffers_that_are_set_later_are_used():
     model.scale = 0.25
     expect_listed(pipe, model)
     torch.testing.assert_close(pipe(**batch()), model(**batch())["logits"])
+
+
+def test_the_map_of_devices_has_the_names_of_the_model():
+    model = Model(others=2).double()
+    pipe = GPipe(flatten(model, batch(2)), [2, 6], devices=["cpu"] * 2)
+    assert pipe.hf_device_map == dict.fromkeys([name for name, _ in model.named_parameters()], "cpu")

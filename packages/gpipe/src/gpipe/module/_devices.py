@@ -110,17 +110,14 @@ def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]
             raise moving_denied(f"{str(device)!r} to {str(there)!r}, as part of another module")
 
 
-def device_map(partitions: Iterable[nn.Module], devices: Iterable[torch.device]) -> dict[str, str]:
+def device_map(layers: dict[str, torch.device], parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """The device of each layer and each parameter, by name.
 
     Parameters are included because accelerate moves a model whose map has less than two entries.
     """
-    places: dict[str, str] = {}
-    for partition, device in zip(partitions, devices, strict=True):
-        names = [*partition._modules, *(name for name, _ in partition.named_parameters())]
-        # Torch knows no numbers of CPUs.
-        places.update(dict.fromkeys(names, "cpu" if device.type == "cpu" else str(device)))
-    return places
+    places = layers | {name: parameter.device for name, parameter in parameters}
+    # Torch knows no numbers of CPUs.
+    return {name: "cpu" if place.type == "cpu" else str(place) for name, place in places.items()}
 
 
 def replicating_denied() -> RuntimeError:

@@ -10,7 +10,7 @@ from ..engine._settings import settings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_WAY_OUT = "leave it out, or use the plain model: nn.Sequential(OrderedDict(pipe.named_children()))"
+_WAY_OUT = "leave it out, or use the plain model: pipe[:]"
 
 
 def refuse_transforms() -> None:
