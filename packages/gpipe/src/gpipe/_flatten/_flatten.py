@@ -245,7 +245,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             entries.clear()
             entries.update(then)
         for buffer, version, before in buffers:
-            if buffer._version != version:
+            # Batch norm changes its statistics without another version.
+            if buffer._version != version or not buffer.equal(before):
                 buffer.data.copy_(before)
 
 
