@@ -68,7 +68,7 @@ def has_tag(name: str, tag: torch.Tag) -> bool:
 
 def is_composite(operation: OpOverload) -> bool:
     """Whether the operation consists of other ones, which are intercepted themselves."""
-    return operation.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return operation.has_kernel_for_dispatch_key("CompositeImplicitAutograd")  # type: ignore[arg-type]
 
 
 # Transforms and tracers. Without these names: a pipe inside of one gives a wrong graph instead of an error.
