@@ -109,8 +109,13 @@ def noise_in_a_module(model: Told, x: Tensor, scale: float) -> Tensor:
     return model.head(model.through(nn.functional.dropout(model.embed(x), 0.0, model.training)))
 
 
+def norm_at_the_start(model: Told, x: Tensor, scale: float) -> Tensor:
+    return model.head(model.through(model.norm(model.embed(x))))
+
+
 EQUAL = [
     plain,
+    norm_at_the_start,
     parameter_at_the_start,
     parameter_at_the_end,
     parameter_at_both_ends,

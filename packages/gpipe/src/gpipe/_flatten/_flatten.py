@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.random import fork_rng
 
@@ -235,7 +236,7 @@ def _observed(unit: nn.Module, reel: Reel, name: str) -> nn.Module:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """A context in which runs of ``model`` leave no trace: buffers, attributes and random numbers stay as they are."""
-    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     own = [(entries, dict(entries)) for module in model.modules() for entries in (vars(module), module._buffers)]
     try:
         with fork_rng(devices=[]):
@@ -244,9 +245,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for entries, then in own:
             entries.clear()
             entries.update(then)
-        for buffer, version, before in buffers:
-            # Batch norm changes its statistics without another version.
-            if buffer._version != version or not buffer.equal(before):
+        for buffer, before in buffers:
+            if not torch.equal(buffer, before):  # batch norm changes its buffers without a count in _version
                 buffer.data.copy_(before)
 
 

@@ -64,7 +64,7 @@ def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs, t
             raise
         except Exception:  # as above
             return
-    changed = next((each for each, buffer, version in shared if buffer._version != version), None)
+    changed = next((each for each, buffer, before in shared if not torch.equal(buffer, before)), None)
     if changed:
         raise ValueError(
             f"{name} cannot be divided: {changed!r}, a buffer, changes in training, and is used by several parts of "
@@ -83,14 +83,14 @@ def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs, t
         )
 
 
-def _shared_buffers(segments: Sequence[Segment]) -> list[tuple[str, Tensor, int]]:
-    """The buffers that several segments have, with their names and versions."""
+def _shared_buffers(segments: Sequence[Segment]) -> list[tuple[str, Tensor, Tensor]]:
+    """The buffers that several segments have, with their names and values."""
     found: dict[Tensor, list[str]] = {}
     for segment in segments:
         for name, buffer in segment.net.named_buffers():
-            if not is_placeholder(buffer) and not buffer.is_inference():
+            if not is_placeholder(buffer):
                 found.setdefault(buffer, []).append(name)
-    return [(names[0], buffer, buffer._version) for buffer, names in found.items() if len(names) > 1]
+    return [(names[0], buffer, buffer.clone()) for buffer, names in found.items() if len(names) > 1]
 
 
 class _State:
