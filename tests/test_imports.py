@@ -1,4 +1,4 @@
-"""No module of a package needs itself: not by a late import, nor by one for types alone."""
+"""No module of a package needs itself, not even by a late import. What is for types alone may point to an owner."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter
@@ -17,10 +17,14 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported(name: str, path: Path) -> set[str]:
-    """Whatever the module imports anywhere in its text; of ``from a import b`` both ``a.b`` and ``a``."""
+    """Whatever the module imports to run, anywhere in its text; of ``from a import b`` both ``a.b`` and ``a``."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     found = set[str]()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in [*ast.walk(tree)]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body.clear()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(each.name for each in node.names)
         elif isinstance(node, ast.ImportFrom):

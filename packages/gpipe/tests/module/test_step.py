@@ -532,20 +532,17 @@ class TestFailures:
 
     @each_schedule
     @pytest.mark.parametrize("phase", ["forward", "backward"])
-    def test_error_says_how_many_microbatches_older_gradients_may_be_mixed_with(
-        self, schedule: str, phase: str
-    ) -> None:
+    def test_error_says_whether_older_gradients_may_be_mixed_with_new_ones(self, schedule: str, phase: str) -> None:
         pipe, _ = self.failing(phase)
         for parameter in pipe.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with pytest.raises(ArithmeticError, match="no") as caught:
             pipe.step(rows(8), loss_fn=lambda y, _: y.sum(), reduction="sum", schedule=schedule)
         grown = int(pipe[-1].bias.grad[0]) // 2  # each of the two rows of a micro-batch adds 1
-        told = re.findall(r"the \.grad of 6 .* up to (\d) of its 4 .* zero_grad\(\)", "\n".join(caught.value.__notes__))
-        if schedule == "zero_bubble" and told:
-            assert grown <= int(told[0]) <= 4  # some may have only begun
-        else:
-            assert told == ([str(grown)] if grown else [])
+        told = re.findall(r"the \.grad of 6 .* zero_grad\(\)", "\n".join(caught.value.__notes__))
+        assert bool(told) >= bool(grown)  # a backward may have only begun
+        if phase == "forward" and schedule == "fill_drain":
+            assert not told
         pipe.close()
 
     def test_fill_drain_leaves_gradients_as_they_are_when_a_forward_fails(self) -> None:

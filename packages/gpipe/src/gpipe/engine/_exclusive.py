@@ -47,17 +47,20 @@ class Section:
             RuntimeError: waiting would be a deadlock; or this process was forked while another thread was inside and
                 accumulated gradients.
         """
-        holds = current.holds
-        if self in holds:
+        if self in current.holds:
             yield
             return
+        before = {**vars(current)}
         self._take(accumulates)
-        # An interrupt may come between any two lines. What it leaves behind does not keep out this thread, see _take.
+        # An interrupt may come between any two lines, also of those that put back what is current.
         try:
-            current.holds = (*holds, self)
+            current.holds = (*current.holds, self)
             yield
         finally:
-            current.holds = holds
+            own = vars(current)
+            for name in own.keys() - before.keys():
+                del own[name]
+            own.update(before)
             self._leave()
 
     def claim(self, parameters: Sequence[Tensor]) -> None:

@@ -1,0 +1,139 @@
+"""Ctrl-C at any line of a step: nothing hangs, nothing is left behind, and the next step is right."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+
+from .layers import DOUBLE, assert_same, linears, rows, within
+
+OURS = str(Path(gpipe.__file__).parents[3])
+WAYS = ("call", "fill_drain", "1f1b", "zero_bubble", "counted", "evaluate")
+MODES = ("never", "except_last", "always")
+
+
+def interrupted(work: Callable[[], object], at: int) -> int:
+    """Interrupt ``work`` before the line of that number, of all that this thread runs in our packages; 0: never.
+
+    Returns:
+        The number of lines that were run.
+    """
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(OURS) or "/tests/" in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        assert at  # else this test itself is interrupted
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return (output - target).square().sum(), output.numel()
+
+
+class Trial:
+    """A pipe with a hook and a gradient that was there before, and its model."""
+
+    def __init__(self, way: str, mode: str, inline: bool) -> None:
+        self.way, self.inline = way, inline
+        self.model = nn.Sequential(*linears(2), nn.Dropout(0.0), *linears(1))
+        own = copy.deepcopy(self.model)
+        self.pipe = GPipe(own, [1, 2, 1], devices=["cpu"] * 3, chunks=3, checkpoint=mode)
+        self.x, self.y = rows(), torch.ones(6, 3, dtype=DOUBLE)
+        self.calls: list[Tensor] = []
+        own[0].weight.register_hook(self.calls.append)
+
+    def step(self) -> None:
+        with gpipe.inline() if self.inline else nullcontext():
+            if self.way == "call":
+                loss(self.pipe(self.x), self.y).backward()
+            elif self.way == "evaluate":
+                self.pipe.evaluate(self.x, self.y, loss_fn=loss)
+            elif self.way == "counted":
+                self.pipe.step(self.x, self.y, loss_fn=counted)
+            else:
+                self.pipe.step(self.x, self.y, loss_fn=loss, schedule=self.way)
+
+    def expect_all_well(self) -> None:
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        self.pipe.zero_grad()
+        self.calls.clear()
+        self.step()
+        if self.way != "evaluate":
+            loss(self.model(self.x), self.y).backward()
+            assert len(self.calls) == 1
+        assert_same(self.pipe, self.model)
+        self.model.zero_grad()
+
+
+def lines(trial: Trial) -> int:
+    """The number of lines of a step, after a first one."""
+    trial.step()
+    return interrupted(trial.step, 0)
+
+
+@given(st.sampled_from(WAYS), st.sampled_from(MODES), st.booleans(), st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_after_an_interrupt_at_any_line_the_next_step_is_right(
+    way: str, mode: str, inline: bool, places: list[float]
+) -> None:
+    def tried() -> None:
+        trial = Trial(way, mode, inline)
+        total = lines(trial)
+        for place in places:
+            interrupted(trial.step, 1 + round(place * total))
+            trial.expect_all_well()
+        trial.pipe.close()
+
+    within(30, tried)
+
+
+def every(total: int) -> Iterator[int]:
+    return iter(range(1, total + 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_at_every_line(way: str, mode: str, inline: bool) -> None:
+    def tried() -> None:
+        trial = Trial(way, mode, inline)
+        for at in every(lines(trial)):
+            interrupted(trial.step, at)
+            trial.expect_all_well()
+        trial.pipe.close()
+
+    within(60, tried)
