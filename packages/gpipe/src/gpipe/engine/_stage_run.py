@@ -237,13 +237,16 @@ class StageRun:
             and "backward through the graph a second time" in str(error)
         ):
             error, error.__cause__ = RuntimeError(_USED_UP), error
-        cell, stage = self._cells.get(action.microbatch), self.stage
+        stage = self.stage
+        inputs = getattr(
+            self._cells.get(action.microbatch), "inputs", None
+        )  # a cell may be interrupted before it has any
         # An error of a pipe inside a layer has this note already.
         is_first = _NEEDS_LESS not in getattr(error, "__notes__", ())
         add_note(
             error,
             f"in partition {stage.index} (layers {stage.layers}) on {stage.device}, micro-batch {action.microbatch} of "
-            f"{self._microbatches}, {action.kind}; input: {shapes(cell and cell.inputs.value)}",
+            f"{self._microbatches}, {action.kind}; input: {shapes(inputs and inputs.value)}",
         )
         if is_first and is_out_of_memory(error):
             add_note(error, _NEEDS_LESS)
