@@ -105,7 +105,7 @@ class Options:
 @lru_cache(maxsize=1024)
 def _patterns(layers: int, few: bool) -> list[tuple[bool, ...]]:
     """Some, but not all, of so many layers: every combination of a few, else runs of equal lengths from the front."""
-    if layers <= (3 if few else ALL_FLAGS):
+    if layers <= ALL_FLAGS:
         found = list(product((False, True), repeat=layers))
     else:
         lengths, parts = ((1, 4), 2) if few else ((1, 2, 3, 5, 8, 12, 20), 8)

@@ -12,7 +12,8 @@ chunks and each schedule it looks at
 
 What is not searched: schedules with several stages on a device (interleaved ones and those in the shape of a V), more
 than one device for a stage, stages on other devices than in the order given, and, of stages with many layers, patterns
-of recomputed layers other than runs of one length.
+of recomputed layers other than runs of one length. Dynamic programming tries only a few of these for a stage of more
+than five layers, so where memory is barely enough it may find nothing although something fits.
 """
 
 from __future__ import annotations
