@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._flatten._names import Flattened
 from ..skip import Skippable
 from ..skip._store import Key
 from ._findings import Finding
@@ -100,6 +101,12 @@ def calmed(layers: nn.Sequential, steps: Sequence[LayerRun]) -> nn.Sequential:
     copied = copy.deepcopy(layers)
     for layer, step in zip(copied.children(), steps, strict=True):
         calm(layer, step.given, step.gave.used.drew)
+    # A pipe of a flattened model follows the mode of that model.
+    twins = copied.twins if isinstance(copied, Flattened) else ()
+    for twin in twins:
+        twin.lead()
+    for twin in twins:
+        twin.follow()
     return copied
 
 

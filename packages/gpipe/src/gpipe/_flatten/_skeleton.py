@@ -135,6 +135,11 @@ class Twin:
                 own[kind][name] = value
         self._then = now
 
+    def lead(self) -> None:
+        """Let the module of the model be in evaluation mode if the copy is; not the model, which a pipe trains."""
+        if self.path:
+            self._source.training &= self.module.training
+
     def _bound(self, value: Any) -> Any:
         is_own = isinstance(value, MethodType) and value.__self__ is self._source
         return MethodType(value.__func__, self.module) if is_own else uncached(value)
