@@ -34,7 +34,7 @@ def virtual_devices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_workers, "placement", lambda devices: tuple(range(len(devices))))
         patch.setattr(_copy, "carrier", _carrier)
-        patch.setattr(Pipeline, "channels", _on_own_streams(Pipeline.channels))
+        patch.setattr(Pipeline, "transport", _on_own_streams(Pipeline.transport))
         patch.setattr(Run, "__init__", _knowing_its_caller(Run.__init__))
         for name in ("forward", "backward", "train"):
             patch.setattr(Run, name, _between_waits(getattr(Run, name)))
@@ -61,14 +61,14 @@ def _carrier(source: _copy.Place, target: _copy.Place) -> _copy.Copy | None:
     return _CopyWithin(source, target) if is_accelerator(source.compute) else None
 
 
-def _on_own_streams(channels: Callable[..., Any]) -> Callable[..., Any]:
+def _on_own_streams(transport: Callable[..., Any]) -> Callable[..., Any]:
     made: WeakKeyDictionary[Stage, AbstractStream] = WeakKeyDictionary()
 
-    @wraps(channels)
+    @wraps(transport)
     def on_own_streams(pipeline: Pipeline, streams: list[AbstractStream], *others: Any) -> Any:
         # This is the run's own list.
         streams[:] = [made.setdefault(stage, new_stream(stage.device)) for stage in pipeline.stages]
-        return channels(pipeline, streams, *others)
+        return transport(pipeline, streams, *others)
 
     return on_own_streams
 

@@ -97,10 +97,10 @@ class Run:
         observer = settings().observer or observer
         self.observer = None if observer is None else observer.begin(pipeline.lines)
         self._streams = self._current_streams() if self._on_accelerator else [CPUStream] * len(stages)
-        self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._failures = pipeline.failures()
         link = Link if self.observer is None else self.observer.link
         self._transport = pipeline.transport(self._streams, link, self._failures)
+        self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._tied = Tied(stages)
         # Makes a context in which the modules of each stage hold its tensors.
         self._applied: Callable[[], AbstractContextManager[None]] = (
