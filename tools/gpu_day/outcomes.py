@@ -46,18 +46,12 @@ def outcomes(part: Part, log: Path, *, gpu: bool) -> Iterator[Outcome]:
             begin = out.tell()
             words = _words(step, out, min(step.limit, end - start - GRACE), gpu=gpu)
             out.seek(0, os.SEEK_END)
-            output = log.read_text(encoding="utf-8", errors="replace")[_characters(log, begin) :]
+            output = log.read_bytes()[begin:].decode(errors="replace")
             if words == "":
                 words = _counted(output) if step.tests else "passed"
             elif step.tests and words.startswith(("failed", "stopped")):
                 words = f"{words}: {_counted(output)}{_running(output)}"
             yield Outcome(step, words, time.monotonic() - start, output, tuple(_failed(output)) if step.tests else ())
-
-
-def _characters(log: Path, begin: int) -> int:
-    """The number of characters in the first ``begin`` bytes."""
-    with log.open("rb") as file:
-        return len(file.read(begin).decode(errors="replace"))
 
 
 def _words(step: Step, out: IO[str], limit: float, *, gpu: bool) -> str:

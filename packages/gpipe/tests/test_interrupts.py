@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
@@ -120,10 +120,6 @@ def test_after_an_interrupt_at_any_line_the_next_step_is_right(
     within(30, tried)
 
 
-def every(total: int) -> Iterator[int]:
-    return iter(range(1, total + 1))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("mode", MODES)
@@ -131,7 +127,7 @@ def every(total: int) -> Iterator[int]:
 def test_at_every_line(way: str, mode: str, inline: bool) -> None:
     def tried() -> None:
         trial = Trial(way, mode, inline)
-        for at in every(lines(trial)):
+        for at in range(1, lines(trial) + 1):
             interrupted(trial.step, at)
             trial.expect_all_well()
         trial.pipe.close()
