@@ -224,7 +224,7 @@ def progress() -> Progress:
 @torch.no_grad()
 def continued(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, tokens: int = 40) -> str:
     """What the model itself, without a pipeline, writes after the prompt."""
-    model.eval().cpu()
+    model = copy.deepcopy(model).eval().cpu()  # the pipeline goes on with its parameters where they are
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=True, top_k=20)
     written: str = tokenizer.decode(found[0, ids.shape[1] :].tolist())

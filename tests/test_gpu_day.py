@@ -115,6 +115,8 @@ SMALL = {
     "ranks": (),
     "transformer": ("--width", "16", "--length", "2", "--rows", "8", "--steps", "1"),
     "compiled": ("--width", "16", "--count", "1"),
+    "plans": ("--width", "32", "--length", "2", "--rows", "8"),
+    "families": ("GPT-2", "BERT tokens"),
 }
 """Each program with arguments that make it short."""
 
@@ -123,6 +125,8 @@ SMALL = {
 @without_gpu
 @pytest.mark.parametrize("name", SMALL)
 def test_each_program_fills_its_table_on_the_cpu(name: str) -> None:
+    steps = {step.arguments[1].rpartition(".")[2]: step for part in PARTS.values() for step in part.steps}
+    pytest.importorskip(steps[name].needs)
     command = [sys.executable, "-m", f"tools.gpu_day.programs.{name}", *SMALL[name]]
     environment = PARTS["A"].steps[0].environment
     table = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)

@@ -136,7 +136,7 @@ class Staying(SingleDeviceStrategy):
 
 
 def test_a_strategy_that_moves_nothing() -> None:
-    found = fitted(Automatic(pipe_of([2, 3])), strategy=Staying(torch.device("cpu")), accelerator="auto")
+    found = fitted(Automatic(pipe_of([2, 3])), strategy=Staying(torch.device("cpu")), accelerator="cpu")
     assert found == pytest.approx(fitted(Automatic(network())), rel=1e-5)
 
 

@@ -6,6 +6,7 @@ Everything runs on one device as well; where there are two, the pipes use both.
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -48,6 +49,14 @@ PLACEMENTS: dict[str, tuple[int | None, ...]] = {
 
 def devices(name: str) -> list[torch.device]:
     return [torch.device("cpu") if k is None else gpu(k) for k in PLACEMENTS[name]]
+
+
+def cut(name: str, schedule: str | None, layers: int = 6) -> tuple[list[torch.device], list[int]]:
+    """Devices and balance; "interleaved" takes the devices in turn, each as often as the others."""
+    places = devices(name)
+    if schedule == "interleaved":
+        places = [torch.device(place.type, place.index or 0) for place in dict.fromkeys(places)] * 2
+    return places, [layers // len(places) + (k < layers % len(places)) for k in range(len(places))]
 
 
 class Sleep(nn.Module):
@@ -402,6 +411,7 @@ def test_error_on_a_gpu_leaves_the_pipe_usable():
 @each_mode
 def test_memory_is_flat(mode: str):
     pipe = GPipe(model(), [2, 2, 2], devices=devices("one GPU"), chunks=3, checkpoint=mode)
+    gc.collect()  # what earlier tests have left
     used = []
     for _ in range(50):
         trained(pipe, rows().to(gpu()), gpu())
@@ -458,10 +468,10 @@ def of_the_plain_model(plain: nn.Module, x: Tensor, target: Tensor) -> list[Tens
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("inline", [False, True])
 def test_a_step_whose_losses_are_counted(name: str, schedule: str, mode: str, inline: bool):
-    plain, places = model(), devices(name)
+    plain, (places, balance) = model(), cut(name, schedule)
     target = torch.arange(8) % 3
     expected = of_the_plain_model(plain, rows(), target)
-    pipe = GPipe(copy.deepcopy(plain), [2, 2, 2], devices=places, chunks=3, checkpoint=mode)
+    pipe = GPipe(copy.deepcopy(plain), balance, devices=places, chunks=3, checkpoint=mode)
     for source in (torch.device("cpu"), places[0]):
         options = {"loss_fn": counted, "schedule": schedule}
         x, y = rows().to(source), target.to(places[-1])
@@ -477,14 +487,14 @@ def test_a_step_whose_losses_are_counted(name: str, schedule: str, mode: str, in
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_in_a_step_nobody_reads_before_it_is_written(name: str, schedule: str):
     """Each stage in turn is the slow one, forwards and backwards."""
-    plain, places = model(), devices(name)
+    plain, (places, balance) = model(), cut(name, schedule)
     target = torch.arange(8) % 3
     expected = of_the_plain_model(plain, rows(), target)
-    for slow in range(3):
+    for slow in range(len(places)):
         layers = list(copy.deepcopy(plain))
-        layers.insert(2 * slow + 1, Sleep(backward=True))
-        balance = [3 if j == slow else 2 for j in range(3)]
-        pipe = GPipe(nn.Sequential(*layers), balance, devices=places, chunks=3)
+        layers.insert(sum(balance[:slow]) + 1, Sleep(backward=True))
+        lengths = [length + (j == slow) for j, length in enumerate(balance)]
+        pipe = GPipe(nn.Sequential(*layers), lengths, devices=places, chunks=3)
         work = partial(stepped, pipe, rows(), target.to(places[-1]), loss_fn=counted, schedule=schedule)
         torch.testing.assert_close(within(60, work), expected)
 
@@ -508,13 +518,13 @@ def test_a_step_does_not_wait_for_the_losses_to_be_counted():
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_skips_past_a_slow_stage(name: str, schedule: str | None, mode: str):
-    places = devices(name)
+    places, balance = cut(name, schedule, layers=5)
     layers = [Stash(), nn.Linear(16, 16, dtype=torch.float64), Sleep(backward=True), nn.Tanh(), Pop()]
     plain, x = nn.Sequential(*layers), rows()
     leaf = x.detach().requires_grad_()
     plain(leaf).square().sum().backward()
     expected = [leaf.grad, *[p.grad for p in plain.parameters()]]
-    pipe = GPipe(copy.deepcopy(plain), [1, 2, 2], devices=places, chunks=3, checkpoint=mode)
+    pipe = GPipe(copy.deepcopy(plain), balance, devices=places, chunks=3, checkpoint=mode)
     if schedule is None:
         found = within(60, lambda: trained(pipe, x, places[-1]))[1:]
     else:

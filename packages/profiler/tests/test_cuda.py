@@ -41,10 +41,10 @@ def test_backward_operations_are_seen_too():
 
 
 def test_times_and_sizes_of_a_model_on_the_host():
+    host, x = model(), sample()
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
-    host = model()
-    assert min(profile_times(host, sample(), 0.05, "cuda")) > 0
-    assert len(profile_sizes(host, sample(), 4, 2.0, torch.device("cuda", 0))) == len(host)
+    assert min(profile_times(host, x, 0.05, "cuda")) > 0
+    assert len(profile_sizes(host, x, 4, 2.0, torch.device("cuda", 0))) == len(host)
     assert all(parameter.device.type == "cpu" for parameter in host.parameters())
     assert torch.equal(before[0], torch.cuda.get_rng_state())
     assert torch.equal(before[1], torch.get_rng_state())

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
 
-from .common import SCHEDULES, head, peak, row, step, synchronize, two_devices
+from .common import SCHEDULES, head, mean_square, peak, row, step, synchronize, two_devices
 
 
 def main() -> None:
@@ -24,20 +25,42 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="of which the mean is taken, after as many to warm up")
     options = parser.parse_args()
     head("checkpoint", "schedule", "host ms", "until done ms", "bubble", "peak MiB")
+    for chunks in (1, 8):
+        row("plain model", f"{chunks} micro-batches", *plain(options, chunks))
     for mode, schedule in product(("never", "except_last"), SCHEDULES):
         row(mode, schedule, *measured(options, mode, schedule))
 
 
 def measured(options: argparse.Namespace, mode: str, schedule: str) -> list[str]:
     devices = two_devices()
-    torch.manual_seed(0)
-    layer = partial(nn.TransformerEncoderLayer, options.width, 16, 4 * options.width, 0.1, batch_first=True)
-    pipe = GPipe(nn.Sequential(*(layer() for _ in range(8))), [4, 4], devices=devices, chunks=8, checkpoint=mode)
-    x = torch.randn(options.rows, options.length, options.width, device=devices[0])
+    pipe = GPipe(model(options), [4, 4], devices=devices, chunks=8, checkpoint=mode)
+    times = timed(options, partial(step, pipe, batch(options), schedule))
+    with gpipe.record() as timeline:
+        most = peak(devices, partial(step, pipe, batch(options), schedule))
+    pipe.close()
+    return [*times, f"{timeline.bubble:.3f}", most]
+
+
+def plain(options: argparse.Namespace, chunks: int) -> list[str]:
+    """The loop by hand, on the first device."""
+    device = two_devices()[0]
+    whole, x = model(options).to(device), batch(options)
+
+    def work() -> None:
+        whole.zero_grad()
+        for rows in x.chunk(chunks):
+            (mean_square(whole(rows)) / chunks).backward()
+
+    return [*timed(options, work), "–", peak([device], work)]
+
+
+def timed(options: argparse.Namespace, work: Callable[[], object]) -> list[str]:
+    """Milliseconds until the host has queued a step, and until it is done."""
+    devices = two_devices()
 
     def steps() -> None:
         for _ in range(options.steps):
-            step(pipe, x, schedule)
+            work()
 
     steps()
     synchronize(devices)
@@ -46,10 +69,18 @@ def measured(options: argparse.Namespace, mode: str, schedule: str) -> list[str]
     host = (time.perf_counter() - start) / options.steps
     synchronize(devices)
     done = (time.perf_counter() - start) / options.steps
-    with gpipe.record() as timeline:
-        most = peak(devices, lambda: step(pipe, x, schedule))
-    pipe.close()
-    return [f"{host * 1e3:.1f}", f"{done * 1e3:.1f}", f"{timeline.bubble:.3f}", most]
+    return [f"{host * 1e3:.1f}", f"{done * 1e3:.1f}"]
+
+
+def model(options: argparse.Namespace) -> nn.Sequential:
+    torch.manual_seed(0)
+    layer = partial(nn.TransformerEncoderLayer, options.width, 16, 4 * options.width, 0.1, batch_first=True)
+    return nn.Sequential(*(layer() for _ in range(8)))
+
+
+def batch(options: argparse.Namespace) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(options.rows, options.length, options.width, device=two_devices()[0])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""Plans for a GPU, and for the CPU before it: predicted seconds and bytes beside measured ones."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import gpipe
+
+from .common import gpus, head, mean_square, network, row, step, synchronize, two_devices
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=32)
+    options = parser.parse_args()
+    device, width = two_devices()[0], options.width
+    layer = partial(nn.TransformerEncoderLayer, width, 16, 4 * width, 0.0, batch_first=True)
+    torch.manual_seed(0)
+    models = {
+        "linear layers": (network(width), torch.randn(options.rows * 8, width)),
+        "transformer": (
+            nn.Sequential(*(layer() for _ in range(8))),
+            torch.randn(options.rows, options.length, width),
+        ),
+    }
+    head("model", "stages", "plan", "ms predicted", "measured", "MiB predicted", "measured", "allocator's peak")
+    for name, (model, x) in models.items():
+        for places in ([device], [device, device], [torch.device("cpu"), device]):
+            row(name, " ".join(map(str, places)), *measured(copy.deepcopy(model), x, places))
+
+
+def measured(model: nn.Module, x: Tensor, places: list[torch.device]) -> list[str]:
+    """The plan, its seconds and bytes, and what the allocators of the GPUs held at most, with libraries' workspaces."""
+    plan = gpipe.plan(model, x, places, loss_fn=mean_square, optimizer=0)
+    before = sum(torch.cuda.memory_allocated(device) for device in gpus(places))
+    pipe = plan.build(model)
+    shown = plan.verify(x)
+    for device in gpus(places):
+        torch.cuda.reset_peak_memory_stats(device)
+    step(pipe, x, plan.schedule)
+    synchronize(places)
+    most = sum(torch.cuda.max_memory_allocated(device) for device in gpus(places)) - before
+    pipe.close()
+    return [
+        str(plan).partition("\n")[0],
+        f"{shown.predicted_seconds * 1e3:.2f}",
+        f"{shown.seconds * 1e3:.2f}",
+        mebibytes(shown.predicted_bytes),
+        mebibytes(shown.bytes),
+        mebibytes([most]) if gpus(places) else "–",
+    ]
+
+
+def mebibytes(sizes: Sequence[int]) -> str:
+    return ", ".join(f"{size / 2**20:.1f}" for size in sizes)
+
+
+if __name__ == "__main__":
+    main()
