@@ -42,7 +42,8 @@ SHORT = {
     "gpipe": "models",
 }
 """Of each package the properties that stand for all of its tests in the short form of ``standalone``."""
-TWO = ("--numprocesses", "2", "--dist", "worksteal")
+# Three on two cores: tests wait for processes and threads now and then.
+THREE = ("--numprocesses", "3", "--dist", "worksteal")
 EXAMPLES = 2_000
 SHORT_EXAMPLES = {"train_distributed": ("--steps", "10")}
 EVERYTHING = ("tests", "lint", "types", "docs", "typing", "standalone", "distributed", "accelerator", "frameworks")
@@ -76,9 +77,9 @@ def examples(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Every test that needs no GPU and little time, in two processes; arguments go to pytest instead."""
+    """Every test that needs no GPU and little time, in three processes; arguments go to pytest instead."""
     install_all(session, "all-tests")
-    session.run("pytest", *(session.posargs or TWO))
+    session.run("pytest", *(session.posargs or THREE))
 
 
 @nox.session
@@ -93,7 +94,7 @@ def search(session: nox.Session) -> None:
         arguments.append(f"--examples={EXAMPLES}")
     if not any(each.startswith("--hypothesis-seed") for each in arguments):
         arguments.append(f"--hypothesis-seed={random.randrange(2**32)}")
-    session.run("pytest", "--timeout=7200", *TWO, *arguments)
+    session.run("pytest", "--timeout=7200", *THREE, *arguments)
 
 
 @nox.session(venv_backend="none")
