@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpipe.distributed import Rank
+from gpipe.distributed import Rank, RemoteError
+
+from ..worlds import world
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
@@ -32,53 +34,116 @@ class Block(nn.Module):
         return found
 
 
-def _made() -> tuple[nn.Sequential, Rank]:
-    """The plain model, and this process's part of it on a mesh of 2 × 2."""
+def _made(kind: str) -> tuple[nn.Sequential, Rank, Any]:
+    """The plain model, this process's part of it on a mesh of four, and the dimension with other rows, if any."""
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)
     plain = nn.Sequential(*[Block() for _ in range(4)])
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    rank = Rank(copy.deepcopy(plain), [2, 2], chunks=2, group=mesh["pp"], replicas=mesh["tp"])
-    for layer in rank.partitions[0]:
-        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return plain, rank
+    shape, names = MESHES[kind]
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    replicas = mesh[names[1]] if len(names) == 2 else mesh[names[1:]]._flatten("replicas")
+    rows = None if kind == "tp" else replicas if kind == "replicated shards" else mesh["dp"]
+    rank = Rank(copy.deepcopy(plain), [2, 2], ranks=[0, shape[0] - 1], chunks=2, group=mesh["pp"], replicas=replicas)
+    for partition in rank.partitions:
+        for layer in partition:
+            if "tp" in names:
+                parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            if kind == "shards of layers":
+                fully_shard(layer, mesh=mesh["dp"])
+        if kind != "tp":
+            fully_shard(partition, mesh=mesh["copies", "dp"] if kind == "replicated shards" else mesh["dp"])
+    return plain, rank, rows
 
 
-def test_stages_of_tensor_parallel_layers_are_the_plain_model(worlds: Any) -> None:
+MESHES: dict[str, Any] = {
+    "shards": ((2, 2), ("pp", "dp")),
+    "shards of layers": ((2, 2), ("pp", "dp")),
+    "tp": ((2, 2), ("pp", "tp")),
+    "shards and tp": ((1, 2, 2), ("pp", "dp", "tp")),
+    "replicated shards": ((1, 2, 2), ("pp", "copies", "dp")),
+}
+
+
+def test_stages_of_parallel_layers_are_the_plain_model(worlds: Any) -> None:
     """Gradients and their norm; with ``replicas=`` the peers of a stage also take the same schedule."""
-    worlds(4).run(_expect_plain)
+    for kind in MESHES:
+        worlds(4).run(_expect_plain, kind)
 
 
-def _expect_plain() -> None:
-    plain, rank = _made()
+def _expect_plain(kind: str) -> None:
+    plain, rank, rows = _made(kind)
     x, y = torch.randn(8, 8), torch.randn(8, 8)
+    k, parts = (0, 1) if rows is None else (rows.get_local_rank(), rows.size())
     for schedule in ("1f1b", "zero_bubble", "auto"):
         plain.zero_grad()
         rank.zero_grad()
-        expected = nn.functional.mse_loss(plain(x), y)
-        expected.backward()
-        found = rank.step(x, y, loss_fn=nn.functional.mse_loss, schedule=schedule)
+        nn.functional.mse_loss(plain(x), y).backward()
+        own = x.chunk(parts)[k], y.chunk(parts)[k]
+        expected = nn.functional.mse_loss(plain(own[0]), own[1])
+        found = rank.step(*own, loss_fn=nn.functional.mse_loss, schedule=schedule)
         torch.testing.assert_close(found, expected.detach())
-        whole = dict(plain.named_parameters())
-        for name, parameter in rank.named_parameters():
-            torch.testing.assert_close(parameter.grad.full_tensor(), whole[name].grad)
+        _expect_gradients(rank, plain)
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     torch.testing.assert_close(rank.clip_grad_norm_(0.1), norm)
+    _expect_gradients(rank, plain)
+
+
+def _expect_gradients(rank: Rank, plain: nn.Module) -> None:
     for name, parameter in rank.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), whole[name].grad)
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad)
 
 
-def test_a_failure_reaches_the_peer_that_waits_in_a_parallel_layer(worlds: Any) -> None:
-    found = worlds(4).run(_fail)
+@pytest.mark.parametrize("kind", ["tp", "shards and tp"])
+def test_a_failure_reaches_the_peer_that_waits_in_a_parallel_layer(kind: str) -> None:
+    with world(4) as opened:  # of its own: torch gives later meshes the same group, whose connections are closed
+        found = opened.run(_fail, kind)
     assert found[2] == "ArithmeticError: planted"
     assert all("ArithmeticError: planted" in text for text in found)
     assert all(text.startswith("RemoteError") for k, text in enumerate(found) if k != 2)
 
 
-def _fail() -> str:
-    _, rank = _made()
-    rank.partitions[0][1].fails = dist.get_rank() == 2
+def _fail(kind: str) -> str:
+    _, rank, _ = _made(kind)
+    rank.partitions[-1][1].fails = dist.get_rank() == 2
     with pytest.raises((ArithmeticError, RuntimeError)) as caught:
         rank.step(torch.randn(8, 8), loss_fn=Tensor.mean)
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_layers_that_are_sharded_before_the_rank_is_made(worlds: Any) -> None:
+    worlds(4).run(_expect_plain_of_sharded)
+
+
+def _expect_plain_of_sharded() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block() for _ in range(4)])
+    model, (x, y) = copy.deepcopy(plain), torch.randn(2, 8, 8)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    for layer in model:
+        fully_shard(layer, mesh=mesh["dp"])
+    rank = Rank(model, [2, 2], chunks=2, group=mesh["pp"], replicas=mesh["dp"])
+    k = mesh["dp"].get_local_rank()
+    rank.step(x.chunk(2)[k], y.chunk(2)[k], loss_fn=nn.functional.mse_loss)
+    nn.functional.mse_loss(plain(x), y).backward()
+    _expect_gradients(rank, plain)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_layers_over_the_wrong_processes_are_refused(worlds: Any, schedule: str) -> None:
+    worlds(4).run(_expect_refused, schedule)
+
+
+def _expect_refused(schedule: str) -> None:
+    """Over other stages; or, where the schedule is chosen, over replicas that choose by themselves."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    rank = Rank(nn.Sequential(Block(), Block()), [1, 1], group=mesh["pp"])
+    fully_shard(rank.partitions[0], mesh=mesh["pp" if schedule == "1f1b" else "dp"])
+    expected = {"1f1b": "computes over a group with rank", "auto": "make the Rank with replicas="}[schedule]
+    with pytest.raises((ValueError, RemoteError), match=expected):
+        rank.step(torch.randn(8, 8), loss_fn=Tensor.mean, schedule=schedule)

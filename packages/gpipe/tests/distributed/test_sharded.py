@@ -63,7 +63,7 @@ def sharded(stages: str, nested: bool = False, mp_policy: Any = None, **options:
 
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
     balance, ranks = STAGES[stages]
-    rank = Rank(network(), balance, ranks=ranks, group=mesh["stages"].get_group(), **options)
+    rank = Rank(network(), balance, ranks=ranks, group=mesh["stages"], replicas=mesh["replicas"], **options)
     for partition in rank.partitions:
         for layer in partition if nested else ():
             if any(True for _ in layer.parameters()):

@@ -43,13 +43,13 @@ from ._groups import Group, end_collectives, open_groups
 from ._norm import clip, norm_over
 from ._opening import Opening
 from ._own import own_share
+from ._parallel import expect_parallel, sharded_over, synced_layers, synced_over
 from ._pipeline import RankPipeline
 from ._places import checked_transport
 from ._random import next_seed
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
 from ._sharded import Sharding
-from ._synced import expect_synced, groups_of, synced_layers
 
 
 class Rank(Stepping):
@@ -304,7 +304,7 @@ class Rank(Stepping):
 
     def _end_collectives(self) -> None:
         """Let no other replica wait in a collective of a layer of which it is not known how often it comes."""
-        for group in self._sharding.gathers() | groups_of(self._synced.values()):
+        for group in self._sharding.gathers().union(*synced_over(self._synced).values()):
             end_collectives(group)
 
     def _end_reductions(self) -> None:
@@ -356,7 +356,9 @@ class Rank(Stepping):
             if schedule is not None:
                 self._open_step(found, schedule)
             self._sharding.expect_whole()
-            expect_synced(self._synced, self._members, is_chosen=found.is_chosen)
+            alone = found.is_chosen and not self._replicas.are_there
+            parallel = synced_over(self._synced) | sharded_over(self)
+            expect_parallel(parallel, self._members, is_chosen=alone)
             inputs = given()
             if self._pipeline.begins:
                 self._decide(found, inputs, schedule)

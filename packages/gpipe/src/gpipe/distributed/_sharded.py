@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._fsdp import fsdp_modules
 from ..engine._losses import Losses
 from ..engine._scale import Scale, scale_in_place
+from ._parallel import sharded_over
 from ._tied import Twin
 
 
@@ -77,12 +78,11 @@ class Sharding:
 
     def gathers(self) -> set[dist.ProcessGroup]:
         """The process groups over which layers communicate in every micro-batch: those of FSDP that are gathered again
-        each time, and of ``parallelize_module``.
+        each time, and those of ``parallelize_module``.
         """
-        groups = self._all()
-        meshes = [] if groups else [p.device_mesh for _, p in self._named() if hasattr(p, "device_mesh")]
-        again = _over([group for group in groups if group.post_forward_mesh_info is not None])
-        return again.union(*[mesh.get_all_groups() for mesh in meshes])
+        again = _over([group for group in self._all() if group.post_forward_mesh_info is not None])
+        others: set[dist.ProcessGroup] = set().union(*sharded_over(self._partitions).values())
+        return again | (others - self.reductions())
 
     def reductions(self) -> set[dist.ProcessGroup]:
         """The process groups over which gradients are reduced."""

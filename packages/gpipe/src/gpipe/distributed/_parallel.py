@@ -1,0 +1,61 @@
+"""Layers that compute together with other processes: ``nn.SyncBatchNorm``, and layers whose parameters are sharded.
+
+Their collectives run when the schedule reaches the layer. They match if the layer's group consists of the processes
+with the same stages, one of each replica, and these reach the layer in the same order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+Groups = set[dist.ProcessGroup]
+
+
+def synced_layers(module: nn.Module) -> dict[str, nn.SyncBatchNorm]:
+    """The batch norms over processes in ``module``, by name."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)}
+
+
+def synced_over(layers: dict[str, nn.SyncBatchNorm]) -> dict[str, Groups]:
+    """The process groups over which any of ``layers`` communicates in training, by name."""
+    found = {name: layer.process_group or dist.group.WORLD for name, layer in layers.items() if layer.training}
+    return {name: {group} for name, group in found.items() if group is not None}
+
+
+def sharded_over(module: nn.Module) -> dict[str, Groups]:
+    """The process groups over which parameters are sharded at the moment, by name."""
+    if "torch.distributed.tensor" not in sys.modules:  # finding the names takes time
+        return {}
+    named: Any = module.named_parameters()
+    return {name: {*p.device_mesh.get_all_groups()} for name, p in named if hasattr(p, "device_mesh")}
+
+
+def expect_parallel(found: dict[str, Groups], members: Sequence[int], *, is_chosen: bool) -> None:
+    """Raise ValueError if a layer would wait forever, or receive the values of another layer.
+
+    Args:
+        found: the process groups over which layers communicate, by the names of layers or parameters.
+        members: the processes of the pipe, in the world.
+        is_chosen: whether the schedule depends on what each replica measures by itself.
+    """
+    me = dist.get_rank()
+    for name, groups in found.items():
+        others = {other for group in groups for other in dist.get_process_group_ranks(group)} - {me}
+        if others.intersection(members):
+            raise ValueError(
+                f"{name!r} computes over a group with rank {min(others.intersection(members))}, which has other stages "
+                "of this pipe and never comes to it; give it the processes with the same stages, as "
+                'fully_shard(..., mesh=mesh["replicas"]), or nn.SyncBatchNorm(..., '
+                'process_group=mesh["replicas"].get_group())'
+            )
+        if others and is_chosen:
+            raise ValueError(
+                f"{name!r} computes over several processes, which have to come to it in the same order, and each would "
+                "choose its own schedule by what it measures; make the Rank with replicas=, or give a schedule that "
+                'does not depend on that, such as schedule="1f1b"'
+            )
