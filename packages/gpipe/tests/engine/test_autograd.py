@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from gpipe import GPipe, inline
 
 from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, linears, piped, rows, within
-from ..sweeps import awake, swept
+from ..sweeps import awake
 
 each_mode = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 
@@ -39,13 +39,6 @@ class TestRefused:
             loss.backward()
         model(rows()).sum().backward()
         assert_same(pipe, model)  # the refused one left nothing behind
-
-    def test_a_second_backward_from_another_part_of_the_output(self) -> None:
-        split = Call(lambda x: (x, 2 * x))
-        left, right = piped(nn.Sequential(*linears(1), split), [1, 1], chunks=2)(rows())
-        left.sum().backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match=SECOND):
-            right.sum().backward()
 
     @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
     @each_mode
@@ -76,12 +69,6 @@ class TestRefused:
         with pytest.raises(RuntimeError, match=r"not have been used in the graph|read .grad"):
             torch.autograd.grad(output, list(pipe.parameters()))
 
-    def test_autograd_grad_of_a_parameter_that_may_be_unused_is_none(self) -> None:
-        """Autograd does not know the parameters of a pipe; who allows what is unused gets None, as documented."""
-        pipe = piped(linears(), [1, 2], chunks=2)
-        found = torch.autograd.grad(pipe(rows(grad=True)).sum(), list(pipe.parameters()), allow_unused=True)
-        assert set(found) == {None}
-
     def test_after_a_refusal_the_same_run_may_go_backward_properly(self) -> None:
         pipe, model = twins(linears(), [1, 2], chunks=2)
         x = rows(grad=True)
@@ -102,22 +89,6 @@ class TestRefused:
 
 
 class TestAllowed:
-    def test_gradients_of_what_comes_after_the_pipe(self) -> None:
-        pipe, model = twins(linears(), [1, 2], chunks=2)
-        output = pipe(rows())
-        (seed,) = torch.autograd.grad(output.square().sum(), output)
-        torch.testing.assert_close(seed, 2 * model(rows()))
-        output.backward(seed)
-        model(rows()).square().sum().backward()
-        assert_same(pipe, model)
-
-    def test_a_retained_gradient_of_the_output(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=1)
-        output = pipe(rows())
-        output.retain_grad()
-        output.sum().backward()
-        assert torch.equal(output.grad, torch.ones_like(output))
-
     def test_hooks_on_input_and_output_see_the_whole_gradient_once(self) -> None:
         pipe, model = twins(linears(), [1, 2], chunks=3)
         found = []
@@ -155,14 +126,6 @@ class TestAllowed:
             assert "modified by an inplace operation" in str(refusal)  # noqa: PT017
         else:
             assert_same(pipe, model)
-
-    def test_anomaly_detection(self) -> None:
-        with torch.autograd.set_detect_anomaly(True):
-            assert_trains_like(piped(linears(), [1, 2], chunks=2, checkpoint="always"), linears())
-
-    def test_saved_tensor_hooks_of_the_caller(self) -> None:
-        with torch.autograd.graph.save_on_cpu():
-            assert_trains_like(piped(linears(), [1, 2], chunks=2, checkpoint="always"), linears())
 
     def test_reentrant_checkpointing_around_the_pipe(self) -> None:
         pipe, model = twins(linears(), [1, 2], chunks=2)
@@ -202,24 +165,6 @@ class TestAllowed:
         model(tokens).square().sum().backward()
         torch.testing.assert_close(pipe[0].weight.grad.to_dense(), model[0].weight.grad.to_dense())
 
-    def test_complex_numbers(self) -> None:
-        model = nn.Sequential(nn.Linear(3, 3, dtype=torch.complex128), Call(torch.tanh), Call(torch.abs))
-        pipe = piped(model, [1, 2], chunks=2, checkpoint="always")
-        x = torch.view_as_complex(torch.stack([rows(), rows() + 1], -1))
-        pipe(x).sum().backward()
-        model(x).sum().backward()
-        torch.testing.assert_close(pipe[0].weight.grad, model[0].weight.grad)
-
-    def test_autocast_of_the_caller_reaches_workers_and_recomputations(self) -> None:
-        dtypes: list[torch.dtype] = []
-        model = nn.Sequential(*linears(2), Call(lambda x: (dtypes.append(x.dtype), x)[1])).float()
-        pipe = GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            output = pipe(rows().float())
-        output.float().sum().backward()
-        assert dtypes == [torch.bfloat16] * 4
-        assert {parameter.grad.dtype for parameter in pipe.parameters()} == {torch.float32}
-
     @pytest.mark.parametrize("inside", [False, True])
     def test_a_layer_with_a_leaf_of_somebody_else(self, inside: bool) -> None:
         leaf = rows(3, grad=True)
@@ -231,14 +176,6 @@ class TestAllowed:
             found.append(leaf.grad)
             leaf.grad = None
         torch.testing.assert_close(*found)
-
-    @pytest.mark.parametrize("checkpoint", ["never", "always"])
-    def test_a_layer_with_a_tensor_of_an_outer_graph_is_right_or_refused_by_name(self, checkpoint: str) -> None:
-        leaf = rows(3, grad=True)
-        outer = leaf.tanh()
-        pipe = piped(nn.Sequential(Call(lambda x: x @ outer), *linears(1)), [1, 1], chunks=2, checkpoint=checkpoint)
-        with pytest.raises(RuntimeError, match=r"layer.*outside"):
-            pipe(rows()).sum().backward()
 
 
 class TestParts:
@@ -279,61 +216,6 @@ class TestParts:
         assert_same(pipe, model)
 
     @each_mode
-    @pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2], [0, 2]])
-    @pytest.mark.parametrize("grad", [False, True])
-    def test_frozen_stages(self, checkpoint: str, frozen: list[int], grad: bool) -> None:
-        model = linears()
-        for k in frozen:
-            model[k].requires_grad_(False)
-        pipe = piped(model, [1, 1, 1], chunks=2, checkpoint=checkpoint)
-        found = []
-        for module in (pipe, model):
-            x = rows(grad=grad)
-            module(x).square().sum().backward()
-            found.append(x.grad)
-        assert_same(pipe, model)
-        torch.testing.assert_close(*found)
-
-    @each_mode
-    def test_everything_frozen_but_the_input(self, checkpoint: str) -> None:
-        pipe, model = twins(linears().requires_grad_(False), [1, 2], chunks=2, checkpoint=checkpoint)
-        assert not pipe(rows()).requires_grad
-        found = []
-        for module in (pipe, model):
-            x = rows(grad=True)
-            module(x).square().sum().backward()
-            found.append(x.grad)
-        torch.testing.assert_close(*found)
-        assert all(parameter.grad is None for parameter in pipe.parameters())
-
-    @each_mode
-    def test_a_layer_that_lets_no_gradient_through(self, checkpoint: str) -> None:
-        model = nn.Sequential(*linears(1), Call(torch.Tensor.detach), *linears(1))
-        pipe = piped(model, [1, 1, 1], chunks=2, checkpoint=checkpoint)
-        assert_trains_like(pipe, model)
-        assert pipe[0].weight.grad is None
-
-    def test_an_input_that_no_gradient_reaches_has_none(self) -> None:
-        x = rows(grad=True)
-        piped(nn.Sequential(Call(torch.Tensor.detach), *linears(1)), [1, 1], chunks=2)(x).sum().backward()
-        assert x.grad is None
-
-    @each_mode
-    def test_integers_masks_and_none_between_stages(self, checkpoint: str) -> None:
-        model = nn.Sequential(
-            nn.Embedding(7, 3, dtype=DOUBLE),
-            Call(lambda h: (torch.arange(len(h)), h, None, h > 0)),
-            Call(lambda t: (t[0], t[1] * t[3], t[2])),
-            Call(lambda t: t[1] if t[2] is None else t[0]),
-            *linears(1),
-        )
-        pipe = piped(model, [1, 1, 1, 1, 1], chunks=3, checkpoint=checkpoint)
-        tokens = torch.tensor([1, 2, 3, 3, 6])
-        for module in (pipe, model):
-            module(tokens).square().sum().backward()
-        assert_same(pipe, model)
-
-    @each_mode
     @pytest.mark.parametrize("grads", [(False, True), (True, False), (True, True)])
     def test_inputs_of_which_some_need_no_gradient(self, checkpoint: str, grads: tuple[bool, bool]) -> None:
         model = nn.Sequential(Call(lambda t: t[0] * t[1].sin()), *linears(1))
@@ -345,17 +227,6 @@ class TestParts:
             found.append([each.grad for each in inputs])
         torch.testing.assert_close(*found)
         assert_same(pipe, model)
-
-    @each_mode
-    def test_one_tensor_given_twice(self, checkpoint: str) -> None:
-        model = nn.Sequential(Call(lambda t: t[0] * t[1].sin()), *linears(1))
-        pipe = piped(model, [1, 1], chunks=3, checkpoint=checkpoint)
-        found = []
-        for module in (pipe, model):
-            x = rows(grad=True)
-            module((x, x)).square().sum().backward()
-            found.append(x.grad)
-        torch.testing.assert_close(*found)
 
     @each_mode
     def test_a_parameter_handed_to_the_next_stage(self, checkpoint: str) -> None:
@@ -406,22 +277,8 @@ class TestGradMode:
         pipe(rows()).sum().backward()
         assert pipe[0].weight.grad is not None
 
-    @each_mode
-    def test_layers_without_grad_inside(self, checkpoint: str) -> None:
-        frozen = linears(1)
-        model = nn.Sequential(*linears(1), Call(torch.no_grad()(frozen)), *linears(1))
-        assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint=checkpoint), model)
-
 
 class TestManyRuns:
-    @each_mode
-    def test_gradients_accumulate(self, checkpoint: str) -> None:
-        pipe, model = twins(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
-        for _ in range(3):
-            pipe(rows()).square().sum().backward()
-            model(rows()).square().sum().backward()
-        assert_same(pipe, model)
-
     @each_mode
     @pytest.mark.parametrize("inlined", [False, True])
     @given(order=st.permutations(range(3)))
@@ -444,40 +301,6 @@ class TestManyRuns:
         assert_same(pipe, model)
         torch.testing.assert_close(*found)
 
-    def test_several_runs_in_one_graph(self) -> None:
-        pipe, model = twins(linears(), [1, 2], chunks=2)
-        for module in (pipe, model):
-            (module(rows()) * module(rows(6) + 1) + module(module(rows()))).sum().backward()
-        assert_same(pipe, model)
-
-    def test_a_run_dropped_without_backward_harms_nobody(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
-        pipe(rows())
-        assert_trains_like(pipe, linears())
-
-    def test_several_callers_at_once(self) -> None:
-        pipe, model = twins(linears(), [1, 2], chunks=2)
-        loader = torch.utils.data.DataLoader(range(1))  # whose import takes its time
-        assert len(loader) == 1
-
-        def train() -> None:
-            for _ in range(5):
-                pipe(rows()).square().sum().backward()
-
-        for result in _all_at_once([train] * 4):
-            assert result is None
-        for _ in range(20):
-            model(rows()).square().sum().backward()
-        assert_same(pipe, model)
-
-
-def _all_at_once(functions: list[Callable[[], Any]]) -> list[Any]:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(len(functions)) as pool:
-        futures = [pool.submit(function) for function in functions]
-        return [future.result(timeout=300) for future in futures]
-
 
 @pytest.mark.usefixtures("no_collector", "sweeps")
 class TestMemory:
@@ -498,24 +321,6 @@ class TestMemory:
 
         model = nn.Sequential(*linears(1), Call(keep), *linears(1))
         return GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint), held
-
-    @each_mode
-    def test_after_the_backward_although_the_output_lives(self, checkpoint: str) -> None:
-        pipe, held = self.watched(checkpoint)
-        output = pipe(rows())
-        output.sum().backward()
-        assert output is not None
-        swept()
-        assert [ref() for ref in held] == [None] * len(held)
-
-    @each_mode
-    def test_when_the_output_goes_without_a_backward(self, checkpoint: str) -> None:
-        pipe, held = self.watched(checkpoint)
-        output = pipe(rows())
-        assert sum(ref() is not None for ref in held) == {"always": 0, "except_last": 1, "never": 2}[checkpoint]
-        del output
-        swept()
-        assert [ref() for ref in held] == [None, None]
 
     @each_mode
     def test_each_micro_batch_goes_when_its_backward_is_done(self, checkpoint: str) -> None:

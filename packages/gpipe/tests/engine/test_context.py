@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 import gpipe
@@ -98,17 +98,6 @@ def test_autocast_casts_each_weight_once_in_all_forwards_and_once_in_all_recompu
                 layer.casts.clear()
 
 
-@each_mode
-def test_autocast_around_the_backward_too(mode: str):
-    model = perceptron()
-    pipe = piped(model, [2, 3], chunks=2, checkpoint=mode)
-    x = torch.randn(8, 6)
-    for module in (model, pipe):
-        with torch.autocast("cpu", torch.bfloat16):
-            (module(x) if module is pipe else loop(model, x, 2)).float().sum().backward()
-    assert_nearly([p.grad for p in pipe.parameters()], [p.grad for p in model.parameters()])
-
-
 HALVES = [torch.float16, torch.bfloat16]
 
 
@@ -161,37 +150,6 @@ def test_backwards_inside_stay_on_their_worker(mode: str, way: Any):
     recomputations = {"never": 0, "except_last": 1, "always": 2}[mode]
     assert seen == [False] * (4 + recomputations)
     assert torch._C._is_multithreading_enabled()
-
-
-def test_autocast_may_be_off_in_the_backward_of_a_checkpointed_forward():
-    seen = []
-    layer = Call(lambda x: seen.append(torch.is_autocast_enabled("cpu")) or x * 2)
-    pipe = piped(nn.Sequential(nn.Linear(6, 6), layer), [1, 1], chunks=2, checkpoint="always")
-    with torch.autocast("cpu", torch.bfloat16):
-        output = pipe(torch.randn(4, 6))
-    output.float().sum().backward()
-    assert seen == [True] * 4
-
-
-@each_mode
-@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: str, block: Any):
-    model = perceptron()
-    pipe = piped(model, [2, 3], chunks=2, checkpoint=mode)
-    x = torch.randn(8, 6)
-    with block():
-        output = pipe(x)
-        assert not output.requires_grad
-        assert output.is_inference() == (block is torch.inference_mode)
-        torch.testing.assert_close(output, model(x))
-    assert_trains_like_float(pipe, model, x)
-
-
-def assert_trains_like_float(pipe: GPipe, model: nn.Module, x: Tensor) -> None:
-    for module in (pipe, model):
-        module.zero_grad()
-        module(x).square().sum().backward()
-    assert_same(pipe, model)
 
 
 @each_mode
@@ -248,18 +206,6 @@ def test_saved_tensors_hooks(mode: str):
     assert_same(pipe, model)
     assert len(packed) >= 10
     assert unpacked
-
-
-@each_mode
-def test_save_on_cpu(mode: str):
-    model = perceptron()
-    pipe = piped(model, [2, 3], chunks=2, checkpoint=mode)
-    x = torch.randn(8, 6)
-    with save_on_cpu():
-        output = pipe(x)
-    output.square().sum().backward()
-    model(x).square().sum().backward()
-    assert_same(pipe, model)
 
 
 @each_mode

@@ -48,43 +48,15 @@ class TestShares:
             assert sorted(core for own in found for core in own) == sorted(cores)
             assert max(map(len, found)) - min(map(len, found)) <= 1
 
-    def test_nobody_needs_a_share(self) -> None:
-        assert shares({0, 1}, 0) == []
-
     def test_neighbours_stay_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Cores 0 and 2 are two threads of one physical core, as are 1 and 3.
         monkeypatch.setattr("gpipe.engine._cores._position", lambda core: (0, core % 2, core))
         assert shares(range(4), 2) == [{0, 2}, {1, 3}]
 
-    def test_the_system_may_not_tell(self) -> None:
-        assert shares((), 2) == [frozenset()] * 2
-
-    def test_it_can_be_forbidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GPIPE_PIN_WORKERS", "0")
-        assert shares({0, 1}, 2) == [{0, 1}] * 2
-
     def test_another_word_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GPIPE_PIN_WORKERS", "yes")
         with pytest.raises(ValueError, match=r"GPIPE_PIN_WORKERS must be 1, .*, or 0; got 'yes'"):
             shares({0, 1}, 2)
-
-
-class TestBind:
-    @many_cores
-    def test_the_thread_that_asks_is_bound_and_no_other(self, thread: ThreadPoolExecutor) -> None:
-        before = usable()
-        one = frozenset({min(before)})
-        thread.submit(bind, one).result()
-        assert thread.submit(usable).result() == one
-        assert usable() == before
-
-    def test_no_cores_bind_nobody(self, thread: ThreadPoolExecutor) -> None:
-        before = thread.submit(usable).result()
-        thread.submit(bind, frozenset()).result()
-        assert thread.submit(usable).result() == before
-
-    def test_a_system_that_forbids_it_loses_nothing(self, thread: ThreadPoolExecutor) -> None:
-        thread.submit(bind, frozenset({10**6})).result()
 
 
 @many_cores
@@ -102,14 +74,6 @@ class TestPipe:
 
         model = nn.Sequential(Call(look(0)), Call(look(1)))
         return GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2), seen
-
-    def test_stages_have_cores_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("GPIPE_PIN_WORKERS", raising=False)
-        pipe, seen = self.seen()
-        pipe(rows())
-        first, second = seen
-        assert not first & second
-        assert first | second == usable()
 
     def test_workers_follow_when_the_caller_is_bound_to_fewer(self, thread: ThreadPoolExecutor) -> None:
         pipe, seen = self.seen()
@@ -137,11 +101,6 @@ def in_a_child(look: Callable[[], frozenset[int]]) -> frozenset[int]:
     return frozenset(ast.literal_eval(in_child(lambda: sorted(look()))))
 
 
-def on_all() -> frozenset[int]:
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    return usable()
-
-
 @many_cores
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 class TestWhatLayersStart:
@@ -164,10 +123,6 @@ class TestWhatLayersStart:
     def test_a_thread_has_those_of_the_worker(self, monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
         shares, theirs = self.seen(lambda: on_a_thread(usable), monkeypatch, pin)
         assert theirs == shares
-
-    def test_a_thread_may_take_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, theirs = self.seen(lambda: on_a_thread(on_all), monkeypatch, "1")
-        assert all(cores >= usable() for cores in theirs)
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
     @pytest.mark.parametrize("pin", ["0", "1"])

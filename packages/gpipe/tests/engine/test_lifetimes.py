@@ -165,23 +165,6 @@ def test_an_output_without_its_backward_takes_everything_with_it(way: Block, mod
     pipe.close()
 
 
-@each_mode
-@each_way
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_gradients_of_the_output_go_although_it_stays(chunks: int, way: Block, mode: str):
-    pipe = GPipe(nn.Sequential(*linears()), [1, 2], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
-    memory = Memory()
-    with way():
-        output = pipe(rows(6))
-        gradient = torch.ones_like(output)
-        memory.watch(gradient)
-        output.backward(gradient)
-        del gradient
-    assert memory.settled == 0
-    assert output.shape == (6, 3)
-    pipe.close()
-
-
 class Thing:
     """What a caller has in a context variable."""
 
@@ -226,21 +209,4 @@ def test_what_a_caller_had_switched_on_is_of_its_run_alone(trains: bool, way: Bl
         assert {each is not None for each in seen} == {switched_on}
         assert [each() for each in kept] == [None] * 3
         assert [each() for each in seen if each is not None] == [None] * len(seen) * switched_on
-    pipe.close()
-
-
-@each_mode
-def test_a_thread_that_opened_the_workers_may_go(mode: str):
-    """As in a trainer that makes its first step on a thread of its own, in a context of its own."""
-    pipe = GPipe(nn.Sequential(*linears()), [1, 2], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
-
-    def first() -> weakref.ref[Any]:
-        thing = Thing()
-        VARIABLE.set(thing)
-        pipe(rows(4)).sum().backward()
-        return weakref.ref(thing)
-
-    kept = contextvars.Context().run(first)
-    assert kept() is None
-    pipe(rows(4)).sum().backward()
     pipe.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-import threading
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -73,19 +71,6 @@ def test_ignored_tokens_and_weights_of_classes(
     assert_same(pipe, model)
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from(ALONE))
-@settings(max_examples=settings.default.max_examples // 3)
-def test_mean_weighs_microbatches_by_their_rows(count: int, chunks: int, schedule: str):
-    model = linears()
-    pipe = piped(model, [1, 2], chunks=chunks)
-    with gpipe.inline():
-        loss = pipe.step(rows(count), rows(count), loss_fn=nn.MSELoss(), schedule=schedule)
-    expected = F.mse_loss(model(rows(count)), rows(count))
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    assert_same(pipe, model)
-
-
 @pytest.mark.parametrize("count", [2, 2.0, True, torch.tensor(2), torch.tensor([[2.0]], dtype=DOUBLE)])
 def test_counts_are_any_numbers(count: Any):
     model = linears()
@@ -115,35 +100,6 @@ def test_sum_of_nothing_is_what_torch_makes_of_it(schedule: str):
     assert torch.equal(calls[0], pipe[0].weight.grad) or pipe[0].weight.grad.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_loss_has_the_dtype_of_the_losses(dtype: torch.dtype):
-    pipe = piped(linears().to(dtype), [1, 2], chunks=3)
-    x = rows().to(dtype)
-    loss = pipe.step(x, x, loss_fn=F.mse_loss)
-    assert loss.dtype is dtype
-    assert loss.shape == ()
-    assert not loss.requires_grad
-
-
-def test_loss_is_computed_once_a_microbatch_where_the_last_stage_is():
-    pipe, threads = piped(linears(), [1, 2], chunks=3), []
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        threads.append(threading.current_thread())
-        assert torch.is_grad_enabled()
-        assert output.requires_grad
-        return F.mse_loss(output, target)
-
-    pipe.step(rows(), rows(), loss_fn=loss_fn)
-    assert len(threads) == 3
-    assert len(set(threads)) == 1
-    assert threads[0] is not threading.current_thread()
-    threads.clear()
-    with gpipe.inline():
-        pipe.step(rows(), rows(), loss_fn=loss_fn)
-    assert threads == [threading.current_thread()] * 3
-
-
 def test_loss_function_sees_the_autocast_of_the_caller():
     pipe, seen = piped(linears().float(), [1, 2], chunks=2), []
 
@@ -154,15 +110,6 @@ def test_loss_function_sees_the_autocast_of_the_caller():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         pipe.step(rows().float(), rows().float(), loss_fn=loss_fn)
     assert seen == [(True, torch.bfloat16)] * 2
-
-
-def test_loss_function_may_work_in_place():
-    model = linears()
-    pipe = piped(model, [1, 2], chunks=3)
-    _, output = pipe.step(rows(), rows(), loss_fn=lambda o, t: o.sub_(t).square().mean(), return_outputs=True)
-    F.mse_loss(model(rows()), rows()).backward()
-    assert_same(pipe, model)
-    assert output.shape == (6, 3)
 
 
 def test_loss_function_may_work_in_place_on_some_microbatches_only():
@@ -195,24 +142,6 @@ class Scaled(nn.Module):
 def criteria(counts: bool) -> tuple[nn.Sequential, GPipe, Scaled, Scaled]:
     model, criterion = linears(), Scaled(counts)
     return model, piped(model, [1, 2], chunks=4), criterion, copy.deepcopy(criterion)
-
-
-@each_schedule
-def test_parameters_of_the_loss_are_trained_too(schedule: str):
-    model, pipe, own, plain = criteria(counts=False)
-    pipe.step(rows(7), rows(7), loss_fn=own, schedule=schedule)
-    plain(model(rows(7)), rows(7)).backward()
-    assert_same(own, plain)
-    assert_same(pipe, model)
-
-
-def test_parameters_of_a_loss_that_counts_get_gradients_of_the_mean():
-    model, pipe, own, plain = criteria(counts=True)
-    pipe.step(rows(7), rows(7), loss_fn=own)
-    total, count = plain(model(rows(7)), rows(7))
-    (total / count).backward()
-    assert_same(pipe, model)
-    assert_same(own, plain)
 
 
 @each_schedule
@@ -259,16 +188,6 @@ def test_gradient_scaler():
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
 
 
-def test_gradient_scaler_skips_what_overflows():
-    pipe, scaler = piped(linears().float(), [1, 2], chunks=3), torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    optimizer, before = torch.optim.SGD(pipe.parameters(), 0.1), copy.deepcopy(pipe.state_dict())
-    pipe.step(rows().float(), loss_fn=lambda o, _: scaler.scale((o * math.inf).sum()))
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**15
-    torch.testing.assert_close(pipe.state_dict(), before)
-
-
 class TestBadLosses:
     @pytest.mark.parametrize(
         ("loss_fn", "kind", "message"),
@@ -308,22 +227,6 @@ class TestBadLosses:
         pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
         F.mse_loss(model(rows()), rows()).backward()
         assert_same(pipe, model)
-
-    @each_schedule
-    def test_what_the_loss_raises_is_raised(self, schedule: str) -> None:
-        calls: list[int] = []
-
-        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-            calls.append(1)
-            if len(calls) == 2:
-                raise ArithmeticError("no such loss")
-            return F.mse_loss(output, target)
-
-        pipe = piped(linears(), [1, 2], chunks=3)
-        with pytest.raises(ArithmeticError, match="no such loss") as caught:
-            pipe.step(rows(), rows(), loss_fn=loss_fn, schedule=schedule)
-        assert "micro-batch 1 of 3" in " ".join(caught.value.__notes__)
-        assert all(p.grad is None for p in pipe.parameters())
 
     @pytest.mark.parametrize("normalizer", [0, torch.tensor(0)])
     def test_division_by_no_count_is_refused_before_anything_runs(self, normalizer: Any) -> None:
@@ -392,39 +295,3 @@ class TestCheckpointed:
         torch.testing.assert_close(metrics["first"], target[:, 0])
         torch.testing.assert_close(outputs, model(rows(7)).detach())
         assert_same(pipe, model)
-
-    @each_schedule
-    def test_a_loss_that_draws_draws_the_same_in_every_mode(self, schedule: str) -> None:
-        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-            return F.mse_loss(F.dropout(output, 0.5), target)
-
-        found = []
-        for mode in MODES:
-            pipe = piped(nn.Sequential(*linears(), nn.Dropout(0.5)), [1, 3], chunks=3, checkpoint=mode)
-            for _ in range(2):
-                pipe.zero_grad()
-                torch.manual_seed(5)
-                loss = pipe.step(rows(7), rows(7), loss_fn=loss_fn, schedule=schedule)
-            found.append((loss, [parameter.grad for parameter in pipe.parameters()]))
-        torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-12, atol=1e-12)
-
-    @each_schedule
-    @pytest.mark.parametrize("mode", MODES)
-    def test_layers_that_change_themselves_keep_their_graph_and_get_their_loss(self, schedule: str, mode: str) -> None:
-        class Counting(nn.Module):
-            def __init__(self, inner: nn.Module) -> None:
-                super().__init__()
-                self.inner = inner
-                self.count = nn.Parameter(torch.zeros(()), requires_grad=False)
-
-            def forward(self, x: Tensor) -> Tensor:
-                self.count.add_(1)
-                return self.inner(x)
-
-        layers = nn.Sequential(linears()[0], Counting(linears()[1]))
-        pipe, plain = piped(layers, [1, 1], chunks=3, checkpoint=mode), linears()[:2]
-        pipe.step(rows(7), rows(7), loss_fn=F.mse_loss, schedule=schedule)
-        F.mse_loss(plain(rows(7)), rows(7)).backward()
-        torch.testing.assert_close(
-            [p.grad for p in pipe.parameters() if p.requires_grad], [p.grad for p in plain.parameters()]
-        )

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +17,11 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe import GPipe
-from gpipe.engine._loss_value import loss_value
 
 from ..layers import DOUBLE, assert_same, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODES = ("never", "except_last", "always")
 each_schedule = pytest.mark.parametrize("schedule", ALONE)
 
 
@@ -153,40 +149,3 @@ def test_an_output_that_is_no_loss_is_refused(schedule: str, output: Callable[[T
     assert all(parameter.grad.eq(1).all() for parameter in pipe.parameters())
     with pytest.raises(TypeError, match="without a loss_fn the output must be the loss"):
         pipe.evaluate(rows())
-
-
-one = torch.ones(())
-
-
-@pytest.mark.parametrize(
-    ("found", "count", "metrics"),
-    [
-        (one, None, None),
-        ((one, 3), 3, None),
-        ((one, {"a": 1}), None, {"a": 1}),
-        ((one, 3, {"a": 1}), 3, {"a": 1}),
-        ((one, {}), None, {}),
-    ],
-)
-def test_forms_of_a_loss(found: Any, count: Any, metrics: Any):
-    assert loss_value(found) == (one, count, metrics)
-
-
-@pytest.mark.parametrize(
-    ("found", "kind", "message"),
-    [
-        ((one,), ValueError, r"tuple of 1; expected a scalar loss, or \(sum, count\), either with a dict of metrics"),
-        ((), ValueError, "tuple of 0"),
-        (({"a": 1},), ValueError, "tuple of 1"),
-        ((one, 3, 4), ValueError, "tuple of 3"),
-        ((one, 3, 4, {}), ValueError, "tuple of 4"),
-        ((one, [1]), TypeError, "a count of list"),
-        (({"a": 1}, one), TypeError, "returned dict; expected a scalar tensor"),
-        ({"loss": one}, TypeError, "returned dict; expected a scalar tensor"),
-        (SimpleNamespace(loss=one), TypeError, "returned SimpleNamespace"),
-        ((one, {"a": 1}, 3), ValueError, "tuple of 3"),
-    ],
-)
-def test_what_is_no_loss(found: Any, kind: type[Exception], message: str):
-    with pytest.raises(kind, match=message):
-        loss_value(found)

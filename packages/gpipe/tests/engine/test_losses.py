@@ -117,32 +117,6 @@ def test_a_loss_need_not_be_differentiable():
         pipe.step(rows(7), labels, loss_fn=right)
 
 
-def test_frozen_layers_and_gradients_that_were_there():
-    pipe = piped(linears(), [1, 2], chunks=3)
-    for parameter in pipe.parameters():
-        parameter.grad = torch.ones_like(parameter)
-        parameter.requires_grad_(False)
-    pipe.evaluate(rows(), rows(), loss_fn=F.mse_loss)
-    assert all(parameter.grad.eq(1).all() for parameter in pipe.parameters())
-
-
-def test_it_can_stand_between_a_forward_and_its_backward():
-    pipe, plain = piped(linears(), [1, 2], chunks=3, checkpoint="always"), linears()
-    output = pipe(rows())
-    pipe.evaluate(rows(), rows(), loss_fn=F.mse_loss)
-    output.square().mean().backward()
-    plain(rows()).square().mean().backward()
-    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
-
-
-def test_what_the_loss_raises_is_raised_with_the_place():
-    pipe = piped(linears(), [1, 2], chunks=3)
-    with pytest.raises(ZeroDivisionError) as caught:
-        pipe.evaluate(rows(), loss_fn=lambda output: 1 / 0)
-    assert "in partition 1 (layers '1' to '2') on cpu, micro-batch 0 of 3, forward" in " ".join(caught.value.__notes__)
-    pipe.evaluate(rows(), rows(), loss_fn=F.mse_loss)
-
-
 def test_what_is_refused():
     pipe = piped(linears(), [1, 2], chunks=3)
     with pytest.raises(ValueError, match="target has 5 rows"):
@@ -154,11 +128,3 @@ def test_what_is_refused():
     pipe.register_forward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match=r"evaluate\(\) cannot call the forward hooks"):
         pipe.evaluate(rows(), rows(), loss_fn=F.mse_loss)
-
-
-def test_a_timeline_of_it_has_forwards_only():
-    pipe = piped(linears(), [1, 2], chunks=3)
-    with gpipe.record() as timeline:
-        pipe.evaluate(rows(), rows(), loss_fn=F.mse_loss)
-    assert {event.kind for event in timeline.events} == {"forward"}
-    assert len(timeline.events) == 6

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.engine._metrics import Metrics
 
-from ..layers import DOUBLE, assert_same, linears, piped, rows
+from ..layers import assert_same, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,35 +64,6 @@ def test_metrics_are_those_of_the_whole_mini_batch(
         torch.testing.assert_close(each, expected, check_dtype=False)
         assert not any(t.requires_grad for t in torch.utils._pytree.tree_leaves(each) if isinstance(t, Tensor))
     assert_same(pipe, plain)
-
-
-def test_kinds_of_metrics():
-    metrics = Metrics([(3,), (1,)])
-    for i, rows_ in enumerate((3, 1)):
-        metrics.add(
-            i, {"int": torch.tensor(i), "bool": torch.tensor(True), "python": i, "flags": torch.ones(rows_) > 0}
-        )
-    whole = metrics.whole()
-    assert whole["int"] == 0.25
-    assert whole["int"].dtype is torch.float32
-    assert whole["bool"] == 1
-    assert type(whole["python"]) is float
-    assert whole["flags"].tolist() == [True] * 4
-
-
-def test_they_are_in_the_order_of_the_rows_whatever_the_order_of_the_losses():
-    metrics = Metrics([(2,), (2,), (1,)])
-    for i in (2, 0, 1):
-        metrics.add(i, {"i": torch.full((len(range(*[(0, 2), (0, 2), (0, 1)][i])),), i), "mean": float(i)})
-    assert metrics.whole()["i"].tolist() == [0, 0, 1, 1, 2]
-    assert metrics.whole()["mean"] == pytest.approx(0.8)
-
-
-def test_no_metrics_are_an_empty_dict():
-    pipe = piped(linears(), [1, 2], chunks=3)
-    loss, metrics = pipe.step(rows(), loss_fn=lambda output: (output.mean(), {}))
-    assert metrics == {}
-    assert loss.dtype is DOUBLE
 
 
 class Varying:

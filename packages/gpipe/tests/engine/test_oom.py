@@ -115,8 +115,3 @@ def test_the_advice_is_given_once_by_pipes_in_pipes():
         ):
             pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
         assert len(advice(caught.value)) == 1
-
-
-def test_to_repeat_a_step_is_no_argument():
-    with closing(piped(linears(2), [1, 1], chunks=2)) as pipe, pytest.raises(TypeError, match="on_oom"):
-        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss, on_oom="smaller chunks")

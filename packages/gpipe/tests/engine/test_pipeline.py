@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -21,7 +19,7 @@ from gpipe.skip import inspect_skip_layout, pop, skippable, stash
 from microbatch import Batch
 from streams import CPUStream
 
-from ..layers import Call, OnBackward, assert_same, linears, numbered, rows, within
+from ..layers import Call, assert_same, linears, numbered, rows, within
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -144,14 +142,6 @@ def test_the_first_micro_batches_are_checkpointed(stop: int, way: Way) -> None:
 
 
 @each_way
-def test_without_gradients_there_is_no_graph(way: Way) -> None:
-    batches = [Batch(rows(2, grad=True)), Batch(rows(2))]
-    with way(), torch.no_grad():
-        Pipeline(batches, linears(2), checkpoint_stop=1).run()
-    assert not any(batch.tensor.requires_grad for batch in batches)
-
-
-@each_way
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 2], [0, 1, 2]])
 def test_a_failure_leaves_the_micro_batches_as_they_were(which: list[int], way: Way) -> None:
     """Of several the earliest is raised, with the micro-batch and the partition in a note; a second run is whole."""
@@ -174,28 +164,6 @@ def test_a_failure_leaves_the_micro_batches_as_they_were(which: list[int], way: 
     failing.clear()
     pipeline.run()
     torch.testing.assert_close([batch.tensor for batch in batches], inputs)
-
-
-def test_each_partition_has_a_thread_that_goes_with_the_pipeline() -> None:
-    seen: list[threading.Thread] = []
-    look = Call(lambda x: seen.append(threading.current_thread()) or x)
-    pipeline = Pipeline([Batch(rows(1))], [look, copy.copy(look)])
-    pipeline.run()
-    assert len({*seen, threading.current_thread()}) == 3
-    del pipeline
-    gc.collect()
-    for thread in seen:
-        thread.join(300)
-        assert not thread.is_alive()
-
-
-def test_a_backward_may_come_after_the_pipeline_is_gone() -> None:
-    called: list[int] = []
-    batches = [Batch(rows(1, grad=True)), Batch(rows(1, grad=True))]
-    Pipeline(batches, [Call(lambda x: OnBackward.apply(x, lambda: called.append(1))), Call(torch.sin)]).run()
-    gc.collect()
-    within(20, lambda: sum(batch.tensor.sum() for batch in batches).backward())
-    assert called == [1, 1]
 
 
 @pytest.mark.parametrize("option", ["devices", "copy_streams"])

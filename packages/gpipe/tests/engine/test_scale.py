@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -55,28 +54,6 @@ def test_a_factor_on_a_device_multiplies_as_a_number_does(
     found = multiply(gradient.clone(), DeviceScale(torch.tensor(factor, dtype=torch.float64)))
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected)
-
-
-def test_in_place_is_in_place_also_of_sparse_gradients() -> None:
-    for factor in (2.0, DeviceScale(torch.tensor(2.0))):
-        for gradient in (torch.ones(2), torch.ones(2).bfloat16(), torch.eye(2).to_sparse()):
-            assert scale_in_place(gradient, factor) is gradient
-            assert gradient.to_dense().max() == 2
-    sparse = scaled(torch.eye(2).to_sparse(), DeviceScale(torch.tensor(3.0)))
-    assert sparse.is_sparse
-    assert sparse.to_dense().equal(3 * torch.eye(2))
-
-
-def test_a_scale_of_one_changes_nothing_and_one_of_nothing_is_infinite() -> None:
-    gradient = torch.ones(2)
-    assert scaled(gradient, 1.0) is scale_in_place(gradient, 1.0) is gradient
-    assert scale_of([0, 0]) == math.inf
-
-
-def test_it_is_copied_to_a_device_once() -> None:
-    scale = DeviceScale(torch.tensor(2.0))
-    meta = torch.device("meta")
-    assert scale.on(meta) is scale.on(meta)
 
 
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])

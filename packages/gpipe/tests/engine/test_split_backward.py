@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ import gpipe
 from gpipe import GPipe
 from gpipe.engine._split_backward import backward_inputs
 
-from ..layers import DOUBLE, Call, Raise, assert_same, gradients, linears, piped, rows
+from ..layers import DOUBLE, Raise, assert_same, gradients, linears, piped, rows
 from ..models import PARTS, WIDTH, OnMain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -251,49 +250,6 @@ def test_custom_functions_run_backwards_once(name: str):
     assert counts[0] == counts[1] > 0
 
 
-def test_embedding_of_tokens_first():
-    """A stage without a gradient of its input does everything when the weights' turn comes."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 7))
-    tokens = torch.randint(7, (6, 4))
-    pipes = [piped(model, [1, 1, 1], chunks=3) for _ in range(2)]
-    for pipe, schedule in zip(pipes, ("1f1b", "zero_bubble"), strict=True):
-        pipe.step(tokens, tokens, loss_fn=lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()), schedule=schedule)
-    torch.testing.assert_close(gradients(pipes[1]), gradients(pipes[0]), rtol=0, atol=0)
-
-
-def test_weights_tied_in_a_stage():
-    torch.manual_seed(0)
-    embedding = nn.Embedding(7, 6)
-    head = nn.Linear(6, 7, bias=False)
-    head.weight = embedding.weight
-    model = nn.Sequential(embedding, nn.Tanh(), head, nn.Linear(7, 7))
-    tokens = torch.randint(7, (6, 4))
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-    pipe = piped(model, [3, 1], chunks=3)
-    pipe.step(tokens, tokens, loss_fn=loss_fn, schedule="zero_bubble")
-    loss_fn(model(tokens), tokens).backward()
-    assert_same(pipe, model)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_hooks_of_modules_and_tensors_fire_once_a_microbatch(schedule: str):
-    pipe, calls = piped(linears(), [1, 1, 1], chunks=3, checkpoint="never"), []
-    pipe[1].register_full_backward_hook(lambda module, grad_input, grad_output: calls.append("module"))
-    pipe[1].register_full_backward_pre_hook(lambda module, grad_output: calls.append("before"))
-
-    def listen(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(lambda gradient: calls.append("tensor"))
-
-    pipe[0].register_forward_hook(listen)
-    pipe[2].register_forward_hook(listen)
-    pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
-    assert {name: calls.count(name) for name in set(calls)} == {"module": 3, "before": 3, "tensor": 6}
-
-
 def test_modules_whose_hooks_change_gradients():
     model = linears()
     for layer in model:
@@ -306,52 +262,6 @@ def test_modules_whose_hooks_change_gradients():
     torch.testing.assert_close(x.grad, y.grad)
 
 
-def test_skips_and_values_without_gradient():
-    def forked(x: Tensor) -> Any:
-        return x * 2, x.detach(), (x[:, 0] * 3).long(), x.sum(1, keepdim=True)
-
-    def joined(value: Any) -> Tensor:
-        a, b, c, _ = value  # the last one goes nowhere
-        return a * b + c[:, None]
-
-    a, b, c = linears()
-    model = nn.Sequential(a, Call(forked), Call(joined), b, c)
-    pipe = piped(model, [2, 2, 1], chunks=3)
-    pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule="zero_bubble")
-    F.mse_loss(model(rows()), rows()).backward()
-    assert_same(pipe, model)
-
-
-def test_frozen_layers_and_stages():
-    model = linears(5)
-    model[1].requires_grad_(False)
-    model[2].weight.requires_grad_(False)
-    model[4].requires_grad_(False)
-    pipe = piped(model, [1, 1, 2, 1], chunks=3)
-    pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule="zero_bubble")
-    F.mse_loss(model(rows()), rows()).backward()
-    assert_same(pipe, model)
-
-
-def test_weights_wait_for_their_turn():
-    """After the gradients of the inputs no parameter has one; the graph is run backwards once in all."""
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), nn.Tanh(), nn.Linear(3, 3, dtype=DOUBLE))
-    leaf, plain = rows(grad=True), copy.deepcopy(layer)
-    output = layer(leaf)
-    parts = backward_inputs([output], [torch.ones_like(output)], [leaf])
-    assert parts is not None
-    assert leaf.grad is None
-    assert all(p.grad is None for p in layer.parameters())
-    for each in parts[1]:
-        each.backward()
-    other = rows(grad=True)
-    plain(other).sum().backward()
-    assert torch.equal(parts[0][0], other.grad)
-    for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-
-
 def test_deep_graphs():
     """Without recursion."""
     layer, leaf = nn.Linear(3, 3, dtype=DOUBLE), rows(grad=True)
@@ -362,12 +272,6 @@ def test_deep_graphs():
     assert parts is not None
     parts[1][0].backward()
     torch.testing.assert_close(layer.bias.grad, torch.full((3,), 6.0, dtype=DOUBLE))
-
-
-def test_output_that_does_not_come_from_the_input_is_not_split():
-    layer, leaf = nn.Linear(3, 3, dtype=DOUBLE), rows(grad=True)
-    outputs = [layer(leaf), layer.weight * 2]
-    assert backward_inputs(outputs, [torch.ones_like(o) for o in outputs], [leaf]) is None
 
 
 def test_failure_in_the_weights_says_so():

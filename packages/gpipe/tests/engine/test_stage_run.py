@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -107,11 +106,6 @@ class TestReplacing:
             ):
                 loss.backward()
 
-    def test_a_mode_and_dtype_of_its_own_stay(self) -> None:
-        pipe = piped(linears(), [1, 2])
-        pipe[1] = layer().eval().to(torch.float16)
-        assert (pipe[1].training, pipe[1][0].weight.dtype) == (False, torch.float16)
-
     def test_deferred_batch_norm_goes_on(self) -> None:
         pipe = piped(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), [1, 1], chunks=2, deferred_batch_norm=True)
         pipe[0] = nn.BatchNorm1d(3)
@@ -121,14 +115,6 @@ class TestReplacing:
         assert_one_truth(pipe)
         pipe(torch.randn(4, 3))
         assert (pipe[0].num_batches_tracked, pipe[1][1].num_batches_tracked) == (1, 1)
-
-    @pytest.mark.parametrize("within", [False, True])
-    def test_conversion_reaches_what_is_computed(self, within: bool) -> None:
-        pipe = piped(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), [1, 1], chunks=2)
-        DeferredBatchNorm.convert_deferred_batch_norm(pipe.partitions[0] if within else pipe, 2)
-        pipe(torch.randn(4, 3))
-        assert pipe[0].num_batches_tracked == 1
-        assert_one_truth(pipe)
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
     def test_a_copy_changes_by_itself(self, copied: Callable[[GPipe], GPipe]) -> None:
@@ -141,23 +127,6 @@ class TestReplacing:
         assert_trains_like(pipe, model)
         model[0], model[1] = layer(1), layer(2)
         assert_trains_like(twin, model)
-
-    def test_a_copied_partition_belongs_to_nobody(self) -> None:
-        part = copy.deepcopy(piped(linears(), [1, 2]).partitions[1])
-        part.add_module("new", layer())
-        del part[0]
-        part.scale = nn.Parameter(torch.ones(1))
-        assert len(part) == 2
-
-    def test_partitions_outlive_their_pipe(self) -> None:
-        pipe = piped(linears(), [1, 2])
-        part = pipe.partitions[1]
-        del pipe
-        gc.collect()
-        part.add_module("new", layer())
-        part[0] = layer()
-        del part[1]
-        assert len(part) == 2
 
 
 @skippable(stash=["skip"])
@@ -179,15 +148,6 @@ class TestSkips:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return nn.Sequential(Stash(3, 3), nn.Tanh(), nn.Tanh(), Pop(3, 3), nn.Tanh()).to(DOUBLE)
-
-    def test_another_layer_with_the_same_skip(self) -> None:
-        model = self.model()
-        pipe = piped(model, [2, 3], chunks=2)
-        assert_trains_like(pipe, model)
-        with torch.random.fork_rng(devices=[]):
-            new = Pop(3, 3).to(DOUBLE)
-        pipe[3], model[3] = new, copy.deepcopy(new)
-        assert_trains_like(pipe, model)
 
     def test_one_that_leaves_a_skip_alone_is_refused(self) -> None:
         model = self.model()
@@ -243,15 +203,6 @@ class TestRefused:
         assert [*pipe.named_modules(), *pipe.partitions.named_modules()] == before
         assert_one_truth(pipe)
         assert_trains_like(pipe, linears())
-
-    @given(st.lists(st.sampled_from(sorted(REFUSED)), max_size=5))
-    def test_any_row_of_refusals(self, names: list[str]) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        for name in names:
-            with pytest.raises((TypeError, ValueError)):
-                REFUSED[name](pipe)
-        assert_one_truth(pipe)
-        torch.testing.assert_close(pipe(rows()), linears()(rows()))
 
     def test_the_message_says_the_way_out(self) -> None:
         pipe = piped(linears(), [1, 2])

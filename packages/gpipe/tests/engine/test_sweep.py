@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpipe.engine import _run
-from gpipe.engine._sweep import FREE_THREADED, Sweep
+from gpipe.engine._sweep import Sweep
 from gpipe.engine._workers import Workers
 from streams import CPUStream, InQueue, Task, spawn_workers
 
@@ -67,15 +67,6 @@ def test_what_a_worker_made_is_freed_although_it_waits():
             assert [ref() for ref in refs] == [None, None]
 
 
-def test_workers_that_are_closed_or_never_began_are_left_alone():
-    workers = Workers([CPU] * 2)
-    workers.sweep()
-    workers.run([(CPUStream, int)] * 2, lambda: None)
-    workers.sweep()
-    workers.close()
-    workers.sweep()
-
-
 @pytest.mark.parametrize("free_threaded", [True, False])
 def test_a_run_that_nobody_holds_is_swept_where_that_is_needed(free_threaded: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(_run.Run, "__del__", raising=False)
@@ -93,9 +84,3 @@ def test_a_run_that_nobody_holds_is_swept_where_that_is_needed(free_threaded: bo
         del output
         pipe(rows())
         assert len(swept) == 3 * free_threaded
-
-
-def test_it_is_known_whether_references_are_counted_by_thread():
-    import sysconfig
-
-    assert bool(sysconfig.get_config_var("Py_GIL_DISABLED")) == FREE_THREADED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import gpipe
 
-from ..layers import DOUBLE, Call, assert_same, linears, piped, rows
+from ..layers import DOUBLE, assert_same, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,22 +87,6 @@ def test_as_often_and_with_the_same_as_in_the_plain_loop(
                 pipe.step(x, loss_fn=lambda y, _: y.square().sum(), schedule=schedule, reduction="sum")
     assert_same(pipe, model)
     torch.testing.assert_close(in_order(heard[1]), in_order(heard[0]))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_flag_that_a_layer_sets_on_its_input_is_not_there_in_the_recomputation(mode: str):
-    flags: list[bool] = []
-
-    def force(x: Tensor) -> Tensor:
-        flags.append(x.requires_grad)
-        return x.requires_grad_().sin()
-
-    model = nn.Sequential(Call(force), nn.Linear(3, 3, dtype=DOUBLE))
-    with closing(piped(copy.deepcopy(model), [1, 1], chunks=3, checkpoint=mode)) as pipe:
-        pipe(rows()).sum().backward()
-        model(rows()).sum().backward()
-        assert_same(pipe, model)
-    assert not any(flags)
 
 
 class OnParameter(nn.Module):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,11 +14,10 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
-from gpipe.distributed._tied import Twin, Twins
 from gpipe.engine import _tied
 from gpipe.module._tied import expect_shareable
 
-from ..layers import DOUBLE, Call, Raise, assert_same, assert_trains_like, gradients, linears, rows, within
+from ..layers import DOUBLE, assert_same, assert_trains_like, gradients, linears, rows, within
 
 HOWS = ("call", "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto")
 MODES = ("never", "except_last", "always")
@@ -186,51 +182,9 @@ class TestTheTieStays:
         assert_tied(pipe)
         assert list(pipe.state_dict()) == list(layers.state_dict()) == list(model(TIED).state_dict())
 
-    @pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
-    def test_in_copies(self, again: Callable[[GPipe], GPipe]) -> None:
-        pipe = pipe_of(model(TIED))
-        trained(pipe, "1f1b")
-        other = again(pipe)
-        assert_tied(other)
-        assert_trains_like(other, model(TIED))
-
-    def test_in_another_dtype(self) -> None:
-        pipe, plain = pipe_of(model(TIED)).float(), model(TIED).float()
-        assert_tied(pipe)
-        assert_trains_like(pipe, plain, rows().float())
-
-    @places
-    def test_when_a_state_is_loaded(self, place: Callable[[], Any]) -> None:
-        state = {name: tensor + 1 for name, tensor in model(TIED).state_dict().items()}
-        pipe, plain = pipe_of(model(TIED)), model(TIED)
-        with place():
-            trained(pipe, "call")
-            for module in (pipe, plain):
-                module.load_state_dict(state)
-            assert_trains_like(pipe, plain)
-
-    def test_when_a_run_fails(self) -> None:
-        layers = nn.Sequential(*model(TIED), Call(lambda x: Raise.apply(x, KeyError("here"))))
-        pipe = pipe_of(layers)
-        for parameter in pipe.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        for how in ("call", "1f1b"):
-            with pytest.raises(KeyError):
-                trained(pipe, how)
-            assert_tied(pipe)
-        torch.testing.assert_close(pipe[0][0].weight.grad, torch.ones(3, 3, dtype=DOUBLE))
-
 
 @places
 class TestChangesBetweenRuns:
-    def test_by_an_optimizer_or_data(self, place: Callable[[], Any]) -> None:
-        pipe, plain = pipe_of(model(TIED)), model(TIED)
-        with place():
-            for change in (lambda p: p.data.mul_(2), lambda p: setattr(p, "data", p.data + 1), lambda p: None):
-                assert_trains_like(pipe, plain)
-                for module in (pipe, plain):
-                    change(module[0][0].weight)
-
     def test_tied_untied_and_frozen_later(self, place: Callable[[], Any]) -> None:
         pipe, plain = pipe_of(model((None,) * 3)), model((None,) * 3)
         changes: list[Callable[[nn.Module], Any]] = [
@@ -287,19 +241,6 @@ class TestAsInThePlainModel:
                     pipe.step(words, loss_fn=lambda out, _: (squares(out), len(out) / len(words)))
                 assert_same(pipe, plain)
 
-    def test_a_loss_that_uses_it_too(self, place: Any, way: Any, how: str) -> None:
-        def loss(module: nn.Module, output: Tensor) -> Tensor:
-            return squares(output) + sum(squares(layer[0].weight) for layer in module) * len(output)
-
-        with place(), way():
-            pipe, plain = pipe_of(model(TIED)), model(TIED)
-            loss(plain, plain(rows())).backward()
-            if how == "call":
-                loss(pipe, pipe(rows())).backward()
-            else:
-                pipe.step(rows(), loss_fn=lambda output, _: loss(pipe, output), reduction="sum")
-            assert_same(pipe, plain)
-
     def test_nodes_that_somebody_keeps(self, place: Any, way: Any, how: str) -> None:
         """As DistributedDataParallel does."""
 
@@ -313,59 +254,6 @@ class TestAsInThePlainModel:
 
         with place(), way():
             assert_sees_the_same(watched)
-
-
-@places
-def test_several_forwards_before_their_backwards(place: Any) -> None:
-    pipe, plain = pipe_of(model(TIED)), model(TIED)
-    with place():
-        for module in (pipe, plain):
-            losses = [squares(module(rows(count))) for count in (6, 4, 1)]
-            for loss in losses[::-1]:
-                loss.backward()
-        assert_same(pipe, plain)
-
-
-@places
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
-def test_evaluation(place: Any, mode: Callable[[], Any]) -> None:
-    pipe, plain = pipe_of(model(TIED)).eval(), model(TIED).eval()
-    with place(), mode():
-        torch.testing.assert_close(pipe(rows()), plain(rows()))
-        torch.testing.assert_close(pipe.evaluate(rows(), loss_fn=squares, reduction="sum"), squares(plain(rows())))
-    assert_tied(pipe)
-
-
-@places
-def test_buffers_that_are_trained_and_parameters_frozen_before_the_backward(place: Any) -> None:
-    def built() -> nn.Sequential:
-        counts = Counts(lambda layer: None)
-        counts.total.requires_grad_()
-        return shared(nn.Sequential(counts, linears(1)[0]))
-
-    pipe, plain = pipe_of(built(), checkpoint="never"), built()
-    with place():
-        for module in (pipe, plain):
-            loss = squares(module(rows()))
-            module[0][0][1].weight.requires_grad_(False)
-            loss.backward()
-    assert_same(pipe, plain)
-    torch.testing.assert_close(pipe[0][0][0].total.grad, plain[0][0][0].total.grad)
-    assert pipe[0][0][1].weight.grad is None
-
-
-@places
-@modes
-def test_a_change_between_forward_and_backward(place: Any, mode: str) -> None:
-    """Is refused, or does not matter."""
-    pipe, plain = pipe_of(model(TIED), checkpoint=mode), model(TIED)
-    squares(plain(rows())).backward()
-    loss = squares(pipe(rows()))
-    with torch.no_grad(), place():
-        pipe[0][0].weight.mul_(2)
-    with pytest.raises(RuntimeError, match=r"0\.weight|modified by an inplace operation"):
-        loss.backward()
-    assert_tied(pipe)
 
 
 class Counts(nn.Module):
@@ -476,30 +364,3 @@ def test_views_train_on_one_device_and_are_refused_on_several() -> None:
         expect_shareable(list(views()), others)
     expect_shareable(list(model(TIED)), [*others, torch.device("cpu")])
     expect_shareable([layer.requires_grad_(False) for layer in views()], others)
-
-
-class _Answers:
-    """Stands for both directions of a channel, on which another rank has sent a gradient."""
-
-    def __init__(self, gradient: Tensor) -> None:
-        self.gradient = gradient
-        self.sent: list[Any] = []
-
-    def put(self, _: int, payload: Any) -> None:
-        self.sent += payload
-
-    def get(self) -> tuple[int, bool, list[Tensor]]:
-        return 0, False, [self.gradient]
-
-    def expect(self, messages: int) -> None: ...
-
-    def flush(self) -> None: ...
-
-
-@pytest.mark.parametrize("members", [(0, 1), (1, 0)])
-def test_a_gradient_that_only_another_rank_has_goes_to_the_device_of_the_parameter(members: tuple[int, int]):
-    layer = nn.Linear(2, 2, device="meta")
-    there: Any = _Answers(torch.ones(2, 2))
-    wires: Any = SimpleNamespace(settle=lambda: None)
-    found = Twins([Twin({k: [k] for k in members}, layer, "weight")], 0, {1: there}, wires).summed([], [0])
-    assert found[layer.weight].device == layer.weight.device

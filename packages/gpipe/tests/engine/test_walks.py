@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import chain
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.engine._walks import forwards_and_backwards, walk_of
-from gpipe.schedule import Choice, Kind, Schedule, Step, Walk, fill_drain, replay
+from gpipe.schedule import Kind, Schedule, Step, Walk, fill_drain, replay
 
 from ..schedules import CHOICES, some_schedule
 
@@ -60,26 +59,9 @@ def test_the_walks_of_a_forward_and_a_backward(m: int, placement: tuple[int, ...
     assert recomputed(backwards) == {(j, i) for j, stop in enumerate(below) for i in range(stop)}
 
 
-@given(st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]), SIZES, placements())
-def test_walks_are_made_once(name: str, m: int, placement: tuple[int, ...]):
-    below = (0,) * len(placement)
-    choice = Choice(name)
-    assert walk_of(choice, m, below, placement) is walk_of(choice, m, below, placement)
-    assert forwards_and_backwards(m, below, placement) is forwards_and_backwards(m, below, placement)
-    assert_in_place(walk_of(choice, m, below, placement), placement)
-
-
 @pytest.mark.parametrize(
     ("schedule", "m"), [(fill_drain(2, 2), 3), (fill_drain(3, 2), 2), (fill_drain(2, 3), 2), (Schedule([[], []]), 1)]
 )
 def test_a_schedule_that_does_not_fit(schedule: Schedule, m: int):
     with pytest.raises(ValueError, match=r"."):
         walk_of(schedule, m, (0, 0), (0, 1))
-
-
-def test_interleaving_nothing_is_said_once(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING, "gpipe"):
-        for placement in [(0, 1, 2, 3, 4)] * 2 + [(0, 1, 0, 1), (0,)]:
-            walk_of(Choice("interleaved"), 7, (0,) * len(placement), placement)
-    assert len(caplog.records) == 1
-    assert "each of the 5 partitions has a worker of its own" in caplog.text

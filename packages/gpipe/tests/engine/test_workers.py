@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import GPipe, inline
+from gpipe import GPipe
 from gpipe.engine._workers import Workers, placement
 from streams import CPUStream, Task
 
@@ -66,11 +66,6 @@ class TestPlacement:
                 shared = devices[a] == devices[b] and devices[a].type != "cpu"
                 assert (workers[a] == workers[b]) == shared
 
-    @given(devices)
-    def test_workers_are_numbered_in_the_order_of_their_first_stages(self, devices: list[torch.device]) -> None:
-        firsts = list(dict.fromkeys(placement(devices)))
-        assert firsts == list(range(len(firsts)))
-
 
 class TestThreads:
     def test_every_stage_has_one_of_its_own_forwards_and_backwards_and_in_every_run(self) -> None:
@@ -95,11 +90,6 @@ class TestThreads:
         pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=3)
         assert torch.equal(pipe(numbered(3)), numbered(3))
 
-    def test_making_a_pipe_starts_none(self, born: Callable[[], set[threading.Thread]]) -> None:
-        pipe = piped(linears(), [1, 2])
-        assert pipe.state_dict()
-        assert not born()
-
     def test_they_are_kept_between_runs(self, born: Callable[[], set[threading.Thread]]) -> None:
         pipe = piped(linears(), [1, 2], chunks=2)
         pipe(rows()).sum().backward()
@@ -120,22 +110,6 @@ class TestThreads:
             pipe.close()
             assert not born()
             pipe.close()
-
-    def test_close_between_forward_and_backward(self, born: Callable[[], set[threading.Thread]]) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        output = pipe(rows())
-        pipe.close()
-        output.sum().backward()
-        assert len(born()) == 2
-        pipe.close()
-        assert not born()
-
-    def test_they_go_with_the_pipe(self, born: Callable[[], set[threading.Thread]]) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        pipe(rows()).sum().backward()
-        del pipe
-        gc.collect()
-        assert not born()
 
     def test_they_go_with_a_pipe_that_refers_to_itself(self, born: Callable[[], set[threading.Thread]]) -> None:
         pipe = piped(linears(), [1, 2], chunks=2)
@@ -181,21 +155,6 @@ class TestThreads:
             thread.join(60)
         assert not born()
 
-    def test_each_pipe_has_its_own(self) -> None:
-        (one, first), (other, second) = spied(2), spied(2)
-        for pipe in (one, other):
-            pipe(rows())
-        assert not {each[0] for each in first} & {each[0] for each in second}
-
-    def test_hundreds_of_runs_leave_no_more_than_one(self, born: Callable[[], set[threading.Thread]]) -> None:
-        pipe = piped(linears(2, 1), [1, 1], chunks=2)
-        x = rows(2, 1)
-        pipe(x).sum().backward()
-        kept = born()
-        for _ in range(300):
-            pipe(x).sum().backward()
-        assert born() == kept
-
 
 class TestShares:
     @staticmethod
@@ -225,63 +184,6 @@ class TestShares:
             pipe(rows())
             assert torch.get_num_threads() == threads
         assert counts == [1, 1, 2, 2, 1, 1]
-
-    def test_after_close_the_new_ones_have_their_share_too(self) -> None:
-        torch.set_num_threads(4)
-        pipe, counts = self.counting(2)
-        pipe(rows())
-        pipe.close()
-        pipe(rows())
-        assert counts == [2, 2, 2, 2]
-
-    def test_other_threads_keep_theirs(self) -> None:
-        torch.set_num_threads(4)
-        pipe, _ = self.counting(2)
-        pipe(rows())
-        seen: list[int] = []
-        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-        thread.start()
-        thread.join(300)
-        assert seen == [4]
-
-    def test_inline_the_caller_keeps_all_of_them(self) -> None:
-        torch.set_num_threads(4)
-        pipe, counts = self.counting(2)
-        with inline():
-            pipe(rows())
-        assert counts == [4, 4]
-
-
-class TestWorkers:
-    def test_results_come_in_the_order_of_the_works(self) -> None:
-        workers = Workers([CPU, CPU])
-        first, second = threading.Event(), threading.Event()
-
-        def late() -> str:
-            assert second.wait(300)
-            return "late"
-
-        def early() -> str:
-            second.set()
-            return "early"
-
-        assert workers.run([(CPUStream, late), (CPUStream, early)], first.set) == ["late", "early"]
-        assert not first.is_set()
-        workers.close()
-
-    def test_a_work_that_raises_ends_the_others(self) -> None:
-        workers = Workers([CPU, CPU])
-        stopped = threading.Event()
-
-        def fail() -> None:
-            raise KeyError("who should not")
-
-        try:
-            with pytest.raises(KeyError):
-                within(2, lambda: workers.run([(CPUStream, stopped.wait), (CPUStream, fail)], stopped.set))
-        finally:
-            stopped.set()
-            workers.close()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -83,26 +83,6 @@ def test_out_of_a_pipe_and_into_it(name: str, mode: str):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_stages_that_give_what_they_got(mode: str):
-    for between in (nn.Identity(), nn.Flatten(), nn.Dropout(0.0), Call(lambda x: x.view_as(x)), Call(lambda x: x[:])):
-        model = nn.Sequential(linear(), between, linear())
-        assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint=mode), model, rows(grad=True))
-    alone = nn.Sequential(nn.Identity(), nn.Identity())
-    x, y = rows(grad=True), rows(grad=True)
-    for module, at in ((piped(alone, [1, 1], chunks=2, checkpoint=mode), x), (alone, y)):
-        module(at).square().sum().backward()
-    torch.testing.assert_close(x.grad, y.grad)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("between", [nn.Identity(), nn.Flatten(), Call(lambda x: (x,))], ids=["same", "view", "packed"])
-def test_input_given_on_and_changed_by_the_next_stage(mode: str, between: nn.Module):
-    change = Call(lambda v: (v[0] if isinstance(v, tuple) else v).mul_(2))
-    model = nn.Sequential(linear(), between, change, linear())
-    assert_trains_like(piped(model, [1, 1, 2], chunks=2, checkpoint=mode), model)
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_several_inputs(mode: str):
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -131,68 +111,6 @@ def test_several_inputs(mode: str):
         expected.square().sum().backward()
         assert_same(pipe, nn.Sequential(first, later))
     torch.testing.assert_close(y.grad, plain_y.grad)
-
-
-def test_inputs_by_keyword_only():
-    class Scale(nn.Module):
-        def forward(self, *, x: Tensor, scale: Tensor) -> Tensor:
-            return x * scale
-
-    model = nn.Sequential(Scale(), linear())
-    x = rows()
-    torch.testing.assert_close(piped(model, [1, 1], chunks=2)(x=x, scale=x), model[1](x * x))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_tree_as_the_only_input(mode: str):
-    model = nn.Sequential(Call(lambda value: value["x"][0] + value["x"][1][:, None]), linear())
-    pipe = piped(model, [1, 1], chunks=2, checkpoint=mode)
-    for module in (model, pipe):
-        module({"x": (rows(), number(rows())), "none": None}).square().sum().backward()
-    assert_same(pipe, model)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_flows_back_from_a_frozen_end(mode: str):
-    """Stages after which no gradient can come leave theirs alone, as the plain model does."""
-    model = nn.Sequential(linear(), Call(torch.Tensor.detach), linear())
-    assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint=mode), model)
-    assert model[0].weight.grad is None
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_only_some_outputs_are_used(mode: str):
-    model = nn.Sequential(linear(), Call(lambda x: (x * 2, x.exp(), number(x))))
-    pipe = piped(model, [1, 1], chunks=3, checkpoint=mode)
-    for module in (model, pipe):
-        _, second, integers = module(rows())
-        assert not integers.requires_grad
-        second[2:3].sum().backward()
-    assert_same(pipe, model)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_unused_input_gets_no_gradient(mode: str):
-    model = nn.Sequential(Call(lambda v: v[0] * 2), linear())
-    pipe = piped(model, [1, 1], chunks=2, checkpoint=mode)
-    used, unused = rows(grad=True), rows(grad=True)
-    pipe((used, unused)).sum().backward()
-    assert used.grad is not None
-    assert unused.grad is None or not unused.grad.any()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_caller_s_tensor_after_a_first_layer_that_works_in_place(mode: str):
-    """What the caller computes from it afterwards has the gradient of what it then is."""
-    pipe = piped(nn.Sequential(nn.ReLU(inplace=True), linear()), [1, 1], chunks=2, checkpoint=mode)
-    leaf = rows(grad=True)
-    x = leaf * 1
-    pipe(x)
-    before = x.detach().clone()
-    (x * 1).sum().backward()
-    relu_in_its_graph = torch.equal(leaf.grad, (rows() > 0).to(DOUBLE))
-    untouched = torch.equal(before, rows()) and torch.equal(leaf.grad, torch.ones_like(leaf))
-    assert relu_in_its_graph or untouched
 
 
 @pytest.mark.parametrize(
