@@ -51,13 +51,6 @@ def test_without_a_recomputation_nothing_is_to_be_repeated(walked, elsewhere):
         pipe.eval()(torch.ones(4, 4))
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")])
-def test_the_cpu_and_what_has_no_data_need_no_generator(device):
-    assert module_of(device) is None
-    with DeviceGenerator(device).rewound():
-        pass
-
-
 @given(before=st.integers(0, 3), inside=st.integers(0, 3), between=st.integers(0, 3))
 def test_a_device_draws_again_and_goes_on_as_if_it_had_not(before, inside, between):
     """Property, of any module with the state of a generator: here that of the CPU."""

@@ -403,14 +403,6 @@ def test_what_nobody_can_see_is_refused_by_the_partition(mode: str, way: str | N
     assert "is_recomputing" in str(caught.value)
 
 
-@pytest.mark.parametrize("layer", WORKING)
-@pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_layers_that_a_forward_calls_several_times_work(layer: Callable[[int], nn.Module], mode: str) -> None:
-    for times, start in ((2, 0), (3, 4)):
-        options = {"mode": mode, "way": "zero_bubble", "inline": times == 2, "early": times == 3}
-        assert live(layer(start), **options, chunks=3, runs=3, times=times) == 3
-
-
 @pytest.mark.parametrize("layer", [Decaying, Large, LargeByNumPy])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_that_changes_what_is_not_copied(layer: Callable[[int], nn.Module], mode: str) -> None:

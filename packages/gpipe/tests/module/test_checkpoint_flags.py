@@ -20,7 +20,7 @@ import gpipe
 from gpipe import GPipe, record
 from gpipe.module._arguments import checked_checkpoint
 from gpipe.module._choices import expect_fitting
-from gpipe.schedule import SCHEDULES, v_placement
+from gpipe.schedule import SCHEDULES
 
 from ..layers import DOUBLE, Call, Pop, Stash, assert_same, linears, piped, rows, running
 from ..models import Recipe, recipes
@@ -58,32 +58,6 @@ def test_any_flags_are_exact(recipe: Recipe, way: Way, choices: list[bool]):
     assert_close(found, plain, recipe)
     if not any(map(all, checkpoint)):
         torch.testing.assert_close(found, plain, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-@each_way
-def test_every_schedule(schedule: str, inline: bool):
-    plain = linears(8)
-    devices = [f"cpu:{j}" for j in v_placement(4)] if schedule in V_SHAPED else ["cpu"] * 4
-    choices = [[True, False], "always", [False, True], [True, True]]
-    pipe = GPipe(copy.deepcopy(plain), [2] * 4, devices=devices, chunks=4, checkpoint=choices)
-    with closing(pipe), running(inline):
-        loss = pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
-        expected = F.mse_loss(plain(rows(8)), rows(8))
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        assert_same(pipe, plain)
-
-
-@each_way
-def test_forward_and_backward(inline: bool):
-    plain, x, leaf = linears(5), rows(8, grad=True), rows(8, grad=True)
-    with closing(piped(plain, [4, 1], chunks=3, checkpoint=[[False, True, True, False], "never"])) as pipe:
-        with running(inline):
-            pipe(x).square().sum().backward()
-        plain(leaf).square().sum().backward()
-        assert_same(pipe, plain)
-        torch.testing.assert_close(x.grad, leaf.grad)
 
 
 class Seen(nn.Module):
@@ -140,15 +114,6 @@ def test_skips_into_out_of_and_inside_of_blocks():
             with closing(GPipe(other, [5], devices=["cpu"], chunks=2, checkpoint="never")) as whole:
                 whole.step(rows(4), rows(4), loss_fn=F.mse_loss)
                 assert_same(pipe, whole)
-
-
-def test_a_weight_in_two_blocks():
-    plain = linears(4)
-    plain[2].weight = plain[0].weight
-    with closing(piped(plain, [4], chunks=2, checkpoint=[[True, False, False, True]])) as pipe:
-        pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-        F.mse_loss(plain(rows(4)), rows(4)).backward()
-        assert_same(pipe, plain)
 
 
 class Uses(nn.Module):
@@ -220,18 +185,6 @@ def test_it_may_be_set_between_steps_copied_and_pickled():
         assert_same(pipe, plain)
 
 
-@each_way
-def test_a_layer_cannot_change_what_is_checkpointed(inline: bool):
-    def change(x: Tensor) -> Tensor:
-        pipe.checkpoint = [[True, False], "never"]
-        return x
-
-    with closing(piped(nn.Sequential(Call(change), *linears(2)), [2, 1])) as pipe, running(inline):
-        with pytest.raises(RuntimeError, match=r"while it computes|wait for itself forever"):
-            pipe(rows(4))
-        assert pipe.checkpoint == "except_last"
-
-
 @given(st.data())
 def test_flags_follow_their_layers(data: st.DataObject):
     """Wherever they move; modes stay with their partitions, until a layer comes that says something else."""
@@ -258,16 +211,6 @@ def said(choices: list[Any], balance: list[int]) -> list[str | bool]:
     """What is said of each layer."""
     each = zip(choices, balance, strict=True)
     return [own for choice, size in each for own in ([choice] * size if isinstance(choice, str) else choice)]
-
-
-def test_auto():
-    plain = linears(3)
-    with closing(piped(plain, [2, 1], chunks=4, checkpoint=[[True, False], "never"])) as pipe:
-        for schedule in ("auto", "zero_bubble") * 3:
-            pipe.zero_grad()
-            pipe.step(rows(8), rows(8), loss_fn=F.mse_loss, schedule=schedule)
-        F.mse_loss(plain(rows(8)), rows(8)).backward()
-        assert_same(pipe, plain)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -111,18 +109,3 @@ def test_as_a_layer_it_may_do_what_it_likes(kind: type[nn.Sequential]) -> None:
         BELONGINGS[name](model[0])
     expected = model(rows())
     torch.testing.assert_close(GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)(rows()), expected)
-
-
-def test_the_way_out_works() -> None:
-    model = Residual(*linears(2))
-    plain = nn.Sequential(OrderedDict(model.named_children()))
-    GPipe(plain, [1, 1], devices=["cpu"] * 2)
-    around = nn.Sequential(model)
-    expected = model(rows())
-    torch.testing.assert_close(GPipe(around, [1], devices=["cpu"])(rows()), expected)
-
-
-def test_a_partition_may_become_a_pipe() -> None:
-    pipe = GPipe(linears(), [1, 2], devices=["cpu"] * 2)
-    part = copy.deepcopy(pipe.partitions[1])
-    torch.testing.assert_close(GPipe(part, [1, 1], devices=["cpu"] * 2)(rows()), part(rows()))

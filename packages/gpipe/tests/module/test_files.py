@@ -14,8 +14,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from gpipe import GPipe
-from gpipe.module._init._files import source_at
-from gpipe.module._init._sources import group_with
 from profiler._allocations import AllocationTracker
 
 Save = Callable[[dict[str, Tensor], Path], Path]
@@ -118,15 +116,6 @@ def test_what_does_not_fit_is_named(save: Save, tmp_path: Path) -> None:
     ) as error:
         piped(path)
     assert str(tmp_path) in str(error.value)
-
-
-@each_kind
-def test_only_what_is_asked_for_is_read(save: Save, tmp_path: Path) -> None:
-    state = model().state_dict()
-    group = group_with(source_at(save(state, tmp_path)), state)
-    assert dict(group.shapes()) == {name: tensor.shape for name, tensor in state.items()}
-    found = group.read(["3.bias", "0.weight"])
-    torch.testing.assert_close(found, {name: state[name] for name in ("3.bias", "0.weight")})
 
 
 @each_kind

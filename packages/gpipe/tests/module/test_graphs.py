@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gpipe
 from gpipe import GPipe
 from gpipe.engine._capture import expect_no_capture
-from gpipe.module import _graphs, _partition
+from gpipe.module import _partition
 from gpipe.module._graphs import expect_no_graphs
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -144,12 +144,3 @@ def test_compiled_layers_train_as_the_plain_model(schedule: str | None, mode: st
     with gpipe.inline() if inline else nullcontext():
         for _ in range(2):
             torch.testing.assert_close(trained(pipe, schedule), expected)
-
-
-def test_state_of_compiled_layers_has_the_names_that_torch_gives_it() -> None:
-    layers = blocks()
-    layers[1] = wrapped(layers[1], {"backend": "eager"})
-    pipe = GPipe(layers, [2, 1], devices=["cpu"] * 2)
-    assert list(pipe.state_dict()) == list(layers.state_dict())
-    assert isinstance(pipe.state_dict()["1._orig_mod.0.weight"], Tensor)
-    assert _graphs._graph_of(pipe[1]) is None

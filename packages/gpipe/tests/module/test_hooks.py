@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
-import copy
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ..layers import Call, OnBackward, Raise, assert_same, assert_trains_like, linears, piped, rows
+from ..layers import Call, Raise, assert_same, assert_trains_like, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,40 +83,6 @@ def test_optimizer_in_the_backward(mode: str):
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
 
 
-def test_gradient_of_before_is_kept_and_not_shown_to_hooks():
-    pipe = piped(linears(), [3], chunks=2)
-    trained(pipe)
-    first = {name: p.grad.clone() for name, p in pipe.named_parameters()}
-    seen: dict[str, Tensor] = {}
-    for name, parameter in pipe.named_parameters():
-        parameter.register_hook(lambda gradient, name=name: seen.update({name: gradient.clone()}))
-    trained(pipe)
-    torch.testing.assert_close(seen, first)
-    torch.testing.assert_close({name: p.grad / 2 for name, p in pipe.named_parameters()}, first)
-
-
-def test_frozen_and_unused_parameters_hear_nothing():
-    pipe, calls = piped(linears(), [1, 2], chunks=2), []
-    pipe[2].extra = nn.Parameter(torch.zeros(2))
-    for parameter in (*pipe[1].parameters(), pipe[2].extra):
-        parameter.register_hook(calls.append)
-    pipe[1].requires_grad_(False)
-    trained(pipe)
-    assert not calls
-    assert pipe[1].weight.grad is None
-    assert pipe[2].extra.grad is None
-
-
-def test_hooks_may_be_removed_and_added_between_runs():
-    pipe, calls = piped(linears(), [1, 2], chunks=2), []
-    handle = pipe[0].weight.register_hook(lambda gradient: calls.append("first"))
-    trained(pipe)
-    handle.remove()
-    pipe[0].weight.register_hook(lambda gradient: calls.append("second"))
-    trained(pipe)
-    assert calls == ["first", "second"]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_failed_backward_gives_hooks_and_gradients_back(mode: str):
     error = ValueError("no")
@@ -137,50 +101,6 @@ def test_failed_backward_gives_hooks_and_gradients_back(mode: str):
     fails = False
     assert_trains_like(pipe, model)
     assert sorted(calls) == sorted(name for name, _ in pipe.named_parameters())
-
-
-def test_interrupted_backward_gives_hooks_and_gradients_back():
-    pipe, calls = piped(linears(), [1, 2], chunks=2), []
-    pipe[2].weight.register_hook(lambda gradient: calls.append(1))
-    pipe[2].weight.grad = torch.ones_like(pipe[2].weight)
-    hook = pipe[1].register_forward_hook(lambda _, args, output: OnBackward.apply(output, _thread.interrupt_main))
-    with pytest.raises(KeyboardInterrupt):
-        trained(pipe)
-    hook.remove()
-    assert pipe[2].weight.grad is not None
-    trained(pipe)
-    assert calls == [1]
-
-
-def test_hook_that_raises_is_heard():
-    pipe = piped(linears(), [1, 2], chunks=2)
-
-    def refuse(gradient: Tensor) -> None:
-        raise ValueError("this gradient is bad")
-
-    handle = pipe[1].weight.register_hook(refuse)
-    with pytest.raises(ValueError, match="this gradient is bad"):
-        trained(pipe)
-    handle.remove()
-    assert_trains_like(pipe, linears())
-
-
-@pytest.mark.parametrize("balance", [[3], [1, 2]])
-def test_hook_of_several_parameters_fires_once_they_all_have_theirs(balance: list[int]):
-    pipe, calls = piped(linears(), balance, chunks=2), []
-    torch.autograd.graph.register_multi_grad_hook(list(pipe.parameters()), calls.append)
-    trained(pipe)
-    assert len(calls) == 1
-    torch.testing.assert_close(list(calls[0]), [p.grad for p in pipe.parameters()])
-
-
-def test_copies_leave_hooks_behind_as_tensors_do():
-    pipe, calls = piped(linears(), [1, 2], chunks=2), []
-    pipe[0].weight.register_hook(lambda gradient: calls.append(1))
-    trained(copy.deepcopy(pipe))
-    assert calls == []
-    trained(pipe)
-    assert calls == [1]
 
 
 def test_sparse_gradients():

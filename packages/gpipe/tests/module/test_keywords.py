@@ -18,14 +18,11 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe import Arguments, GPipe
-from gpipe.module._keywords import NOTHING, Call, called_with
 
 from ..layers import DOUBLE, assert_same, linears, piped, rows
 from ..schedules import ALONE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-OPTIONS = ("loss_fn", "schedule", "reduction", "normalizer", "return_outputs")
 
 
 class Several(nn.Module):
@@ -120,17 +117,6 @@ def test_a_mapping_is_one_argument(
         assert_same(pipe, plain)
 
 
-@pytest.mark.parametrize("kind", [dict, UserDict])
-def test_a_mapping_for_a_layer_that_takes_tensors_is_an_error_of_the_layer(kind: Callable[[Any], Any]):
-    batch = {"x": X, "mask": Y}
-    pipe = piped(model(Several()), [2, 2], chunks=2)
-    for method in (pipe, partial(pipe.step, loss_fn=loss_fn), partial(pipe.evaluate, loss_fn=loss_fn)):
-        with pytest.raises(TypeError) as caught:
-            method(kind(batch))
-        assert "in partition 0" in caught.value.__notes__[0]
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-
-
 def test_input_and_target_may_be_named():
     plain = linears()
     expected = F.mse_loss(plain(rows()), rows())
@@ -187,24 +173,6 @@ class TestRefused:
         with pytest.raises(TypeError, match=r"step\(\) got 'mask' as a keyword and in its input; pass it once"):
             pipe.step(Arguments((X,), {"mask": Y}), mask=Y, loss_fn=loss_fn)
 
-    def test_the_ways_out_of_a_clash_work(self) -> None:
-        plain = model(Clashing())
-        expected = F.mse_loss(plain[1:](plain[0](X, target=Y)), Y)
-        pipe = piped(plain, [2, 2], chunks=3)
-        given_batch = Arguments((X,), {"target": Y})
-        torch.testing.assert_close(pipe.step(given_batch, Y, loss_fn=F.mse_loss), expected.detach())
-        pipe = piped(plain, [2, 2], chunks=3)
-        loss = pipe.step(X, target=Y, reduction="sum", loss_fn=nn.MSELoss(reduction="sum"))
-        torch.testing.assert_close(loss, F.mse_loss(plain(X), Y, reduction="sum").detach())
-
-
-def test_pre_hooks_of_the_pipe_see_the_keywords():
-    pipe, seen = piped(model(Several()), [2, 2], chunks=2), []
-    pipe.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, sorted(kwargs))), with_kwargs=True)
-    for _ in range(2):
-        pipe.step(x=X, mask=Y, loss_fn=loss_fn)
-    assert seen == [((), ["mask", "x"])] * 2
-
 
 def test_in_spec_may_be_a_mapping_of_keywords():
     from microbatch import Replicate, Split
@@ -220,11 +188,3 @@ def test_in_spec_may_be_a_mapping_of_keywords():
     )
     loss = pipe.step(x=x, mask=mask, loss_fn=loss_fn)
     torch.testing.assert_close(loss, loss_fn(layers[1:](layers[0](x, mask))).detach())
-
-
-def test_nothing_is_looked_up_for_one_tensor():
-    layer, call = nn.Linear(3, 3), Call("step", OPTIONS, X, Y, {})
-    layer.forward = None  # type: ignore[assignment]
-    assert called_with(layer, call) == (X, Y)
-    with pytest.raises(TypeError):
-        called_with(Several(), call._replace(input=NOTHING))

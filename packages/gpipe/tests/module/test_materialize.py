@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -252,11 +250,6 @@ def test_buffers_that_a_constructor_computes_may_have_data() -> None:
     assert_equal_state(piped(model, [1, 1], init=plain.state_dict()), plain)
 
 
-def test_buffers_that_a_constructor_computes_may_be_in_the_state_dict() -> None:
-    plain, model = nn.Sequential(Scaled(), nn.Linear(8, 2)), on_meta(lambda: nn.Sequential(Scaled(), nn.Linear(8, 2)))
-    assert_equal_state(piped(model, [1, 1], init={**plain.state_dict(), "0.scale": torch.arange(8.0)}), plain)
-
-
 class Resets(Scaled):
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -336,39 +329,6 @@ def test_hooks_and_attributes_of_parameters_stay() -> None:
     handle.remove()
     pipe(torch.rand(4, 4)).sum().backward()
     assert called == ["before", "after", "before"]
-
-
-def test_layers_that_know_their_weights_weakly() -> None:
-    model = on_meta(lambda: nn.Sequential(nn.LSTM(4, 5), nn.Identity()))
-    lstm = piped(model, [1, 1], init="reset")[0]
-    assert lstm._flat_weights[0] is lstm.weight_ih_l0
-    assert lstm._flat_weight_refs[0]() is lstm.weight_ih_l0
-    assert lstm(torch.ones(2, 3, 4))[0].isfinite().all()
-
-
-def test_an_outer_default_device_does_not_matter() -> None:
-    def make(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(torch.ones(module.weight.shape))
-            module.bias.data = torch.zeros(module.bias.shape)
-
-    with torch.device("meta"):
-        pipe = piped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], init=make)
-    assert all(p.device.type == "cpu" and p.isfinite().all() for p in pipe.parameters())
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_afterwards_it_is_a_pipe_like_any_other(deferred: bool) -> None:
-    plain, x = two(), torch.rand(8, 4)
-    pipe = piped(on_meta(two), [2, 2], chunks=2, init=plain.state_dict(), deferred_batch_norm=deferred)
-    expected = piped(plain, [2, 2], chunks=2, deferred_batch_norm=deferred)
-    for each in (pipe, copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-        twin = copy.deepcopy(expected)
-        for model in (each, twin):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            model.step(x, x[:, :2], loss_fn=nn.functional.mse_loss)
-            optimizer.step()
-        assert_equal_state(each, twin)
 
 
 class Lazily(Mapping[str, Tensor]):

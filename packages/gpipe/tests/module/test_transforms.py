@@ -97,22 +97,6 @@ def test_symbolic_tracing_is_refused_by_name() -> None:
         torch.fx.symbolic_trace(piped(linears(), [1, 2]))
 
 
-def test_a_transform_inside_a_layer_is_free() -> None:
-    class Slope(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.func.grad(lambda y: y.sin().sum())(x)
-
-    model = nn.Sequential(linears(1)[0], Slope())
-    assert_trains_like(piped(model, [1, 1], chunks=2), model)
-
-
-def test_the_way_out_works() -> None:
-    pipe = piped(linears(), [1, 2], chunks=2)
-    plain = nn.Sequential(*pipe)
-    expected = torch.func.jvp(linears(), (X,), (X,))
-    torch.testing.assert_close(torch.func.jvp(plain, (X,), (X,)), expected)
-
-
 class Around(nn.Module):
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()

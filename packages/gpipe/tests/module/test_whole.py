@@ -117,11 +117,6 @@ def test_broadcast_rows_train_as_in_the_model(schedule: str):
     assert_same(pipe, layers)
 
 
-def test_a_row_for_all_is_not_dealt_out_without_a_word():
-    with pytest.raises(ValueError, match=r"kwargs\['mask'\] with shape \(1, 3\)"):
-        noting()(rows(7), mask=rows(1))
-
-
 class Hiding:
     def __init__(self) -> None:
         self.config = Config(3)
@@ -161,16 +156,6 @@ class TestWhatHasRows:
         pipe = noting()
         torch.testing.assert_close(pipe(rows(2), make([rows(2), rows(2)])), linears()(rows(2)))
 
-    def test_it_may_be_replicated(self) -> None:
-        pipe = noting()
-        pipe(rows(7), Replicate(list("abcdefg")))
-        assert {str(other) for _, other, _ in pipe[0].seen} == {str(list("abcdefg"))}
-
-    def test_one_micro_batch_is_the_whole(self) -> None:
-        pipe = noting()
-        pipe.chunks = 1
-        pipe(rows(7), list("abcdefg"))
-
     @pytest.mark.parametrize(
         ("value", "message"),
         [
@@ -186,11 +171,6 @@ class TestWhatHasRows:
         assert not pipe[0].seen
         pipe(rows(7), Replicate(value))
         assert all(other is value for _, other, _ in pipe[0].seen)
-
-    @pytest.mark.parametrize("value", ["text", 3, [1, 2], Color.RED])
-    def test_without_any_tensor_there_is_no_mini_batch(self, value: Any) -> None:
-        with pytest.raises(TypeError, match=r"^input.* cannot be split; expected a tensor"):
-            noting()(value)
 
 
 def test_a_rule_for_all_is_one_for_tensors():
