@@ -248,20 +248,6 @@ def test_reentrant_checkpoint_in_the_loss(schedule: str, where: Any, counted: bo
     pipe.close()
 
 
-@each_schedule
-def test_leaves_that_layers_use_get_gradients_of_the_mean(schedule: str):
-    """Under a loss that counts; they are no parameters, and two stages share them."""
-    free = torch.ones(3, dtype=DOUBLE, requires_grad=True)
-    pipe = GPipe(
-        nn.Sequential(Call(lambda x: x * free), Call(lambda x: x + free.exp())), [1, 1], devices=["cpu"] * 2, chunks=3
-    )
-    pipe.step(rows(), loss_fn=lambda o, _: (o.square().sum(), o.numel()), schedule=schedule)
-    pipe.close()
-    other = torch.ones(3, dtype=DOUBLE, requires_grad=True)
-    (rows() * other + other.exp()).square().mean().backward()
-    torch.testing.assert_close(free.grad, other.grad)
-
-
 def test_sparse_gradients_of_the_loss():
     embeddings = [nn.Embedding(7, 3, sparse=True, dtype=DOUBLE)]
     embeddings.append(copy.deepcopy(embeddings[0]))

@@ -10,7 +10,6 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from gpipe import GPipe, inline, is_recomputing
 from gpipe.transport._link import Channel
 
-from .layers import DOUBLE, Call, Raise, assert_trains_like, linears, numbered, piped, rows, within
+from .layers import DOUBLE, Call, Raise, numbered, rows, within
 
 STAGES = CHUNKS = 3
 
@@ -140,14 +139,6 @@ class TestTable:
         else:
             train(pipe)
 
-    def test_after_a_fault_at_one_place_the_next_step_is_right_at_once(self, pipes: dict[str, GPipe]) -> None:
-        for mode, pipe in pipes.items():
-            for phase in ("forward", "backward", *(["recompute"] if mode == "always" else [])):
-                pipe[1].faults[phase, 1] = ValueError(phase)
-                with pytest.raises(ValueError, match=phase):
-                    train(pipe)
-                expect_same(pipe)
-
     def test_the_threads_stay_the_same_and_go_with_the_pipe(self) -> None:
         gc.collect()
         before = set(threading.enumerate())
@@ -165,21 +156,6 @@ class TestTable:
         gc.collect()
         assert set(threading.enumerate()) - before == set()
 
-    def test_the_very_first_run_may_fail(self) -> None:
-        for phase in ("forward", "backward"):
-            pipe = faulty()
-            pipe[0].faults[phase, 0] = ValueError(phase)
-            with pytest.raises(ValueError, match=phase):
-                train(pipe)
-            expect_same(pipe)
-
-    def test_a_failed_forward_leaves_no_gradient(self) -> None:
-        pipe = faulty()
-        pipe[2].faults["forward", 2] = ValueError("no")
-        with pytest.raises(ValueError, match="no"):
-            train(pipe)
-        assert all(parameter.grad is None for parameter in pipe.parameters())
-
     def test_the_same_error_object_may_fail_twice(self) -> None:
         pipe, error = faulty(), ValueError("no")
         for j in range(STAGES):
@@ -188,18 +164,6 @@ class TestTable:
                 train(pipe)
             pipe[j].faults.clear()
         assert [note[:14] for note in notes(error)] == ["in partition 0", "in partition 1", "in partition 2"]
-
-    def test_the_cause_and_context_are_kept(self) -> None:
-        def chained(x: Tensor) -> Tensor:
-            try:
-                raise KeyError("first")
-            except KeyError as error:
-                raise ValueError("second") from error
-
-        pipe = GPipe(nn.Sequential(Call(chained)), [1], devices=["cpu"])
-        with pytest.raises(ValueError, match="second") as caught:
-            pipe(rows())
-        assert isinstance(caught.value.__cause__, KeyError)
 
     def test_the_note_shows_the_shapes_of_a_tree(self) -> None:
         def fail(value: Any) -> Any:
@@ -211,48 +175,9 @@ class TestTable:
             pipe(rows())
         assert notes(caught.value)[0].endswith("input: {'x': float64[3, 3], 'index': (int64[3], None)}")
 
-    @pytest.mark.parametrize("inlined", [False, True])
-    def test_a_failing_hook_of_a_parameter(self, inlined: bool) -> None:
-        def fail(gradient: Tensor) -> None:
-            raise KeyError("hook")
-
-        pipe = piped(linears(), [1, 2], chunks=2)
-        handle = pipe[1].weight.register_hook(fail)
-        with pytest.raises(KeyError, match="hook"):
-            within(20, lambda: TestTable.once_linear(pipe, inlined))
-        handle.remove()
-        assert_trains_like(pipe, linears())
-
-    @staticmethod
-    def once_linear(pipe: GPipe, inlined: bool) -> None:
-        if inlined:
-            with inline():
-                pipe(rows()).sum().backward()
-        else:
-            pipe(rows()).sum().backward()
-
 
 class TestSeveral:
     """Of several failures the caller gets the one that is earliest in the schedule."""
-
-    @given(
-        st.sampled_from(["forward", "backward"]),
-        st.sets(st.tuples(st.integers(0, STAGES - 1), st.integers(0, CHUNKS - 1)), min_size=1, max_size=4),
-    )
-    def test_inline_it_is_the_first_that_happens(
-        self, pipes: dict[str, GPipe], phase: str, places: set[tuple[int, int]]
-    ) -> None:
-        pipe = pipes["never"]
-        planted = {}
-        for j, i in places:
-            planted[j, i] = pipe[j].faults[phase, i] = ValueError("no")
-        try:
-            with inline(), pytest.raises(ValueError, match="no") as caught:
-                train(pipe)
-        finally:
-            for layer in list(pipe)[:STAGES]:
-                layer.faults.clear()
-        assert caught.value in planted.values()
 
     @staticmethod
     def ticks(phase: str, j: int, i: int) -> tuple[int, int]:
@@ -327,31 +252,6 @@ class TestSeveral:
         with pytest.raises(KeyError, match="tick 1"):
             within(20, lambda: pipe(numbered(32)))
         assert len(seen) < 32
-
-
-class Speechless(Enum):
-    """A constant, which may stand beside tensors."""
-
-    ONE = 1
-
-    def __repr__(self) -> str:
-        raise RuntimeError("has no repr")
-
-
-class TestNotes:
-    """Saying where a failure is from must not make it worse."""
-
-    @pytest.mark.parametrize("phase", ["forward", "backward"])
-    def test_a_value_that_cannot_be_shown(self, phase: str) -> None:
-        def fail(value: Any) -> Tensor:
-            if phase == "forward":
-                raise ValueError("no")
-            return Raise.apply(value[0], ValueError("no"))
-
-        model = nn.Sequential(*linears(1), Call(lambda x: (x, Speechless.ONE)), Call(fail))
-        pipe = GPipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
-        with pytest.raises(ValueError, match="no"):
-            within(3, lambda: pipe(rows()).sum().backward())
 
 
 PRELUDE = """

@@ -18,7 +18,7 @@ from torch import nn
 
 from gpipe import GPipe
 
-from .layers import DOUBLE, Call, assert_trains_like, linears, piped, rows
+from .layers import DOUBLE, assert_trains_like, linears, piped, rows
 
 CPU = torch.device("cpu")
 
@@ -79,17 +79,6 @@ class TestNames:
         for listing in ("named_parameters", "named_buffers", "named_modules", "named_children"):
             names = [name for name, _ in getattr(pipe, listing)()]
             assert names == [name for name, _ in getattr(model, listing)()]
-
-    @given(balances(), balances())
-    def test_a_checkpoint_of_one_balance_loads_into_another(self, one: list[int], other: list[int]) -> None:
-        source, target = piped(deep(), one), piped(deep(), other)
-        target.load_state_dict(source.state_dict())
-        assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
-
-    @given(balances())
-    def test_a_checkpoint_loads_into_the_plain_model(self, balance: list[int]) -> None:
-        model = deep()
-        model.load_state_dict(piped(deep(), balance).state_dict(), strict=True)
 
     @given(balances())
     def test_a_checkpoint_of_torchgpipe_loads(self, balance: list[int]) -> None:
@@ -168,35 +157,8 @@ class TestSequence:
         assert isinstance(part, nn.Sequential)
         assert list(part.named_children()) == list(model[cut].named_children())
 
-    @pytest.mark.parametrize("index", [5, -6])
-    def test_beyond_the_end(self, index: int) -> None:
-        with pytest.raises(IndexError):
-            piped(deep(), [2, 3])[index]
-
-    def test_partitions_hold_the_same_layers_under_their_names(self) -> None:
-        pipe = piped(deep(), [2, 3])
-        assert isinstance(pipe.partitions, nn.ModuleList)
-        assert all(isinstance(partition, nn.Sequential) for partition in pipe.partitions)
-        named = [pair for partition in pipe.partitions for pair in partition.named_children()]
-        assert named == list(pipe.named_children())
-
 
 class TestAttributes:
-    def test_they_are_what_was_asked_for(self) -> None:
-        pipe = GPipe(linears(), (1, 2), devices=("cpu", CPU, "cpu"), chunks=2, checkpoint="always")
-        assert (pipe.balance, pipe.devices, pipe.chunks, pipe.checkpoint) == ([1, 2], [CPU, CPU], 2, "always")
-
-    def test_chunks_and_checkpoint_become_plain_types(self) -> None:
-        class Mode(str):
-            __slots__ = ()
-
-        pipe = GPipe(linears(1), [1], devices=["cpu"], chunks=torch.tensor(3), checkpoint=Mode("never"))  # type: ignore[arg-type]
-        assert (type(pipe.chunks), type(pipe.checkpoint)) == (int, str)
-
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices to take")
-    def test_without_devices_the_cpu_serves_every_partition(self) -> None:
-        assert GPipe(linears(), [1, 2]).devices == [CPU, CPU]
-
     def test_the_tree_of_partitions_is_shown_with_devices(self) -> None:
         shown = repr(GPipe(deep(), [2, 3], devices=["cpu", "cpu"], chunks=4, checkpoint="never"))
         assert shown.startswith("GPipe(balance=[2, 3], chunks=4, checkpoint='never'\n  (0) on cpu: ")
@@ -225,35 +187,6 @@ class TestMoving:
             move(pipe)
         assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
 
-    @pytest.mark.parametrize(
-        ("change", "dtype"),
-        [
-            (lambda pipe: pipe.half(), torch.float16),
-            (lambda pipe: pipe.float(), torch.float32),
-            (lambda pipe: pipe.bfloat16(), torch.bfloat16),
-            (lambda pipe: pipe.to(torch.float32), torch.float32),
-            (lambda pipe: pipe.to(dtype=torch.bfloat16, non_blocking=True), torch.bfloat16),
-            (lambda pipe: pipe.type(torch.float32), torch.float32),
-        ],
-    )
-    def test_the_dtype_may_change(self, change: Callable[[GPipe], GPipe], dtype: torch.dtype) -> None:
-        pipe = piped(deep(), [2, 3])
-        assert change(pipe) is pipe
-        assert {parameter.dtype for parameter in pipe.parameters()} == {dtype}
-        assert all(a is b for a, b in zip(pipe.parameters(), pipe.partitions.parameters(), strict=True))
-
-    def test_after_a_forward_the_dtype_may_change_too(self) -> None:
-        model, pipe = deep(), piped(deep(), [2, 3], checkpoint="always")
-        pipe.load_state_dict(model.state_dict())
-        assert_trains_like(pipe, model)
-        pipe.float()
-        assert_trains_like(pipe, model.float(), rows().float())
-
-    def test_the_memory_format_may_change(self) -> None:
-        model = nn.Sequential(nn.Conv2d(2, 2, 2), nn.ReLU())
-        pipe = piped(model, [1, 1]).to(memory_format=torch.channels_last)
-        assert pipe[0].weight.is_contiguous(memory_format=torch.channels_last)
-
 
 class TestModes:
     def test_they_reach_every_module_of_the_partitions(self) -> None:
@@ -264,10 +197,6 @@ class TestModes:
         assert pipe.eval() is pipe
         assert not any(partition.training for partition in pipe.partitions)
 
-    def test_that_of_the_model_is_taken_over(self) -> None:
-        pipe = piped(deep().eval(), [2, 3])
-        assert {module.training for module in (*pipe.modules(), *pipe.partitions)} == {False}
-
     def test_a_partition_switched_alone_stays_so(self) -> None:
         model, pipe = deep(), piped(deep(), [2, 3], checkpoint="always")
         pipe.load_state_dict(model.state_dict())
@@ -275,14 +204,6 @@ class TestModes:
         model.stem.eval()
         model.norm.eval()
         assert_trains_like(pipe, model)
-
-    def test_apply_and_requires_grad_reach_every_layer(self) -> None:
-        pipe = piped(deep(), [2, 3])
-        seen: list[nn.Module] = []
-        pipe.apply(seen.append)
-        assert set(pipe.partitions[0]) | set(pipe.partitions[1]) <= set(seen)
-        pipe.requires_grad_(False)
-        assert not any(parameter.requires_grad for parameter in pipe.partitions.parameters())
 
 
 class TestCopies:
@@ -300,55 +221,8 @@ class TestCopies:
         assert [parameter.grad for parameter in pipe.parameters()] == before
         assert repr(twin) == repr(pipe)
 
-    @each_copy
-    def test_partitions_of_a_copy_are_a_view_of_its_own_layers(self, copied: Callable[[GPipe], GPipe]) -> None:
-        twin = copied(piped(deep(), [2, 3]))
-        assert [child for partition in twin.partitions for child in partition] == list(twin)
-
-    @each_copy
-    def test_a_used_copy_may_outlive_the_original(self, copied: Callable[[GPipe], GPipe]) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        assert_trains_like(pipe, linears())
-        twin = copied(pipe)
-        pipe.close()
-        del pipe
-        assert_trains_like(twin, linears())
-
-    def test_while_a_run_waits_for_its_backward(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
-        output = pipe(rows())
-        twin = copy.deepcopy(pipe)
-        output.sum().backward()
-        assert all(parameter.grad is None for parameter in twin.parameters())
-
-    def test_averaged_copies(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        average = torch.optim.swa_utils.AveragedModel(pipe)
-        average.update_parameters(pipe)
-        torch.testing.assert_close(average(rows()), linears()(rows()))
-
 
 class TestValues:
-    def test_a_one_tuple_stays_one(self) -> None:
-        pipe = piped(nn.Sequential(Call(lambda t: (t[0] + 1,)), Call(lambda t: (t[0] * 2,))), [1, 1], chunks=2)
-        output = pipe((rows(),))
-        assert isinstance(output, tuple)
-        assert len(output) == 1
-        torch.testing.assert_close(output[0], (rows() + 1) * 2)
-
-    def test_trees_pass(self) -> None:
-        split = Call(lambda x: {"twice": 2 * x, "rest": (x, None, [x[:, 0]])})
-        join = Call(lambda t: {"sum": t["twice"] + t["rest"][0], "first": t["rest"][2][0], "none": t["rest"][1]})
-        output = piped(nn.Sequential(split, join), [1, 1], chunks=4)(rows())
-        assert output["none"] is None
-        torch.testing.assert_close(output["sum"], 3 * rows())
-        torch.testing.assert_close(output["first"], rows()[:, 0])
-
-    @pytest.mark.parametrize("layer", [Call(lambda x: x.sum()), Call(lambda x: "text"), Call(lambda x: x.sum().item())])
-    def test_an_output_that_cannot_be_put_together_is_refused(self, layer: nn.Module) -> None:
-        with pytest.raises((TypeError, ValueError), match="output"):
-            piped(nn.Sequential(layer), [1], chunks=2)(rows())
-
     def test_no_layers_are_the_identity(self) -> None:
         pipe = GPipe(nn.Sequential(), [], devices=["cpu"])
         x = rows()
@@ -360,63 +234,8 @@ class TestValues:
         x = rows(count)
         torch.testing.assert_close(piped(linears(), [2, 1], chunks=chunks)(x), linears()(x))
 
-    def test_micro_batches_are_those_of_torch_chunk(self) -> None:
-        seen: list[int] = []
-        spy = Call(lambda x: (seen.append(len(x)), x)[1])
-        GPipe(nn.Sequential(spy), [1], devices=["cpu"], chunks=4)(rows(7))
-        assert seen == [2, 2, 2, 1]
-
-    def test_the_rows_of_one_value_may_differ(self) -> None:
-        pipe = GPipe(nn.Sequential(Call(lambda t: tuple(t))), [1], devices=["cpu"], chunks=2)
-        assert [len(tensor) for tensor in pipe((rows(2), rows(4), rows(6)))] == [2, 4, 6]
-
 
 class TestTraining:
-    def test_an_optimizer_with_groups_learns_as_on_the_model(self) -> None:
-        model, pipe = linears(), piped(linears(), [1, 2], chunks=3, checkpoint="always")
-        for module in (model, pipe):
-            groups = [{"params": module[0].parameters(), "lr": 0.1}, {"params": module[1:].parameters()}]
-            optimizer = torch.optim.Adam(groups, lr=0.01)
-            for _ in range(5):
-                optimizer.zero_grad()
-                module(rows()).square().sum().backward()
-                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-                optimizer.step()
-        for a, b in zip(model.parameters(), pipe.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-    def test_layers_may_change_between_runs(self) -> None:
-        model, pipe = linears(), piped(linears(), [1, 2], chunks=3, checkpoint="always")
-        for module in (model, pipe):
-            module(rows()).sum().backward()
-            nn.utils.parametrizations.weight_norm(module[1])
-            module[2].weight = nn.Parameter(torch.ones(3, 3, dtype=DOUBLE))
-        assert_trains_like(pipe, model)
-
-    def test_hooks_on_layers_and_on_partitions_are_called_for_every_micro_batch(self) -> None:
-        pipe = piped(linears(2), [1, 1], chunks=3, checkpoint="never")
-        calls: list[str] = []
-        pipe[0].register_forward_hook(lambda *_: calls.append("layer"))
-        pipe.partitions[0].register_forward_hook(lambda *_: calls.append("partition"))
-        pipe.partitions[0].register_full_backward_hook(lambda *_: calls.append("backward"))
-        pipe.register_forward_hook(lambda *_: calls.append("pipe"))
-        pipe(rows(grad=True)).sum().backward()
-        assert {name: calls.count(name) for name in calls} == {"layer": 3, "partition": 3, "backward": 3, "pipe": 1}
-
-    def test_a_backward_hook_on_the_pipe_sees_the_whole(self) -> None:
-        pipe = piped(linears(2), [1, 1], chunks=3)
-        shapes: list[Any] = []
-        pipe.register_full_backward_hook(lambda _, inputs, outputs: shapes.append((inputs[0].shape, outputs[0].shape)))
-        pipe(rows(grad=True)).sum().backward()
-        assert shapes == [((6, 3), (6, 3))]
-
-    @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-    def test_a_pipe_within_a_pipe(self, checkpoint: str) -> None:
-        inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(DOUBLE)
-        model = nn.Sequential(inner, nn.Linear(3, 3, dtype=DOUBLE))
-        nested = nn.Sequential(piped(inner, [1, 2], chunks=2), copy.deepcopy(model[1]))
-        assert_trains_like(piped(nested, [1, 1], chunks=3, checkpoint=checkpoint), model)
-
     def test_a_pipe_after_itself(self) -> None:
         model, pipe = linears(), piped(linears(), [1, 2], chunks=2)
         model(model(rows())).sum().backward()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe
-from gpipe.engine._split_backward import backward_inputs
 
 from .layers import DOUBLE, Blocks, Call, Overwrites, assert_same, linears, piped, rows
 from .schedules import ALONE
@@ -107,19 +106,6 @@ def test_functions_that_block_or_overwrite_gradients(
     torch.testing.assert_close(x.grad, y.grad)
 
 
-@pytest.mark.parametrize("layers", [[Shifted], [Shifted, Shifted, linear], [lambda: Call(lambda x: x + 0), Shifted]])
-def test_gradients_that_are_sent_on_are_nobody_elses(layers: list[Any]):
-    """The stage before may overwrite them before this one is through with its weights."""
-    first, second = rows(2, grad=True), rows(2, grad=True)
-    output = nn.Sequential(*(layer() for layer in layers))(first + second)
-    found, weights = backward_inputs([output], [torch.ones_like(output)], [first, second]) or ([], [])
-    kept = {gradient.data_ptr() for each in weights for gradient in each.gradients if gradient is not None}
-    sent = {gradient.data_ptr() for gradient in found if gradient is not None}
-    assert len(sent) == 2
-    assert kept
-    assert kept.isdisjoint(sent)
-
-
 def trained_every_way(model: nn.Sequential, balance: list[int], mode: str, x: Tensor) -> Iterator[tuple[GPipe, Tensor]]:
     """Pipes and copies of their input, after a backward from the caller and after a step with each schedule."""
     for schedule in (None, *ALONE):
@@ -184,12 +170,3 @@ def test_first_layer_that_makes_its_input_require_grad(mode: str, balance: list[
             assert_same(pipe, model)
             assert not x.requires_grad  # it is the micro-batches that the layer sees
             assert x.grad is None
-
-
-@pytest.mark.parametrize("schedule", ALONE)
-def test_later_layer_that_makes_its_input_require_grad(schedule: str):
-    model = nn.Sequential(nn.Identity(), Call(forced), nn.Linear(4, 2, dtype=DOUBLE))
-    pipe = piped(model, [1, 1, 1], chunks=3)
-    pipe.step(rows(), loss_fn=lambda o, _: o.square().sum(), reduction="sum", schedule=schedule)
-    model(rows()).square().sum().backward()
-    assert_same(pipe, model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch.nn.utils import clip_grad_norm_, parametrizations, parametrize
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.prune import l1_unstructured
 
-from gpipe import DeferredBatchNorm, GPipe
+from gpipe import GPipe
 
-from .layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, linears, piped, rows
+from .layers import DOUBLE, OnBackward, assert_same, assert_trains_like, linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,21 +57,6 @@ def test_optimizers_with_groups(name: str, mode: str):
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
 
 
-def test_closure_of_lbfgs():
-    models = both()
-    for model in models:
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(rows()).square().sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
-
-
 @each_mode
 def test_gradient_scaler_and_clipping(mode: str):
     models = both(mode)
@@ -90,48 +74,6 @@ def test_gradient_scaler_and_clipping(mode: str):
             scaler.update()
         assert scaler.get_scale() == 512.0
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
-
-
-@each_mode
-def test_gradients_accumulate_over_runs(mode: str):
-    models = both(mode)
-    for model in models:
-        backward(model)
-        backward(model, 0.5)
-        (model(rows(4)).sum() + model(rows(5)).square().sum()).backward()
-    assert_same(models[1], models[0])
-
-
-@each_mode
-def test_moving_average_by_deepcopy(mode: str):
-    models, averages = both(mode), []
-    for model in models:
-        backward(model)  # the copy is made of a pipe whose threads run
-        average = torch.optim.swa_utils.AveragedModel(
-            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
-        )
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            backward(model)
-            optimizer.step()
-            average.update_parameters(model)
-        averages.append(average)
-    torch.testing.assert_close(averages[1](rows()), averages[0](rows()))
-    assert not torch.equal(averages[1](rows()), models[1](rows()))
-
-
-@each_mode
-def test_whole_pipe_is_saved_and_loaded(mode: str):
-    model, pipe = both(mode)
-    backward(pipe)
-    file = io.BytesIO()
-    torch.save(pipe, file)
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
-    assert again.checkpoint == mode
-    assert_trains_like(again, model)
-    assert all(a is not b for a, b in zip(again.parameters(), pipe.parameters(), strict=True))
 
 
 REPARAMETRIZED: dict[str, Callable[[], nn.Module]] = {
@@ -248,40 +190,6 @@ def test_frozen_stages_before_the_first_trained_one_have_no_backward():
     assert set(calls) == {2}
 
 
-def test_freezing_and_thawing_between_steps():
-    model, pipe = both()
-    for k in (0, 2, 1):
-        for each in (model, pipe):
-            each.requires_grad_(True)
-            each[k].requires_grad_(False)
-        assert_trains_like(pipe, model)
-
-
-def test_freezing_between_forward_and_backward_is_as_without_checkpoint_or_refused():
-    pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
-    loss = pipe(rows()).square().sum()
-    pipe.requires_grad_(False)
-    try:
-        loss.backward()
-    except RuntimeError:
-        return
-    assert pipe[0].weight.grad is not None
-
-
-@pytest.mark.parametrize("change", ["setattr", "add_module", "deferred"])
-def test_layer_replaced_on_the_pipe_is_used_or_refused(change: str):
-    pipe = piped(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), [1, 1], chunks=2)
-    try:
-        if change == "deferred":
-            DeferredBatchNorm.convert_deferred_batch_norm(pipe, 2)
-        else:
-            (setattr if change == "setattr" else GPipe.add_module)(pipe, "0", DeferredBatchNorm(3, chunks=2))
-    except (AttributeError, RuntimeError, TypeError):
-        return
-    pipe(torch.randn(4, 3))
-    assert pipe._modules["0"].num_batches_tracked == 1
-
-
 @each_mode
 def test_layer_replaced_inside_of_a_layer_is_used(mode: str):
     """As adapters do."""
@@ -291,22 +199,6 @@ def test_layer_replaced_inside_of_a_layer_is_used(mode: str):
     for each in (model, pipe):
         each[0][1] = nn.Sequential(linears()[0], nn.Tanh(), linears()[2])
     assert_trains_like(pipe, model)
-
-
-@each_mode
-def test_functional_call_is_right_or_refused(mode: str):
-    model, pipe = both(mode)
-    grads = []
-    for each in (model, pipe):
-        given = {name: (p.detach() * 2).requires_grad_() for name, p in each.named_parameters()}
-        try:
-            torch.func.functional_call(each, given, (rows(),)).square().sum().backward()
-        except RuntimeError as error:
-            assert "checkpoint='never'" in str(error)  # noqa: PT017
-            assert mode != "never"
-            return
-        grads.append({name: p.grad for name, p in given.items()})
-    torch.testing.assert_close(grads[1], grads[0])
 
 
 def test_dtype_changes_between_runs():
@@ -336,21 +228,6 @@ def test_lazy_layers(mode: str, chunks: int):
         pipe(x).square().sum().backward()
 
 
-@each_mode
-def test_pipe_as_a_part_of_a_bigger_model(mode: str):
-    class Around(nn.Module):
-        def __init__(self, middle: nn.Module) -> None:
-            super().__init__()
-            self.before, self.middle, self.after = linears()[0], middle, linears()[2]
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.before(x)
-            return self.after(self.middle(x).relu() + x)
-
-    model, pipe = both(mode)
-    assert_trains_like(Around(pipe), Around(model))
-
-
 def test_network_of_two_pipes_trained_against_each_other():
     """Generator and discriminator: backward through both, of which only one is to learn."""
     results = []
@@ -362,32 +239,3 @@ def test_network_of_two_pipes_trained_against_each_other():
         critic(generator(rows()).detach()).square().mean().backward()
         results.append([p.grad for each in (generator, critic) for p in each.parameters()])
     torch.testing.assert_close(results[1], results[0])
-
-
-def test_layers_may_have_any_name_that_a_module_may():
-    model = nn.Sequential()
-    for name, layer in zip(("chunks", "balance", "partitions", "devices"), linears(4), strict=True):
-        model._modules[name] = layer
-    pipe = piped(model, [2, 2], chunks=2)
-    assert_trains_like(pipe, model)
-    assert list(pipe.state_dict()) == list(model.state_dict())
-
-
-def test_layer_called_by_itself_beside_the_pipe():
-    pipe = piped(linears(), [1, 2], chunks=2)
-    expected = linears()[0](rows())
-    torch.testing.assert_close(pipe[0](rows()), expected)
-    torch.testing.assert_close(pipe.partitions[0](rows()), expected)
-    assert_trains_like(pipe, linears())
-
-
-def test_layer_that_is_a_closure_over_the_model_s_own_parameter():
-    """A weight used twice inside one stage: in its layer and by a function."""
-
-    def tied() -> nn.Sequential:
-        layers = linears(2)
-        return nn.Sequential(layers[0], Call(lambda x: x @ layers[0].weight), layers[1])
-
-    model, again = tied(), tied()
-    pipe = GPipe(again, [2, 1], devices=["cpu"] * 2, chunks=2)
-    assert_trains_like(pipe, model)

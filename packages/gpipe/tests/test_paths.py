@@ -7,9 +7,6 @@ import sys
 
 import pytest
 
-import gpipe
-from gpipe.skip import skippable
-
 # What programs import from torchgpipe: its own benchmarks (ResNet, U-Net, AmoebaNet-D, and what runs them), its tests,
 # and repositories that use it.
 IMPORTS = [
@@ -62,17 +59,3 @@ assert "torch._dynamo" not in sys.modules, "the compiler takes seconds to import
 def test_a_function_hides_the_module_of_its_name_whatever_is_imported_first() -> None:
     """And importing gpipe imports no compiler."""
     subprocess.run([sys.executable, "-c", IMPORTED_ANEW], check=True, timeout=300)
-
-
-def test_every_path_leads_to_the_same_object() -> None:
-    from gpipe.batchnorm import DeferredBatchNorm
-    from gpipe.checkpoint import is_recomputing
-    from gpipe.gpipe import GPipe
-    from gpipe.skip import skippable as function
-    from gpipe.skip.skippable import Skippable
-
-    assert DeferredBatchNorm is gpipe.DeferredBatchNorm
-    assert is_recomputing is gpipe.is_recomputing
-    assert GPipe is gpipe.GPipe
-    assert Skippable is gpipe.skip.Skippable
-    assert function is skippable

@@ -136,14 +136,6 @@ def test_opaque_objects_are_refused_wherever_they_stand(pack: Callable[[Any], An
         pipe.step(rows(), loss_fn=lambda value, _: only_tensor(value).sum())
 
 
-@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
-@pytest.mark.parametrize("name", OPAQUE)
-def test_opaque_objects_are_refused_on_workers(name: str, schedule: str):
-    model = nn.Sequential(*linears(1), Call(OPAQUE[name]), Call(lambda _: rows()))
-    with piped_open(model, [2, 1]) as pipe, pytest.raises(TypeError, match="register"):
-        pipe.step(rows(), loss_fn=lambda y, _: y.sum(), schedule=schedule)
-
-
 def test_the_error_names_path_type_and_the_way_out():
     model = nn.Sequential(*linears(1), Call(lambda x: {"a": (x, Bare(Slotted(x)))}), Call(lambda value: value["a"][0]))
     expected = r"output\['a'\]\[1\].x of partition 0 is of type Slotted.*register_pytree_node\(Slotted, "
@@ -174,30 +166,6 @@ def test_plain_dataclasses_and_mappings_travel(name: str, mode: str, threads: An
         held(expected).square().sum().backward()
         torch.testing.assert_close(x.grad, y.grad)
         assert_same(pipe, model)
-
-
-@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_dataclasses_and_mappings_travel_in_a_step(name: str, schedule: str):
-    pack = PLAIN[name]
-    model = nn.Sequential(*linears(1), Call(pack), Call(held), *linears(1), Call(pack))
-    pipe = piped(model, [2, 2, 1], chunks=3)
-
-    def loss_fn(output: Any, target: Any) -> tuple[Tensor, int]:
-        return (held(output) - held(target)).square().sum(), held(target).numel()
-
-    loss = pipe.step(rows(), pack(rows()), loss_fn=loss_fn, schedule=schedule)
-    total, count = loss_fn(model(rows()), pack(rows()))
-    (total / count).backward()
-    torch.testing.assert_close(loss, (total / count).detach())
-    assert_same(pipe, model)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Registered, Bare])
-def test_a_dataclass_travels(kind: type, mode: str):
-    model = nn.Sequential(*linears(1), Call(lambda x: kind((x, x * 2))), Call(lambda v: v.x[0] * v.x[1]))
-    assert_trains_like(piped(model, [2, 1], chunks=3, checkpoint=mode), model)
 
 
 class piped_open:  # noqa: N801

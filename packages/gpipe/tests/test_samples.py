@@ -50,14 +50,13 @@ def sample(mask: Any = None, whole: Callable[[Any], Any] = lambda value: value) 
 
 SAMPLES = {
     "constants": sample,
-    "rules": lambda: sample(whole=Replicate),
-    "a tensor for all": lambda: sample(mask=Replicate(torch.ones(3))),
+    "rules": lambda: sample(mask=Replicate(torch.ones(3)), whole=Replicate),
 }
 
 each_sample = pytest.mark.parametrize("name", list(SAMPLES))
 each_model = pytest.mark.parametrize(
     ("make", "name"),
-    [(sequential, "constants"), (Blocks, "rules"), (sequential, "rules"), (Blocks, "a tensor for all")],
+    [(sequential, "constants"), (sequential, "rules"), (Blocks, "rules")],
 )
 
 

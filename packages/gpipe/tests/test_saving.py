@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import sys
 import tempfile
@@ -123,10 +122,6 @@ def test_it_goes_on_with_any_balance_or_as_the_plain_model(
     torch.testing.assert_close(again.state, uninterrupted(steps + more), rtol=1e-9, atol=1e-12)
 
 
-def test_a_checkpoint_is_the_plain_model_s() -> None:
-    assert [*Run([2, 3]).model.state_dict()] == [*network().state_dict()]
-
-
 def test_asynchronously(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved is what was there, although training goes on meanwhile."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which init_process_group changes for good
@@ -148,18 +143,3 @@ def test_asynchronously(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.distributed.destroy_process_group()
     again.train(1)
     torch.testing.assert_close(again.state, uninterrupted(3), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("balance", [[1, 4], [2, 1, 2]])
-def test_a_whole_pipe(balance: list[int]) -> None:
-    run = Run(balance)
-    run.train(1)
-    file = io.BytesIO()
-    torch.save((run.model, copy.deepcopy(run.optimizer.state_dict())), file)
-    file.seek(0)
-    again = Run(balance)
-    again.model, optimizer = torch.load(file, weights_only=False)
-    again.optimizer = torch.optim.AdamW([p for p in again.model.parameters() if p.requires_grad], 0.01)
-    again.optimizer.load_state_dict(optimizer)
-    again.train(1)
-    torch.testing.assert_close(again.state, uninterrupted(2), rtol=1e-9, atol=1e-12)

@@ -76,19 +76,6 @@ def test_pipes_come_and_go(rounds: int):
     assert tensors() <= alive
 
 
-def test_unclosed_pipe_ends_its_threads_when_it_is_garbage():
-    before = set(threading.enumerate())
-    pipe = pipe_of("always")
-    pipe(torch.randn(6, 4)).sum().backward()
-    own = set(threading.enumerate()) - before
-    assert own
-    del pipe
-    gc.collect()
-    for thread in own:
-        thread.join(300)
-        assert not thread.is_alive()
-
-
 def test_checkpointed_pipe_keeps_its_boundary_tensors_only():
     """And at most one micro-batch of the caller's input, copied while it is unknown whether a layer changes it.
 

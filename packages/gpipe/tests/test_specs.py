@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import gpipe
 import microbatch
 from gpipe import GPipe, inline
 from microbatch import Arguments, Mean, Replicate, Split, Sum
@@ -102,20 +101,6 @@ class TestForward:
         assert_same(pipe, model)
         torch.testing.assert_close(x.grad, y.grad)
 
-    @each_mode
-    @each_way
-    def test_a_recurrent_layer(self, mode: str, way: Any) -> None:
-        lstm = nn.LSTM(3, 4, num_layers=2, dtype=DOUBLE)  # sequence first, then samples
-        model = nn.Sequential(linears(1)[0], lstm, Call(lambda found: {"y": found[0], "h": found[1][0]}))
-        pipe = piped(model, [1, 2], chunks=2, checkpoint=mode, in_spec=Split(1), out_spec=Split(1))
-        x = torch.randn(5, 7, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(3))
-        with way():
-            found, expected = pipe(x), model(x)
-            torch.testing.assert_close(found, expected)
-            total(found).backward()
-        total(expected).backward()
-        assert_same(pipe, model)
-
 
 def masked(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
     return x * mask * scale
@@ -129,9 +114,6 @@ class Masked(nn.Module):
 
 
 class TestArguments:
-    def test_they_are_those_of_microbatch(self) -> None:
-        assert gpipe.values._leaves.Arguments is Arguments
-
     @each_mode
     @each_way
     @pytest.mark.parametrize("said", ["by the spec", "around the argument"])
@@ -199,18 +181,6 @@ class TestStep:
         loss_fn(model((scale, rows(7))), rows(7)).backward()
         assert_same(pipe, model)
 
-    def test_a_target_for_all(self) -> None:
-        model = linears()
-        pipe = piped(model, [1, 2], chunks=3)
-        weight = torch.arange(3, dtype=DOUBLE)
-
-        def loss_fn(output: Tensor, target: Any) -> Tensor:
-            return ((output - target[0]).square() * target[1]).mean()
-
-        pipe.step(rows(), (rows(), Replicate(weight)), loss_fn=loss_fn)
-        loss_fn(model(rows()), (rows(), weight)).backward()
-        assert_same(pipe, model)
-
 
 # What looks like rows but is none, given (n, 3) with n > 1.
 ROWLESS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -258,14 +228,6 @@ class TestRefused:
             piped(linears(), [1, 2], chunks=2, in_spec=spec)(rows())
         with pytest.raises(ValueError, match="spec does not fit output"):
             piped(linears(), [1, 2], chunks=2, out_spec=spec)(rows())
-
-
-def test_specs_survive_a_copy() -> None:
-    pipe = piped(linears(), [1, 2], chunks=2, in_spec=Split(1), out_spec=Split(1))
-    twin: GPipe = copy.deepcopy(pipe)
-    assert (twin.in_spec, twin.out_spec) == (Split(1), Split(1))
-    x = torch.ones(2, 5, 3, dtype=DOUBLE)
-    torch.testing.assert_close(twin(x), pipe(x))
 
 
 def test_what_cannot_be_told_from_rows_is_taken_for_rows() -> None:

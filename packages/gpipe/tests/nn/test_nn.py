@@ -160,44 +160,6 @@ def test_layers_in_a_row_written_by_hand() -> None:
     assert_trains_alike(GPipe(model, [3, 2, 3], devices=["cpu"] * 3, chunks=2), model, plain)
 
 
-def test_blocks_that_are_copies_are_kept_apart() -> None:
-    """As where a model is built of ``copy.deepcopy`` of one block."""
-    torch.manual_seed(0)
-    block = Residual(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    model = nn.Sequential(block, copy.deepcopy(block)).double()
-    plain = copy.deepcopy(model)
-    pipe = GPipe(flatten_nested(model), [2, 4, 2], devices=["cpu"] * 3, chunks=2)
-    assert_trains_alike(pipe, model, plain)
-
-
-def test_a_u_net() -> None:
-    """Blocks inside blocks, each concatenated with what is beside it."""
-
-    def concatenated(y: Tensor, x: Tensor) -> Tensor:
-        return torch.cat([y, x], dim=1)
-
-    def level(inner: nn.Module | None, channels: int) -> nn.Module:
-        down, up = (
-            nn.Conv2d(channels, channels * 2, 2, stride=2),
-            nn.ConvTranspose2d(channels * 2, channels, 2, stride=2),
-        )
-        middle = [] if inner is None else [inner]
-        block = Residual(down, nn.Tanh(), *middle, up, join=concatenated)
-        return nn.Sequential(OrderedDict(block=block, fuse=nn.Conv2d(channels * 2, channels, 1)))
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), level(level(level(None, 8), 4), 2), nn.Conv2d(2, 1, 1)).double()
-    plain, flat = copy.deepcopy(model), flatten_nested(model)
-    x = torch.randn(4, 1, 8, 8, dtype=torch.float64)
-    pipe = GPipe(flat, [4, 8, len(flat) - 12], devices=["cpu"] * 3, chunks=2)
-    outputs = [each(x) for each in (pipe, plain)]
-    torch.testing.assert_close(*outputs)
-    for output in outputs:
-        output.square().sum().backward()
-    torch.testing.assert_close(gradients(model), gradients(plain))
-    assert list(pipe.state_dict()) == list(plain.state_dict())
-
-
 def test_layers_keep_their_mode() -> None:
     model = nn.Sequential(nn.Sequential(nn.Dropout(), nn.Tanh()), Residual(nn.Tanh()))
     model[0][0].eval()
@@ -248,17 +210,6 @@ def test_twice_is_as_once() -> None:
     once = flatten_nested(model)
     assert list(flatten_nested(once)) == list(once)
     assert list(flatten_nested(once).state_dict()) == list(model.state_dict())
-
-
-def test_deferred_batch_norm() -> None:
-    torch.manual_seed(0)
-    block = Residual(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), shortcut=nn.BatchNorm1d(WIDTH))
-    model = nn.Sequential(nn.Sequential(block, nn.Tanh())).double()
-    plain = copy.deepcopy(model)
-    pipe = GPipe(flatten_nested(model), [2, 3], devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True)
-    pipe(batch())
-    plain(batch())
-    torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
 
 
 @pytest.mark.parametrize(

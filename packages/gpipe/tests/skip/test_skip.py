@@ -145,14 +145,6 @@ def test_same_layers_train_in_a_plain_sequential(mode: str):
         assert_trains_like(piped(model, balance, chunks=3, checkpoint=mode), model)
 
 
-def test_skip_past_a_stage_is_not_handed_to_it():
-    seen = []
-    middle = Call(lambda x: seen.append(x) or x * 1)
-    pipe = GPipe(nn.Sequential(Stash(), middle, Pop()), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
-    pipe(rows()).sum().backward()
-    assert all(isinstance(value, Tensor) for value in seen)
-
-
 def test_none_may_be_stashed_now_and_a_tensor_then():
     @skippable(stash=["skip"])
     class Sometimes(nn.Module):
@@ -214,13 +206,6 @@ def test_namespace_equals_its_copies_only():
     assert ns != other
     assert ns != "ns"
     assert (ns < other) != (other < ns)
-
-
-def test_isolating_one_name_leaves_the_others():
-    ns = Namespace()
-    layer = StashTwo().isolate(ns, only=["a"])
-    assert layer.stashable() == [(ns, "a"), (None, "b")]
-    assert StashTwo().stashable() == [(None, "a"), (None, "b")]
 
 
 @given(st.lists(st.none() | st.sets(st.sampled_from(["a", "b"])), max_size=4))
@@ -311,16 +296,6 @@ def commands(*given: Any) -> nn.Module:
 def test_broken_promises_are_named(layer: nn.Module, error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         layer(torch.ones(1))
-
-
-def test_layer_without_commands_is_refused_when_it_runs():
-    @skippable(stash=["a"])
-    class Plain(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    with pytest.raises(RuntimeError, match="'a' must be stashed but has not been"):
-        Plain()(torch.ones(1))
 
 
 def test_decorated_class_is_still_its_class():

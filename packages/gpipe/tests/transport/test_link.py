@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import GPipe
-from gpipe.transport._link import Channel, Link, stall_seconds
+from gpipe.transport._link import Link, stall_seconds
 from gpipe.values._describe import Cancelled
 
 from ..layers import Call, numbered, within
@@ -70,20 +70,6 @@ def test_a_reader_that_waits_already_is_let_go() -> None:
         within(10, read)
 
 
-def test_a_reader_waits_for_the_writer() -> None:
-    link: Link[str] = Link("letters")
-    threading.Thread(target=lambda: link.put(0, "hello")).start()
-    assert within(10, lambda: link.get(0)) == "hello"
-
-
-def test_a_cancellation_reaches_both_directions() -> None:
-    channel = Channel("somewhere")
-    channel.cancel()
-    for link in (channel.values, channel.gradients):
-        with pytest.raises(Cancelled):
-            link.get(0)
-
-
 class Stamp:
     """A carrier that leaves marks."""
 
@@ -136,12 +122,6 @@ class TestStallReport:
         threading.Thread(target=lambda: link.put(3, reports.wait_for(report))).start()
         assert within(25, lambda: link.get(3))
 
-    def test_who_need_not_wait_reports_nothing(self, reports: Reports) -> None:
-        link: Link[str] = Link("letters", stall_timeout=0.001)
-        link.put(0, "early")
-        link.get(0)
-        assert reports.messages == []
-
     def test_a_pipe_says_which_stage_waits_for_what(self, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GPIPE_STALL_SECONDS", "0.05")
         report = "no values between partitions 0 and 1 for micro-batch 1 in 0.05 s; still waiting"
@@ -154,24 +134,9 @@ class TestStallReport:
         pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2)
         assert pipe(numbered(2)).tolist() == [[0.0], [1.0]]
 
-    def test_without_the_variable_nothing_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("GPIPE_STALL_SECONDS", raising=False)
-        assert stall_seconds() is None
-
-    @pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("0.25", 0.25)])
-    def test_the_variable_is_seconds(self, text: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GPIPE_STALL_SECONDS", text)
-        assert stall_seconds() == seconds
-
-    @pytest.mark.parametrize("text", ["0", "-1", "soon", ""])
+    @pytest.mark.parametrize("text", ["0", "-1", "soon", "", "nan", "inf"])
     def test_what_is_no_time_is_refused(self, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GPIPE_STALL_SECONDS", text)
         with pytest.raises(ValueError, match="GPIPE_STALL_SECONDS must be a positive number of seconds") as caught:
             stall_seconds()
         assert repr(text) in str(caught.value)
-
-    @pytest.mark.parametrize("text", ["nan", "inf"])
-    def test_what_is_no_finite_time_is_refused(self, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GPIPE_STALL_SECONDS", text)
-        with pytest.raises(ValueError, match="GPIPE_STALL_SECONDS"):
-            stall_seconds()

@@ -47,17 +47,6 @@ def test_values_arrive_and_gradients_come_back(counts: Counts, order: list[int])
         torch.testing.assert_close(gradients, [tensor + 1 for tensor in Activation(sent[i]).tensors])
 
 
-@given(COUNTS)
-def test_each_part_has_its_own_channel(counts: Counts) -> None:
-    channels, source, _ = ends(len(counts))
-    parts = tuple(value(count, k) for k, count in enumerate(counts))
-    source.put_values(0, Activation(parts))
-    for channel, part in zip(channels, parts, strict=True):
-        assert channel.get_values(0).value is part
-        channel.put_gradients(0, [])
-    assert source.get_gradients(0) == []
-
-
 def test_parts_that_share_memory_keep_their_ties_and_have_gradients_of_their_own() -> None:
     _, source, target = ends(2)
     x = torch.arange(4.0, requires_grad=True)
@@ -65,11 +54,3 @@ def test_parts_that_share_memory_keep_their_ties_and_have_gradients_of_their_own
     assert target.get_values(0).ties == [SEEN, SEEN]
     target.put_gradients(0, [torch.ones(4), torch.zeros(2)])
     assert [gradient.tolist() for gradient in source.get_gradients(0) if gradient is not None] == [[1] * 4, [0] * 2]
-
-
-def test_where_no_gradient_flows_there_is_none() -> None:
-    _, source, target = ends(2)
-    source.put_values(0, Activation((torch.zeros(1), torch.zeros(1))))
-    target.get_values(0)
-    target.put_gradients(0, [None, torch.ones(1)])
-    assert source.get_gradients(0)[0] is None

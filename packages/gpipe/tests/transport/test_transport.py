@@ -15,7 +15,6 @@ from gpipe.transport._link import Channel
 from gpipe.transport._ports import Ports
 from gpipe.transport._transport import Transport
 from gpipe.values._describe import Cancelled
-from gpipe.values._leaves import Activation
 from streams import CPUStream
 
 PLACE = torch.device("cpu"), CPUStream, CopyStreams.on(torch.device("cpu"))
@@ -104,10 +103,3 @@ def test_whoever_waits_is_cancelled(case: tuple[int, SkipLayout], data: st.DataO
     for _ in range(2):
         with pytest.raises(Cancelled):
             link.get(0)
-
-
-def test_what_is_put_in_at_the_entrance_arrives_at_the_first_stage() -> None:
-    channels, _ = connected(2, SkipLayout())
-    value = Activation(torch.zeros(1))
-    channels.entrance.put_values(0, value)
-    assert channels.arrivals[0].get_values(0) is value
