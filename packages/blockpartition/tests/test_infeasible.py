@@ -58,27 +58,12 @@ def test_where_no_factor_helps_endless_room_does(problem):
     assert (refusal(problem.costs, endless, **problem.constraints) is None) == ("capacit" in str(error))
 
 
-@given(placings(max_layers=5))
-def test_the_layer_named_fits_on_no_stage_at_all(problem):
-    error = refusal(problem.costs, problem.stages, **problem.constraints)
-    if error is None or error.layer is None:
-        return
-    assert all(stage.capacity is not None for stage in problem.stages)
-    i, n = error.layer, len(problem.costs)
-    if i + 1 < n and i + 1 not in problem.constraints["forbid"]:
-        assert f"layer {i} needs" in str(error)
-
-
 def test_a_layer_that_fits_nowhere():
     error = refusal([1, 9, 1], [Stage(1, 4), Stage(1, 5)])
     assert (error.layer, error.scale, error.capacity) == (1, 2, None)
     assert str(error) == (
         "layer 1 needs 9 at least and fits on no stage; capacities 2.0 times as large are the least that would do"
     )
-
-
-def test_of_several_layers_that_fit_nowhere_the_first_is_named():
-    assert refusal([1, 7, 1, 9, 8], [Stage(1, 4), Stage(1, 5)]).layer == 1
 
 
 @given(placings(max_layers=6, forbid=[], boundary=None, modes=False))
@@ -127,23 +112,12 @@ def test_layers_that_fit_one_by_one_but_not_together():
     assert str(error) == ("no placement fits the capacities; a capacity of 6 on each stage is the least that would do")
 
 
-def test_a_capacity_is_told_in_the_kind_of_number_it_was_given_in():
-    assert repr(refusal([3, 3, 3], [Stage(1, 4.5), Stage(1, 4.5)]).capacity) == "6.0"
-    assert repr(refusal([3, 3, 3], [Stage(1, 4), Stage(1, 4)]).capacity) == "6"
-
-
 def test_a_stage_without_any_room():
     error = refusal([3, 3], [Stage(1, 0), Stage(1, 4)])
     assert (error.layer, error.scale, error.capacity) == (None, None, None)
     assert str(error) == (
         "no placement fits the capacities; no factor on the capacities would do: a stage with capacity 0 is in the way"
     )
-
-
-def test_a_layer_that_needs_most_where_most_is_in_flight():
-    error = refusal([1, 1], [Stage(1, 5)] * 2, activations=[6, 1], memory=[1, 1], in_flight=[2, 1])
-    assert (error.layer, error.capacity) == (0, 13)
-    assert str(error).startswith("layer 0 needs 7 at least and fits on no stage; ")
 
 
 def test_a_capacity_is_never_rounded_below_what_would_do():
@@ -165,21 +139,3 @@ def test_a_capacity_is_never_rounded_below_what_would_do():
 def test_too_many_cuts_or_too_few(arguments, message):
     error = refusal([1, 1, 1, 1], **arguments)
     assert (str(error), error.layer, error.scale, error.capacity) == (message, None, None, None)
-
-
-def test_makespan_and_bottleneck_explain_alike():
-    call = {"costs": [3, 3, 3], "stages": [Stage(1, 4), Stage(1, 4)], "microbatches": 2}
-    assert str(refusal(**call, objective="makespan")) == str(refusal(**call))
-
-
-def test_infeasible_is_a_value_error():
-    assert issubclass(Infeasible, ValueError)
-
-
-def test_a_need_too_long_to_print_does_not_hide_the_reason():
-    error = refusal([10**5000, 1], [Stage(1, 4), Stage(1, 5)])
-    assert error.layer == 0
-    assert str(error) == (
-        "layer 0 needs a number too long to print at least and fits on no stage; "
-        "capacities a number too long to print times as large are the least that would do"
-    )

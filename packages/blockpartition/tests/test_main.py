@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from blockpartition import partition
 from blockpartition.__main__ import main
 
 from .cases import cases
@@ -46,12 +45,6 @@ def test_numbers_keep_their_kind(run):
     assert json.loads(run("2", "--costs", "1e3", "0.5", "--json"))["loads"] == [1000.0, 0.5]
 
 
-def test_even_is_passed_on(run):
-    costs = [1, 1, 1, 1, 100, 1, 1, 1, 1]
-    found = json.loads(run("5", "--even", "exact", "--json", "--costs", *map(str, costs)))
-    assert tuple(found["sizes"]) == partition(costs, 5, even="exact").sizes != partition(costs, 5).sizes
-
-
 def test_a_line_for_each_block_and_what_is_known_of_the_largest(run):
     assert run("3", "--costs", "4", "8", "15", "16", "23", "42").splitlines() == [
         "0-2  27",
@@ -61,58 +54,6 @@ def test_a_line_for_each_block_and_what_is_known_of_the_largest(run):
         "at least 42 for anyone",
         "1.16667 times the mean",
     ]
-
-
-@cases(
-    ("costs", "bottleneck"),
-    [(["1/3", "1"], "1.33333"), (["10000001"], "10000001"), (["1.7e308", "1.7e308"], "3.4e+308")],
-)
-def test_numbers_without_an_end_are_rounded(run, costs, bottleneck):
-    *_, found, bound, mean = run("1", "--costs", *costs).splitlines()
-    assert (found, bound) == (f"bottleneck {bottleneck}", f"at least {bottleneck} for anyone")
-    assert mean == "1 times the mean"
-
-
-def test_help_says_what_each_option_is_for(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    for part in (
-        "usage: python -m blockpartition [-h] [--costs COST [COST ...]] [--even {quantile,exact}] [--json] partitions",
-        "Cut costs into contiguous blocks whose largest sum is the least possible.",
-        "partitions number of blocks",
-        "numbers such as 4, 1.5 or 2/3; read from standard input if not given",
-        "choice among the optima",
-        "--json print everything that is known about the partition",
-    ):
-        assert part in text
-
-
-@cases(
-    ("arguments", "message"),
-    [
-        (["2", "--costs", "1", "x"], "expected a number such as 4, 1.5 or 2/3, got 'x'"),
-        (["2", "--costs", "1/0"], "expected a number such as 4, 1.5 or 2/3, got '1/0'"),
-        (["4", "--costs", "1", "2", "3"], "3 layers cannot fill 4 stages; use at most 3"),
-        (["1", "--costs", "nan"], "costs[0] must be finite, got nan"),
-        (["1", "--costs", "-1"], "costs[0] must not be negative, got -1"),
-        (["two", "--costs", "1"], "argument partitions: invalid int value: 'two'"),
-        (["1", "--even", "fair", "--costs", "1"], "argument --even: invalid choice: 'fair'"),
-    ],
-)
-def test_mistakes_are_told_and_fail(capsys, arguments, message):
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_command_as_a_program():
-    command = [sys.executable, "-m", "blockpartition", "2", "--json"]
-    done = subprocess.run(
-        command, input="1 2 3", capture_output=True, text=True, timeout=300, check=True, env=_environment()
-    )
-    assert json.loads(done.stdout)["sizes"] == [2, 1]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pipe that can be closed")

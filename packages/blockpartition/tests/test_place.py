@@ -73,13 +73,6 @@ def test_hundreds_of_drawn_placements():
     check_many(0, 5 * settings.default.max_examples, 6)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_thousands_of_drawn_placements(seed):
-    check_many(seed, 2_500, 9)
-
-
 @given(st.lists(SMALL, min_size=1, max_size=40), st.data())
 def test_without_constraints_the_bottleneck_is_that_of_partition(costs, data):
     k = data.draw(st.integers(1, len(costs)))
@@ -134,37 +127,6 @@ def test_examples():
 def test_cuts_follow_the_speeds_where_the_optimum_leaves_a_choice():
     assert place([1] * 8 + [6], [Stage(1)] * 3).sizes == (4, 4, 1)
     assert place([1] * 9 + [100], [Stage(1), Stage(2), Stage(1)]).sizes == (3, 6, 1)
-
-
-def test_capacities_without_memory_limit_the_costs():
-    assert place([1, 1, 1, 1], [Stage(1, 1), Stage(1, 3)]).sizes == (1, 3)
-
-
-def test_memory_and_activations_add_up_for_each_microbatch_in_flight():
-    stages = [Stage(1, 10), Stage(1, 10)]
-    calls = {
-        None: (2, 2),  # 2·(2+3) = 10
-        "1f1b": (1, 3),  # the first stage holds two: 2+2·3 = 8; the second one: 3·(2+1·1)
-    }
-    memory, activations = [2, 2, 2, 2], [3, 1, 1, 1]
-    assert place([1] * 4, stages, memory=memory, activations=[3, 3, 3, 3]).sizes == calls[None]
-    found = place([1] * 4, stages, memory=memory, activations=activations, in_flight="1f1b")
-    assert found.sizes == calls["1f1b"]
-
-
-def test_no_more_microbatches_are_in_flight_than_there_are():
-    stages, activations = [Stage(1, 3), Stage(1, 3)], [1] * 6
-    assert place([1] * 6, stages, activations=activations, in_flight="1f1b", microbatches=1).sizes == (3, 3)
-    with pytest.raises(Infeasible):
-        place([1] * 6, stages, activations=activations, in_flight="1f1b")
-
-
-def test_makespan_may_prefer_a_slower_slowest_stage():
-    call = {"costs": [4, 2, 2, 4], "stages": 2, "transfer": [1, 8, 1]}
-    assert place(**call, microbatches=2).sizes in {(1, 3), (3, 1)}
-    few = place([5, 5, 1], [Stage(2), Stage(1)], objective="makespan", microbatches=1)
-    many = place([5, 5, 1], [Stage(2), Stage(1)], objective="makespan", microbatches=50)
-    assert (few.makespan, many.makespan) == (6, 6 + 49 * 5)
 
 
 @pytest.mark.parametrize("n", [60, 200])

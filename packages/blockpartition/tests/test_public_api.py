@@ -25,10 +25,6 @@ def test_examples_in_docstrings_run(name):
     )
 
 
-def test_the_version_is_told():
-    assert blockpartition.__version__.count(".") == 2
-
-
 def test_only_the_standard_library_is_imported():
     code = (
         "import sys; before = set(sys.modules); import blockpartition; "

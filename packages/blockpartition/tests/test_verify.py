@@ -82,28 +82,6 @@ GOOD = partition([1, 2, 3, 4, 5, 6], 3)
 
 
 @cases(
-    ("change", "message"),
-    [
-        ({"sizes": (3, 3, 0)}, r"^sizes\[2\] is 0; every block needs at least one layer$"),
-        ({"sizes": (3, 2, 2)}, r"^the sizes add up to 7 layers, there are 6 costs$"),
-        ({"sizes": (2, 3, 1)}, r"^loads should be \(3, 12, 6\), the result says \(6, 9, 6\)$"),
-        ({"loads": (6, 9, 7)}, r"^loads should be \(6, 9, 6\), the result says \(6, 9, 7\)$"),
-        ({"bottleneck": 8}, r"^bottleneck should be 9, the result says 8$"),
-        ({"lower_bound": 8}, r"^lower_bound should be 7, the result says 8$"),
-        ({"imbalance": 1.0}, r"^imbalance should be 1.2857142857142858, the result says 1.0$"),
-        ({"gap": 0.1}, r"^gap should be 0, the result says 0.1$"),
-        ({"witness": (2, 4)}, r"^the witness has 2 ends for 3 blocks$"),
-        ({"witness": (3, 4, 6)}, r"^witness\[2\] is 6; it has to lie in 4 … 5$"),
-        ({"witness": (3, 2, 5)}, r"^witness\[1\] is 2; it has to lie in 3 … 5$"),
-        ({"witness": (2, 4, 5)}, r"^witness\[0\] proves nothing: layers 0 … 2 together stay below the bottleneck$"),
-    ],
-)
-def test_each_field_is_checked(change, message):
-    with pytest.raises(ValueError, match=message):
-        verify(replace(GOOD, **change), [1, 2, 3, 4, 5, 6])
-
-
-@cases(
     ("arguments", "message"),
     [
         (("nonsense", [1, 2]), r"^partition must be a Partition, got 'nonsense' of type str$"),
@@ -119,36 +97,6 @@ def test_each_field_is_checked(change, message):
 def test_nonsense_is_named(arguments, message):
     with pytest.raises(TypeError, match=message):
         verify(*arguments)
-
-
-@cases(
-    ("keywords", "error", "message"),
-    [
-        ({"gap": "1%"}, TypeError, r"^gap must be an int, a float or a Fraction, got '1%' of type str$"),
-        ({"gap": -1}, ValueError, r"^gap must not be negative, got -1$"),
-        ({"partitions": 0}, ValueError, r"^partitions must be at least 1, got 0$"),
-        ({"partitions": 3.0}, TypeError, r"^partitions must be an int, got 3.0 of type float$"),
-        ({"objective": []}, ValueError, r"^objective must be one of 'bottleneck', 'makespan', got \[\]$"),
-        ({"objective": "makespan"}, TypeError, r"^a plain partition knows no stages"),
-    ],
-)
-def test_impossible_arguments(keywords, error, message):
-    with pytest.raises(error, match=message):
-        verify(GOOD, [1, 2, 3, 4, 5, 6], **keywords)
-
-
-def test_an_unknown_constraint_is_named():
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'forbidden'$"):
-        verify(place([1, 2], 2), [1, 2], 2, forbidden=[1])
-
-
-def test_a_list_is_as_good_as_a_tuple():
-    """As after a way through JSON."""
-    verify(replace(GOOD, **{name: list(getattr(GOOD, name)) for name in ("sizes", "loads", "witness")}), range(1, 7))
-
-
-def test_a_witness_of_a_plain_partition():
-    assert GOOD.witness == (3, 4, 5)
 
 
 def test_each_result_is_verified_with_the_arguments_it_came_from():

@@ -1,5 +1,4 @@
 from dataclasses import fields, replace
-from fractions import Fraction
 from random import Random
 
 import pytest
@@ -76,59 +75,6 @@ GOOD = place(COSTS, STAGES, **CONSTRAINTS)
 FAST = place(COSTS, STAGES, **CONSTRAINTS, objective="makespan")
 
 
-def test_the_good_ones_are_good():
-    assert (GOOD.sizes, GOOD.times, GOOD.makespan) == ((2, 3), (5, 4), 19)
-    verify(GOOD, COSTS, STAGES, **CONSTRAINTS)
-    verify(FAST, COSTS, STAGES, **CONSTRAINTS, objective="makespan")
-
-
-@cases(
-    ("change", "message"),
-    [
-        ({"sizes": (2, 2, 1)}, r"^3 blocks and 2 modes for 2 stages$"),
-        ({"sizes": (2, 2)}, r"^the sizes add up to 4 layers, there are 5 costs$"),
-        ({"sizes": (4, 1)}, r"^cut 4 is forbidden$"),
-        ({"sizes": (5, 0)}, r"^sizes\[1\] is 0; every block needs at least one layer$"),
-        ({"sizes": (0, 5)}, r"^sizes\[0\] is 0; every block needs at least one layer$"),
-        ({"sizes": (1, 4)}, r"^layers 1 to 4 do not fit on their stage$"),
-        ({"loads": (4, 9)}, r"^loads should be \(4, 8\), the result says \(4, 9\)$"),
-        ({"times": (5, 5)}, r"^times should be \(5, 4\), the result says \(5, 5\)$"),
-        ({"bottleneck": 4}, r"^bottleneck should be 5, the result says 4$"),
-        ({"lower_bound": 5}, r"^lower_bound should be 4, the result says 5$"),
-        ({"makespan": 17}, r"^makespan should be 19, the result says 17$"),
-        ({"gap": 0.5}, r"^gap is 0.5, more than 0$"),
-        ({"gap": -0.5}, r"^gap must not be negative, got -0.5$"),
-        ({"imbalance": 1.0}, r"^imbalance should be 1.25, the result says 1.0$"),
-        ({"makespan": None}, r"^makespan should be 19, the result says None$"),
-        ({"witness": (((0, 0, 0),), *GOOD.witness[1:])}, r"^witness\[0\] has \(0, 0, 0\); an interval has a first"),
-        ({"witness": GOOD.witness[:2]}, r"^the witness is about 2 numbers of stages, there are 3$"),
-        ({"witness": ((), *GOOD.witness[1:])}, r"^the witness does not start at layer 0$"),
-        ({"witness": (*GOOD.witness[:2], ((0, 5),))}, r"^the witness reaches the end: it proves nothing$"),
-        ({"witness": (((0, 0),), (), ())}, r"^the witness denies that a faster block can end at 1$"),
-    ],
-)
-def test_each_field_is_checked(change, message):
-    with pytest.raises(ValueError, match=message):
-        verify(replace(GOOD, **change), COSTS, STAGES, **CONSTRAINTS)
-
-
-@cases(
-    ("change", "message"),
-    [
-        ({"gap": None}, r"^gap must be an int, a float or a Fraction, got None of type NoneType$"),
-        ({"witness": 3}, r"^witness must be a tuple, got 3 of type int$"),
-        ({"witness": (1, 2, 3)}, r"^witness\[0\] must be a tuple, got 1 of type int$"),
-        (
-            {"witness": (((0, "0"),), *GOOD.witness[1:])},
-            r"^witness\[0\]\[0\]\[1\] must be an int, got '0' of type str$",
-        ),
-    ],
-)
-def test_nonsense_in_a_field_is_named(change, message):
-    with pytest.raises(TypeError, match=message):
-        verify(replace(GOOD, **change), COSTS, STAGES, **CONSTRAINTS)
-
-
 @given(
     placings(max_layers=5),
     st.sampled_from([field.name for field in fields(Placement)]),
@@ -156,12 +102,6 @@ def test_no_field_can_be_forged(problem, name, objective, value):
         assert not isinstance(value, bool)
 
 
-def test_without_microbatches_there_is_no_makespan():
-    found = place([1, 2, 3], 2)
-    with pytest.raises(ValueError, match=r"^makespan should be None, the result says 7$"):
-        verify(replace(found, makespan=7), [1, 2, 3], 2)
-
-
 def test_a_pinned_cut_is_missed():
     with pytest.raises(ValueError, match=r"^cut 1 is pinned, and a block goes across$"):
         verify(GOOD, COSTS, STAGES, **{**CONSTRAINTS, "pin": [1]})
@@ -185,13 +125,6 @@ def test_a_gap_is_accepted_only_as_far_as_it_was_asked_for():
         verify(found, costs, **call, objective="makespan")
     with pytest.raises(ValueError, match=r"^the witness does not exclude"):
         verify(replace(found, gap=0.0), costs, **call, objective="makespan")
-
-
-def test_witness_is_in_layers_and_thresholds_in_the_callers_unit():
-    assert isinstance(GOOD, Placement)
-    assert GOOD.witness == (((0, 0),), ((1, 1),), ((2, 3),))
-    assert all(isinstance(threshold, Fraction) for threshold in FAST.witness)
-    assert list(FAST.witness) == sorted(FAST.witness)
 
 
 def test_a_block_may_come_from_a_start_that_is_not_the_nearest():
