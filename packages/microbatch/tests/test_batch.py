@@ -76,40 +76,12 @@ def test_call_passes_the_value_as_one_argument(value: Any) -> None:
     assert calls[0][0] is value
 
 
-@pytest.mark.parametrize("value", [x, *(value for value, tensors in TREES if tensors)])
-def test_one_tensor_is_replaced_and_the_rest_stays(value: Any) -> None:
-    for i in range(len(Batch(value))):
-        batch, new = Batch(value), torch.tensor(0)
-        others = list(batch)
-        batch[i] = new
-        assert batch[i] is new
-        others[i] = new
-        assert identical(batch, others)
-        assert type(batch.value) is type(value)
-
-
 @given(problems())
 def test_replacing_all_by_all_changes_nothing_and_copies_nothing(problem: Problem) -> None:
     batch = Batch(problem.value)
     batch[:] = iter(list(batch))  # type: ignore[assignment]
     assert identical(batch, Batch(problem.value))
     assert_same(batch.value, problem.value)
-
-
-def test_the_value_that_was_given_stays_as_it_was() -> None:
-    value = {"a": [x, y]}
-    batch = Batch(value)
-    batch[0] = z
-    assert value["a"][0] is x
-
-
-def test_a_plain_tuple_may_change_its_length() -> None:
-    batch = Batch((x, y))
-    batch[:] = (z,)
-    assert not batch.atomic
-    assert identical(batch.value, (z,))
-    batch[:] = ()
-    assert batch.value == ()
 
 
 @pytest.mark.parametrize("value", [x, [x], {"a": x}, (x, None)])
@@ -131,11 +103,6 @@ def test_an_index_out_of_range(value: Any, index: int) -> None:
     assert identical(batch, [x])
 
 
-def test_other_slices_are_not_supported() -> None:
-    with pytest.raises(NotImplementedError, match=r"use batch\[i\] = t or batch\[:\] = ts"):
-        Batch((x, y))[:1] = (z,)
-
-
 def test_only_tensors_replace_tensors() -> None:
     with pytest.raises(TypeError, match=r"batch\[0\] is set to a int; expected a tensor"):
         Batch(x)[-1] = 3  # type: ignore[assignment]
@@ -149,7 +116,3 @@ def test_copy_and_pickle(value: Any) -> None:
     assert copy.copy(batch).value is value
     assert_same(copy.deepcopy(batch).value, value)
     assert_same(pickle.loads(pickle.dumps(batch)).value, value)
-
-
-def test_repr() -> None:
-    assert repr(Batch((x,))) == "Batch((tensor(42),))"

@@ -81,16 +81,14 @@ def test_forward_mode_of_what_also_requires_grad() -> None:
     torch.testing.assert_close(tangent, 2 * x)
 
 
-@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("chunks", [3, [1, 3]], ids=str)
 @pytest.mark.parametrize("cut", ours)
-def test_compiled_as_one_graph(cut: Any, grad: bool, chunks: Any) -> None:
+def test_compiled_as_one_graph(cut: Any, chunks: Any) -> None:
     torch.compiler.reset()
     compiled = torch.compile(curved(cut, chunks), fullgraph=True, backend="aot_eager")
-    t, same = x.clone().requires_grad_(grad), x.clone().requires_grad_(grad)
+    t, same = x.clone().requires_grad_(), x.clone().requires_grad_()
     found, expected = compiled(t), curved(plain, chunks)(same)
     torch.testing.assert_close(found, expected)
-    if grad:
-        found.backward()
-        expected.backward()
-        torch.testing.assert_close(t.grad, same.grad)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(t.grad, same.grad)

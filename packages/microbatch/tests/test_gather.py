@@ -44,26 +44,6 @@ def test_autocast_does_not_matter(dtype: torch.dtype, autocast: torch.dtype) -> 
         assert b.grad.dtype is dtype
 
 
-def test_any_iterable_of_batches_does() -> None:
-    assert gather(iter(batches(one, two))).shape == (3, 3)
-
-
-def test_the_empty_tuple_is_a_value() -> None:
-    assert gather(batches((), ())) == ()
-
-
-def test_each_micro_batch_gets_its_rows_of_the_gradient_if_it_needs_one() -> None:
-    a, b, c = torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True), torch.ones(1)
-    gather(batches(a, b, c)).backward(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert a.grad.tolist() == [1]
-    assert b.grad.tolist() == [2, 3]
-
-
-def test_another_dimension() -> None:
-    assert gather(batches({"x": one}, {"x": one}), Split(1))["x"].shape == (1, 6)
-    assert gather(batches({"x": one}, {"x": one}), {"x": Split(-1)})["x"].shape == (1, 6)
-
-
 def test_of_replicated_leaves_the_first_is_returned() -> None:
     loss = torch.tensor(1.0, requires_grad=True)
     result = gather(batches((one, loss, 3), (two, torch.tensor(1.0), 3)), (None, Replicate(), Replicate()))
@@ -178,16 +158,6 @@ def test_unlike_trees(first: Any, other: Any, message: str) -> None:
     gather(batches(first, first))
     with pytest.raises(ValueError, match="^micro-batch 2 is unlike micro-batch 0: " + message):
         gather(batches(first, first, other))
-
-
-def test_nothing() -> None:
-    with pytest.raises(ValueError, match="gather got no micro-batches"):
-        gather([])
-
-
-def test_other_things_than_batches() -> None:
-    with pytest.raises(TypeError, match="micro-batch 1 is of type Tensor; expected a Batch"):
-        gather([Batch(one), one])  # type: ignore[list-item]
 
 
 def test_other_leaves_need_a_spec() -> None:

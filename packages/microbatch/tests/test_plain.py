@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from microbatch import Batch, Replicate, Split, check, flatten, gather, map_tensors, scatter, scatter_views, unflatten
 
@@ -132,12 +131,6 @@ def test_a_batch_finds_the_tensors(value: Any) -> None:
     assert opened(batch.value) == opened(map_tensors(lambda t: t * 2, value))
 
 
-def test_nothing_is_registered_and_torch_sees_what_it_saw() -> None:
-    value = Sample(x)
-    scatter(value, 2)
-    assert pytree.tree_leaves(value)[0] is value
-
-
 def test_what_a_constructor_has_done_is_not_done_again() -> None:
     a, b = scatter(Derived(x), 2)
     assert a.value.length.tolist() == [3, 12]
@@ -160,11 +153,6 @@ def test_paths_and_specs_go_by_name() -> None:
     assert a.value[0].mask["n"] == 3
 
 
-def test_packed_sequences_are_found_in_them() -> None:
-    with pytest.raises(TypeError, match=r"^input\.mask\.data belongs to a PackedSequence"):
-        scatter(Sample(x, nn.utils.rnn.pack_sequence([torch.ones(2, 1)])), 2)
-
-
 class Stubborn(UserDict):  # type: ignore[type-arg]
     def __init__(self, words: Any, mask: Any) -> None:
         super().__init__(words=words, mask=mask)
@@ -185,11 +173,6 @@ def test_what_cannot_be_put_together_says_how_to(value: Any) -> None:
     kind = type(value).__name__
     with pytest.raises(TypeError, match=rf"^a {kind} cannot be made of its parts \S+, \S+: .*register_pytree_node"):
         scatter(value, 2)
-
-
-def test_a_class_is_no_value() -> None:
-    with pytest.raises(TypeError, match=r"^input\[1\] is of type type, which cannot be split"):
-        scatter((x, Sample), 2)
 
 
 def test_replicated_ones_agree_by_what_is_in_them() -> None:

@@ -41,20 +41,10 @@ def test_it_is_that_of_the_whole_also_in_gradients(function: Any, rule: Any, siz
         torch.testing.assert_close(x.grad, y.grad, equal_nan=True)
 
 
-def test_numbers() -> None:
-    parts = [Batch((2.0, 1), (3,)), Batch((4.0, 2), (1,))]
-    assert gather(parts, (Mean(), Sum())) == (2.5, 3)
-    assert gather(parts[:1], (Mean(), Sum())) == (2.0, 1)
-
-
 @pytest.mark.parametrize("rule", [Mean(), Sum()])
 def test_what_is_no_number_is_not_reduced(rule: Any) -> None:
     with pytest.raises(TypeError, match=r"^output\[1\] is of type str, which cannot be split"):
         gather([Batch((2.0, "text"), (1,))] * 2, rule)
-
-
-def test_none_stays_none() -> None:
-    assert gather([Batch((None, torch.ones(2)), (2,))] * 2, (Mean(), None))[0] is None
 
 
 @pytest.mark.parametrize("rule", [Mean(), Sum()])

@@ -32,12 +32,6 @@ def test_each_number_of_rows_counts_once() -> None:
     assert [batch.rows for batch in found] == [(1, 2, 3)] * 2
 
 
-def test_a_call_hands_them_on_and_a_new_batch_knows_none() -> None:
-    batch = scatter(torch.ones(5), 2)[0]
-    assert batch.call(lambda x: x.sum()).rows == (3,)
-    assert Batch(batch.tensor).rows == ()
-
-
 @given(many, st.integers(0, 3))
 def test_so_many_times_the_rows_pass(rows: list[int], times: int) -> None:
     result = gather(batches(rows, lambda n: torch.arange(float(times * n))))

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -47,8 +46,3 @@ def test_sizes_of_another_type(chunks: Any) -> None:
 def test_fewer_than_none(chunks: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scatter(torch.ones(2), chunks)
-
-
-def test_any_integer_is_a_number_of_chunks() -> None:
-    assert len(scatter(torch.ones(4), torch.tensor(2))) == 2  # type: ignore[arg-type]
-    assert len(scatter(torch.ones(4), np.int64(3))) == 2

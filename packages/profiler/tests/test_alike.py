@@ -29,9 +29,6 @@ def test_figures_are_those_of_counting_each(stacks, order, sample):
     assert counted(model, sample, each=False) == counted(model, sample, each=True)
 
 
-SAMPLE = torch.rand(4, WIDTH, requires_grad=True)
-
-
 class Block(nn.Module):
     def __init__(self, width: int = WIDTH, *, config: object = None, scale: float = 1.0, tied: bool = False) -> None:
         super().__init__()
@@ -68,19 +65,6 @@ def test_a_deep_model_takes_as_long_as_one_block(dtype):
     sample = torch.rand(4, WIDTH, dtype=dtype, requires_grad=True)
     profile(nn.Sequential(*blocks).to(dtype), sample, device="meta")
     assert Block.calls == 2  # the first gets its input from outside
-
-
-def test_a_class_of_a_function_and_a_function_without_a_name_make_blocks_no_other():
-    class Inner(Block):
-        pass
-
-    def activation(x):
-        return x
-
-    ahead, made = nn.Linear(WIDTH, WIDTH), [Inner(config=lambda x: x), Inner(config=activation)]
-    Inner.calls = 0
-    profile(nn.Sequential(ahead, *(Inner(config=activation) for _ in range(5)), *made), SAMPLE, device="meta")
-    assert Inner.calls == 2  # the function without a name is another one
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,3 @@
-import itertools
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,14 +35,3 @@ def test_readings_that_do_not_belong_together_are_taken_again(tmp_path):
 
         patch.setattr(_clock.time, "perf_counter", interrupted)
         assert clock() == 6.0  # the second reading, less what was queued before it
-
-
-def test_without_statistics_it_is_the_ordinary_clock(tmp_path):
-    with undisturbed_clock(str(tmp_path / "nothing")) as clock:
-        assert clock is time.perf_counter
-
-
-def test_it_goes_on_while_the_thread_works():
-    with undisturbed_clock() as clock:
-        readings = [clock() for _ in itertools.repeat(None, 1000)]
-    assert readings[-1] > readings[0]

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
 from profiler import AllocationTracker, profile
 
@@ -61,16 +60,6 @@ def test_no_recurrent_layer_is_free(device, kind, gates, options):
     assert 0.85 * 3 * product(rows * times, 1, matrices) <= found <= 3 * product(rows * times, 1, matrices)
 
 
-def test_rows_that_end_early_take_no_more():
-    class Packed(First):
-        def forward(self, x):
-            packed = pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
-            return self.layer(packed)[0].data
-
-    layer = nn.GRU(4, 4, batch_first=True)
-    assert 0 < flops(Packed(layer), torch.rand(2, 5, 4), "cpu") < flops(First(layer), torch.rand(2, 5, 4), "cpu")
-
-
 @DEVICES
 @fewer
 @given(sizes, sizes, st.integers(1, 3), sizes)
@@ -101,21 +90,6 @@ def test_groups_multiply_each_row_with_one_matrix(experts, rows, width, hidden):
     assert not tracker.uncounted
 
 
-@fewer
-@given(sizes, sizes, sizes)
-def test_products_of_equal_groups_and_with_vectors(groups, rows, width):
-    a = torch.rand(groups, 8 * rows, 8 * width, dtype=torch.bfloat16)
-    with AllocationTracker() as tracker:
-        torch.nn.functional.grouped_mm(a, a.transpose(1, 2))
-    assert tracker.flops == groups * product(8 * rows, 8 * width, 8 * rows)
-    matrix, vector = torch.rand(rows, width), torch.rand(width)
-    with AllocationTracker() as tracker:
-        torch.mv(matrix, vector)
-        torch.dot(vector, vector)
-        nn.Linear(width, rows)(vector)
-    assert tracker.flops == 2 * product(rows, width, 1) + product(1, width, 1)
-
-
 @torch.library.custom_op("profiler_tests::fused", mutates_args=())
 def fused(x: torch.Tensor) -> torch.Tensor:
     return x @ x.T @ x
@@ -142,13 +116,3 @@ def test_an_operation_without_a_formula_is_named_with_its_layer(compute, name, d
         UserWarning, match=f"layer '1': there is no FLOP formula for {name}.*, so the FLOPs of the layer"
     ):
         profile(nn.Sequential(nn.ReLU(), Layer()), torch.rand(4, 4), device=device, timeout=1e-6)
-
-
-def test_operations_that_multiply_no_matrices_need_no_formula(recwarn):
-    layers = [nn.BatchNorm1d(4), nn.GELU(), nn.Dropout(), nn.LayerNorm(4), nn.Softmax(-1), nn.LSTMCell(4, 4)]
-    with AllocationTracker() as tracker:
-        x = torch.rand(4, 4, requires_grad=True)
-        for layer in layers:
-            (layer(x)[0] if isinstance(layer, nn.LSTMCell) else layer(x)).sum().backward()
-        nn.functional.interpolate(x[None, None], scale_factor=2, mode="bilinear").cumsum(0).sum().backward()
-    assert tracker.uncounted == set()

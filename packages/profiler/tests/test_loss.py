@@ -25,14 +25,6 @@ def test_bytes_of_cross_entropy(device, chunks):
     assert (found.loss.seconds is None) == (device == "meta")
 
 
-def test_figures_of_the_layers_do_not_depend_on_it():
-    alone = profile(MODEL, X, device="meta")
-    both = profile(MODEL, X, device="meta", loss_fn=F.cross_entropy, target=Y)
-    assert both.layers == alone.layers
-    assert alone.loss is None
-    assert both.costs("saved_bytes") == alone.costs("saved_bytes")
-
-
 def test_a_loss_that_is_a_module_and_one_that_counts():
     class Head(nn.Module):
         def __init__(self):
@@ -44,14 +36,6 @@ def test_a_loss_that_is_a_module_and_one_that_counts():
 
     found = profile(MODEL, X, device="cpu", loss_fn=Head(), target={"mask": Y > 1}, timeout=1e-6)
     assert (found.loss.kind, found.loss.trainable_bytes) == ("Head", 5 * 4)
-
-
-def test_a_layer_may_be_called_loss():
-    model = nn.Sequential()
-    model.add_module("loss", nn.Linear(6, 5))
-    found = profile(model, X, device="meta", loss_fn=F.cross_entropy, target=Y)
-    assert found.names == ["loss"]
-    assert found.loss.kind == "cross_entropy"
 
 
 def test_it_has_a_line_and_is_in_the_sum_and_in_json():

@@ -121,15 +121,6 @@ def test_nothing_changes_with_hard_layers(name, way):
     assert_same(before, state(model, sample))
 
 
-@pytest.mark.parametrize("way", ["sizes", "fake sizes"])
-def test_sizes_do_not_mind_gradients_and_keep_them(way):
-    model, sample = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), torch.rand(4, 6)
-    model(sample).sum().backward()
-    before = state(model, sample)
-    WAYS[way](model, sample)
-    assert_same(before, state(model, sample))
-
-
 @fewer
 @given(models(), samples(), ways, st.booleans())
 def test_nothing_is_left_in_memory(model, sample, way, autocast):
@@ -138,14 +129,6 @@ def test_nothing_is_left_in_memory(model, sample, way, autocast):
         way(model, sample)
         gc.collect(0)
         assert births.alive() == 0
-
-
-def test_works_in_inference_mode():
-    model = nn.Sequential(nn.Linear(6, 6))
-    with torch.inference_mode():
-        found = profile(model, torch.rand(4, 6), device="cpu", timeout=1e-6)
-        assert torch.is_inference_mode_enabled()
-    assert found["0"].backward_seconds > 0
 
 
 def test_counts_cast_weights_under_autocast_and_leaves_no_cache():

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from microbatch import Replicate, Split
-from profiler import profile, profile_times
-from profiler._sizes import profile_sizes
+from profiler import profile
 
 
 class First(nn.Module):
@@ -39,8 +38,3 @@ def test_profiles(device: str, options: dict[str, Any]) -> None:
     found = profile(model(), sample(), device=device, timeout=0.01, **options)
     rows = 4 if "rows" in options else 8 // options.get("chunks", 1)
     assert [layer.output_bytes for layer in found.layers] == [rows * 3 * 4] * 2
-
-
-def test_times_and_sizes() -> None:
-    assert len(profile_times(model(), sample(), 0.01, torch.device("cpu"))) == 2
-    assert len(profile_sizes(model(), sample(), 2, 2.0, torch.device("cpu"))) == 2

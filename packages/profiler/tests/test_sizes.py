@@ -6,7 +6,7 @@ from torch import nn
 
 from profiler import profile_sizes
 
-from .strategies import PIECES, WIDTH, fewer, models, samples
+from .strategies import WIDTH, fewer, models, samples
 
 ROW = 4 * WIDTH
 
@@ -16,24 +16,6 @@ ROW = 4 * WIDTH
 def test_fake_tensors_count_what_real_ones_do(model, sample, chunks, param_scale):
     real = profile_sizes(model, sample, chunks, param_scale, "cpu")
     assert profile_sizes(model, sample, chunks, param_scale, "meta") == real
-
-
-@fewer
-@given(models(PIECES), samples(min_rows=1), st.integers(1, 5))
-def test_saved_bytes_scale_with_the_batch(model, sample, times):
-    once = profile_sizes(model, sample, 1, 0, "cpu")
-    many = profile_sizes(model, sample.detach().repeat(times, 1).requires_grad_(sample.requires_grad), 1, 0, "cpu")
-    assert many == [times * size for size in once]
-
-
-@fewer
-@given(models(), models(), samples())
-def test_sizes_are_additive_over_concatenation(a, b, sample):
-    middle = a(sample.detach().clone().requires_grad_(sample.requires_grad) * 1)
-    middle = middle.detach().requires_grad_(middle.requires_grad)
-    assert profile_sizes(nn.Sequential(*a, *b), sample, 1, 2.0, "cpu") == (
-        profile_sizes(a, sample, 1, 2.0, "cpu") + profile_sizes(b, middle, 1, 2.0, "cpu")
-    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

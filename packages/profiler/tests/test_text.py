@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.text import align, format_bytes, format_flops, format_seconds, format_share, time_unit
+from profiler import LayerProfile, Profile
+from profiler.text import align, format_bytes, format_flops, format_seconds, format_share
 
 
 def test_columns_are_flush():
@@ -17,14 +18,34 @@ def test_three_digits():
     assert [format_share(s) for s in (0, 3 / 11, 1)] == ["0.0 %", "27.3 %", "100.0 %"]
 
 
-@given(st.floats(1e-9, 1e6))
-def test_a_time_is_at_least_one_of_its_unit(seconds):
-    length, name = time_unit(seconds)
-    assert seconds >= length
-    assert format_seconds(length).endswith(f" {name}")
-
-
 @given(st.floats(1, 1e15))
 def test_no_more_than_four_characters_say_the_number(count):
     number = format_bytes(count).split()[0]
     assert len(number.replace(".", "")) <= 4
+
+
+TWO = Profile(
+    layers=(
+        LayerProfile("conv", "Conv2d", 1.5e-3, 3e-3, 1024, 1024, 0, 2**20, 2**20, 2**21, 2_000_000),
+        LayerProfile("head", "Linear", 2e-5, 4e-9, 4096, 0, 8, 40, 40, 80, 100),
+    ),
+    device="cpu",
+    torch="2.13.0",
+    threads=1,
+    chunks=4,
+    rows=8,
+    rounds=12,
+)
+
+TABLE = """\
+2 layers on cpu, micro-batch of 8 rows (chunks=4), median of 12 rounds
+layer  type     forward  backward  parameters  buffers      saved     output       peak    FLOPs
+────────────────────────────────────────────────────────────────────────────────────────────────
+conv   Conv2d  *1.50 ms  *3.00 ms    2.00 KiB      0 B  *1.00 MiB  *1.00 MiB  *2.00 MiB  *2.00 M
+head   Linear   20.0 µs      4 ns   *4.00 KiB     *8 B       40 B       40 B       80 B      100
+total           1.52 ms   3.00 ms    6.00 KiB      8 B   1.00 MiB                         2.00 M
+* the largest of its column"""
+
+
+def test_a_table():
+    assert str(TWO) == TABLE

@@ -29,17 +29,6 @@ class Clock:
         return self.now
 
 
-@given(st.integers(1, 9), st.integers(0, 20))
-def test_rounds_fill_the_time_and_are_never_too_few(least, timeout):
-    # The clock is read once at the start and once before each round that is not owed.
-    rounds = measure(
-        nn.Sequential(nn.ReLU()), Batch(torch.rand(1)), CPU, timeout=timeout, least=least, clock=(clock := Clock())
-    )
-    assert len(rounds) >= least
-    assert clock.now == 1 + len(rounds)
-    assert len(rounds) == least or len(rounds) - 1 < timeout
-
-
 @given(st.integers(1, 12), st.integers(0, 20))
 def test_rounds_that_are_not_owed_end_within_one_and_a_half_times_the_timeout(length, timeout):
     """Each round takes `length` seconds; the first warms up, and is taken if there is time for no other."""
@@ -120,27 +109,6 @@ def test_the_part_of_the_backward_for_the_inputs(layer, requires_grad, expected)
         clock=itertools.count().__next__,
     )
     assert rounds[0] == [expected]
-
-
-def test_what_makes_gradients_to_start_from_is_no_backward(monkeypatch):
-    clock = Clock(step=0.0)
-    ones = torch.ones_like
-
-    def slow(y):
-        clock.now += 100
-        return ones(y)
-
-    monkeypatch.setattr(torch, "ones_like", slow)
-    rounds = measure(
-        nn.Sequential(nn.Linear(3, 3)),
-        Batch(torch.rand(2, 3)),
-        CPU,
-        timeout=1e-6,
-        least=1,
-        watch=host_watch(clock),
-        clock=itertools.count().__next__,
-    )
-    assert rounds == [[(0, 0, None)]]
 
 
 def test_gradients_do_not_add_up_from_round_to_round():

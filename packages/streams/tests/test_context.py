@@ -242,13 +242,6 @@ def test_the_default_device_set_for_good_goes_along():
         torch.set_default_device(None)
 
 
-def test_several_workers_may_be_under_one_context():
-    with torch.no_grad(), Logging("x"), variable(COLOUR, "red"):
-        seen = state()
-        with spawn_workers([CPU] * 4, shared=False) as (in_queues, _):
-            assert [found.result(PATIENCE) for found in [submit(queue, state) for queue in in_queues]] == [seen] * 4
-
-
 class Casts(DispatchMode):
     """Counts the casts of this thread."""
 
@@ -330,12 +323,3 @@ def test_inside_a_transform_capturing_is_refused(transform):
     with pytest.raises(RuntimeError, match=r"inside a torch\.func transform"):
         transform(work)(torch.ones(2))
     Context.capture()
-
-
-def test_process_wide_settings_are_none_of_its_business():
-    context = Context.capture()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert under(context, torch.get_default_dtype) == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)

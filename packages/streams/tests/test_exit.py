@@ -6,9 +6,6 @@ import sys
 from textwrap import dedent
 
 import pytest
-import torch
-
-from streams import _exit, spawn_workers
 
 # Three workers that nobody ends: one idle, one computing for ever, one waiting for ever.
 SCRIPT = dedent("""
@@ -108,9 +105,3 @@ FORKED = dedent("""
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_exits_without_the_workers_of_its_parent():
     assert run(FORKED) == (7, "5\n", "")
-
-
-def test_of_workers_that_have_ended_nothing_is_kept():
-    with spawn_workers([torch.device("cpu")] * 2, shared=False):
-        pass
-    assert not any("worker of" in thread.name and not thread.is_alive() for thread in _exit._workers)

@@ -54,12 +54,6 @@ def test_steps_find_the_memory_of_the_ones_before() -> None:
     assert without > 10 * (kept + 1)
 
 
-def test_another_system_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.delattr(ctypes, "CDLL")
-    assert keep_memory() is False
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is called")
 @pytest.mark.parametrize("refused", [-1, -2, -3])
 def test_every_setting_is_asked_for_and_a_refusal_is_said(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:

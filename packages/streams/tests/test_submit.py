@@ -3,14 +3,14 @@
 import concurrent.futures
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from queue import Empty, SimpleQueue
+from queue import Empty
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams import CPUStream, Task, spawn_workers, submit, worker
+from streams import CPUStream, Task, spawn_workers, submit
 
 from .fakes import PATIENCE, take, wait
 
@@ -80,18 +80,6 @@ def test_what_is_raised_is_the_same_error_with_its_traceback(failure):
         assert submit(in_queue, lambda: "after").result(PATIENCE) == "after"
 
 
-def test_a_future_that_was_cancelled_in_time_never_runs():
-    started, gate, ran = threading.Event(), threading.Event(), []
-    with spawn_workers([CPU]) as ([in_queue], _):
-        running = submit(in_queue, lambda: (started.set(), wait(gate)))
-        futures = [submit(in_queue, lambda k=k: ran.append(k)) for k in range(4)]
-        wait(started)
-        assert [future.cancel() for future in (running, futures[1], futures[2])] == [False, True, True]
-        gate.set()
-    assert ran == [0, 3]
-    assert [future.cancelled() for future in futures] == [False, True, True, False]
-
-
 def test_tasks_and_futures_take_their_turns_and_each_has_one_answer():
     order = []
     with spawn_workers([CPU]) as ([in_queue], [out_queue]):
@@ -117,17 +105,6 @@ def test_a_callback_that_fails_is_logged_and_the_worker_goes_on(failure, caplog)
         gate.set()
         assert submit(in_queue, lambda: "after").result(PATIENCE) == "after"
     assert failure.__name__ in caplog.text
-
-
-def test_a_worker_whose_device_cannot_be_taken_says_so_in_every_future():
-    in_queue, out_queue = SimpleQueue(), SimpleQueue()
-    futures = [submit(in_queue, lambda: pytest.fail("this ran without its device")) for _ in range(2)]
-    in_queue.put(None)
-    thread = threading.Thread(target=worker, args=(in_queue, out_queue, torch.device("cuda", 99), True), daemon=True)
-    thread.start()
-    for future in futures:
-        assert "cuda:99" in str(future.exception(PATIENCE))
-    thread.join(PATIENCE)
 
 
 @pytest.mark.parametrize(

@@ -88,16 +88,6 @@ def test_threads_that_live_together_keep_their_own_numbers(numbers):
     assert everybody_elses() == before
 
 
-@needs_proc
-def test_a_number_may_be_changed():
-    def twice():
-        limit_threads(3)
-        limit_threads(1)
-        return torch.get_num_threads(), helpers()
-
-    assert in_thread(twice) == (1, 0)
-
-
 @pytest.mark.parametrize(
     ("junk", "kind", "message"),
     [
@@ -110,11 +100,6 @@ def test_what_is_no_number_of_threads_is_named(junk, kind, message):
     with pytest.raises(kind, match=message):
         limit_threads(junk)
     assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize("number", [1, 2**31 - 1])
-def test_the_bounds_are_numbers_of_threads(number):
-    in_thread(lambda: limit_threads(number))
 
 
 def reaches(count):
@@ -165,16 +150,6 @@ def test_helpers_of_other_threads_stay():
     finally:
         done.set()
         thread.join(PATIENCE)
-
-
-def test_where_openmp_cannot_be_reached_nothing_happens(monkeypatch):
-    monkeypatch.setattr(_threads, "native", lambda name: None)
-    assert pause_helpers() is False
-    # 1 is omp_pause_soft: thread-local data is kept. OpenMP answers 0 if it could.
-    monkeypatch.setattr(_threads, "native", lambda name: lambda kind: kind - 1)
-    assert pause_helpers() is True
-    monkeypatch.setattr(_threads, "native", lambda name: lambda kind: -1)
-    assert pause_helpers() is False
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

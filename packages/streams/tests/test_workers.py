@@ -6,7 +6,6 @@ import threading
 import traceback
 import weakref
 from contextlib import ExitStack
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 
@@ -16,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from streams import Context, CPUStream, Task, _exit, _spawn, spawn_workers, worker
+from streams import Context, CPUStream, Task, _spawn, spawn_workers, worker
 
 from .fakes import PATIENCE, FakeDevice, awake, in_child, take, wait
 
@@ -148,27 +147,6 @@ TestWorkers = Workers.TestCase
 TestWorkers.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=25)
 
 
-def test_equal_devices_share_a_worker_unless_each_shall_have_its_own():
-    one, other = FakeDevice(), FakeDevice()
-    devices = [CPU, CPU, torch.device("cpu", 0), one, other]
-    with spawn_workers(devices) as (ins, outs):
-        for queues in (ins, outs):
-            assert queues[0] is queues[1] is queues[2]
-            assert len({id(queue) for queue in queues}) == 3
-    with spawn_workers(devices, shared=False) as (ins, outs):
-        for queues in (ins, outs):
-            assert len({id(queue) for queue in queues}) == 5
-
-
-@pytest.mark.parametrize("grad_mode", [True, False])
-def test_workers_have_the_grad_mode_in_which_the_block_was_entered(grad_mode):
-    block = spawn_workers([CPU])
-    on, off = (torch.enable_grad, torch.no_grad) if grad_mode else (torch.no_grad, torch.enable_grad)
-    with on(), block as ([in_queue], [out_queue]), off():
-        in_queue.put(task(torch.is_grad_enabled))
-        assert take(out_queue)[1][1] is grad_mode
-
-
 class Unhashable(FakeDevice):
     __hash__ = None
 
@@ -297,20 +275,6 @@ def test_a_block_is_entered_by_one_at_a_time(devices):
         assert threading.enumerate() == before
 
 
-def test_leaving_waits_for_the_threads_themselves(monkeypatch):
-    """Threads that have said that they end are still there, until somebody joins them."""
-    joining, join, unwatch = Event(), Thread.join, _exit.unwatch
-    monkeypatch.setattr(Thread, "join", lambda self, timeout=None: (joining.set(), join(self, timeout))[1])
-    monkeypatch.setattr(_exit, "unwatch", lambda: (unwatch(), wait(joining)))
-    before = set(threading.enumerate())
-    try:
-        with spawn_workers([CPU] * 3, shared=False):
-            pass
-        assert set(threading.enumerate()) == before
-    finally:
-        joining.set()
-
-
 def test_a_block_that_was_left_keeps_neither_queues_nor_answers():
     block = spawn_workers([CPU])
     with block as ([in_queue], [out_queue]):
@@ -374,38 +338,6 @@ class TestForks:
         with block as (in_queues, out_queues):
             in_queues[0].put(task(forks))
             assert take(out_queues[0])[1][1] == "[42, 'left']"
-
-
-def cycles(number):
-    for _ in range(number):
-        with spawn_workers([FakeDevice() for _ in range(4)]) as (ins, outs):
-            for queue in ins:
-                queue.put(task(lambda: torch.ones(100)))
-            for queue in outs:
-                take(queue)
-
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to see the memory")
-
-
-def leak(number):
-    """Threads and bytes that ``number`` cycles leave behind."""
-    cycles(100)
-    threads, memory = threading.active_count(), resident()
-    cycles(number)
-    return threading.active_count() - threads, resident() - memory
-
-
-@needs_proc
-@pytest.mark.parametrize("number", [100, pytest.param(10_000, marks=pytest.mark.long)])
-def test_opening_and_closing_leaves_nothing_behind(number):
-    threads, memory = leak(number)
-    assert threads == 0
-    assert memory < 2**23
 
 
 def answers(*tasks, device=CPU, grad_mode=True):
@@ -477,16 +409,6 @@ def test_while_it_waits_it_holds_nothing_of_its_last_task(fails):
         wait(argument)
         wait(result)
         assert ended() is None
-
-
-def test_a_task_computes_when_it_is_told_to_and_finalize_gets_the_result_itself():
-    calls = []
-    each = Task(CPUStream, compute=lambda: calls.append("compute") or calls, finalize=calls.append)
-    assert calls == []
-    assert each.compute() is calls
-    each.finalize("result")
-    assert calls == ["compute", "result"]
-    assert task(int).finalize(42) is None
 
 
 @pytest.mark.parametrize(
