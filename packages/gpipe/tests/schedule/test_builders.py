@@ -6,7 +6,6 @@ from collections import Counter
 from itertools import chain, pairwise
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,14 +43,6 @@ class TestClockCycles:
     def test_there_are_as_many_ticks_as_the_longest_way_has_cells(self, size: tuple[int, int]) -> None:
         assert len(list(clock_cycles(*size))) == sum(size) - 1
 
-    @given(sizes)
-    def test_stages_ascend_within_a_tick(self, size: tuple[int, int]) -> None:
-        assert all([j for _, j in cells] == sorted({j for _, j in cells}) for cells in clock_cycles(*size))
-
-    @pytest.mark.parametrize("size", [(0, 0), (0, 3), (3, 0)])
-    def test_nothing_takes_no_time(self, size: tuple[int, int]) -> None:
-        assert list(clock_cycles(*size)) == []
-
 
 class TestFillDrain:
     @given(runs())
@@ -79,22 +70,6 @@ class TestFillDrain:
             for here, following in pairwise(program):
                 assert here.kind != "recompute" or following == Action("backward", here.microbatch)
 
-    @given(runs())
-    def test_no_more_than_all_micro_batches_are_in_flight(self, run: tuple[int, int, int]) -> None:
-        for program in fill_drain(*run):
-            flying = peak = 0
-            for kind, _ in program:
-                flying += {"forward": 1, "recompute": 0, "backward": -1}[kind]
-                peak = max(peak, flying)
-            assert (peak, flying) == (run[0], 0)
-
-    @given(sizes)
-    def test_forwards_run_as_in_the_clock_cycles(self, size: tuple[int, int]) -> None:
-        forwards, _ = halves(fill_drain(*size))
-        ticks = start_ticks(forwards, range(size[1]))
-        by_tick = [{(i, j) for (j, (_, i)), t in ticks.items() if t == tick} for tick in range(sum(size) - 1)]
-        assert by_tick == [set(cells) for cells in clock_cycles(*size)]
-
     @given(sizes)
     def test_both_ways_take_the_shortest_time(self, size: tuple[int, int]) -> None:
         for half in halves(fill_drain(*size)):
@@ -105,23 +80,6 @@ class TestFillDrain:
         m, n = size
         _, backwards = halves(fill_drain(m, n, checkpoint_stop=m))
         assert max(start_ticks(backwards, range(n)).values()) + 1 == 2 * m + n - 1
-
-    def test_nothing_is_a_program_too(self) -> None:
-        assert fill_drain(0, 2) == ((), ())
-        assert fill_drain(2, 0) == ()
-
-
-class TestHalves:
-    @given(runs())
-    def test_together_they_are_the_whole(self, run: tuple[int, int, int]) -> None:
-        programs = fill_drain(*run)
-        assert tuple(a + b for a, b in zip(*halves(programs), strict=True)) == programs
-
-    @given(runs())
-    def test_the_first_has_the_forwards_and_nothing_else(self, run: tuple[int, int, int]) -> None:
-        forwards, rest = halves(fill_drain(*run))
-        assert all(kind == "forward" for program in forwards for kind, _ in program)
-        assert all(kind != "forward" for program in rest for kind, _ in program)
 
 
 class TestEverySchedule:

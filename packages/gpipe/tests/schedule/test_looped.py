@@ -12,13 +12,11 @@ from gpipe.schedule import (
     Kind,
     Schedule,
     Step,
-    fill_drain,
     interleaved,
     interleaved_zero_bubble,
     looped_bfs,
     looped_placement,
     replay,
-    zero_bubble,
 )
 
 from ..schedules import held, idle
@@ -81,10 +79,6 @@ class TestLoopedBFS:
             runs = [steps[first : first + m] for first in range(0, len(steps), m)]
             assert all(len({(step.stage, step.action.kind) for step in run}) == 1 for run in runs)
 
-    @given(counts, workers)
-    def test_without_loops_it_is_fill_drain(self, m: int, k: int) -> None:
-        assert looped_bfs(m, k, k) == fill_drain(m, k)
-
 
 class TestInterleavedZeroBubble:
     @given(st.integers(1, 3), workers, loops, st.tuples(*[st.integers(1, 9)] * 3))
@@ -108,8 +102,3 @@ class TestInterleavedZeroBubble:
         assert max(most) <= k * v
         if m % k == 0:
             assert most == [k * v] * k
-
-    @given(counts, workers, st.data())
-    def test_without_loops_it_is_zero_bubble(self, m: int, k: int, data: st.DataObject) -> None:
-        split = data.draw(st.none() | st.sets(st.integers(0, k - 1)))
-        assert interleaved_zero_bubble(m, k, k, 0, split) == zero_bubble(m, k, 0, split)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule import SCHEDULES, Kind, Schedule, Step, fill_drain, halves, named, replay
-from gpipe.schedule._makespan import makespan as replayed
+from gpipe.schedule import SCHEDULES, Schedule, named
 from gpipe.schedule._named import lanes
 from gpipe.simulate import Link, StageCost, makespan, simulate
 
@@ -57,43 +56,6 @@ def test_steps_made_while_they_are_read_are_those_of_the_schedule(
     assert found == named(name, m, placement, stops, split).on(placement)
 
 
-@given(st.integers(1, 5), st.integers(1, 4), exact_seconds)
-def test_forwards_alone(m: int, n: int, seconds: float):
-    walk = halves(fill_drain(m, n))[0].on(range(n))
-    expected = max(span.end for span in replay(walk, lambda step: seconds).values())
-    assert replayed(walk, m, [{Kind.FORWARD: seconds}] * n, [0.0] * n) == expected
-
-
-def test_a_schedule_that_never_ends():
-    schedule, cost = Schedule.parse("F0 B0 F1 B1\nF0 F1 B0 B1"), StageCost(1, 1)
-    with pytest.raises(ValueError, match="wait for each other forever"):
-        makespan(schedule, [cost] * 2)
-    walk = [[Step(j, action) for action in program] for j, program in enumerate(schedule)]
-    with pytest.raises(ValueError, match="the workers wait for each other forever: F1@1 for F1@0, B0@0 for B0@1"):
-        replayed(walk, 2, [dict.fromkeys(Kind, 1.0)] * 2, [0.0] * 2)
-
-
-def test_many_stages_and_micro_batches():
-    m, n = 512, 128
-    costs = [StageCost(1, 2)] * n
-    assert makespan("1f1b", costs, microbatches=m, checkpoint="always") == n - 1 + 2 * (n - 1) + 4 * m
-    assert makespan("zero_bubble", costs, microbatches=m) == 3 * m + n - 1
-    assert makespan("zbv", costs, microbatches=m) == 6 * m + n // 2 - 1
-    looped = [j % 8 for j in range(n)]
-    assert makespan("interleaved_zero_bubble", costs, microbatches=m, placement=looped) == 3 * m * n // 8 + 8 - 1
-    assert makespan("looped_bfs", costs, microbatches=m, placement=looped) == 3 * (m * n // 8 + 8 - 1)
-
-
-def test_a_name_needs_a_number_of_micro_batches():
-    for run in (simulate, makespan):
-        with pytest.raises(ValueError, match="microbatches: expected a number for the schedule '1f1b', got None"):
-            run("1f1b", [StageCost(1, 1)])
-        with pytest.raises(ValueError, match="microbatches: goes with the name of a schedule"):
-            run(fill_drain(1, 1), [StageCost(1, 1)], microbatches=1)
-        with pytest.raises(ValueError, match=r"there is no schedule '1f2b'.*did you mean '1f1b'"):
-            run("1f2b", [StageCost(1, 1)], microbatches=1)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -107,9 +69,3 @@ def test_wrong_arguments(given: dict[str, object], message: str):
     for run in (simulate, makespan):
         with pytest.raises(ValueError, match=message):
             run("1f1b", [StageCost(1, 1)] * 2, microbatches=2, **given)
-
-
-@pytest.mark.parametrize("wrong", [{"latency": -1}, {"latency": float("nan")}, {"bandwidth": 0}])
-def test_impossible_links(wrong: dict[str, float]):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
-        Link(**wrong)

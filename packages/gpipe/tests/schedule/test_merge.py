@@ -7,17 +7,12 @@ from collections import Counter
 import pytest
 from hypothesis import example, given
 
-from gpipe.schedule import Action, Program, Step, fill_drain, halves, merge, replay, start_ticks
+from gpipe.schedule import Action, Program, Step, merge, replay, start_ticks
 
-from ..schedules import executed, needs, placed, runs, shuffled, steps_of
+from ..schedules import executed, needs, placed, shuffled, steps_of
 
 
 class TestStartTicks:
-    @given(placed())
-    def test_every_step_starts(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
-        programs, placement = problem
-        assert Counter(start_ticks(programs, placement).keys()) == Counter(steps_of(programs))
-
     @given(placed())
     def test_what_is_needed_has_ended(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
         ticks = start_ticks(*problem)
@@ -95,13 +90,3 @@ class TestMerge:
     ) -> None:
         programs, placement = problem
         assert Counter(executed(merge(programs, placement))) == Counter(steps_of(programs))
-
-    @given(runs())
-    def test_a_single_worker_never_waits(self, run: tuple[int, int, int]) -> None:
-        for half in halves(fill_drain(*run)):
-            (walk,) = merge(half, (0,) * len(half))
-            place = {step: k for k, step in enumerate(walk)}
-            assert all(place[needed] < k for step, k in place.items() if (needed := needs(step, set(place))))
-
-    def test_no_stages_need_no_workers(self) -> None:
-        assert merge((), ()) == ()

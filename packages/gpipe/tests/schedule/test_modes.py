@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe import GPipe, Timeline, inline, record
-from gpipe.pipeline import Pipeline
 from gpipe.schedule import checkpoint_stops, fill_drain, interleaved, one_forward_one_backward, zero_bubble
-from microbatch import Batch
 
 from ..layers import Call, linears, piped, rows
 
@@ -102,18 +100,3 @@ class TestArgument:
         with pytest.raises(ValueError, match=message):
             pipe.checkpoint = wrong
         assert pipe.checkpoint == "never"
-
-    def test_each_is_a_mode(self) -> None:
-        with pytest.raises(ValueError, match=r"checkpoint\[1\] is not one of .*'allways'; did you mean 'always'\?"):
-            GPipe(linears(), [2, 1], devices=["cpu"] * 2, checkpoint=["never", "allways"])
-        with pytest.raises(ValueError, match=r"checkpoint\[0\].* instead of True write checkpoint='always'"):
-            GPipe(linears(), [2, 1], devices=["cpu"] * 2, checkpoint=[True, False])
-
-    def test_an_empty_pipe(self) -> None:
-        assert GPipe(nn.Sequential(), [], devices=[], checkpoint=[])(1 * rows()).shape == rows().shape
-
-    def test_stops_of_a_pipeline(self) -> None:
-        batches = [Batch(row) for row in rows(2).chunk(2)]
-        Pipeline(batches, linears(2), checkpoint_stop=[2, 0]).run()
-        with pytest.raises(ValueError, match="checkpoint_stop: expected a number, or one for each of 2 stages, got 1"):
-            Pipeline(batches, linears(2), checkpoint_stop=[2])

@@ -69,14 +69,6 @@ def test_no_other_steps_are_made(name: str, n: int, monkeypatch: pytest.MonkeyPa
     assert len(found) == next(made) == (2 * 6 + 2) * own + weights
 
 
-@pytest.mark.parametrize("name", LOOPED)
-def test_stages_in_turns_are_made_alone_too(name: str, monkeypatch: pytest.MonkeyPatch):
-    placement = list(range(4)) * 3
-    whole = named(name, 8, placement).on(placement)
-    monkeypatch.setattr(names_of, "named", None)
-    assert program_of(name, 8, 12, 2, placement=placement) == whole[2]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -88,16 +80,3 @@ def test_stages_in_turns_are_made_alone_too(name: str, monkeypatch: pytest.Monke
 def test_what_is_not_there(given: tuple[str, int, int, int], message: str):
     with pytest.raises(ValueError, match=message):
         program_of(*given)
-
-
-def test_placements_that_do_not_fit():
-    with pytest.raises(ValueError, match="placement: expected a worker for each of 3 stages, got 2"):
-        program_of("1f1b", 2, 3, 0, placement=[0, 1])
-    with pytest.raises(ValueError, match="worker: expected one of the placement, from 0 to 0, got 1"):
-        program_of("1f1b", 2, 2, 1, placement=[0, 0])
-    with pytest.raises(ValueError, match="'interleaved' takes the workers in turn"):
-        program_of("interleaved", 2, 3, 0, placement=[0, 1, 1])
-    with pytest.raises(ValueError, match="3 stages do not go evenly on 2 workers"):
-        program_of("interleaved", 2, 3, 0, placement=[0, 1, 0])
-    with pytest.raises(ValueError, match="checkpoint_stop: expected a number, or one for each of 2 stages, got 1"):
-        program_of("1f1b", 2, 2, 0, checkpoint_stop=[1])

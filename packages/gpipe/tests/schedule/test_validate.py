@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule import Action, Kind, Schedule, Step, fill_drain, in_flight, validate
+from gpipe.schedule import Action, Kind, Schedule, Step, in_flight, validate
 
 from ..schedules import executed, held, orders, steps_of
 
@@ -97,19 +97,11 @@ class TestValidate:
         with pytest.raises(ValueError, match=told):
             validate(Schedule.parse(text), 1, [0])
 
-    def test_a_missing_forward_is_named(self) -> None:
-        with pytest.raises(ValueError, match="F1@0 is missing"):
-            validate(Schedule.parse("F0 B0"), 2, [0])
-
     def test_workers_that_stages_share_may_wait_for_ever_where_others_would_not(self) -> None:
         alone, shared = "F0@0 B0@0\nF0@1 B0@1", "F0@1 F0@0 B0@1 B0@0"
         validate(Schedule.parse(alone), 1, [0, 1])
         with pytest.raises(ValueError, match="forever: F0@1 for F0@0"):
             validate(Schedule.parse(shared), 1, [0, 0])
-
-    def test_other_numbers_of_stages_are_named(self) -> None:
-        with pytest.raises(ValueError, match="for 2 stages, the pipe has 1"):
-            validate(fill_drain(1, 2), 1, [0])
 
 
 @given(orders())

@@ -14,13 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe import Event, Timeline
+from gpipe import Timeline
 from gpipe.schedule import Kind, one_forward_one_backward
 from gpipe.simulate import StageCost, simulate
 from gpipe.timeline._chrome import read, trace
 from gpipe.timeline._html import html
 from gpipe.timeline._svg import describe, svg
-from profiler.text import format_bytes, format_seconds
 
 from ..timelines import fewer, timelines
 
@@ -77,15 +76,6 @@ class TestPicture:
             assert float(cell.get("width", "nan")) == pytest.approx(each.seconds * pixels, abs=0.011)
 
     @fewer
-    @given(timelines, timelines)
-    def test_two_beside_each_other_have_one_scale(self, one: Timeline, other: Timeline) -> None:
-        picture = drawn(svg([("predicted", one), ("measured", other)]))
-        assert float(picture.get("data-span", "nan")) == max(one.makespan, other.makespan)
-        plots = [plot for plot in picture.iter(f"{SVG}svg") if plot.get("class") == "plot"]
-        assert len(plots) == len(one.lanes) + len(other.lanes)
-        assert len({plot.get("width") for plot in plots}) <= 1
-
-    @fewer
     @given(timelines)
     def test_nothing_sticks_out(self, timeline: Timeline) -> None:
         picture = drawn(svg([("", timeline)]))
@@ -93,12 +83,6 @@ class TestPicture:
         for each in picture.iter(f"{SVG}svg"):
             assert float(each.get("y", 0)) + float(each.get("height", "nan")) <= height
         assert all(0 <= float(each.get("y", 0)) <= height for each in picture.iter(f"{SVG}text"))
-
-    @pytest.mark.parametrize(("m", "n"), [(8, 4), (24, 4), (64, 8)])
-    def test_every_cell_has_its_letter_and_number(self, m: int, n: int) -> None:
-        numbers = ["".join(each.itertext()) for each in drawn(svg([("", uniform(m, n))])).iter(f"{SVG}text")
-                   if each.get("class") == "number"]  # fmt: skip
-        assert Counter(numbers) == {f"{letter}{i}": n for letter in "FB" for i in range(m)}
 
     def test_the_gist_the_axis_and_the_legend(self) -> None:
         texts = said(svg([("1F1B", uniform(8, 4))]))
@@ -108,20 +92,6 @@ class TestPicture:
             "30 ms",
         ]
         assert texts[-3:] == ["forward", "backward", "grey: idle"]
-
-    def test_memory_is_a_strip_of_its_own_if_there_is_any(self) -> None:
-        strips = [
-            list(drawn(svg([("", timeline)])).iter(f"{SVG}path"))
-            for timeline in (uniform(8, 4), uniform(8, 4, activation_bytes=1000))
-        ]
-        assert [len(each) for each in strips] == [0, 4]
-
-    def test_where_memory_is_unknown_nothing_is_said_of_it(self) -> None:
-        known = uniform(8, 4, activation_bytes=1000)
-        unknown = Timeline((replace(each, held_bytes=None) for each in known.events), known.workers)
-        picture = svg([("known", known), ("unknown", unknown)])
-        assert len(list(drawn(picture).iter(f"{SVG}path"))) == 4
-        assert sum(text.endswith(" B") or text.endswith("KiB") for text in said(picture)) == 4 + 1
 
     @pytest.mark.parametrize("beside", [[], [("", uniform(8, 4, activation_bytes=3000))]])
     def test_strips_are_as_high_as_what_is_kept(self, beside: list[tuple[str, Timeline]]) -> None:
@@ -133,11 +103,6 @@ class TestPicture:
         most = 12 if not beside else 4
         assert heights[:4] == pytest.approx([most * in_flight / 4 for in_flight in (4, 3, 2, 1)])
         assert max(heights) == 12
-
-    def test_stages_that_share_a_worker_differ_in_colour(self) -> None:
-        timeline = simulate(one_forward_one_backward(2, 4), [StageCost(1, 1)] * 4, placement=[0, 1, 0, 1])
-        forwards = {each.get("fill") for each in cells(svg([("", timeline)])) if each.get("data-letter") == "F"}
-        assert len(forwards) == 2
 
     @fewer
     @given(timelines, st.sampled_from([0.0, 3.25, 4096.0]))
@@ -170,12 +135,6 @@ class TestPicture:
         texts = said(svg(panels[:: -1 if place else 1]))
         assert "empty: no actions" in texts
         assert len(cells(svg(panels))) == len(uniform(2, 2).events)
-
-    def test_nothing_happened(self) -> None:
-        assert "no actions" in said(svg([("", Timeline())]))
-
-    def test_notebooks_show_it(self) -> None:
-        assert cells(uniform(2, 2)._repr_svg_())
 
 
 class Page(HTMLParser):
@@ -222,21 +181,6 @@ class TestTrace:
 
     @fewer
     @given(timelines)
-    def test_it_is_in_the_format_that_viewers_read(self, timeline: Timeline) -> None:
-        content = json.loads(trace(timeline, "training"))
-        assert content["displayTimeUnit"] in ("ms", "ns")
-        for entry in content["traceEvents"]:
-            assert entry["ph"] in "XMC"
-            assert isinstance(entry["name"], str)
-            assert isinstance(entry["pid"], int)
-            assert isinstance(entry["tid"], int)
-            if entry["ph"] == "X":
-                assert entry["dur"] >= 0
-            if entry["ph"] == "C":
-                assert all(isinstance(value, int) for value in entry["args"].values())
-
-    @fewer
-    @given(timelines)
     def test_slices_have_the_times_in_microseconds(self, timeline: Timeline) -> None:
         slices = [entry for entry in json.loads(trace(timeline))["traceEvents"] if entry["ph"] == "X"]
         by_worker = [each for lane in timeline.lanes.values() for each in lane]
@@ -244,15 +188,6 @@ class TestTrace:
             assert entry["name"] == str(each)
             assert entry["ts"] == pytest.approx(each.start * 1e6)
             assert entry["dur"] == pytest.approx(each.seconds * 1e6)
-
-    @fewer
-    @given(timelines)
-    def test_every_process_and_thread_in_use_has_a_name(self, timeline: Timeline) -> None:
-        entries = json.loads(trace(timeline))["traceEvents"]
-        named = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"].endswith("_name")}
-        for entry in (entry for entry in entries if entry["ph"] == "X"):
-            assert named["process_name", entry["pid"], 0] == entry["args"]["device"]
-            assert str(entry["args"]["stage"]) in named["thread_name", entry["pid"], entry["tid"]]
 
     @fewer
     @given(timelines)
@@ -280,42 +215,7 @@ class TestFiles:
         assert text.startswith(begin)
         assert "two by two" in text
 
-    def test_what_was_saved_is_loaded(self, tmp_path: Path) -> None:
-        timeline = uniform(3, 2, activation_bytes=5)
-        timeline.save(str(tmp_path / "t.json"))
-        assert Timeline.load(tmp_path / "t.json").events == timeline.events
-
     def test_another_beside(self, tmp_path: Path) -> None:
         uniform(2, 2).save(tmp_path / "t.svg", title="predicted", beside={"measured": uniform(3, 2)})
         texts = said((tmp_path / "t.svg").read_text(encoding="utf-8"))
         assert [text.split(":")[0] for text in texts if "micro-batches" in text] == ["predicted", "measured"]
-
-
-class TestUnits:
-    def test_there_are_never_four_digits(self) -> None:
-        assert (format_seconds(999.7e-9), format_bytes(1023.8 * 1024)) == ("1.00 µs", "1.00 MiB")
-
-    @given(st.floats(1e-9, 1e9))
-    def test_three_digits_tell_the_size(self, value: float) -> None:
-        number, unit = format_seconds(value).split()
-        factor = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
-        assert float(number) * factor == pytest.approx(value, rel=0.006)
-
-    @given(st.integers(0, 2**60))
-    def test_bytes_are_in_binary_units(self, value: int) -> None:
-        number, unit = format_bytes(value).split()
-        factor = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
-        assert float(number) * factor == pytest.approx(value, rel=0.006)
-
-    def test_a_cell_without_layers_or_memory_says_nothing_of_them(self) -> None:
-        lines = describe(Event(1, 2, "backward_weight", "cuda:1", 3.0, 3.5, 0.25, 2048), begin=1.0).splitlines()
-        assert lines == [
-            "stage: 1",
-            "micro-batch: 2",
-            "kind: backward for the weights",
-            "device: cuda:1",
-            "start: 2 s",
-            "duration: 500 ms",
-            "waited: 250 ms",
-            "moved: 2.00 KiB",
-        ]

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe import Event, GPipe, Timeline, record
+from gpipe import Event, GPipe, record
 from gpipe._current import current
-from gpipe.engine._settings import settings as run_settings
 from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
 from gpipe.skip import Namespace
-from gpipe.timeline._record import Clock, Look, Recorder, WatchedLink
+from gpipe.timeline._record import Clock, Look, WatchedLink
 from gpipe.values._leaves import Activation
 
 from ..layers import Call, Pop, Stash, assert_same, linears, piped, rows
@@ -157,29 +156,6 @@ class TestClockOfADevice:
             assert waits == pytest.approx([3, 4])
             assert clock.seconds(end) - clock.seconds(look.start) == pytest.approx(2)
 
-    def test_nobody_waits_for_what_the_device_has_still_to_do(self):
-        with accelerator("xpu") as fake:
-            Clock().now(self.DEVICE)
-            assert not fake.stream(0, 0).drained
-
-    def test_nobody_waits_for_another_device(self, monkeypatch: pytest.MonkeyPatch):
-        held, stuck = threading.Event(), threading.Event()
-
-        def synchronize(event: FakeEvent) -> None:
-            if event.device == self.DEVICE:
-                stuck.set()
-                held.wait(300)
-
-        monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
-        with accelerator("xpu"):
-            clock = Clock()
-            thread = threading.Thread(target=clock.now, args=(self.DEVICE,), daemon=True)
-            thread.start()
-            assert stuck.wait(300)
-            clock.now(torch.device("xpu", 1))
-            held.set()
-            thread.join(300)
-
     @pytest.mark.parametrize("inline", [False, True])
     @pytest.mark.parametrize("mode", MODES)
     def test_events_of_a_run_are_read_when_the_timeline_is(
@@ -200,12 +176,6 @@ class TestClockOfADevice:
 
 
 class TestOff:
-    def test_no_recorder_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("__init__", "begin"):
-            monkeypatch.setattr(Recorder, name, lambda *args: pytest.fail("a recorder at work"))
-        assert run_settings().observer is None
-        stepped(piped(linears(), [1, 2], chunks=2), "1f1b", 4)
-
     def test_it_ends_with_the_block(self) -> None:
         pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
         with record() as timeline:
@@ -214,29 +184,6 @@ class TestOff:
         stepped(pipe, "1f1b", 4)
         assert timeline.events == before
         assert len(before) == 8
-
-    def test_an_error_ends_it_too(self) -> None:
-        with pytest.raises(ArithmeticError), record():
-            raise ArithmeticError
-        assert run_settings().observer is None
-
-    def test_nothing_run_is_nothing_recorded(self) -> None:
-        with record() as timeline:
-            pass
-        assert timeline.events == ()
-        assert timeline.bubble == 0
-        assert timeline.peak_bytes is None
-        assert isinstance(timeline.table(), str)
-
-    def test_inner_one_takes_over(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
-        with record() as outer:
-            stepped(pipe, "1f1b", 4)
-            with record() as inner:
-                stepped(pipe, "1f1b", 4)
-                stepped(pipe, "1f1b", 4)
-            stepped(pipe, "1f1b", 4)
-        assert (len(outer), len(inner)) == (16, 16)
 
     def test_run_that_began_outside_stays_outside(self) -> None:
         pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
@@ -320,23 +267,6 @@ class TestMemory:
         assert peaks["always"] < peaks["never"] / 2
         assert peaks["except_last"] < peaks["never"] / 2
 
-    def test_unasked_nobody_counts(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        with record() as timeline:
-            stepped(pipe, "1f1b", 4)
-        assert timeline.peak_bytes is None
-        assert all(event.held_bytes is None for event in timeline.events)
-
-    def test_several_runs_are_counted_one_by_one(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
-        peaks = []
-        for steps in (1, 4):
-            with record(memory=True) as timeline, gpipe.inline():
-                for _ in range(steps):
-                    stepped(pipe, "1f1b", 4)
-            peaks.append(timeline.peak_bytes)
-        assert peaks[0] == peaks[1]
-
     def test_runs_that_overlap_are_counted_one_by_one(self) -> None:
         """Inline, since whether a gradient on its way is still its sender's would be a matter of timing."""
         pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
@@ -362,32 +292,3 @@ class TestProfilers:
         found = Counter(e.name for e in profile.events() if e.name.startswith("gpipe "))
         programs = named(schedule, 2, (0, 0), 2, split=[1])  # the input needs no gradient
         assert found == Counter(f"gpipe {action}@{j}" for j, program in enumerate(programs) for action in program)
-
-    def test_labels_hold_the_operations(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, gpipe.inline():
-            pipe(rows(4))
-        labelled = [e for e in profile.events() if e.name == "gpipe F0@1"]
-        assert len(labelled) == 1
-        inside = [e.name for e in profile.events() if labelled[0].time_range.start <= e.time_range.start
-                  and e.time_range.end <= labelled[0].time_range.end]  # fmt: skip
-        assert inside.count("aten::linear") == 2
-
-    def test_recording_and_profiling_at_once(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), record() as timeline:
-            stepped(pipe, "1f1b", 4)
-        assert len(timeline) == 8
-
-
-def test_timeline_can_be_used_after_the_pipe_is_gone(tmp_path: Any):
-    pipe = piped(linears(), [1, 2], chunks=2)
-    with record() as timeline:
-        stepped(pipe, "1f1b", 4)
-    pipe.close()
-    del pipe
-    for ending in ("svg", "html", "json"):
-        timeline.save(tmp_path / f"t.{ending}")
-    assert Timeline.load(tmp_path / "t.json").makespan == pytest.approx(timeline.makespan, rel=1e-3)
-    assert 0 <= timeline.bubble < 1
-    assert set(timeline.utilisation) == {0, 1}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 import re
 import threading
 from dataclasses import replace
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from gpipe import Event, Timeline
 from profiler.text import format_bytes, format_seconds
 
-from ..timelines import KINDS, events, fewer, timelines
+from ..timelines import events, fewer, timelines
 
 
 def event(stage: int, start: float, end: float, **more: object) -> Event:
@@ -61,26 +59,6 @@ class TestFigures:
         assert slower.makespan == timeline.makespan * factor
         assert slower.utilisation == pytest.approx(timeline.utilisation)
 
-    def test_a_worker_that_stands_still_for_half_of_the_time(self) -> None:
-        timeline = Timeline([event(0, 5, 7), event(1, 6, 7), event(1, 8, 9)])
-        assert timeline.makespan == 4
-        assert timeline.utilisation == {0: 0.5, 1: 0.5}
-        assert timeline.bubble == 0.5
-
-    def test_time_in_which_two_stages_of_a_worker_are_at_work_counts_once(self) -> None:
-        timeline = Timeline([event(0, 0, 3), event(1, 1, 2), event(1, 2, 4), event(2, 0, 8)], {0: 0, 1: 0})
-        assert timeline.utilisation == {0: 0.5, 2: 1.0}
-
-    def test_a_run_that_takes_no_time_wastes_none(self) -> None:
-        timeline = Timeline([event(0, 3, 3), event(1, 3, 3)])
-        assert (timeline.bubble, timeline.utilisation) == (0, {0: 1, 1: 1})
-
-    def test_nothing_happened(self) -> None:
-        timeline = Timeline()
-        assert (timeline.makespan, timeline.bubble, timeline.utilisation, timeline.lanes) == (0, 0, {}, {})
-        assert (timeline.stages, timeline.microbatches, timeline.peak_bytes) == (0, 0, None)
-        assert str(timeline) == "no actions"
-
 
 class TestMemory:
     @fewer
@@ -97,23 +75,6 @@ class TestMemory:
         peaks = timeline.peak_bytes or {}
         together = max((size for _, size in timeline.held(*peaks)), default=0)
         assert max(peaks.values(), default=0) <= together <= sum(peaks.values())
-
-    def test_stages_that_have_their_peaks_at_different_times(self) -> None:
-        timeline = Timeline(
-            [
-                event(0, 0, 1, held_bytes=10),
-                event(0, 1, 2, held_bytes=0),
-                event(1, 2, 3, held_bytes=7),
-                event(1, 3, 4, held_bytes=3, device="other"),
-            ]
-        )
-        assert timeline.held(0, 1) == [(1, 10), (2, 0), (3, 7), (4, 3)]
-        assert timeline.peak_bytes == {0: 10, 1: 7}
-        assert timeline.device_peak_bytes == {"cpu": 10, "other": 7}
-
-    def test_what_is_kept_counts_from_the_end_of_an_action(self) -> None:
-        timeline = Timeline([event(0, 0, 5, held_bytes=10), event(1, 1, 2, held_bytes=4)])
-        assert timeline.held(0, 1) == [(2, 4), (5, 14)]
 
 
 class TestFilling:
@@ -158,31 +119,8 @@ class TestFilling:
             _ = timeline.events
         assert timeline.events == (event(0, 0, 1), event(1, 1, 2))
 
-    def test_looking_at_it_waits_for_nothing(self) -> None:
-        timeline = Timeline([event(0, 0, 1)])
-        timeline.add(lambda: pytest.fail("was called"))
-        assert repr(timeline) == "<Timeline of 2 actions>"
-
-    @fewer
-    @given(timelines)
-    def test_copies_hold_the_same(self, timeline: Timeline) -> None:
-        for twin in (copy.deepcopy(timeline), pickle.loads(pickle.dumps(timeline))):
-            assert (twin.events, twin.workers) == (timeline.events, timeline.workers)
-            assert twin.workers is not timeline.workers
-
 
 class TestTable:
-    @fewer
-    @given(timelines)
-    def test_there_is_a_line_for_each_worker(self, timeline: Timeline) -> None:
-        lines = str(timeline).splitlines()
-        assert [int(line.split()[0]) for line in lines[3:]] == list(timeline.lanes)
-
-    @fewer
-    @given(timelines)
-    def test_lines_do_not_end_in_blanks(self, timeline: Timeline) -> None:
-        assert [line for line in timeline.table().splitlines() if line != line.rstrip()] == []
-
     @fewer
     @given(timelines)
     def test_columns_add_up_what_the_actions_of_a_worker_say(self, timeline: Timeline) -> None:
@@ -217,6 +155,3 @@ class TestSaving:
     def test_a_trace_of_two(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"beside: a \.json file holds one timeline"):
             Timeline().save(tmp_path / "t.json", beside={"other": Timeline()})
-
-    def test_events_are_named_like_the_steps_of_a_schedule(self) -> None:
-        assert [str(Event(2, 3, kind, "cpu", 0, 1)) for kind in KINDS] == ["F3@2", "R3@2", "B3@2", "I3@2", "W3@2"]
