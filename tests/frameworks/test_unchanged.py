@@ -96,22 +96,53 @@ def test_a_pipe_follows_what_is_set_on_the_model_later(family: str) -> None:
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
-def test_a_loss_that_balances_experts_is_refused_by_name(name: str) -> None:
-    batch = FAMILIES["Llama"].inputs(6)
-    batch["labels"] = batch["input_ids"]
+INSIDE = [
+    ("Mixtral", "output_router_logits"),
+    ("gpt-oss", "output_router_logits"),
+    *((name, f"output_{what}") for name in ("Llama", "T5") for what in ("hidden_states", "attentions")),
+]
+
+
+@pytest.mark.parametrize("labelled", [True, False], ids=["labels", "logits"])
+@pytest.mark.parametrize(("name", "argument"), INSIDE)
+def test_what_a_model_takes_from_inside_its_blocks_is_refused_by_name(name: str, argument: str, labelled: bool) -> None:
+    """The pipe would otherwise give an output, or a loss, without it."""
+    eager = {"attn_implementation": "eager"}  # which alone has weights of attention to give
+    model = EVERY[name].make(**eager)
+    batch = EVERY[name].inputs(6)
+    batch |= {"labels": batch["input_ids"]} if labelled else {}
     sample = {key: rows[:2] for key, rows in batch.items()}
-    with pytest.raises(ValueError, match=r"output_router_logits=False"):
-        piped(EVERY[name].make(output_router_logits=True), sample)
-    model = EVERY[name].make()
+    refused = pytest.raises(ValueError, match=rf"{argument}=False.*model\.config")
+    with refused:
+        piped(EVERY[name].make(**eager, **{argument: True}), sample)
+    with refused:
+        piped(model, {**sample, argument: True})
     pipe = piped(model, sample)
-    with pytest.raises(ValueError, match=r"output_router_logits=False"):
-        pipe.step(**batch, output_router_logits=True)
-    model.config.output_router_logits = True
-    with pytest.raises(ValueError, match=r"output_router_logits=False"):
-        pipe.step(**batch)
-    plain = model(**batch, output_router_logits=False).loss
-    torch.testing.assert_close(pipe.step(**batch, output_router_logits=False), plain.detach(), rtol=1e-3, atol=1e-3)
+    calls = [pipe, pipe.step, pipe.evaluate] if labelled else [pipe]
+    for call in calls:
+        with refused:
+            call(**batch, **{argument: True})
+    model.config._attn_implementation = "eager"
+    setattr(model.config, argument, True)
+    for call in calls:
+        with refused:
+            call(**batch)
+    off = {**batch, argument: False}
+    expected, found = model(**off), pipe(**off)
+    found = found.logits if labelled else found
+    torch.testing.assert_close(found, expected.logits, rtol=1e-3, atol=1e-3)
+    if labelled:
+        torch.testing.assert_close(pipe.step(**off), expected.loss.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_hooks_on_blocks_see_what_they_return() -> None:
+    """The way out where ``output_hidden_states`` is refused."""
+    model = FAMILIES["Llama"].make()
+    pipe = piped(model, inputs("Llama", 2))
+    seen: list[Tensor] = []
+    model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.detach()))  # type: ignore
+    pipe(**inputs("Llama"))
+    torch.testing.assert_close(torch.cat(seen), model(**inputs("Llama"), output_hidden_states=True).hidden_states[2])
 
 
 def test_a_pipe_answers_for_its_model(tmp_path: Path) -> None:

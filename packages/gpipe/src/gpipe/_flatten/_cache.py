@@ -25,6 +25,14 @@ def uncached(value: Any) -> Any:
     return config
 
 
+_INSIDE = {
+    "output_hidden_states": "what each block returns",
+    "output_attentions": "weights of attention in the blocks",
+    "output_router_logits": "what routers in the blocks return, with a loss that balances experts",
+}
+"""Arguments, and flags of a configuration, by which a model collects values while its blocks run."""
+
+
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """A context in which ``model`` makes no cache."""
@@ -41,14 +49,14 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 def expect_followed(model: nn.Module, inputs: Inputs) -> None:
     """Raise ValueError if layers of ``model`` would compute something else for ``inputs`` than the model by itself."""
-    given, config = inputs.kwargs, vars(model).get("config")
-    balanced = given.get("output_router_logits")
-    if getattr(config, "output_router_logits", False) is True if balanced is None else balanced:
-        raise ValueError(
-            "output_router_logits adds a loss that balances experts, from what routers in the blocks return to hooks, "
-            "and a pipe has the blocks in other layers; pass output_router_logits=False, or set it in model.config, to "
-            "train without this loss, or train the plain model"
-        )
+    given, config = inputs.named(model.forward), vars(model).get("config")
+    for name, what in _INSIDE.items():
+        asked = given.get(name)
+        if getattr(config, name, False) if asked is None else asked:
+            raise ValueError(
+                f"{name} asks for {what}, and a pipe has the blocks in layers of their own; pass {name}=False, "
+                "or set it in model.config, and get these values of the plain model, or by hooks on its blocks"
+            )
     # Without a cache, models take what follows positions that begin again for another document, and with one not.
     positions = given.get("position_ids")
     if not _caches(config) or not isinstance(positions, Tensor) or positions.dim() != 2:

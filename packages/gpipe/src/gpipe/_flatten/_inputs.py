@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -29,6 +30,16 @@ class Inputs(NamedTuple):
 
     def call(self, model: nn.Module) -> Any:
         return model(*self.args, **self.kwargs)
+
+    def named(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """The arguments by the names that ``function`` has for them, as far as it has any."""
+        if not self.args:
+            return self.kwargs
+        try:
+            bound = inspect.signature(function).bind_partial(*self.args)
+        except (TypeError, ValueError):  # more than it takes, which it will say itself; or it has no signature
+            return self.kwargs
+        return {**bound.arguments, **self.kwargs}
 
     def leaves(self) -> tuple[list[Any], Tree]:
         """The leaves, and what puts them together again: ``Inputs(*tree.value(leaves))``."""
