@@ -235,38 +235,6 @@ def test_half_precision_costs_no_more_than_its_rounding(mode: str, dtype: torch.
     torch.testing.assert_close(pipe[0].running_var.double(), norm.running_var, rtol=rounding, atol=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_two_forwards_before_the_backwards(mode: str):
-    plain = nn.BatchNorm1d(3).double()
-    pipe = GPipe(
-        nn.Sequential(nn.Identity(), copy.deepcopy(plain)),
-        [1, 1],
-        devices=["cpu"] * 2,
-        chunks=3,
-        checkpoint=mode,
-        deferred_batch_norm=True,
-    )
-    batches = [torch.randn(9, 3, dtype=torch.float64) for _ in range(2)]
-    losses = [pipe(x).square().sum() for x in batches]
-    for x in batches:
-        plain(x)
-    for loss in losses:
-        loss.backward()
-    assert_same_statistics(pipe[1], plain)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_plain_batch_norm_whose_statistics_first_stay_the_same(mode: str):
-    """A warm-up with zeros changes no mean; that must not be taken for a buffer that never changes."""
-    norm = nn.BatchNorm1d(3).double()
-    pipe = GPipe(nn.Sequential(copy.deepcopy(norm)), [1], devices=["cpu"], chunks=2, checkpoint=mode)
-    for x in (torch.zeros(4, 3).double(), torch.randn(8, 3).double() + 1):
-        pipe(x).sum().backward()
-        for part in x.chunk(2):
-            norm(part)
-    assert_same_statistics(pipe[0], norm)
-
-
 def test_conversion_takes_over_everything_and_leaves_the_rest_alone():
     model = nn.Sequential(
         nn.Sequential(nn.BatchNorm2d(4, momentum=0.3, eps=0.1), nn.SyncBatchNorm(4)),

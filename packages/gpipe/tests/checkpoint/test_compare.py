@@ -25,18 +25,6 @@ def some(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 @given(
-    shape=st.lists(st.integers(0, 12), max_size=3).map(tuple),
-    dtype=st.sampled_from(DTYPES),
-    extent=st.sampled_from(EXTENTS),
-    transposed=st.booleans(),
-)
-def test_equal_outputs_pass(shape: tuple[int, ...], dtype: torch.dtype, extent: Extent, transposed: bool) -> None:
-    value = some(shape, dtype)
-    value = value.mT if transposed and value.dim() > 1 else value
-    Sample(Batch((value, value)), extent).expect(Batch((value.clone(), value.contiguous())))
-
-
-@given(
     shape=st.lists(st.integers(1, 12), max_size=3).map(tuple),
     dtype=st.sampled_from(DTYPES),
     extent=st.sampled_from((Extent.SOME, Extent.ALL)),

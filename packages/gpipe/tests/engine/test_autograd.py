@@ -241,15 +241,6 @@ class TestParts:
         model = nn.Sequential(*linears(1), Hand(), Call(lambda t: t[0] @ t[1].T * t[1].sum()))
         assert_trains_like(piped(model, [2, 1], chunks=3, checkpoint=checkpoint), model)
 
-    @each_mode
-    def test_a_value_that_hides_its_tensors_inside_a_partition(self, checkpoint: str) -> None:
-        class Box:
-            def __init__(self, content: Tensor) -> None:
-                self.content = content
-
-        model = nn.Sequential(*linears(1), Call(Box), Call(lambda box: box.content * 2), *linears(1))
-        assert_trains_like(piped(model, [3, 1], chunks=3, checkpoint=checkpoint), model)
-
 
 class TestGradMode:
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

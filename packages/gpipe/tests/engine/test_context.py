@@ -153,38 +153,6 @@ def test_backwards_inside_stay_on_their_worker(mode: str, way: Any):
 
 
 @each_mode
-def test_input_made_in_inference_mode_is_as_in_the_plain_model(mode: str):
-    with torch.inference_mode():
-        x = torch.randn(8, 6)
-    model = perceptron()
-    for module in (model, piped(model, [2, 3], chunks=2, checkpoint=mode)):
-        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-            module(x).sum().backward()
-
-
-@each_mode
-def test_layer_that_switches_gradients_on_under_no_grad_is_never_silent(mode: str):
-    class Enabling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.enable_grad():
-                return self.inner(x)
-
-    pipe = piped(nn.Sequential(Enabling(), nn.Identity()), [1, 1], chunks=2, checkpoint=mode)
-    with torch.no_grad():
-        output = pipe(torch.randn(4, 3))
-    if output.requires_grad:
-        output.sum().backward()
-        assert pipe[0].inner.weight.grad is not None
-    else:
-        with pytest.raises(RuntimeError, match="does not require grad"):
-            output.sum().backward()
-
-
-@each_mode
 def test_saved_tensors_hooks(mode: str):
     model = perceptron()
     pipe = piped(model, [2, 3], chunks=2, checkpoint=mode)
@@ -338,13 +306,6 @@ class Drop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x * 1.0, 0.5, self.training) if self.inner is None else self.inner(x)
-
-
-@each_mode
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.usefixtures("compiler")
-def test_compiled_layers(backend: str, mode: str):
-    check_compiled(backend, mode, nullcontext())
 
 
 @each_mode

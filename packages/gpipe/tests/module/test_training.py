@@ -114,11 +114,6 @@ class TestEvaluationMode:
             pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
             pipe.evaluate(rows(4), rows(4), loss_fn=F.mse_loss)
 
-    def test_nothing_is_told_of_a_mode_that_was_chosen(self) -> None:
-        with closing(piped(nn.Sequential(*linears(1), nn.Dropout(0.5)), [1, 1], chunks=2)) as pipe:
-            pipe.eval()
-            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-
     @pytest.mark.parametrize("p", [0.0, None])
     def test_nothing_is_told_where_dropout_would_do_nothing(self, p: float | None) -> None:
         model = nn.Sequential(*linears(1), nn.Identity() if p is None else nn.Dropout(p)).eval()

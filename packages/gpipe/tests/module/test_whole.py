@@ -20,7 +20,7 @@ import gpipe
 from gpipe import Arguments, GPipe
 from microbatch import Replicate, Split
 
-from ..layers import assert_same, linears, piped, rows
+from ..layers import linears, piped, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,26 +95,6 @@ def test_constants_reach_the_first_layer_whole(other: Any, more: Any, inline: bo
 
 def same(found: Any, given: Any) -> bool:
     return found is given or (type(found) is type(given) and found == given)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
-def test_broadcast_rows_train_as_in_the_model(schedule: str):
-    """A tensor of one row, of which ``Replicate`` says that it goes to all."""
-    x, mask = rows(7), rows(1).abs().requires_grad_()
-
-    class Masked(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return x * mask
-
-    layers = nn.Sequential(Masked(), *linears())
-    pipe = piped(layers, [2, 2], chunks=3)
-    loss = pipe.step(x, mask=Replicate(mask), loss_fn=lambda output: output.square().mean(), schedule=schedule)
-    found, mask.grad = mask.grad, None
-    expected = layers[1:](layers[0](x, mask)).square().mean()
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(found, mask.grad)
-    assert_same(pipe, layers)
 
 
 class Hiding:
