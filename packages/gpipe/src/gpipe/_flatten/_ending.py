@@ -22,8 +22,8 @@ from microbatch import Arguments, map_tensors
 from ..engine._settings import settings, with_settings
 from ._inputs import Inputs
 from ._script import Structure, restored, structure_of
-from ._skeleton import Twin, is_placeholder, skeleton
-from ._standins import Reel, StandIn
+from ._skeleton import Follower, is_placeholder, skeleton
+from ._standins import Look, Reel, StandIn
 from ._tree import flattened
 
 Returned = dict[str, list[list[Tensor]]]
@@ -51,13 +51,14 @@ class Ending:
         state: the shapes of small parameters and buffers that the loss may read, by name.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str], twins: list[Twin]) -> None:
+    def __init__(self, model: nn.Module, names: Iterable[str], twins: list[Follower]) -> None:
         self._calls: dict[str, list[Structure]] = {name: [] for name in names}
         self._learns = False
         self._reel = _Playback()
         replaced: dict[nn.Module, nn.Module] = {
             model.get_submodule(name): _Replay(model.get_submodule(name), self._reel, name) for name in self._calls
         }
+        twins += [Look(module, real) for real, module in replaced.items()]
         self._net = skeleton(model, replaced, lambda tensor: False, twins)
         own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         self.state = {
@@ -226,7 +227,7 @@ def split_loss_only(inputs: Any) -> tuple[dict[str, Any], Any]:
     return found, {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
 
 
-def ending_of(model: nn.Module, inputs: Inputs, blocks: Collection[nn.Module], twins: list[Twin]) -> Ending | None:
+def ending_of(model: nn.Module, inputs: Inputs, blocks: Collection[nn.Module], twins: list[Follower]) -> Ending | None:
     """How ``model`` computes its loss, seen in a run; None if it computes none, or does it among its ``blocks``."""
     returned: dict[nn.Module, list[Any]] = {}
     with ExitStack() as scope, torch.no_grad():

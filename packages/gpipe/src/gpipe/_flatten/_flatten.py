@@ -23,8 +23,8 @@ from ._probe import add_own_loss, computes_loss
 from ._script import Script
 from ._segment import Block, Gift, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
-from ._skeleton import Twin, named_units, skeleton, twin_of
-from ._standins import BlockStandIn, ModuleStandIn, Observe, Reel
+from ._skeleton import Follower, Twin, named_units, skeleton, twin_of
+from ._standins import BlockStandIn, Look, ModuleStandIn, Observe, Reel
 from ._training import expect_alike_in_training, in_mode, watched
 from ._trunk import Trunk, find_trunks
 from ._verify import add_ending, expect_equal
@@ -103,7 +103,7 @@ def _flattened(
                 f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
                 "call it, or name other lists: GPipe(gpipe.flatten(model, sample, blocks=...), balance)"
             )
-    twins: list[Twin] = []
+    twins: list[Follower] = []
     layers = _built(model, inputs, trunks, calls, pick, twins)  # its copies of modules have the modes of the model
     with in_mode(False, model, layers):
         with shapes_only(model) as shapes:
@@ -120,7 +120,7 @@ def _flattened(
 
 
 def _built(
-    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, twins: list[Twin]
+    model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk], calls: Calls, pick: Pick, twins: list[Follower]
 ) -> Flattened:
     flattened = Flattened(OrderedDict(_Parts(model, inputs, trunks, calls, pick, twins).in_order()))
     for module in (flattened, *flattened.children()):
@@ -138,7 +138,7 @@ class _Parts:
         trunks: Sequence[Trunk],
         calls: Calls,
         pick: Pick,
-        twins: list[Twin],
+        twins: list[Follower],
     ) -> None:
         self._model = model
         self._twins = twins
@@ -200,7 +200,7 @@ def _title(segment: int, trunks: int) -> str:
 
 
 def _net(
-    model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, reel: Reel, twins: list[Twin]
+    model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, reel: Reel, twins: list[Follower]
 ) -> nn.Module:
     """The copy of the model for ``segment``; copies of modules are added to ``twins``."""
     names = [name for trunk in trunks for name in trunk]
@@ -208,12 +208,14 @@ def _net(
         model.get_submodule(name): BlockStandIn(model.get_submodule(name), reel, name, j, calls.blocks[j])
         for j, name in enumerate(names)
     }
+    twins += [Look(module, real) for real, module in replaced.items()]
     last = len(trunks)
     for name, unit in named_units(model, frozenset(replaced), frozenset(calls.modules)):
         has_state = any(True for _ in unit.parameters()) or any(True for _ in unit.buffers())
         own = _segments(unit, calls) or ({last} if has_state else {segment})
         if segment not in own:
-            replaced[unit] = ModuleStandIn(unit, reel, name, calls.modules.get(unit, []))
+            replaced[unit] = module = ModuleStandIn(unit, reel, name, calls.modules.get(unit, []))
+            twins.append(Look(module, unit))
         elif unit in calls.modules and max(own) < last:
             replaced[unit] = _observed(unit, reel, name)
             twins.append(Twin(replaced[unit], unit, f"{name}."))

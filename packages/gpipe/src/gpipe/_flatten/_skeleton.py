@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -19,7 +20,7 @@ def skeleton(
     module: nn.Module,
     replaced: Mapping[nn.Module, nn.Module],
     keeps: Callable[[Tensor], bool],
-    twins: list[Twin],
+    twins: list[Follower],
     path: str = "",
 ) -> nn.Module:
     """A copy of ``module`` in which some modules are replaced. The other modules are shared with ``module``.
@@ -86,7 +87,15 @@ def twin_of(module: nn.Module) -> nn.Module:
     return twin
 
 
-class Twin:
+class Follower(ABC):
+    """What the layers have in place of a module of the model, and what follows that module."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Take over what has changed in the model."""
+
+
+class Twin(Follower):
     """A copy of a module of the model that follows it: its mode, hooks, attributes, parameters and buffers.
 
     Args:
@@ -131,9 +140,21 @@ class Twin:
         # Compared to what was there before, not to the copy's: during a run it may have a copy of what is shared.
         for (kind, name), value in (now := self._tensors()).items():
             mine = own[kind].get(name)
-            if mine is not None and not is_placeholder(mine) and self._then.get((kind, name)) is not value:
+            if mine is None or is_placeholder(mine):
+                self._liken(name, value)
+            elif self._then.get((kind, name)) is not value:
                 own[kind][name] = value
         self._then = now
+        self._liken("stands_for_parameters", next(self._source.parameters(), None), ())
+
+    def _liken(self, name: str, value: Tensor | None, shape: Sequence[int] | None = None) -> None:
+        """Give the placeholder for ``value``, if there is one, the dtype and shape that this has."""
+        mine = self.module._buffers.get(name)
+        if value is None or mine is None:
+            return
+        shape = value.shape if shape is None else shape
+        if (mine.dtype, mine.shape) != (value.dtype, shape):
+            self.module._buffers[name] = _unknown(torch.empty(shape, dtype=value.dtype, device=mine.device))
 
     def lead(self) -> None:
         """Let the module of the model be in evaluation mode if the copy is; not the model, which a pipe trains."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine._parameters import parameters_of
 from ._calls import LOOKS, BlockCall, ModuleCall, Shape, Source, shape_of
-from ._skeleton import placeholder
+from ._skeleton import Follower, placeholder
 from ._tree import Tree, flattened
 
 
@@ -220,6 +221,10 @@ class StandIn(nn.Module):
         self._likeness = Likeness(real, reel)
         self._reel = reel
 
+    def look(self, real: nn.Module, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
+        """Look at the module again, in which these dtypes have become others."""
+        self._likeness = Likeness(real, self._reel)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -238,6 +243,13 @@ class BlockStandIn(StandIn):
         self._number = number
         self._call = call
 
+    def look(self, real: nn.Module, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
+        super().look(real, dtypes)
+        self._call.outputs = [
+            leaf._replace(dtype=dtypes.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Shape) else leaf
+            for leaf in self._call.outputs
+        ]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._reel.tape.block(self._name, self._number, self._call, args, kwargs)  # type: ignore[union-attr]
 
@@ -252,6 +264,31 @@ class ModuleStandIn(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._reel.tape.early(self._name, self._calls)  # type: ignore[union-attr]
+
+
+class Look(Follower):
+    """Lets a stand-in look at its module again when that has parameters of another dtype or shape.
+
+    Args:
+        module: a :class:`StandIn`.
+        source: the module of the model, which a layer must not hold: it would be copied with that.
+    """
+
+    def __init__(self, module: nn.Module, source: nn.Module) -> None:
+        assert isinstance(module, StandIn)
+        self.module = module
+        self._source = source
+        self._then = self._now()
+
+    def _now(self) -> list[tuple[torch.dtype, torch.Size]]:
+        return [(parameter.dtype, parameter.shape) for parameter in parameters_of(self._source)]
+
+    def follow(self) -> None:
+        now = self._now()
+        if now != self._then:
+            pairs = zip(self._then, now, strict=False)
+            self.module.look(self._source, {before: after for (before, _), (after, _) in pairs})
+            self._then = now
 
 
 class Observe:

@@ -15,7 +15,7 @@ from ._calls import Calls, watch
 from ._inputs import Inputs
 from ._segment import Segment
 from ._shapes import Shapes
-from ._skeleton import Twin, is_placeholder
+from ._skeleton import Follower, Twin, is_placeholder
 from ._standins import ContextError, Reel
 from ._trunk import Trunk
 
@@ -44,7 +44,7 @@ def watched(model: nn.Module, inputs: Inputs, trunks: Sequence[Trunk]) -> Calls:
     return calls
 
 
-def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs, twins: Iterable[Twin]) -> None:
+def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs, twins: Iterable[Follower]) -> None:
     """Raise ValueError, naming it, for state or random numbers of which the layers would have several.
 
     Each segment runs the model's forward from its beginning, with placeholders for what belongs to other segments.
@@ -53,7 +53,7 @@ def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs, t
         name: of the model's class.
     """
     segments = [layer for layer in layers if isinstance(layer, Segment)]
-    state, shared = [_State(twin) for twin in twins], _shared_buffers(segments)
+    state, shared = [_State(twin) for twin in twins if isinstance(twin, Twin)], _shared_buffers(segments)
     value: Any = inputs
     with in_mode(True, layers), _Draws([segment.reel for segment in segments]) as draws:
         try:

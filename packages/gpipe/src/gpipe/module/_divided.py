@@ -10,7 +10,7 @@ from torch import nn
 from .._flatten._cache import expect_followed
 from .._flatten._inputs import Inputs
 from .._flatten._names import Flattened, tree_of
-from .._flatten._skeleton import Twin
+from .._flatten._skeleton import Follower
 from ..engine._pipeline import Pipeline
 from ..schedule import checkpoint_stops
 from ._choices import Choices, modes_of
@@ -27,7 +27,7 @@ class Divided(nn.Module):
     _pipeline: Pipeline
     _model: nn.Module | None = None
     """The model that was flattened, or the part of it that is in this process."""
-    _twins: Sequence[Twin] = ()
+    _twins: Sequence[Follower] = ()
     _mode_is_known = False
     """Whether the caller has chosen training or evaluation mode, or has been told of the mode that the model had."""
 

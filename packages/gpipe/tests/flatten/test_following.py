@@ -1,0 +1,88 @@
+"""What is done to a model after a pipe was made of it is seen by the pipe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe import GPipe, flatten
+
+WIDTH, ROWS = 4, 6
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, shift: Tensor) -> Tensor:
+        return (self.linear(hidden) + shift).tanh()
+
+
+class Asking(nn.Module):
+    """Between all of its parts it makes a number in the dtype of one of them: a third, which has others in each."""
+
+    def __init__(self, asked: Callable[[Asking, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.middle = nn.LayerNorm(WIDTH)
+        self.others = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+        self.extra = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.asked = asked
+
+    def third(self, hidden: Tensor) -> Tensor:
+        return torch.full(hidden.shape, 1 / 3, dtype=self.asked(self, hidden).dtype).to(hidden.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x.to(self.embed.weight.dtype))
+        for block in self.blocks:
+            hidden = block(hidden, self.third(hidden))
+        hidden = self.middle(hidden)
+        for other in self.others:
+            hidden = other(hidden, self.third(hidden))
+        return self.head(hidden * self.extra + self.third(hidden) + self.mean)
+
+
+ASKED: dict[str, Callable[[Asking, Tensor], Tensor]] = {
+    "first parameter": lambda model, _: next(model.parameters()),
+    "own parameter": lambda model, _: model.extra,
+    "own buffer": lambda model, _: model.mean,
+    "start": lambda model, _: model.embed.weight,
+    "first blocks": lambda model, _: model.blocks[1].linear.weight,
+    "between": lambda model, _: model.middle.weight,
+    "later blocks": lambda model, _: next(model.others.parameters()),
+    "end": lambda model, _: model.head.weight,
+    "what goes on": lambda model, hidden: hidden,
+}
+
+
+@given(
+    st.sampled_from(sorted(ASKED)),
+    st.lists(st.tuples(st.sampled_from(["model", "pipe", "blocks", "head"]), st.sampled_from(DTYPES)), max_size=3),
+)
+def test_another_dtype_of_the_model_or_a_part_of_it(asked: str, changes: list[tuple[str, torch.dtype]]) -> None:
+    """Set on the model or on the pipe, any number of times, whatever the forward asks for its dtype."""
+    torch.manual_seed(0)
+    model = Asking(ASKED[asked])
+    plain = copy.deepcopy(model)
+    pipe = GPipe(flatten(model, torch.randn(2, 2)), [4, 3], devices=["cpu"] * 2, chunks=2)
+    x = torch.randn(ROWS, 2)
+    for what, dtype in changes:
+        whole = what in ("model", "pipe")
+        (pipe if what == "pipe" else model if whole else getattr(model, what)).to(dtype)
+        (plain if whole else getattr(plain, what)).to(dtype)
+        try:
+            expected = plain(x)
+        except RuntimeError:  # parts of several dtypes, which the model itself cannot combine
+            break
+        torch.testing.assert_close(pipe(x), expected, rtol=0, atol=0)
+    pipe.close()
