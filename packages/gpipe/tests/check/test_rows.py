@@ -95,12 +95,6 @@ def test_a_weight_with_a_few_rows_is_not_cut_beside_a_mini_batch_that_it_does_no
         pipe((x, weight))
 
 
-def test_each_part_of_a_target_counts() -> None:
-    pipe = piped(linears(), [1, 2], chunks=2)
-    with pytest.raises(ValueError, match="target has 6 and 5 rows"):
-        pipe.step(rows(6), {"a": rows(6), "b": [None, rows(5)]}, loss_fn=lambda output, target: output.sum())
-
-
 def test_the_way_out_works() -> None:
     model, weight = linears(), torch.rand(3, dtype=torch.float64)
     pipe = piped(model, [1, 2], chunks=2)

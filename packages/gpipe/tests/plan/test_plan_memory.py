@@ -306,19 +306,6 @@ def test_what_an_optimizer_keeps(optimizer: object, times: int):
     assert optimizer_bytes(optimizer, model) == [times * 20 * 4, 0, 0]
 
 
-def test_the_optimizers_of_torch_keep_what_their_names_say():
-    model = nn.Sequential(nn.Linear(64, 64))
-    for name in ("Adagrad", "RMSprop", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"):
-        (tried,) = optimizer_bytes(getattr(torch.optim, name), model)
-        (known,) = optimizer_bytes(name, model)
-        assert known <= tried <= known + 32  # counts of steps
-
-
-def test_shared_parameters_count_once():
-    layer = nn.Linear(4, 4)
-    assert optimizer_bytes("adam", nn.Sequential(layer, nn.Sequential(layer))) == [160, 0]
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("80GB", 80 * 10**9), ("80 GiB", 80 * 2**30), ("1.5mb", 1_500_000), ("512", 512), (".5KiB", 512), (7.0, 7)],
@@ -330,10 +317,4 @@ def test_sizes_as_text(text: str | float, size: int):
 @pytest.mark.parametrize("wrong", ["lots", "80 GBs", "", "GB", "-1GB", "0GB", "1e400GB", "nan", 0, -5])
 def test_no_sizes(wrong: str | int):
     with pytest.raises(ValueError, match=r"memory: expected bytes, such as 8_000_000_000, '80GB' .*; got"):
-        read_bytes(wrong)
-
-
-@pytest.mark.parametrize("wrong", [True, None, [1]])
-def test_sizes_of_another_type(wrong: object):
-    with pytest.raises(TypeError, match="memory: expected bytes"):
         read_bytes(wrong)
