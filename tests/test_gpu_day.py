@@ -54,29 +54,12 @@ def test_tests_are_counted_and_failures_named(
     assert not failures or "assert 1 == 2" in page("A", [found])
 
 
-@pytest.mark.long  # it has to wait until an interpreter has begun
-def test_a_test_that_hangs_is_named_with_the_stacks_of_its_threads(tmp_path: Path) -> None:
-    found = run(some_tests(tmp_path, "time.sleep(99)")._replace(limit=6), tmp_path)
-    assert found.words.startswith("stopped after 6 s")
-    assert found.words.endswith("test_some.py::test_0")
-    assert "in test_0" in found.output  # the stack
-
-
 def test_what_hangs_is_stopped_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "LEAST", 0)
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
     found = run(Step("hangs", "Hangs", ("-c", f"print('begun', flush=True); {code}"), 3), tmp_path)
     assert found.words == "stopped after 3 s"
     assert "begun" in page("A", [found])
-
-
-@pytest.mark.parametrize(
-    ("code", "words"), [("print('| a |')", "passed"), ("raise SystemExit(3)", "failed with status 3")]
-)
-def test_programs_are_shown(code: str, words: str, tmp_path: Path) -> None:
-    found = run(Step("program", "A program", ("-c", code), 60), tmp_path)
-    assert found.words == words
-    assert words != "passed" or "## A program\n\n| a |\n" in page("A", [found])
 
 
 def test_what_is_missing_or_too_late_is_not_run(tmp_path: Path) -> None:

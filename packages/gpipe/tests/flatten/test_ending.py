@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe import Arguments, GPipe, flatten, inline
-from microbatch import Mean
+from gpipe import GPipe, flatten, inline
 
 IGNORED = -100
 DOUBLE = torch.float64
@@ -123,24 +122,10 @@ def test_the_output_is_that_of_the_model(
     plain.zero_grad()
 
 
-def test_in_evaluation() -> None:
-    model = model_of().eval()
-    with torch.no_grad():
-        found, expected = pipe_of(model, 2, chunks=3)(**batch(5)), model(**batch(5))
-    torch.testing.assert_close(found, expected)
-
-
 def test_without_labels() -> None:
     model = model_of()
     plain = copy.deepcopy(model)
     assert_same(pipe_of(model, 2, chunks=3), plain, {"tokens": batch(5)["tokens"]})
-
-
-def test_a_mapping_is_named_arguments() -> None:
-    model = model_of()
-    plain = copy.deepcopy(model)
-    found = pipe_of(model, 2, chunks=3)(batch(5) | {"num_items_in_batch": torch.tensor(3)})
-    torch.testing.assert_close(found, plain(**batch(5), num_items_in_batch=torch.tensor(3)))
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
@@ -148,28 +133,6 @@ def test_copies_have_it(again: Any) -> None:
     model = model_of()
     plain = copy.deepcopy(model)
     assert_same(again(pipe_of(model, 2, chunks=3)), plain, batch(5))
-
-
-def test_another_balance_has_it() -> None:
-    model = model_of()
-    plain = copy.deepcopy(model)
-    assert_same(GPipe(pipe_of(model, 2)[:], [1, 3, 1], devices=["cpu"] * 3, chunks=2), plain, batch(5))
-
-
-def test_a_spec_for_outputs_takes_the_losses_of_micro_batches() -> None:
-    model = model_of()
-    plain = copy.deepcopy(model)
-    inputs = batch(6, padded=False)
-    pipe = pipe_of(model, 2, chunks=3, out_spec=Mean())
-    torch.testing.assert_close(pipe(**inputs), plain(**inputs)["loss"])
-
-
-def test_a_step_takes_them_too() -> None:
-    model = model_of()
-    plain = copy.deepcopy(model)
-    inputs = batch(6, padded=False)
-    loss = pipe_of(model, 2, chunks=3).step(Arguments((), inputs), loss_fn=lambda loss, _: loss)
-    torch.testing.assert_close(loss, plain(**inputs)["loss"].detach())
 
 
 def test_threads_may_call_it_at_once() -> None:
@@ -220,27 +183,6 @@ def test_the_mode_is_that_of_the_pipe() -> None:
         torch.testing.assert_close(pipe.train(mode)(**batch(5))["loss"], plain.train(mode)(**batch(5))["loss"])
 
 
-def test_a_sample_whose_loss_is_no_number_shows_nothing() -> None:
-    ignored = batch(2) | {"labels": torch.full((2, 5), IGNORED)}
-    assert flatten(model_of(), ignored)[-1].ending is None
-
-
-class Flat(Model):
-    """Its blocks are its own, so that there is nothing around the loss alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = self.trunk.blocks
-        del self.trunk.blocks
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Any]:  # type: ignore[override]
-        hidden = self.trunk.embed(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        logits = self.head(hidden)
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), "logits": logits}
-
-
 class Tells(Model):
     """Returns what the first stage computed, which the last one does not have."""
 
@@ -249,13 +191,6 @@ class Tells(Model):
         logits = self.head(trunk["hidden"])
         loss = self.loss(logits.flatten(0, 1), tokens.flatten()).mean()
         return {"loss": loss, "logits": logits, "embedded": trunk["embedded"]}
-
-
-def test_what_cannot_be_told_is_an_error_by_name() -> None:
-    torch.manual_seed(0)
-    pipe = pipe_of(Flat(), 2, chunks=2)
-    with pytest.raises((TypeError, ValueError), match=r"0-d|dimension|scalar"):
-        pipe(**batch(4))
 
 
 def test_fields_that_cannot_be_told_are_left_out() -> None:

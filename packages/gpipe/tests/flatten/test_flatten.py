@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import Arguments, GPipe, flatten
-from microbatch import Mean
 
 WIDTH, ROWS = 4, 6
 each_mode = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
@@ -169,17 +168,6 @@ def test_what_was_there_in_the_sample_may_be_none():
     torch.testing.assert_close(pipe(**batch()), plain(**batch())["logits"])
 
 
-def test_a_model_that_computes_its_loss():
-    model, plain = pair()
-    layers = flatten(model, batch(2, labels=True))
-    pipe = GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=4, out_spec=Mean())
-    expected = plain(**batch(labels=True))["loss"]
-    torch.testing.assert_close(pipe(**batch(labels=True)), expected)
-    pipe.step(Arguments((), batch(labels=True)), loss_fn=lambda loss, target: loss)
-    expected.backward()
-    assert_equal(gradients(model), gradients(plain))
-
-
 @pytest.mark.parametrize("pick", ["logits", lambda output: output["logits"]])
 def test_what_the_last_layer_returns_can_be_chosen(pick: str | Callable[[Any], Any]):
     model, plain = pair()
@@ -200,25 +188,6 @@ def test_dropout_is_the_same_in_the_recomputation(checkpoint: str):
     assert_equal(found[0], found[1])
 
 
-def test_state_dicts_have_the_names_of_the_model():
-    model, plain = pair(others=2, token=True)
-    layers = flatten(model, batch(2))
-    pipe = GPipe(layers, [2, 6], devices=["cpu"] * 2)
-    for each in (layers, pipe):
-        assert set(each.state_dict()) == set(plain.state_dict())
-        fresh = {name: torch.randn_like(tensor) for name, tensor in plain.state_dict().items()}
-        each.load_state_dict(fresh)
-        assert_equal(dict(model.state_dict()), fresh)
-        assert_equal(dict(nn.ModuleDict({"a": each}).state_dict()), {f"a.{name}": t for name, t in fresh.items()})
-
-
-def test_every_parameter_belongs_to_one_layer():
-    model, _ = pair(others=2, token=True)
-    layers = flatten(model, batch(2))
-    owned = [id(parameter) for layer in layers for parameter in layer.parameters()]
-    assert sorted(owned) == sorted(id(parameter) for parameter in model.parameters())
-
-
 def test_the_model_stays_as_it_is():
     model, plain = pair(others=2)
     model.body.blocks[1].eval()
@@ -229,15 +198,6 @@ def test_the_model_stays_as_it_is():
     torch.testing.assert_close(model(**batch())["logits"], plain(**batch())["logits"])
     assert layers.training
     assert not layers[2].net.training
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda layers: pickle.loads(pickle.dumps(layers))])
-def test_a_copy_is_its_own(again: Callable[[nn.Sequential], nn.Sequential]):
-    model, plain = pair(others=2)
-    layers = again(flatten(model, batch(2)))
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    torch.testing.assert_close(layers(batch()), plain(**batch())["logits"])
 
 
 def test_frozen_parameters_stay_frozen():
@@ -492,26 +452,6 @@ def test_what_is_computed_between_blocks_in_training_only_is_refused_then():
     torch.testing.assert_close(pipe(x), model(x))
 
 
-def test_equal_constants_of_other_types_stay_what_they_are():
-    seen = []
-
-    class Sees(Mix):
-        def forward(self, hidden: Tensor, mask: Tensor | None, *, scale: Any = 1.0) -> tuple[Tensor, None]:
-            seen.append(scale)
-            return super().forward(hidden, mask, scale=scale)
-
-    model = Model(2)
-    model.body.blocks = nn.ModuleList(Sees() for _ in range(2))
-    model.scale = 1.0
-    layers = flatten(model, {"x": torch.randn(2, 2)})
-    for segment in layers:
-        if hasattr(segment.net, "scale"):
-            segment.net.scale = True
-    seen.clear()
-    layers(torch.randn(2, 2))
-    assert all(scale is True for scale in seen)
-
-
 def test_more_tensors_than_in_the_sample_are_refused():
     model, _ = pair()
     layers = flatten(model, batch(2, mask=False))
@@ -527,13 +467,6 @@ def test_a_pipe_of_any_model_in_one_line():
     assert len(pipe.balance) == 2
     torch.testing.assert_close(pipe(**batch()), plain(**batch())["logits"])
     assert set(pipe.state_dict()) == set(plain.state_dict())
-
-
-def test_a_sample_measures_layers_in_a_row_too():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
-    pipe = GPipe(model, devices=["cpu"] * 2, sample=torch.randn(2, 2))
-    assert sum(pipe.balance) == 3
-    assert len(pipe.balance) == 2
 
 
 def test_a_wrapper_that_hands_out_attributes_of_what_it_wraps() -> None:

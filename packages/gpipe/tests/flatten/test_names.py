@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe, flatten
-from gpipe.nn import flatten_nested
 
 from .test_flatten import Model, assert_equal, batch, gradients, models
 
@@ -104,20 +103,6 @@ def test_the_state_of_an_optimizer_applies_to_the_right_parameters():
             second.step()
         first.step()
     assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-def test_nested_containers():
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Linear(4, 3)))
-    with closing(GPipe(flatten_nested(model), [2, 1], devices=["cpu"] * 2)) as pipe:
-        expect_listed(pipe, model)
-
-
-def test_frameworks_find_the_modules_of_the_model():
-    model = Model(others=2).double()
-    pipe = GPipe(flatten(model, batch(2)), [3, 5], devices=["cpu"] * 2)
-    assert pipe.body.blocks[1] is model.body.blocks[1]
-    assert pipe.get_submodule("head.1") is model.head[1]
-    assert pipe.factor is model.factor
 
 
 def test_a_layer_of_a_flattened_model_is_replaced_in_the_model():

@@ -235,12 +235,6 @@ def test_it_has_no_reduction(options: dict[str, Any]) -> None:
             method(**batch(4, 3, 3), **options)
 
 
-def test_it_is_the_only_output() -> None:
-    pipe, _ = both(tokens)
-    with pytest.raises(ValueError, match=r"return_outputs=True goes with a loss_fn.*call pipe\(\*\*batch\)"):
-        pipe.step(**batch(4, 3, 3), return_outputs=True)
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: GPipe(pipe[:], [1, 4], devices=["cpu"] * 2, chunks=3)])
 def test_copies_and_other_balances_have_it(again: Callable[[GPipe], GPipe]) -> None:
     torch.manual_seed(0)
@@ -270,22 +264,3 @@ def test_gradients_in_half_precision_are_as_large_as_those_of_the_mean() -> None
     for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
         assert p.grad.isfinite().all()
         torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.05 * float(q.grad.abs().max()))
-
-
-def test_trying_leaves_the_model_as_it_was() -> None:
-    class Counting(InTheList):
-        def __init__(self) -> None:
-            super().__init__(tokens)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, *arguments: Any, **keywords: Any) -> dict[str, Tensor]:
-            self.calls += 1
-            torch.rand(1)
-            return super().forward(*arguments, **keywords)
-
-    model = Counting()
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    flatten(model, batch(2, 3, 3))
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(module.training for module in model.modules())

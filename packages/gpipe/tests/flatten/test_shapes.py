@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
-from gpipe import Arguments, GPipe, Plan, check, flatten, plan
+from gpipe import GPipe, check, flatten, plan
 from gpipe.balance import balance_by_time
 from gpipe.simulate import simulate, stage_costs
-from microbatch import Mean
 from profiler import profile
 
 from .test_flatten import ROWS, Model, Told, assert_equal, batch, each_refusal, gradients, models
@@ -73,14 +72,6 @@ def test_in_one_line_and_with_copies() -> None:
         torch.testing.assert_close(each(**batch()), plain(**batch())["logits"])
         assert_equal(dict(each.state_dict()), dict(plain.state_dict()))
     assert all(buffer.isnan().all() for name, buffer in pipe.named_buffers() if name == "end.net.token")
-
-
-def test_buffers_with_data_may_meet_parameters_without() -> None:
-    model, plain = pair()
-    for block in model.body.blocks:
-        block.shift = torch.ones_like(block.shift, device="cpu")
-    pipe = GPipe(flatten(model, batch(2)), [2, 3], devices=["cpu"] * 2, init=plain.state_dict())
-    torch.testing.assert_close(pipe(**batch()), plain(**batch())["logits"])
 
 
 class Looks(nn.Module):
@@ -165,18 +156,6 @@ def test_computed_buffers_of_flattened_models(init: str) -> None:
         assert model.body.blocks[1].shift.unique().tolist() == [1.0]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zero_bubble"])
-def test_under_every_schedule(schedule: str) -> None:
-    model, plain = pair(others=2)
-    options: dict[str, Any] = {"chunks": 3, "checkpoint": "always", "init": plain.state_dict()}
-    pipe = GPipe(flatten(model, batch(1)), [2, 3, 3], devices=["cpu"] * 3, **options)
-    target = torch.randn(ROWS, 3, dtype=torch.float64)
-    pipe.step(Arguments((), batch()), target, loss_fn=nn.functional.mse_loss, schedule=schedule)
-    nn.functional.mse_loss(plain(**batch())["logits"], target).backward()
-    assert_equal(gradients(model), gradients(plain))
-    pipe.close()
-
-
 def test_a_profile_of_a_model_without_data_tells_the_bytes_of_stages() -> None:
     model, plain = pair(others=2)
     found, expected = (
@@ -187,17 +166,6 @@ def test_a_profile_of_a_model_without_data_tells_the_bytes_of_stages() -> None:
     blind, timed = (simulate("1f1b", stage_costs(each, [3, 2, 3]), microbatches=6) for each in (found, expected))
     assert blind.peak_bytes == timed.peak_bytes
     assert (blind.unit, timed.unit) == ("ticks", "s")
-
-
-def test_a_model_that_computes_its_loss() -> None:
-    model, plain = pair()
-    layers = flatten(model, batch(2, labels=True))
-    pipe = GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=4, out_spec=Mean(), init=plain.state_dict())
-    expected = plain(**batch(labels=True))["loss"]
-    torch.testing.assert_close(pipe(**batch(labels=True)), expected)
-    pipe.step(Arguments((), batch(labels=True)), loss_fn=lambda loss, target: loss)
-    expected.backward()
-    assert_equal(gradients(model), gradients(plain))
 
 
 RUNS: dict[str, Callable[[nn.Sequential, Tensor], object]] = {
@@ -213,15 +181,3 @@ def test_what_runs_a_model_says_that_it_has_no_data(what: str) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=f"{what} runs the model, which is on 'meta' and has no data; give it one"):
         RUNS[what](model, torch.ones(4, 2))
-
-
-def test_a_plan_from_elsewhere_builds_a_model_without_data() -> None:
-    def make() -> nn.Sequential:
-        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-
-    plain, x = make(), torch.rand(8, 8)
-    text = plan(plain, x, ["cpu", "cpu"], chunks=2, calibrate=False).to_json()
-    with torch.device("meta"):
-        model = make()
-    pipe = Plan.from_json(text).build(model, init=plain.state_dict())
-    torch.testing.assert_close(pipe(x), plain(x))
