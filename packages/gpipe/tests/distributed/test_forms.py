@@ -6,7 +6,6 @@ import enum
 import math
 from collections import OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass
-from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -49,13 +48,6 @@ class Output(OrderedDict):  # type: ignore[type-arg]
     """Registered as Hugging Face's outputs are."""
 
 
-class Graph:
-    """Registered with a context that JSON holds only as its class says."""
-
-    def __init__(self, nodes: Any, name: frozenset[str]) -> None:
-        self.nodes, self.name = nodes, name
-
-
 class Mode(enum.Enum):
     TRAIN = "train"
     EVAL = "eval"
@@ -66,55 +58,21 @@ class Level(enum.IntEnum):
     HIGH = 1
 
 
-class Bits(enum.Flag):
-    A = enum.auto()
-    B = enum.auto()
-
-
 _pytree.register_dataclass(Registered)
 _pytree.register_pytree_node(Output, lambda o: (list(o.values()), list(o)), lambda v, k: Output(zip(k, v, strict=True)))
-_pytree.register_pytree_node(
-    Graph,
-    lambda graph: ([graph.nodes], graph.name),
-    lambda values, name: Graph(*values, name),
-    serialized_type_name="test_forms.Graph",
-    to_dumpable_context=sorted,
-    from_dumpable_context=frozenset,
-)
-
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 ]
 
-KEYS = st.one_of(
-    *(st.text(max_size=3), st.integers(-2, 2), st.booleans(), st.none(), st.sampled_from([*Mode, *Level])),
-    st.tuples(st.integers(0, 2), st.text(max_size=1)),
-)
+KEYS = st.one_of(st.text(max_size=3), st.integers(-2, 2), st.booleans(), st.none(), st.sampled_from([*Mode, *Level]))
 
 CONSTANTS = st.one_of(
     *(KEYS, st.integers(), st.floats(), st.binary(max_size=3), st.complex_numbers(), st.text()),
     st.sampled_from(
-        [
-            *(torch.float8_e5m2, torch.device("cuda", 1), torch.strided, torch.channels_last, torch.Size([2, 0]), ...),
-            *(range(1, 9, 2), slice(None, 3), slice(torch.Size([1]), "a"), Decimal("0.10"), Fraction(1, 3)),
-            *(
-                Bits.A,
-                Bits.A | Bits.B,
-                Bits(0),
-                Level.HIGH,
-                Mode,
-                Pair,
-                int,
-                type(None),
-                2**70,
-                -(2**63),
-                math.nan,
-                -0.0,
-                "\ud800",
-            ),
-        ]
+        [torch.float8_e5m2, torch.device("cuda", 1), torch.strided, torch.Size([2, 0]), ..., slice(None, 3)]
     ),
+    st.sampled_from([math.nan, Fraction(1, 3), Level.HIGH, Mode, Pair, int, -0.0, "\ud800"]),
 )
 
 
@@ -160,7 +118,6 @@ def _trees(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         *(items.map(OrderedDict), items.map(lambda each: defaultdict(list, each)), items.map(Scaled)),
         *(items.map(lambda each: Output(each)), two.map(lambda each: Pair(*each)), two.map(lambda each: Sample(*each))),
         children.map(Registered),
-        children.map(lambda each: Graph(each, frozenset("ab"))),
         st.tuples(some.map(tuple), st.dictionaries(st.text(max_size=2), children, max_size=2)).map(
             lambda each: Arguments(*each)
         ),
@@ -280,18 +237,3 @@ def test_what_cannot_be_sent_is_refused_by_its_path(value: Any, message: str) ->
 def test_gradients_that_cannot_be_sent_are_refused_by_their_number() -> None:
     with pytest.raises(TypeError, match="gradient 1 is a _Subclass"):
         arrived([None, _Subclass(torch.ones(2))])
-
-
-def test_numbers_of_numpy_arrive() -> None:
-    numpy = pytest.importorskip("numpy")
-    value = (numpy.float32(0.1), numpy.int64(3), numpy.complex128(1j), numpy.float64("nan"))
-    found = arrived(Activation(value)).value
-    assert list(map(repr, found)) == list(map(repr, value))
-    assert list(map(type, found)) == list(map(type, value))
-
-
-def test_the_default_device_is_not_asked() -> None:
-    x = torch.ones(2, 3)
-    with torch.device("meta"):
-        found = arrived([x, x.to_sparse()])
-    assert [each.device.type for each in found] == ["cpu", "cpu"]

@@ -144,7 +144,7 @@ def test_who_does_not_come_to_connect_is_named(number: signal.Signals) -> None:
         for connection in ranks.connections:
             connection.send((_make_without, (1, number)))
         for told in (ranks.answer(k) for k in (0, 2)):
-            assert told == (True, "rank 1 has ended, or did not come here within 5 s")
+            assert told == (True, "rank 1 has ended, or did not come here within 3 s")
 
 
 def _make_without(who: int, number: signal.Signals) -> str:
@@ -152,5 +152,5 @@ def _make_without(who: int, number: signal.Signals) -> str:
     if dist.get_rank() == who:
         os.kill(os.getpid(), number)
     with pytest.raises(LostRankError) as caught:
-        Rank(_model(), [1, 1, 1], chunks=2, timeout=5.0)
+        Rank(_model(), [1, 1, 1], chunks=2, timeout=3.0)
     return str(caught.value).partition(";")[0]

@@ -198,19 +198,6 @@ def test_a_sender_keeps_what_the_other_end_has_not_taken():
     assert most[1] <= 2
 
 
-def test_without_an_answer_a_sender_waits_for_the_other_end():
-    sender, receiver = ends()
-    receiver.expect(4)
-    sender.expect(0, most=2)
-    for i in range(4):
-        sender.put(i, [torch.ones(2)])
-        if i:
-            receiver.get()
-    sender.put(4, [torch.ones(2)])
-    with pytest.raises(AssertionError, match="nobody has received it yet"):
-        sender.put(5, [torch.ones(2)])
-
-
 @dataclass
 class Unreadable:
     """Pickled as what cannot be unpickled."""

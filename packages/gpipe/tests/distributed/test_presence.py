@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -40,27 +37,3 @@ def _end_one(how: str) -> bool:
         return _expect_over(presence)
     del presence
     return True
-
-
-ENDS = """
-import sys, torch.distributed as dist
-from gpipe.distributed._groups import open_groups
-from gpipe.distributed._presence import Presence
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-presence = Presence(open_groups(None, None), 1 - dist.get_rank())
-while dist.get_rank() == 0 and not presence.is_over:
-    pass
-sys.exit(3)
-"""
-
-
-def test_a_process_ends_that_has_not_ended_its_own(tmp_path: Path) -> None:
-    """At its exit, and though the other one is still there."""
-    command = [sys.executable, "-c", ENDS, str(tmp_path / "store")]
-    children = [subprocess.Popen([*command, str(k)]) for k in range(2)]
-    try:
-        assert [child.wait(300) for child in children] == [3, 3]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()

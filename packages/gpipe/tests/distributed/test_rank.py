@@ -25,7 +25,6 @@ from gpipe._current import current
 from gpipe.distributed import Rank, RemoteError
 from gpipe.schedule import SPLIT_SECONDS, Choice, checkpoint_stops
 from gpipe.timeline._chooser import RUNS, Chooser, Plan
-from streams import add_note
 
 from ..layers import Tied
 from ..models import Recipe, main_of, recipes
@@ -201,20 +200,6 @@ def _output() -> Tensor | None:
     return output
 
 
-def test_evaluation(worlds):
-    first, last = worlds(2).run(_evaluated)
-    x, y = batch()
-    assert first == last
-    torch.testing.assert_close(first, nn.functional.mse_loss(network()(x), y).item())
-
-
-def _evaluated() -> float:
-    x, y = batch()
-    here = dist.get_rank()
-    rank = Rank(network(), [4, 4], chunks=3).eval()
-    return rank.evaluate(x if here == 0 else None, y if here == 1 else None, loss_fn=nn.functional.mse_loss).item()
-
-
 def test_metrics_are_on_all_ranks(worlds):
     found = worlds(2).run(_with_metrics)
     assert found[0][1] == found[1][1]
@@ -305,38 +290,6 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("when", ["made", "called"])
-def test_all_are_told_the_notes_of_who_cannot_begin(worlds, when: str):
-    for k, (name, text) in enumerate(worlds(2).run(_expect_notes, when)):
-        assert name == ("ArithmeticError" if k == 0 else "RemoteError")
-        assert k == 0 or text.endswith(("ArithmeticError: of rank 0\n  in plain words", "layer '0' on 'cpu'"))
-
-
-def _expect_notes(when: str) -> tuple[str, str]:
-    fails = dist.get_rank() == 0
-
-    def init(module: nn.Module) -> None:
-        if fails and when == "made":
-            raise ArithmeticError("of rank 0")
-        module.to_empty(device="cpu")
-
-    def hook(*_: Any) -> None:
-        error = ArithmeticError("of rank 0")
-        add_note(error, "in plain words")
-        raise error
-
-    try:
-        with torch.device("meta"):
-            model = network()
-        rank = Rank(model, [4, 4], init=init)
-        if fails:
-            rank.register_forward_pre_hook(hook)
-        rank.step(*batch(), loss_fn=nn.functional.mse_loss)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("it has begun")
-
-
 class Watches(nn.Module):
     """Counts how many of its outputs, and of the gradients of its inputs, are in memory; fails on demand."""
 
@@ -400,21 +353,6 @@ def _most_gradients() -> int:
     rank = Rank(model, [1, 1, 1], chunks=20)
     rank.step(torch.randn(20, 2**18 + 1, 1), loss_fn=lambda output: output.square().mean())
     return max(layer.most[1] for layer in rank.modules() if isinstance(layer, Watches))
-
-
-def test_a_step_is_one_meeting(worlds):
-    worlds(3).run(_expect_one_meeting)
-
-
-def _expect_one_meeting() -> None:
-    rank = Rank(network(), [2, 2, 4], chunks=4)
-    meeting = rank._pipeline._rendezvous
-    meet, met = meeting.meet, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "meet", lambda report: met.append(report) or meet(report))
-        for k in range(1, 4):
-            rank.step(*batch(), loss_fn=nn.functional.mse_loss)
-            assert len(met) == k
 
 
 @pytest.mark.parametrize("pace", [SPLIT_SECONDS / 1e3, SPLIT_SECONDS])
@@ -650,44 +588,3 @@ def _expect_not_copied() -> None:
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="connected to other processes"):
             copied(rank)
-
-
-@pytest.mark.parametrize("wrong", ["nccl", "", None, 1])
-def test_ways_that_are_not_there_are_refused(worlds, wrong: object):
-    worlds(1).run(_expect_no_way, wrong)
-
-
-def _expect_no_way(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"transport must be one of 'auto', 'host'; got"):
-        Rank(network(), [8], transport=wrong)
-
-
-class UnspeakableError(ArithmeticError):
-    """An error without a text."""
-
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-def test_an_error_without_a_text_reaches_all_ranks(worlds):
-    """And where there were gradients, all are told what to do with them."""
-    found = worlds(2).run(_fails_without_a_text)
-    assert [name for name, _ in found] == ["RemoteError", "UnspeakableError"]
-    assert found[0][1].startswith("rank 1 failed: UnspeakableError")
-    assert all("zero_grad()" in text for _, text in found)
-
-
-def _fails_without_a_text() -> tuple[str, str]:
-    rank = Rank(network(), [4, 4], chunks=2)
-    rank.step(*batch(), loss_fn=nn.functional.mse_loss)
-
-    def fail(*_: Any) -> None:
-        raise UnspeakableError
-
-    try:
-        rank.step(*batch(), loss_fn=fail)
-    except Exception as error:
-        notes = "\n".join(getattr(error, "__notes__", []))
-        text = "" if isinstance(error, UnspeakableError) else str(error)
-        return type(error).__name__, f"{text}\n{notes}"
-    raise AssertionError("it has not failed")

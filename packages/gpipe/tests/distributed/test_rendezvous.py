@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,9 +15,8 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.distributed import LostRankError, Rank, RemoteError
 from gpipe.distributed._errors import UnreachableError
-from gpipe.distributed._groups import UNSENT, open_groups
+from gpipe.distributed._groups import UNSENT
 from gpipe.distributed._messages import Peer
-from gpipe.distributed._rendezvous import Rendezvous
 from gpipe.distributed._tied import Twins
 
 from ..worlds import world
@@ -92,7 +88,7 @@ def test_a_rank_that_is_killed_is_named(who: int, phase: str):
 
 @pytest.mark.parametrize(("who", "phase"), cases((1, "backward")))
 def test_a_rank_that_freezes_is_named_when_the_time_is_over(who: int, phase: str):
-    _expect_named(who, phase, signal.SIGSTOP, timeout=8.0)
+    _expect_named(who, phase, signal.SIGSTOP, timeout=4.0)
 
 
 def _expect_named(who: int, phase: str, number: signal.Signals, timeout: float) -> None:
@@ -228,57 +224,3 @@ def _be_slow(who: int, timeout: float) -> str:
         with pytest.raises(LostRankError) as caught:
             rank.step(x, loss_fn=lambda output: output.square().mean())
     return str(caught.value)
-
-
-@pytest.mark.long
-def test_a_rank_that_waits_in_vain_for_one_that_has_ended_is_not_taken_for_lost():
-    with world(3, 60.0) as ranks:
-        for connection in ranks.connections:
-            connection.send((_wait_in_vain, ()))
-        told = [ranks.answer(k) for k in (0, 2)]
-    for succeeded, text in told:
-        assert succeeded, text
-        assert text.startswith("rank 1 has ended")
-
-
-def _wait_in_vain() -> str:
-    """Rank 1 ends, and rank 2 comes to the meeting when it has waited for something longer than the timeout."""
-    dist.barrier()
-    groups = open_groups(None, timedelta(seconds=8))
-    meeting = Rendezvous(groups)
-    meeting.meet({})
-    if groups.me == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if groups.me == 2:
-        peer = Peer(groups.values, 0, 0)
-        with pytest.raises(UnreachableError):
-            peer.wait(peer.receive(torch.empty(1)), groups.timeout + timedelta(seconds=1))
-    with pytest.raises(LostRankError) as caught:
-        meeting.meet({})
-    return str(caught.value)
-
-
-@pytest.mark.long
-def test_many_failed_steps_leave_nothing_behind(worlds):
-    for grown in worlds(2).run(_fail_often):
-        assert grown < 50
-
-
-def _fail_often() -> int:
-    """How many more tensors there are after a thousand failures than after some."""
-    rank = Rank(nn.Sequential(nn.Linear(6, 6), _Fails(), nn.Linear(6, 6)), [2, 1], chunks=3)
-    counts = []
-    for k in range(1000):
-        with suppress(ArithmeticError, RemoteError):
-            rank.step(torch.randn(6, 6), loss_fn=lambda output: output.mean())
-        if k in (100, 999):
-            gc.collect()
-            counts.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
-    return counts[1] - counts[0]
-
-
-class _Fails(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        if gpipe._current.current.microbatch == 2:
-            raise ArithmeticError("planted")
-        return x

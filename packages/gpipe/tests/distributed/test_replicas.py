@@ -131,61 +131,6 @@ def _expect_on_all(rank: Rank, mesh: Any, who: set[int], phase: str, kind: type[
     fails.phase = ""
 
 
-@pytest.mark.parametrize("who", [{0, 3}, {1, 3}, {2, 3}])
-def test_several_failures(worlds: Any, who: set[int]) -> None:
-    """In both replicas at once, in the same stage or not; or twice in one."""
-    worlds(SIZE).run(_fail_at_several, who)
-
-
-def _fail_at_several(who: set[int]) -> None:
-    mesh = _mesh()
-    rank = _rank(mesh)
-    fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
-    for phase in ("forward", "backward"):
-        fails.phase, fails.error = (phase if dist.get_rank() in who else ""), ArithmeticError
-        with pytest.raises((ArithmeticError, RemoteError), match="planted"):
-            _step(rank, mesh)
-        fails.phase = ""
-        _expect_right(rank, mesh)
-
-
-def test_replicas_evaluate_by_themselves(worlds: Any) -> None:
-    worlds(SIZE).run(_evaluate_in_one)
-
-
-def _evaluate_in_one() -> None:
-    mesh = _mesh()
-    rank = _rank(mesh)
-    if mesh["replicas"].get_local_rank() == 0:
-        rank(_batch()[0])
-        with pytest.raises((TypeError, RemoteError)):
-            rank.evaluate(loss_fn=nn.functional.mse_loss)
-    _expect_right(rank, mesh)
-
-
-def test_a_replica_that_cannot_be_made(worlds: Any) -> None:
-    for k, (succeeded, text) in enumerate(worlds(SIZE).answers(_make_one_wrong)):
-        assert not succeeded
-        assert ("\nValueError: number of" if k == 2 else "rank 2 could not begin: ValueError: number of") in text
-
-
-def _make_one_wrong() -> None:
-    mesh = _mesh()
-    _rank(mesh, chunks=0 if dist.get_rank() == 2 else 3)
-
-
-def test_replicas_of_other_models_are_refused(worlds: Any) -> None:
-    for succeeded, text in worlds(SIZE).answers(_make_others):
-        assert not succeeded
-        assert "ValueError: the ranks disagree: balance is [3, 3] on rank" in text
-
-
-def _make_others() -> None:
-    mesh = _mesh()
-    balance = [3, 3] if mesh["replicas"].get_local_rank() == 0 else [2, 4]
-    Rank(_network(), balance, group=mesh["stages"].get_group(), replicas=mesh["replicas"].get_group())
-
-
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_a_rank_of_another_replica_that_is_killed_is_named(who: int) -> None:
     with world(SIZE, timeout=60.0) as opened:
