@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from threading import Event, Thread
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe import GPipe
+from gpipe import GPipe, flatten
 from streams import current_stream, default_stream, new_stream, record_event, use_stream, wait_event
 
 from .accelerator import device
@@ -122,3 +123,40 @@ def test_a_timeline_of_devices(mode: str, inline: bool):
     assert {event.device for event in events} == {str(place) for place in places}
     assert all(event.seconds >= 0 and event.wait >= 0 for event in events)
     assert all(event.bytes_moved for event in events if event.kind == "forward" and event.stage)
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_model_that_was_moved_after_its_pipe_was_made_is_named_and_can_be_moved_back(k: int, flattened: bool):
+    model = small(flattened)
+    x = torch.randn(4, 3)
+    layers = flatten(model, x) if flattened else model
+    pipe = GPipe(layers, [2, len(layers) - 2], devices=[device(0), device(1)], chunks=2)
+    expected = pipe(x)
+    model.to(device(k))
+    for call in (pipe, lambda x: pipe.step(x, loss_fn=torch.sum)):
+        with pytest.raises(RuntimeError) as caught:
+            call(x)
+        note = rf"weight' of partition {1 - k} is on {device(k)}, expected {device(1 - k)}.*pipe\.rebalance"
+        assert any(re.search(note, each) for each in caught.value.__notes__)
+    pipe.rebalance(pipe.balance)
+    torch.testing.assert_close(pipe(x), expected)
+
+
+def small(flattened: bool) -> nn.Module:
+    if not flattened:
+        return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+            self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    return Model()

@@ -7,6 +7,7 @@ place and whether what they return is memory of their parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -250,6 +251,12 @@ class StageRun:
         )
         if is_first and is_out_of_memory(error):
             add_note(error, _NEEDS_LESS)
+        if "device" in str(error) and (found := _elsewhere(stage)):
+            add_note(
+                error,
+                f"{found}: the model was moved after its pipe was made; pipe.rebalance(pipe.balance) moves all layers "
+                "back; to have the model elsewhere too, move a copy of it",
+            )
         return error
 
     def _sums_outside(self, run: Run) -> GradientSums | None:
@@ -280,6 +287,16 @@ class StageRun:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 raise RuntimeError(_HIDES)
             self._sums = None  # what refers to the nodes is a graph of an earlier run, and not a hook
+
+
+def _elsewhere(stage: Stage) -> str:
+    """A parameter or buffer that is not on the device of its stage, in words; empty if all are."""
+    for name, tensor in chain(stage.module.named_parameters(), stage.module.named_buffers()):
+        there = tensor.device
+        # Torch knows no numbers of CPUs.
+        if there.type != stage.device.type or (there.type != "cpu" and there.index != stage.device.index):
+            return f"{name!r} of partition {stage.index} is on {there}, expected {stage.device}"
+    return ""
 
 
 ACTIONS: dict[Kind, Callable[[StageRun, int], None]] = {
