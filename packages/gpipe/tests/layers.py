@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,10 @@ from gpipe import GPipe
 from gpipe.skip import pop, skippable, stash
 
 DOUBLE = torch.float64
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[pytest.mark.long, pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler")],
+)
 
 
 class Call(nn.Module):

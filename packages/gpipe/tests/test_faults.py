@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import subprocess
 import sys
@@ -138,23 +137,6 @@ class TestTable:
                 train(pipe)
         else:
             train(pipe)
-
-    def test_the_threads_stay_the_same_and_go_with_the_pipe(self) -> None:
-        gc.collect()
-        before = set(threading.enumerate())
-        pipe = faulty()
-        train(pipe)
-        opened = set(threading.enumerate()) - before
-        for phase in ("forward", "backward"):
-            for name in ERRORS:
-                pipe[1].faults[phase, 0] = ERRORS[name]()
-                with pytest.raises(BaseException):  # noqa: B017, PT011
-                    train(pipe)
-                pipe[1].faults.clear()
-                assert set(threading.enumerate()) - before == opened
-        del pipe
-        gc.collect()
-        assert set(threading.enumerate()) - before == set()
 
     def test_the_same_error_object_may_fail_twice(self) -> None:
         pipe, error = faulty(), ValueError("no")

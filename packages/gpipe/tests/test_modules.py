@@ -114,14 +114,6 @@ def test_reparametrized_layers(name: str, mode: str):
     torch.testing.assert_close(dict(pipe.named_buffers()), dict(model.named_buffers()))
 
 
-def test_parametrization_registered_on_a_pipe():
-    model, pipe = both()
-    for each in (model, pipe):
-        backward(each)
-        own_parametrization(each[1])
-    assert_trains_like(pipe, model)
-
-
 @each_mode
 def test_forward_and_backward_hooks_of_layers_and_partitions(mode: str):
     pipe, calls = piped(linears(), [1, 2], chunks=2, checkpoint=mode), []

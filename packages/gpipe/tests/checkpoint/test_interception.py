@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 
-import gpipe
 from gpipe import GPipe
 from gpipe._current import setting
 from gpipe.checkpoint._random import CellRNG, RunRNG, interception
@@ -77,24 +76,6 @@ def test_the_numbers_are_those_of_the_cell(names: list[str]):
     torch.rand(4, 5)
     torch.randint(2**32, ())
     assert torch.equal(torch.get_rng_state(), one[-1])
-
-
-@pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-def test_operations_pass_no_mode(mode: str, inline: bool):
-    depths: list[int] = []
-
-    def look(x: Tensor) -> Tensor:
-        depths.append(torch._C._len_torch_dispatch_stack())
-        return nn.functional.dropout(x)
-
-    pipe = GPipe(nn.Sequential(Call(look), Call(look)), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
-    with gpipe.inline() if inline else nullcontext():
-        x = torch.ones(4, 4, requires_grad=True)
-        output = pipe(x)
-        output.sum().backward()
-        torch.testing.assert_close(x.grad, output)
-    assert {*depths} == {0}
 
 
 TAKEN = """

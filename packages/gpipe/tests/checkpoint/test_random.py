@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,24 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MODES = ("never", "except_last", "always")
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x, x)[0]
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)[0]
-
-
 class Checkpointed(nn.Module):
     """Has a checkpoint of its own inside."""
 
@@ -57,32 +38,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x, **self.options)
-
-
-class Draws(nn.Module):
-    """Draws in every way that torch offers, in each forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.rand_like(x) + torch.rand(x.shape) + torch.randn(x.shape).exp()
-        noise = noise + torch.randint(3, x.shape) + torch.empty_like(x).uniform_() + torch.empty_like(x).exponential_()
-        chosen = torch.multinomial(torch.ones(6), 6)
-        return (x * noise)[..., torch.randperm(6)][..., chosen] * torch.bernoulli(torch.full(x.shape, 0.7))
-
-
-LAYERS = {
-    "dropout": nn.Dropout,
-    "dropout in place": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(inplace=True)),
-    "feature dropout": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Dropout2d(), nn.Flatten(1, 2)),
-    "alpha dropout": nn.AlphaDropout,
-    "random relu": nn.RReLU,
-    "attention": Attention,
-    "encoder": lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True),
-    "lstm": Recurrent,
-    "checkpoint": lambda: Checkpointed(False),
-    "reentrant checkpoint": lambda: Checkpointed(True),
-    "gumbel": lambda: Call(lambda x: nn.functional.gumbel_softmax(x, hard=True)),
-    "everything": Draws,
-}
 
 
 @dataclass(frozen=True)
@@ -149,62 +104,6 @@ def test_numbers_depend_on_layer_and_micro_batch_alone(recipe: Recipe, one: Way,
     recipe = replace(recipe, layers=layers)
     results = [way.trained(recipe, LOSSES[loss]) for way in (one, other)]
     torch.testing.assert_close(*results, rtol=1e-7, atol=1e-9, equal_nan=True)
-
-
-def test_a_checkpoint_inside_of_a_layer_is_not_taken_for_a_new_seed():
-    """While it repeats its forward, it gives torch's generator the state of before, and other stages draw."""
-    inside, drawn, in_backward = threading.Event(), threading.Event(), threading.Event()
-    saved = threading.Semaphore(0)
-
-    def repeated(x: Tensor) -> Tensor:
-        saved.release()
-        if in_backward.is_set() and not drawn.is_set():
-            inside.set()
-            assert drawn.wait(300)
-        return x.sin()
-
-    def draws(x: Tensor) -> Tensor:
-        if in_backward.is_set() and len(x) == 2:  # the first micro-batch, whose backward comes after the second's
-            assert inside.wait(300)
-            try:
-                return nn.functional.dropout(x, 0.5)
-            finally:
-                drawn.set()
-        if not in_backward.is_set() and len(x) == 2:  # both checkpoints have saved the state of before
-            assert saved.acquire(timeout=300)
-            assert saved.acquire(timeout=300)
-        return nn.functional.dropout(x, 0.5)
-
-    layers = Call(lambda x: checkpoint(repeated, x, use_reentrant=False)), Call(draws)
-    modes = ["never", "always"]
-    with closing(GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=modes)) as pipe:
-        torch.manual_seed(0)
-        output = pipe(torch.ones(3, 6, requires_grad=True))
-        in_backward.set()
-        output.sum().backward()
-    assert inside.is_set()
-
-
-@pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"gumbel"}))  # whose gradient is not the slope, by design
-@pytest.mark.parametrize("mode", MODES)
-def test_gradient_belongs_to_what_was_drawn(name: str, mode: str):
-    """Against finite differences under the same seed, which no disagreement between forward and backward survives."""
-    torch.manual_seed(7)
-    model = nn.Sequential(LAYERS[name](), nn.Tanh()).double()
-    pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=mode)
-    x = torch.randn(4, 4, 6, dtype=torch.float64)
-    direction = torch.randn_like(x)
-
-    def loss(at: Tensor) -> Tensor:
-        torch.manual_seed(3)
-        return pipe(at * 1).sum()
-
-    leaf = x.clone().requires_grad_()
-    loss(leaf).backward()
-    h = 1e-6
-    ends = [(x + sign * h * direction).requires_grad_() for sign in (1, -1)]
-    slope = float((loss(ends[0]) - loss(ends[1])).detach()) / (2 * h)
-    assert float((leaf.grad * direction).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-7)
 
 
 def test_every_cell_and_every_step_draws_its_own():

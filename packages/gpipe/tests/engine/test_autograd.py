@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gpipe import GPipe, inline
+from gpipe import GPipe
 
 from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, linears, piped, rows, within
 from ..sweeps import awake
@@ -101,31 +101,6 @@ class TestAllowed:
             y.square().sum().backward()
             found.append(seen)
         torch.testing.assert_close(*found)
-
-    @pytest.mark.parametrize("chunks", [1, 2])
-    def test_the_output_may_be_changed_in_place(self, chunks: int) -> None:
-        pipe, model = twins(linears(), [1, 2], chunks=chunks)
-        for module in (pipe, model):
-            output = module(rows())
-            output.mul_(output.detach().clone())
-            output[0] = 0
-            output.sum().backward()
-        assert_same(pipe, model)
-
-    @pytest.mark.parametrize("chunks", [1, 2])
-    def test_an_output_that_is_needed_and_changed_is_right_or_refused(self, chunks: int) -> None:
-        pipe, model = twins(nn.Sequential(*linears(1), nn.Sigmoid()), [1, 1], chunks=chunks)
-        model(rows()).sum().backward()
-        output = pipe(rows())
-        loss = output.sum()
-        with torch.no_grad():
-            output.mul_(5)
-        try:
-            loss.backward()
-        except RuntimeError as refusal:
-            assert "modified by an inplace operation" in str(refusal)  # noqa: PT017
-        else:
-            assert_same(pipe, model)
 
     def test_reentrant_checkpointing_around_the_pipe(self) -> None:
         pipe, model = twins(linears(), [1, 2], chunks=2)
@@ -267,30 +242,6 @@ class TestGradMode:
         pipe[1].function = torch.clone
         pipe(rows()).sum().backward()
         assert pipe[0].weight.grad is not None
-
-
-class TestManyRuns:
-    @each_mode
-    @pytest.mark.parametrize("inlined", [False, True])
-    @given(order=st.permutations(range(3)))
-    def test_runs_that_live_together_go_backward_in_any_order(
-        self, checkpoint: str, inlined: bool, order: list[int]
-    ) -> None:
-        pipe, model = twins(nn.Sequential(*linears(1), nn.Tanh(), *linears(1)), [2, 1], checkpoint=checkpoint)
-        found = []
-        for module in (pipe, model):
-            inputs = [rows(count, grad=True) for count in (1, 4, 6)]
-            pipe.chunks = 3
-            if inlined:
-                with inline():
-                    outputs = [module(x) for x in inputs]
-            else:
-                outputs = [module(x) for x in inputs]
-            for k in order:
-                outputs[k].square().sum().backward()
-            found.append([x.grad for x in inputs])
-        assert_same(pipe, model)
-        torch.testing.assert_close(*found)
 
 
 @pytest.mark.usefixtures("no_collector", "sweeps")

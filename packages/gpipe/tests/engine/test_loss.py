@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -124,43 +123,6 @@ def test_loss_function_may_work_in_place_on_some_microbatches_only():
     factors = torch.tensor([1, 1, 2, 2, 1, 1], dtype=DOUBLE)[:, None]
     (model(x) * factors).square().mean().backward()
     assert_same(pipe, model)
-
-
-class Scaled(nn.Module):
-    """A loss with parameters."""
-
-    def __init__(self, counts: bool) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3, dtype=DOUBLE))
-        self.counts = counts
-
-    def forward(self, output: Tensor, target: Tensor) -> Any:
-        each = (output - target).square() * self.scale
-        return (each.sum(), each.numel()) if self.counts else each.mean()
-
-
-def criteria(counts: bool) -> tuple[nn.Sequential, GPipe, Scaled, Scaled]:
-    model, criterion = linears(), Scaled(counts)
-    return model, piped(model, [1, 2], chunks=4), criterion, copy.deepcopy(criterion)
-
-
-@each_schedule
-def test_parameters_of_the_loss_have_the_gradients_of_before_after_a_failure(schedule: str):
-    _, pipe, own, _ = criteria(counts=False)
-    calls: list[int] = []
-
-    def fail(*_: Any) -> None:
-        calls.append(1)
-        if len(calls) == 4:
-            raise ArithmeticError("no")
-
-    pipe[2].register_forward_hook(fail)
-    for before in (None, torch.ones_like(own.scale)):
-        calls.clear()
-        own.scale.grad = None if before is None else before.clone()
-        with pytest.raises(ArithmeticError):
-            pipe.step(rows(7), rows(7), loss_fn=own, schedule=schedule)
-        torch.testing.assert_close(own.scale.grad, before)
 
 
 def stepped(pipe: GPipe, x: Tensor, target: Tensor, scaler: torch.amp.GradScaler) -> None:

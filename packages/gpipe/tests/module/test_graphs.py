@@ -19,6 +19,8 @@ from gpipe.engine._capture import expect_no_capture
 from gpipe.module import _partition
 from gpipe.module._graphs import expect_no_graphs
 
+from ..layers import INDUCTOR
+
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 GRAPHS: dict[str, dict[str, Any]] = {
     "reduce-overhead": {"mode": "reduce-overhead"},
@@ -130,6 +132,7 @@ def trained(module: nn.Module, schedule: str | None) -> list[Any]:
         ("1f1b", "except_last", False, "eager"),
         ("zero_bubble", "never", False, "aot_eager"),
         ("zero_bubble", "always", True, "eager"),
+        pytest.param("1f1b", "always", False, INDUCTOR.values[0], marks=INDUCTOR.marks),
     ],
 )
 def test_compiled_layers_train_as_the_plain_model(schedule: str | None, mode: str, inline: bool, backend: str) -> None:

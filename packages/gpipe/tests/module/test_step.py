@@ -26,7 +26,7 @@ from gpipe.schedule import SCHEDULES, Schedule, in_flight, v_placement
 
 from ..layers import DOUBLE, Call, Raise, assert_same, linears, piped, rows
 from ..models import PARTS, Recipe, recipes
-from ..schedules import ALONE, CHOICES, LOOPED, V_SHAPED, fitting, some_schedule
+from ..schedules import ALONE, CHOICES, V_SHAPED, some_schedule
 from ..test_models import Oracle, assert_close
 from ..test_models import step as optimize
 
@@ -257,26 +257,6 @@ def test_written_and_read_back(schedule: str, mode: str):
         assert_same(pipe, model)
 
 
-@pytest.mark.parametrize("schedule", [*LOOPED, *V_SHAPED])
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
-@pytest.mark.parametrize("m", [1, 3, 7])
-def test_stages_that_share_workers_train_like_the_model(schedule: str, mode: str, inline: bool, m: int):
-    """With fewer micro-batches than stages, and with more; whether backwards are still split or not any more."""
-    model, placement = linears(6), fitting(schedule, workers=3, loops=2)
-    devices = [f"cpu:{worker}" for worker in placement]
-    with closing(GPipe(copy.deepcopy(model), [1] * 6, devices=devices, chunks=m, checkpoint=mode)) as pipe:
-        for step in range(5):
-            x, target = rows(m * 2) * (step + 1), rows(m * 2)
-            with gpipe.inline() if inline else nullcontext():
-                loss = pipe.step(x, target, loss_fn=F.mse_loss, schedule=schedule)
-            expected = F.mse_loss(model(x), target)
-            expected.backward()
-            torch.testing.assert_close(loss, expected.detach())
-            assert_same(pipe, model)
-        assert pipe.last_schedule.name == schedule
-
-
 @each_mode
 @pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu:0", "cpu:0"]])
 @pytest.mark.parametrize("text", ["F0 F1 B0 B1\nF0 B0 F1 B1", "F0@0 F0@1 B0@1 F1@0 B0@0 F1@1 I1@1 W1@1 B1@0"])
@@ -495,28 +475,3 @@ class TestMemory:
 def tensors() -> int:
     gc.collect()
     return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
-
-
-def test_checkpointing_follows_the_mode_and_the_microbatches_that_are():
-    counts: dict[int, list[bool]] = {}
-
-    def layer(x: Tensor) -> Tensor:
-        counts.setdefault(int(x.detach()[0, 0]), []).append(gpipe.is_recomputing())
-        return x * 1
-
-    model = nn.Sequential(Call(layer), nn.Identity())
-    for mode, recomputed in (("never", []), ("except_last", [0, 1]), ("always", [0, 1, 2])):
-        counts.clear()
-        pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=5, checkpoint=mode)
-        x = torch.arange(3.0)[:, None].requires_grad_()
-        pipe.step(x, loss_fn=lambda output, _: output.sum())
-        assert [i for i in range(3) if counts[i] == [False, True]] == recomputed
-        assert all(each[0] is False and len(each) <= 2 for each in counts.values())
-
-
-def test_evaluation_trains_without_checkpoints():
-    model = linears().eval()
-    pipe = piped(model, [1, 2], chunks=3, checkpoint="always")
-    pipe.step(rows(), rows(), loss_fn=F.mse_loss)
-    F.mse_loss(model(rows()), rows()).backward()
-    assert_same(pipe, model)

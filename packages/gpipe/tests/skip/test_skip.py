@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -171,31 +170,6 @@ def test_skip_changed_in_place_under_way_is_refused(balance: list[int], mode: st
         assert_trains_like(piped(model, balance, chunks=2, checkpoint=mode), model)
     for within in ([3, 1], [1, 3], [4]):
         assert_trains_like(piped(model, within, chunks=2, checkpoint=mode), model)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_popped_tensor_may_be_changed_in_place(mode: str):
-    @skippable(pop=["skip"])
-    class PopInPlace(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            skip = yield pop("skip")
-            return x + skip.mul_(0.5).add_(1)
-
-    model = nn.Sequential(linear(), Stash(), linear(), PopInPlace())
-    for balance in ([1, 1, 1, 1], [2, 2], [4]):
-        assert_trains_like(piped(model, balance, chunks=3, checkpoint=mode), model)
-
-
-def test_copies_and_pickles_train():
-    ns = Namespace()
-    pipe = piped(nn.Sequential(Stash().isolate(ns), linear(), Pop().isolate(ns)), [1, 1, 1], chunks=2)
-    plain = copy.deepcopy(nn.Sequential(*pipe))
-    pipe(rows()).sum().backward()
-    file = io.BytesIO()
-    torch.save(pipe, file)
-    file.seek(0)
-    for again in (copy.deepcopy(pipe), torch.load(file, weights_only=False), pickle.loads(pickle.dumps(pipe))):
-        assert_trains_like(again, plain)
 
 
 def test_namespace_equals_its_copies_only():
