@@ -85,19 +85,6 @@ class TestHovering:
             "kept after: 2.00 MiB",
         ]
 
-    def test_the_way_of_its_micro_batch_stands_out(self, look_at: Callable[..., Any]) -> None:
-        page = look_at("1f1b-4x8.html")
-        cell(page, 0, 2).hover()
-        playwright.expect(page.locator(".cell:not(.away)")).to_have_count(8)
-        assert set(page.locator(".cell:not(.away)").evaluate_all("c => c.map(e => e.dataset.i)")) == {"2"}
-
-    def test_elsewhere_it_says_nothing(self, look_at: Callable[..., Any]) -> None:
-        page = look_at("1f1b-4x8.html")
-        cell(page, 0, 0).hover()
-        page.locator(".gist").hover()
-        playwright.expect(page.locator("#tip")).to_be_hidden()
-        playwright.expect(page.locator(".cell.away")).to_have_count(0)
-
     def test_what_it_says_stays_on_the_screen(self, look_at: Callable[..., Any]) -> None:
         page = look_at("1f1b-8x64.html")
         page.set_viewport_size({"width": 900, "height": 330})
@@ -120,21 +107,6 @@ class TestMoving:
         after = target.bounding_box()
         assert after["width"] > 4 * before["width"]
         assert after["x"] < before["x"] + before["width"] / 2 < after["x"] + after["width"]
-
-    def test_there_are_numbers_in_all_cells_on_the_screen(self, look_at: Callable[..., Any]) -> None:
-        page = look_at("1f1b-8x64.html")
-        cell(page, 3, 60).hover()
-        page.mouse.wheel(0, -2000)
-        playwright.expect(page.locator(".number", has_text=re.compile("^[FB]")).first).to_be_visible()
-        for lane in range(8):
-            plot = f".plot >> nth={lane} >> "
-            (screen,) = boxes(page, f"{plot}.idle")
-            cells = [
-                c for c in boxes(page, f"{plot}.cell") if c["right"] > screen["left"] and c["left"] < screen["right"]
-            ]
-            numbers = boxes(page, f"{plot}.number")
-            assert 0 < len(cells) < 30
-            assert [c for c in cells if not any(inside(n, c, slack=1.5) for n in numbers)] == []
 
     def test_dragging_moves_and_a_double_click_shows_all(self, look_at: Callable[..., Any]) -> None:
         page = look_at("1f1b-4x8.html")

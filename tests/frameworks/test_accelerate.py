@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe import GPipe, inline
+from gpipe import GPipe
 
 from .processes import expect_equal_in_two
 
@@ -84,12 +84,6 @@ def test_it_trains_as_the_plain_model(balance: list[int], steps: int, checkpoint
     torch.testing.assert_close(state(pipe), state(model))
 
 
-def test_a_pipe_of_one_layer_is_not_moved_either() -> None:
-    trained(nn.Sequential(GPipe(nn.Sequential(nn.Linear(6, 3)), [1], devices=["cpu"])))
-    _fresh_state()
-    trained(GPipe(nn.Sequential(nn.Linear(6, 3)), [1], devices=["cpu"], chunks=2))
-
-
 def test_mixed_precision() -> None:
     """Its autocast is around the forward: layers see it, in recomputations too, and the output is float32."""
     model = network()
@@ -105,14 +99,6 @@ def test_mixed_precision() -> None:
     expected, _ = trained(model, mixed_precision="bf16")
     assert seen == {torch.bfloat16}
     assert losses == pytest.approx(expected, rel=1e-2)
-
-
-def test_inline() -> None:
-    model = network()
-    with inline():
-        losses, _ = trained(pipe_of(model, [2, 3]))
-    _fresh_state()
-    assert losses == pytest.approx(trained(model)[0], rel=1e-5)
 
 
 def test_a_compiled_pipe() -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", reason="transformers is not installed; see nox -s frameworks")
 
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BatchEncoding, BatchFeature, PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from gpipe import GPipe, flatten
-from microbatch import Batch, check, gather, scatter
+from microbatch import check, gather, scatter
 
 from .families import FAMILIES
 
@@ -47,15 +47,6 @@ def test_what_a_tokenizer_returns_is_gathered_as_it_was(texts: list[str], chunks
     rows = [len(part) for part in torch.ones(len(texts)).chunk(chunks)]
     assert [len(batch.value.input_ids) for batch in batches] == rows
     assert_same(gather(batches), encoding)
-
-
-@pytest.mark.parametrize("kind", [BatchEncoding, BatchFeature])
-def test_a_mapping_of_the_library_keeps_its_type_in_every_micro_batch(kind: Any) -> None:
-    value = kind({"input_values": torch.randn(5, 3), "attention_mask": torch.ones(5, 3)})
-    batches = scatter(value, 2)
-    assert [type(batch.value) for batch in batches] == [kind, kind]
-    assert len(Batch(value)) == 2
-    assert_same(gather(batches), value)
 
 
 def test_a_pipeline_takes_what_a_tokenizer_returns() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe import GPipe, inline
+from gpipe import GPipe
 
 from .processes import expect_equal_in_two
 
@@ -100,12 +100,6 @@ def test_accumulation_and_clipping(options: dict[str, Any]) -> None:
     assert fitted(Automatic(pipe_of([1, 4])), **options) == pytest.approx(
         fitted(Automatic(network()), **options), rel=1e-5
     )
-
-
-def test_inline() -> None:
-    with inline():
-        found = fitted(Automatic(pipe_of([1, 4])))
-    assert found == pytest.approx(fitted(Automatic(network())), rel=1e-5)
 
 
 def test_averages_of_weights() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import GPipe, flatten, inline
+from gpipe import GPipe, flatten
 
 from .families import FAMILIES
 
@@ -74,13 +74,6 @@ def test_afterwards(runs: int, expected: nn.Module) -> None:
     model.zero_grad()
     tuned = adapted(model)
     train(pipe, tuned)
-    assert_same(tuned, expected)
-
-
-def test_inline(expected: nn.Module) -> None:
-    tuned = adapted(FAMILIES["Llama"].make())
-    with inline():
-        train(pipe_of(tuned), tuned)
     assert_same(tuned, expected)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe import Arguments, GPipe, flatten
+from gpipe import GPipe, flatten
 
 from .families import FAMILIES, ROWS, Family
-from .table import alone, distance, gradients, piped
+from .table import distance, gradients, piped
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -24,10 +24,6 @@ def assert_alike(model: nn.Module, plain: nn.Module, family: Family) -> None:
     assert distance(gradients(model), gradients(plain)) <= family.tolerance
 
 
-def step(pipe: GPipe, family: Family) -> None:
-    pipe.step(Arguments((), family.inputs(ROWS)), loss_fn=lambda out, _: out.square().mean())
-
-
 def test_other_lengths_than_in_the_sample() -> None:
     family = FAMILIES["Llama"]
     model = family.make()
@@ -35,21 +31,6 @@ def test_other_lengths_than_in_the_sample() -> None:
     for length in (5, 12):
         inputs = {key: value[:, :length] for key, value in family.inputs(ROWS).items()}
         torch.testing.assert_close(pipe(**inputs), model(**inputs)["logits"])
-
-
-def test_a_loss_of_the_models_own() -> None:
-    family = FAMILIES["Llama"]
-    model = family.make()
-    plain = copy.deepcopy(model)
-    inputs = family.inputs(ROWS)
-    inputs = {**inputs, "labels": inputs["input_ids"]}
-    layers = flatten(model, {key: value[:2] for key, value in inputs.items()})
-    pipe = GPipe(layers, [3, 3], devices=["cpu"] * 2, chunks=3)
-    loss = pipe.step(Arguments((), inputs), loss_fn=lambda loss, _: loss)
-    expected = plain(**inputs)["loss"]
-    torch.testing.assert_close(loss, expected.detach())
-    expected.backward()
-    assert_alike(model, plain, family)
 
 
 def labels(name: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -76,25 +57,4 @@ def test_the_whole_output_with_other_rows_than_in_the_sample(name: str) -> None:
     assert type(found) is type(expected)
     torch.testing.assert_close(found["loss"], expected["loss"], rtol=family.tolerance, atol=family.tolerance)
     torch.testing.assert_close(found["logits"], expected["logits"], rtol=family.tolerance, atol=family.tolerance)
-    assert_alike(model, plain, family)
-
-
-def test_the_models_own_checkpointing() -> None:
-    family = FAMILIES["Llama"]
-    model = family.make()
-    plain = copy.deepcopy(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    step(pipe_of("Llama", model, checkpoint="never"), family)
-    alone(plain, family)
-    assert_alike(model, plain, family)
-
-
-def test_lora() -> None:
-    peft = pytest.importorskip("peft")
-    family = FAMILIES["Llama"]
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(family.make(), config).double()
-    plain = copy.deepcopy(model)
-    step(pipe_of("Llama", model), family)
-    alone(plain, family)
     assert_alike(model, plain, family)

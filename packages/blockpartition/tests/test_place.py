@@ -142,13 +142,3 @@ def test_large_placements_prove_themselves(n):
         (fixed, {"memory": memory, "forbid": [7, 9], "pin": [n // 2]}),
     ]:
         verify(place(costs, stages, **constraints), costs, stages, **constraints)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("n", [1_000, 10_000, 100_000, 1_000_000])
-def test_very_large_placements_prove_themselves(n):
-    random = Random(n)
-    costs, memory = ([random.randrange(1000) for _ in range(n)] for _ in range(2))
-    stages = [Stage(random.choice([1, 2, Fraction(3, 2)]), sum(memory) // 4) for _ in range(8)]
-    verify(place(costs, stages, memory=memory), costs, stages, memory=memory)

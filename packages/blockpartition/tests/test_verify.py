@@ -115,19 +115,3 @@ def test_proof_of_a_hundred_thousand_layers():
     for costs in ([random.randrange(1000) for _ in range(100_000)], [random.random() for _ in range(100_000)]):
         for k in (2, 64, 1000):
             verify(partition(costs, k), costs)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@cases("n", [10**3, 10**4, 10**5, 10**6])
-@cases("draw", ["randrange", "random", "pareto", "runs"])
-def test_proof_of_large_partitions(n, draw):
-    random = Random(n)
-    costs = {
-        "randrange": lambda: [random.randrange(1000) for _ in range(n)],
-        "random": lambda: [random.random() for _ in range(n)],
-        "pareto": lambda: [int(random.paretovariate(1.1)) for _ in range(n)],
-        "runs": lambda: [x % 1000 for x in accumulate(random.randrange(2) for _ in range(n))],
-    }[draw]()
-    for k in (1, 2, 8, 64, 512, n // 2, n):
-        verify(partition(costs, k), costs)

@@ -1,7 +1,5 @@
-import gc
 import threading
 
-import pytest
 import torch
 
 from profiler._allocations import AllocationTracker
@@ -59,26 +57,3 @@ def test_storages_may_die_on_another_thread_while_they_are_counted(monkeypatch):
         assert births.alive() == 4 * len(kept)
         more = torch.ones(1000)
     assert births.peak == 4 * (len(kept) + len(more))
-
-
-def test_a_grown_storage_counts_as_it_is_now():
-    births = AllocationTracker()
-    with births:
-        x = torch.empty(2).resize_(100)
-    assert births.alive() == 4 * len(x)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # a notice that the layout is in beta
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
-def test_sparse_tensors_have_storages_too(layout):
-    dense = torch.eye(5)
-    births = AllocationTracker()
-    with births:
-        kept = dense.to_sparse(layout=layout)
-    gc.collect()
-    parts = {
-        torch.sparse_coo: lambda: [kept.indices(), kept.values()],
-        torch.sparse_csr: lambda: [kept.crow_indices(), kept.col_indices(), kept.values()],
-        torch.sparse_csc: lambda: [kept.ccol_indices(), kept.row_indices(), kept.values()],
-    }[layout]()
-    assert births.alive() >= sum(part.untyped_storage().nbytes() for part in parts)

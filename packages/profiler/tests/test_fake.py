@@ -50,15 +50,3 @@ def test_layers_of_pytorch_keep_no_scores(layer):
     scores = 4 * times * times * 4
     x = torch.rand(1, times, 32, requires_grad=True)
     assert costs(Layer(0.1), x)[0] - costs(Layer(0.0), x)[0] < scores
-
-
-def test_weights_that_are_asked_for_are_counted():
-    class Weights(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.MultiheadAttention(32, 4, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x, x, x, need_weights=True)[0]
-
-    assert costs(Weights(), torch.rand(1, 256, 32))[0] > 4 * 256 * 256 * 4

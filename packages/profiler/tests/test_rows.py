@@ -1,7 +1,5 @@
 """Profiles at several numbers of rows, and in between."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -34,17 +32,6 @@ def test_affine_costs_are_known_at_any_number_of_rows(measured, rows, slope, con
         assert (one.saved_bytes, one.flops, one.peak_bytes) == (other.saved_bytes, other.flops, other.peak_bytes)
         assert (one.trainable_bytes, one.frozen_bytes, one.buffer_bytes) == (7, 8, 9)
     assert (found.rows, found.others) == (rows, ())
-
-
-def test_measured_numbers_are_as_measured_and_others_between_their_neighbours():
-    one, two, four = affine(1, 0, 10), affine(2, 0, 30), affine(4, 0, 50)
-    found = replace(four, others=(one, two))
-    assert [found.at(rows).layers[0].saved_bytes for rows in (1, 2, 3, 4, 5)] == [10, 30, 40, 50, 60]
-
-
-def test_no_figure_falls_below_nothing():
-    found = replace(affine(8, 0, 10), others=(affine(6, 0, 100),))
-    assert found.at(100).layers[0].saved_bytes == 0
 
 
 def test_one_number_of_rows_knows_no_other():

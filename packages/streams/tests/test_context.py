@@ -15,14 +15,12 @@ from .strategies import (
     LOG,
     SIZE,
     SWITCHES,
-    TORCH_FUNCTION,
     Logging,
     block,
     cast,
     grad_mode,
     inside,
     surroundings,
-    torch_function,
     variable,
 )
 
@@ -130,28 +128,6 @@ def test_a_context_replaces_whatever_there_was_and_gives_it_back(blocks, others)
         assert state() == before
 
 
-@given(surroundings())
-def test_a_worker_may_be_spawned_with_another_context_than_the_callers(blocks):
-    plain = in_thread(observe)
-    with inside(blocks):
-        assert in_worker(observe, context=Context.plain()) == plain
-
-
-@given(surroundings(), surroundings())
-def test_contexts_nest(outer, inner):
-    with inside(outer):
-        first = Context.capture()
-    with inside(inner):
-        second = Context.capture()
-    before = state()
-    with first.applied():
-        between = state()
-        with second.applied():
-            pass
-        assert state() == between
-    assert state() == before
-
-
 @given(surroundings(), surroundings())
 @example([block("grad_mode", grad_mode, False), block("logging", Logging, "x")], [block("logging", Logging, "y")])
 def test_no_mode_sees_the_change(blocks, others):
@@ -162,29 +138,6 @@ def test_no_mode_sees_the_change(blocks, others):
         with context.applied():
             pass
         assert LOG == []
-
-
-class Wrapped(torch.Tensor):
-    """A subclass that tells of what is done to it."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        LOG.append(func.__name__)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.mark.parametrize("guard", TORCH_FUNCTION)
-def test_disabled_torch_functions_stay_disabled(guard):
-    def told():
-        LOG.clear()
-        torch.add(x, 1)
-        return list(LOG)
-
-    x = torch.ones(1).as_subclass(Wrapped)
-    with torch_function(guard):
-        expected = told()
-        assert in_worker(told) == expected
-    assert bool(expected) == (guard == "_EnableTorchFunction")
 
 
 def leave_behind(name):
@@ -204,22 +157,6 @@ def test_a_switch_left_behind_inside_is_put_right(name, blocks):
     with pytest.raises(ZeroDivisionError):
         under(context, lambda: leave_behind(name))
     assert state() == before
-
-
-@pytest.mark.parametrize("wanted", range(4))
-@pytest.mark.parametrize("found", range(4))
-def test_every_grad_and_inference_mode_replaces_every_other(found, wanted):
-    """Entering inference mode, and leaving it, sets the grad mode too."""
-
-    def modes(number):
-        return [block("inference_mode", torch.inference_mode, number > 1), block("grad_mode", grad_mode, number % 2)]
-
-    with inside(modes(wanted)):
-        context, expected = Context.capture(), state()
-    with inside(modes(found)):
-        before = state()
-        assert under(context, state) == expected
-        assert state() == before
 
 
 @given(surroundings(), surroundings())

@@ -1,7 +1,5 @@
 """The vocabulary of streams on a GPU: each wait and each record is seen to matter."""
 
-from threading import Event, Thread
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ from streams import (
     wait_stream,
 )
 
-from .fakes import PATIENCE, in_thread, take, wait
+from .fakes import PATIENCE, in_thread, take
 
 pytestmark = pytest.mark.cuda
 
@@ -57,14 +55,6 @@ def test_a_cuda_stream_is_new_and_on_its_device(device):
     assert get_device(stream) == DEVICE
 
 
-def test_the_current_cuda_stream_is_the_default_one_until_another_is_used():
-    assert current_stream(DEVICE) == default_stream(DEVICE) == torch.cuda.default_stream(DEVICE)
-    stream = new_stream(DEVICE)
-    with use_stream(stream):
-        assert current_stream(DEVICE) == stream
-    assert current_stream(DEVICE) == default_stream(DEVICE)
-
-
 def test_the_cuda_device_is_current_inside_and_on_this_thread_only():
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     before = torch.cuda.current_device()
@@ -72,36 +62,6 @@ def test_the_cuda_device_is_current_inside_and_on_this_thread_only():
         assert torch.cuda.current_device() == last.index
         assert in_thread(torch.cuda.current_device) == 0
     assert torch.cuda.current_device() == before
-
-
-def test_using_a_stream_uses_its_device_too():
-    last = torch.device("cuda", torch.cuda.device_count() - 1)
-    stream = new_stream(last)
-    with use_stream(stream):
-        assert torch.cuda.current_device() == last.index
-        assert in_thread(lambda: current_stream(DEVICE)) == torch.cuda.default_stream(DEVICE)
-
-
-def test_two_threads_in_one_stream_get_back_what_each_had():
-    shared, own = new_stream(DEVICE), new_stream(DEVICE)
-    entered, left = Event(), Event()
-    found = []
-
-    def other():
-        with use_stream(own):
-            with use_stream(shared):
-                entered.set()
-                wait(left)
-            found.append(current_stream(DEVICE))
-
-    thread = Thread(target=other, daemon=True)
-    with use_stream(shared):
-        thread.start()
-        wait(entered)
-    assert current_stream(DEVICE) == torch.cuda.default_stream(DEVICE)
-    left.set()
-    thread.join(PATIENCE)
-    assert found == [own]
 
 
 def late_ones(stream):
@@ -194,16 +154,6 @@ def test_a_stream_waits_for_an_event_and_not_for_what_came_after_it():
     target.synchronize()
 
 
-def test_the_cpu_waits_for_an_event():
-    warm_up()
-    target = new_stream(DEVICE)
-    late_ones(target)
-    event = record_event(target)
-    assert not event.query()
-    wait_event(CPUStream, event)
-    assert event.query()
-
-
 def test_timed_events_tell_how_long_it_took():
     warm_up()
     stream = new_stream(DEVICE)
@@ -243,26 +193,6 @@ def test_the_block_of_a_recorded_view_is_not_handed_out_while_it_is_read(view):
     assert not reused(view, recorded=True)
 
 
-def test_both_halves_run_under_the_stream():
-    stream, seen = new_stream(DEVICE), []
-    task = Task(
-        stream, compute=lambda: current_stream(DEVICE), finalize=lambda _: seen.append(torch.cuda.current_stream())
-    )
-    assert task.compute() == stream
-    task.finalize(None)
-    assert seen == [stream]
-    assert current_stream(DEVICE) == torch.cuda.default_stream(DEVICE)
-
-
-def test_the_device_and_the_stream_are_current():
-    last = torch.device("cuda", torch.cuda.device_count() - 1)
-    stream = new_stream(last)
-    run = Task(stream, compute=lambda: (torch.cuda.current_device(), current_stream(last)))
-    with spawn_workers([last]) as ([in_queue], [out_queue]):
-        in_queue.put(run)
-        assert take(out_queue) == (True, (run, (last.index, stream)))
-
-
 def test_results_of_two_workers_streams_meet_after_a_wait():
     warm_up()
     here = current_stream(DEVICE)
@@ -283,11 +213,6 @@ def test_results_of_two_workers_streams_meet_after_a_wait():
             assert ok
             done.finalize(result)
     assert sum(x.sum() for x in xs).item() == 2000
-
-
-def test_cuda_without_an_index_is_the_current_gpu():
-    with spawn_workers([torch.device("cuda"), DEVICE]) as (ins, _):
-        assert ins[0] is ins[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -124,34 +124,6 @@ def test_helpers_end_and_come_back():
     assert in_thread(run) == [True] * 6
 
 
-@needs_proc
-def test_helpers_of_other_threads_stay():
-    ready, done = threading.Event(), threading.Event()
-
-    def other():
-        limit_threads(2)
-        torch.nn.functional.gelu(torch.ones(500, 500))
-        ready.set()
-        done.wait(PATIENCE)
-
-    def run():
-        limit_threads(2)
-        torch.nn.functional.gelu(torch.ones(500, 500))
-        with_ours = len(system_threads())
-        pause_helpers()
-        assert reaches(with_ours - 1)
-        return with_ours - 1 - len(system_threads())
-
-    thread = threading.Thread(target=other, daemon=True)
-    thread.start()
-    try:
-        assert ready.wait(PATIENCE)
-        assert in_thread(run) == 0
-    finally:
-        done.set()
-        thread.join(PATIENCE)
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_does_not_wait_for_helpers_that_stayed_in_the_parent():

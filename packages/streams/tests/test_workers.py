@@ -216,19 +216,6 @@ def test_an_interrupt_while_waiting_passes_only_after_the_last_has_ended(ends, w
     assert set(threading.enumerate()) == before
 
 
-def test_a_second_interrupt_gives_up(ends):
-    ends(interrupts=2)
-    release = Event()
-    before = set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt), spawn_workers([CPU]) as ([in_queue], _):
-        in_queue.put(task(lambda: wait(release)))
-    (left,) = set(threading.enumerate()) - before
-    assert left.daemon
-    release.set()
-    left.join(PATIENCE)
-    assert not left.is_alive()
-
-
 def test_workers_that_did_start_end_when_another_cannot(monkeypatch):
     def start(self):
         if threading.active_count() > before + 1:
@@ -248,14 +235,6 @@ def test_a_forgotten_block_lets_its_workers_go():
     in_queue.put(task(lambda: 42))
     del block
     assert take(out_queue)[1][1] == 42
-    assert take(out_queue) == (False, None)
-
-
-def test_a_worker_may_leave_the_block_it_belongs_to():
-    block = spawn_workers([CPU])
-    [in_queue], [out_queue] = block.__enter__()
-    in_queue.put(task(lambda: block.__exit__(None, None, None)))
-    assert take(out_queue)[0]
     assert take(out_queue) == (False, None)
 
 
@@ -319,17 +298,6 @@ class TestForks:
         block.__exit__(None, None, None)
         assert [self.rest(queue) for queue in out_queues] == [["done"], [None if busy else False]]
 
-    def test_a_child_may_enter_the_block_again_after_it_left(self):
-        def again():
-            block.__exit__(None, None, None)
-            with block as ([in_queue], [out_queue]):
-                in_queue.put(task(lambda: 42))
-                return take(out_queue)[1][1]
-
-        block = spawn_workers([CPU])
-        with block:
-            assert in_child(again) == "42"
-
     def test_a_worker_that_forks_works_on_in_the_child(self):
         def forks():
             return in_child(lambda: [task(lambda: 42).compute(), (block.__exit__(None, None, None), "left")[1]])
@@ -349,13 +317,6 @@ def answers(*tasks, device=CPU, grad_mode=True):
     thread.start()
     thread.join(PATIENCE)
     return [take(out_queue) for _ in range(out_queue.qsize())]
-
-
-@pytest.mark.parametrize("grad_mode", [True, False])
-def test_a_worker_of_ones_own_answers_in_order_under_the_grad_mode_that_was_said(grad_mode):
-    tasks = [task(lambda i=i: (i, torch.is_grad_enabled())) for i in range(5)]
-    expected = [(True, (each, (i, grad_mode))) for i, each in enumerate(tasks)]
-    assert answers(*tasks, grad_mode=grad_mode) == [*expected, (False, None)]
 
 
 def test_a_device_that_cannot_be_taken_is_the_answer_to_every_task():

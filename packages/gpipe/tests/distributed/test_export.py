@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -260,20 +259,3 @@ def _expect_replicas_refused() -> None:
         _plain_step(plain, torch.ones(8, 6), torch.ones(8, 6), 4)
         stages[0].submod = stages[0].submod.module
         _expect_alike(stages, plain)
-
-
-def test_a_loss_that_counts():
-    from gpipe.distributed._export import _weighed
-
-    with pytest.raises(TypeError, match=r"got tuple. .* as \(sum, count\), work in gpipe.distributed.Rank"):
-        _weighed(lambda output, target: (output, 1), 2, "mean")(torch.ones(1), None)
-
-
-def test_a_torch_without_such_a_runtime(monkeypatch: pytest.MonkeyPatch):
-    name = "gpipe.distributed._torch_runtime"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "torch.distributed.pipelining.schedules", None)
-    with pytest.raises(
-        ImportError, match=r"does not have the pipelining runtime .* torch 2.13 has; use gpipe.distributed.Rank"
-    ):
-        export(network(), [4, 4])

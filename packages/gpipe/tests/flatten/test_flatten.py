@@ -467,35 +467,3 @@ def test_a_pipe_of_any_model_in_one_line():
     assert len(pipe.balance) == 2
     torch.testing.assert_close(pipe(**batch()), plain(**batch())["logits"])
     assert set(pipe.state_dict()) == set(plain.state_dict())
-
-
-def test_a_wrapper_that_hands_out_attributes_of_what_it_wraps() -> None:
-    """As the models of peft do; both may ask for a parameter, to know dtype and device."""
-
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.to(next(self.parameters()).dtype)
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    class Wrapper(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(super().__getattr__("inner"), name)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x.to(next(self.parameters()).dtype))
-
-    model, x = Wrapper(Inner()), torch.randn(ROWS, WIDTH)
-    torch.testing.assert_close(flatten(model, x)(x), model(x))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -264,12 +263,3 @@ def test_making_a_pipe_leaves_no_trace_in_the_model(told: Callable[..., Tensor])
     model = made(told)
     with unchanged(model):
         flatten(model, batch(3))
-
-
-def test_layers_do_not_grow_with_the_values_of_constants():
-    layers = flatten(made(plain), {"x": batch(2), "scale": 1.0})
-    sizes = []
-    for k in range(400):
-        layers({"x": batch(2), "scale": float(k)})
-        sizes.append(len(pickle.dumps(layers, protocol=5)) if k % 100 == 99 else 0)
-    assert sizes[-1] < 1.1 * sizes[199]

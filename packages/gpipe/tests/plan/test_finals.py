@@ -21,9 +21,9 @@ from gpipe._plan import _calibrate
 from gpipe._plan._calibrate import calibrated
 from gpipe._plan._candidate import Candidate, key, simplicity
 from gpipe._plan._costs import Measured
-from gpipe._plan._finals import CLOSE, STEPS, finalists, race
+from gpipe._plan._finals import CLOSE, STEPS, finalists
 from gpipe._plan._rehearse import total
-from gpipe._plan._search import neighbours, search
+from gpipe._plan._search import search
 from gpipe.schedule import Kind
 
 from ..layers import linears, rows
@@ -87,24 +87,6 @@ def test_ways_that_are_tried_fit_and_the_best_of_the_search_is_among_them(
             same = (way.chunks, way.sizes, way.modes) == (other.chunks, other.sizes, other.modes)
             if way is not other and same and simplicity(way) < simplicity(other):
                 assert other.seconds < way.seconds
-
-
-@few
-@given(measurements(most_layers=5))
-def test_neighbours_have_one_layer_on_the_other_side_of_one_cut(measured: Measured):
-    for way in search(space_of(measured))[:2]:
-        for near in neighbours(space_of(measured), way):
-            moved = [b - a for a, b in zip(way.sizes, near.sizes, strict=True) if a != b]
-            assert sorted(moved) == [-1, 1]
-            assert (near.chunks, near.schedule, near.modes) == (way.chunks, way.schedule, way.modes)
-
-
-@given(st.integers(1, 5), st.sampled_from([1e-3, 0.05, 0.4, 3.0]))
-def test_turns_end_in_time(ways: int, step: float):
-    trials = race([None] * ways, lambda _: [step] * STEPS)  # type: ignore[list-item]
-    (turns,) = {len(trial) // STEPS for trial in trials}
-    assert 1 <= turns <= 5
-    assert turns == 5 or (turns - 1) * ways * STEPS * step <= 2 < turns * ways * STEPS * step
 
 
 @pytest.mark.parametrize(("count", "chunks", "made"), [(8, 2, 2), (9, 4, 3)])

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, inline, plan
 from gpipe._plan._arguments import optimizer_bytes, read_bytes
-from gpipe._plan._bytes import moments
 from gpipe._plan._candidate import Candidate
 from gpipe._plan._costs import Costs, Measured
 from gpipe._plan._rehearse import rehearsed, with_peaks
 from gpipe._plan._verify import peak_bytes
 from gpipe.engine._run import Run
-from gpipe.schedule import Step, checkpoint_stops, in_flight, named, zero_bubble
+from gpipe.schedule import Step, zero_bubble
 from gpipe.schedule._actions import requirement
 from gpipe.schedule._flags import as_lists, mode_of
 from gpipe.skip import pop, skippable, stash
@@ -246,16 +245,6 @@ def test_what_is_tied_is_on_every_stage_that_uses_it():
     assert [need.total - need.optimizer for need in (first, last)] == pytest.approx(real, rel=0.2)
 
 
-def test_a_layer_that_needs_values_has_the_account_alone():
-    class Looks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2 if x.sum() > 0 else x
-
-    model = nn.Sequential(nn.Linear(4, 4), Looks(), nn.Linear(4, 4))
-    found = plan(model, torch.ones(8, 4), ["cpu", "cpu"], chunks=2, calibrate=False)
-    assert "a rehearsal without data failed" in found.notes[-1]
-
-
 @pytest.mark.parametrize("name", sorted(PARTS))
 def test_a_stage_is_planned_to_split_if_the_engine_splits_it(name: str):
     torch.manual_seed(0)
@@ -267,25 +256,6 @@ def test_a_stage_is_planned_to_split_if_the_engine_splits_it(name: str):
         pipe.step(x, loss_fn=loss, schedule=zero_bubble(2, 2, split=[1]))
     whole = pipe._pipeline.stages[1].runs_whole
     assert any(layer.backward_input_seconds is None for layer in found) == whole
-
-
-@given(
-    st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]),
-    st.sampled_from(["never", "always", "except_last"]),
-    st.integers(1, 9),
-    st.integers(1, 4),
-    st.data(),
-)
-def test_moments_are_those_of_the_schedule(schedule: str, mode: str, m: int, n: int, data: st.DataObject):
-    """A few micro-batches show as many at once as all do."""
-    j = data.draw(st.integers(0, n - 1))
-    split = [k for k in range(n) if k and schedule == "zero_bubble"]
-    found = moments(schedule, mode, m, n, j, j in split)
-    programs = named(schedule, m, range(n), checkpoint_stops(mode, m, n), split)
-    assert max(each.whole + each.bare + each.late + 1 for each in found) == in_flight(programs[j])
-    assert {each.kind for each in found} == {action.kind for action in programs[j]}
-    backwards = [each for each in found if each.kind in ("backward", "backward_weight")]
-    assert {each.begun for each in backwards} == ({False, True} if m > 1 else {False})
 
 
 def test_measuring_leaves_the_model_alone():

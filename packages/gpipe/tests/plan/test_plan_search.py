@@ -17,7 +17,7 @@ from gpipe._plan._infeasible import explain
 from gpipe._plan._search import NEAR, search
 from gpipe.simulate import simulate
 
-from ..plans import SCHEDULES, everything, fits, measured_of, measurements, space_of
+from ..plans import everything, fits, measured_of, measurements, space_of
 
 EQUAL = measured_of([(1e-3, 400, 10, 10)] * 24, 2)
 UNEVEN = measured_of([(seconds, 10, 10, 10) for seconds in (1e-3, 2e-3, 2e-3, 5e-3, 5e-3)], 2)
@@ -50,15 +50,6 @@ def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, r
         assert found[0].chunks == min(each.chunks for each in near)
 
 
-def test_with_two_micro_batches_the_first_stage_has_more_to_do():
-    """Which only a replay can tell: the slowest stage and the sum of all are the same for either."""
-    best = search(replace(space_of(UNEVEN), chunks=(2,), schedules=("1f1b",)))[0]
-    others = [each for each in everything(space_of(UNEVEN)) if (each.chunks, each.schedule) == (2, "1f1b")]
-    other = next(each for each in others if (each.sizes, each.modes) == (best.sizes[::-1], best.modes))
-    assert best.seconds < 0.97 * other.seconds
-    assert best.sizes[0] > best.sizes[1]
-
-
 def test_pieces_of_equal_layers_are_quicker_than_whole_stages():
     """Where what is short is a little, little is computed again."""
     free = replace(space_of(EQUAL), chunks=(8,), schedules=("1f1b",))
@@ -77,19 +68,6 @@ def test_a_plan_is_replayed_as_it_is_simulated(measured: Measured):
         stages, hops = found.costs.stage_costs(found.sizes, found.modes), found.costs.hops(found.sizes)
         schedule = schedule_of(found.schedule, found.chunks, found.modes, found.split)
         assert found.seconds == simulate(schedule, stages, transfer=hops[1:]).makespan + measured.step
-
-
-@given(measurements(), st.sampled_from(SCHEDULES))
-def test_a_schedule_alone_is_found_also_where_nothing_can_be_split(measured: Measured, schedule: str):
-    whole = [
-        replace(one, layers=tuple(replace(layer, backward_input_seconds=None) for layer in one))
-        for one in (measured.profiles[0], *measured.profiles[0].others)
-    ]
-    profile = replace(whole[0], others=tuple(whole[1:]))
-    space = space_of(replace(measured, profiles=(profile,) * measured.stages))
-    found = search(replace(space, schedules=(schedule,)))
-    assert found
-    assert {(each.schedule, each.split) for each in found} == {(schedule, ())}
 
 
 @given(st.integers(1, 5000))

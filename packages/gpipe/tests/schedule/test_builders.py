@@ -19,7 +19,6 @@ from gpipe.schedule import (
     merge,
     one_forward_one_backward,
     replay,
-    requirement,
     start_ticks,
     validate,
     zero_bubble,
@@ -45,25 +44,6 @@ class TestClockCycles:
 
 
 class TestFillDrain:
-    @given(runs())
-    def test_each_cell_runs_once_each_way_and_checkpointed_ones_again(self, run: tuple[int, int, int]) -> None:
-        m, n, stop = run
-        expected = Counter(
-            [Action("forward", i) for i in range(m)]
-            + [Action("recompute", i) for i in range(stop)]
-            + [Action("backward", i) for i in range(m)]
-        )
-        programs = fill_drain(m, n, stop)
-        assert len(programs) == n
-        assert all(Counter(program) == expected for program in programs)
-
-    @given(runs())
-    def test_forward_comes_before_recompute_before_backward(self, run: tuple[int, int, int]) -> None:
-        for program in fill_drain(*run):
-            for i in range(run[0]):
-                kinds = [kind for kind, microbatch in program if microbatch == i]
-                assert kinds == ["forward", *["recompute"] * (i < run[2]), "backward"]
-
     @given(runs())
     def test_a_graph_is_rebuilt_no_earlier_than_it_must(self, run: tuple[int, int, int]) -> None:
         for program in fill_drain(*run):
@@ -144,10 +124,3 @@ class TestEverySchedule:
     @given(sizes)
     def test_zero_bubble_holds_no_more_than_the_stages(self, size: tuple[int, int]) -> None:
         assert all(in_flight(program) <= size[1] for program in zero_bubble(*size))
-
-    @given(runs())
-    def test_only_neighbours_wait_for_each_other_and_for_the_same_micro_batch(self, run: tuple[int, int, int]) -> None:
-        for step in steps_of(fill_drain(*run)):
-            direction = {"forward": -1, "recompute": 0, "backward": 1}[step.action.kind]
-            assert {needed.stage for needed in requirement(step)} == ({step.stage + direction} if direction else set())
-            assert {needed.action.microbatch for needed in requirement(step)} <= {step.action.microbatch}

@@ -10,7 +10,7 @@ from gpipe.schedule import SCHEDULES, Schedule, named
 from gpipe.schedule._named import lanes
 from gpipe.simulate import Link, StageCost, makespan, simulate
 
-from ..schedules import V_SHAPED, names, orders
+from ..schedules import V_SHAPED, names
 from ..timelines import exact_seconds, fewer, problems, stage_costs
 
 MODES = st.sampled_from(["never", "except_last", "always"])
@@ -26,13 +26,6 @@ def test_the_makespan_of_a_simulation(problem: Problem, data: st.DataObject):
     transfer = data.draw(times | st.lists(times, min_size=len(costs) - 1, max_size=len(costs) - 1))
     given = {"checkpoint": modes, "placement": placement, "transfer": transfer}
     assert makespan(schedule, costs, **given) == simulate(schedule, costs, **given).makespan
-
-
-@given(orders(), st.data())
-def test_any_order_that_trains(order: tuple[Schedule, int, list[int]], data: st.DataObject):
-    schedule, _, placement = order
-    costs = data.draw(st.lists(stage_costs(), min_size=len(placement), max_size=len(placement)))
-    assert makespan(schedule, costs, placement=placement) == simulate(schedule, costs, placement=placement).makespan
 
 
 @given(st.integers(0, 6), st.integers(1, 4), st.sampled_from(sorted(SCHEDULES)), st.data())

@@ -19,27 +19,6 @@ class TestStartTicks:
         assert all(ticks[needed] < ticks[step] for step in ticks if (needed := needs(step, set(ticks))))
 
     @given(placed())
-    def test_a_worker_does_one_thing_at_a_time(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
-        programs, placement = problem
-        ticks = start_ticks(programs, placement)
-        assert max(Counter((placement[step.stage], tick) for step, tick in ticks.items()).values(), default=1) == 1
-
-    @given(placed())
-    def test_a_stage_keeps_to_its_program(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
-        programs, placement = problem
-        ticks = start_ticks(programs, placement)
-        for j, program in enumerate(programs):
-            own = [ticks[Step(j, action)] for action in program]
-            assert own == sorted(set(own))
-
-    @given(placed())
-    def test_they_come_in_order_of_time_and_of_one_tick_the_last_stage_first(
-        self, problem: tuple[tuple[Program, ...], list[int]]
-    ) -> None:
-        order = [(tick, -step.stage) for step, tick in start_ticks(*problem).items()]
-        assert order == sorted(order)
-
-    @given(placed())
     def test_nobody_idles_who_could_work(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
         programs, placement = problem
         ticks = start_ticks(programs, placement)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gpipe.schedule import SCHEDULES, in_flight, named, validate
+from gpipe.schedule import SCHEDULES, in_flight, named
 from gpipe.simulate import StageCost, makespan, simulate
 
-from ..schedules import LOOPED, V_SHAPED, names
+from ..schedules import LOOPED, V_SHAPED
 
 
 class TestNames:
@@ -42,12 +40,6 @@ class TestPlacement:
             named(name, 3, placement)
         with pytest.raises(ValueError, match=told.replace("[", r"\[")):
             makespan(name, [StageCost(1, 2)] * 4, microbatches=3, placement=placement)
-
-    @given(names(), st.integers(1, 6))
-    def test_a_single_worker_will_do_for_all(self, case: tuple[str, list[int]], m: int) -> None:
-        name, placement = case
-        alone = [0] * len(placement)
-        validate(named(name, m, alone), m, alone)
 
     @pytest.mark.parametrize("name", V_SHAPED)
     def test_a_single_worker_does_what_several_would_do_in_their_order(self, name: str) -> None:

@@ -38,16 +38,6 @@ def test_it_is_that_of_the_whole_schedule(question: tuple[str, int, list[int], d
         assert found == tuple(whole[worker])
 
 
-@given(questions())
-def test_by_default_each_stage_has_a_worker_or_stages_are_in_a_v(question: tuple[str, int, list[int], dict[str, Any]]):
-    name, m, placement, options = question
-    n = len(placement)
-    place = placement if name in V_SHAPED else range(n)
-    whole = named(name, m, place, **options).on(place)
-    found = [program_of(name, m, n, worker, **options) for worker in range(max(place) + 1)]
-    assert found == [tuple(own) for own in whole]
-
-
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("n", [4, 4000])
 def test_no_other_steps_are_made(name: str, n: int, monkeypatch: pytest.MonkeyPatch):

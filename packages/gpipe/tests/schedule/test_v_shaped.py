@@ -36,13 +36,6 @@ class TestPlacement:
 @each_maker
 class TestBoth:
     @given(m=counts, k=workers, data=st.data())
-    def test_recomputations_are_added_before_backwards(
-        self, make: Callable[..., Schedule], m: int, k: int, data: st.DataObject
-    ) -> None:
-        stops = data.draw(st.lists(st.integers(0, m), min_size=2 * k, max_size=2 * k))
-        assert make(m, 2 * k, stops) == make(m, 2 * k).recomputing(stops)
-
-    @given(m=counts, k=workers, data=st.data())
     def test_stages_that_are_not_split_do_whole_backwards_in_the_same_order(
         self, make: Callable[..., Schedule], m: int, k: int, data: st.DataObject
     ) -> None:

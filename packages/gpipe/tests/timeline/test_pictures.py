@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -92,28 +91,6 @@ class TestPicture:
             "30 ms",
         ]
         assert texts[-3:] == ["forward", "backward", "grey: idle"]
-
-    @pytest.mark.parametrize("beside", [[], [("", uniform(8, 4, activation_bytes=3000))]])
-    def test_strips_are_as_high_as_what_is_kept(self, beside: list[tuple[str, Timeline]]) -> None:
-        picture = drawn(svg([("", uniform(8, 4, activation_bytes=1000)), *beside]))
-        heights = [
-            44 - min(float(y) for y in re.findall(r"V([\d.]+)", path.get("d", "")))
-            for path in picture.iter(f"{SVG}path")
-        ]
-        most = 12 if not beside else 4
-        assert heights[:4] == pytest.approx([most * in_flight / 4 for in_flight in (4, 3, 2, 1)])
-        assert max(heights) == 12
-
-    @fewer
-    @given(timelines, st.sampled_from([0.0, 3.25, 4096.0]))
-    def test_only_times_within_the_run_are_drawn(self, timeline: Timeline, delay: float) -> None:
-        """A run that is recorded late in a session looks like one at its beginning."""
-        later = Timeline(
-            (replace(each, start=each.start + delay, end=each.end + delay) for each in timeline.events),
-            timeline.workers,
-        )
-        for now, then in zip(*map(_places, (timeline, later)), strict=True):
-            assert then == pytest.approx(now, abs=0.02)
 
     @fewer
     @given(timelines)
