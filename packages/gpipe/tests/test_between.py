@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -139,26 +139,3 @@ def test_each_micro_batch_gets_the_gradient_of_what_happened_to_it(
     plan: list[tuple[tuple[str, ...], ...]], mode: str, way: str | None, inline: bool
 ) -> None:
     lived(plan, mode, way, inline)
-
-
-DRAWING = st.lists(st.booleans(), min_size=2, max_size=4)
-
-
-@settings(max_examples=settings.default.max_examples // 5)
-@given(st.lists(DRAWING, min_size=1, max_size=2).filter(lambda s: len({len(each) for each in s}) == 1))
-@example([[True, False, True]])
-@example([[False, True, False], [False, True, True]])
-def test_numbers_depend_on_the_seed_alone_whichever_micro_batches_draw(draws: list[list[bool]]) -> None:
-    """In all modes and on all threads, and the process's generator gives one number a run."""
-    acts = tuple(tuple("draws" if each else "scales" for each in own) for own in draws)
-    plan = [acts] * 3
-    taken = torch.Generator().manual_seed(3)
-    if any(map(any, draws)):
-        torch.randint(2**32, (), generator=taken)
-    found = []
-    for mode in MODES:
-        for inline in (False, True):
-            found.append(lived(plan, mode, None, inline))
-            assert torch.equal(torch.get_rng_state(), taken.get_state())
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=0, atol=0)

@@ -193,15 +193,6 @@ def test_layer_replaced_inside_of_a_layer_is_used(mode: str):
     assert_trains_like(pipe, model)
 
 
-def test_dtype_changes_between_runs():
-    model, pipe = both()
-    backward(pipe)
-    for each in (model, pipe):
-        each.zero_grad()
-        each.to(torch.float32)
-    assert_trains_like(pipe, model, rows().float())
-
-
 @each_mode
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_lazy_layers(mode: str, chunks: int):

@@ -30,10 +30,13 @@ def pipe_of(mode: str) -> GPipe:
     return pipe
 
 
-def train(pipe: GPipe, optimizer: torch.optim.Optimizer, x: Tensor, steps: int) -> None:
+def train(pipe: GPipe, optimizer: torch.optim.Optimizer, x: Tensor, steps: int, schedule: str | None = None) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        pipe(x).square().mean().backward()
+        if schedule is None:
+            pipe(x).square().mean().backward()
+        else:
+            pipe.step(x, loss_fn=lambda y, _: (y.square().sum(), y.numel()), schedule=schedule)
         optimizer.step()
 
 
@@ -43,13 +46,15 @@ def tensors() -> int:
 
 
 @pytest.mark.parametrize("steps", [50, pytest.param(300, marks=pytest.mark.long)])
-@pytest.mark.parametrize("mode", MODES)
-def test_many_steps(mode: str, steps: int):
+@pytest.mark.parametrize(
+    ("mode", "schedule"), [*((mode, None) for mode in MODES), ("except_last", "1f1b"), ("never", "zero_bubble")]
+)
+def test_many_steps(mode: str, schedule: str | None, steps: int):
     pipe = pipe_of(mode)
     optimizer, x = torch.optim.SGD(pipe.parameters(), 0.01, momentum=0.9), torch.randn(6, 4)
-    train(pipe, optimizer, x, 5)
+    train(pipe, optimizer, x, 5, schedule)
     threads, alive = set(threading.enumerate()), tensors()
-    train(pipe, optimizer, x, steps)
+    train(pipe, optimizer, x, steps, schedule)
     assert set(threading.enumerate()) <= threads
     assert tensors() <= alive
     with torch.no_grad():

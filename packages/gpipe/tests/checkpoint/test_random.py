@@ -124,22 +124,6 @@ def test_no_two_layers_or_micro_batches_share_a_seed(microbatches: int, layers: 
     assert len(seeds) == 2 * len(cells)
 
 
-def test_run_takes_one_number_from_the_process_and_only_if_something_draws():
-    quiet = GPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5).eval()), [1, 1], devices=["cpu"] * 2, chunks=3)
-    loud = GPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), [1, 1], devices=["cpu"] * 2, chunks=3)
-    for pipe, training, taken in ((quiet, True, 0), (loud, True, 1), (loud, False, 0)):
-        pipe[1].train(training and pipe is loud)
-        for _ in range(2):
-            torch.manual_seed(5)
-            before = torch.get_rng_state()
-            pipe(torch.randn(6, 6, generator=torch.Generator())).sum().backward()
-            after = torch.get_rng_state()
-            torch.set_rng_state(before)
-            for _ in range(taken):
-                torch.randint(2**32, ())
-            assert torch.equal(torch.get_rng_state(), after)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inline", [False, True])
 def test_draws_that_come_and_go(mode: str, inline: bool):

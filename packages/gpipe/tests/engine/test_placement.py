@@ -72,13 +72,6 @@ class TestConstruction:
                 make(model)
             assert state(model) == before
 
-    def test_what_has_no_data_yet_is_told_what_to_do(self) -> None:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
-        with pytest.raises(ValueError, match=r"'1.weight' of partition 1 is on 'meta'.*to_empty\(device='cpu'\)"):
-            GPipe(model, [1, 1], devices=["cpu"] * 2)
-        model[1].to_empty(device="cpu")
-        GPipe(model, [1, 1], devices=["cpu"] * 2)
-
 
 class Around(nn.Module):
     def __init__(self, middle: nn.Module) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from itertools import chain
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.engine._walks import forwards_and_backwards, walk_of
-from gpipe.schedule import Kind, Schedule, Step, Walk, fill_drain, replay
+from gpipe.schedule import Kind, Step, Walk, replay
 
 from ..schedules import CHOICES, some_schedule
 
@@ -57,11 +56,3 @@ def test_the_walks_of_a_forward_and_a_backward(m: int, placement: tuple[int, ...
     assert {step.action.kind for step in chain.from_iterable(forwards)} == {Kind.FORWARD}
     assert Kind.FORWARD not in {step.action.kind for step in chain.from_iterable(backwards)}
     assert recomputed(backwards) == {(j, i) for j, stop in enumerate(below) for i in range(stop)}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "m"), [(fill_drain(2, 2), 3), (fill_drain(3, 2), 2), (fill_drain(2, 3), 2), (Schedule([[], []]), 1)]
-)
-def test_a_schedule_that_does_not_fit(schedule: Schedule, m: int):
-    with pytest.raises(ValueError, match=r"."):
-        walk_of(schedule, m, (0, 0), (0, 1))

@@ -103,19 +103,6 @@ def test_failed_backward_gives_hooks_and_gradients_back(mode: str):
     assert sorted(calls) == sorted(name for name, _ in pipe.named_parameters())
 
 
-def test_sparse_gradients():
-    model = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 2))
-    pipe, seen = piped(model, [1, 1], chunks=3), []
-    for parameter in pipe[0].parameters():
-        parameter.register_hook(seen.append)
-    ids = torch.tensor([[0], [1], [1], [6], [3], [0]])
-    for each in (pipe, model):
-        each(ids).square().sum().backward()
-    assert seen[0].is_sparse
-    torch.testing.assert_close(pipe[0].weight.grad.to_dense(), model[0].weight.grad.to_dense())
-    torch.testing.assert_close(seen[0].to_dense(), model[0].weight.grad.to_dense())
-
-
 @pytest.mark.parametrize(("counted", "times"), [(False, 3), (True, 1)])
 def test_hooks_of_a_free_tensor_fire_once_a_micro_batch(counted: bool, times: int) -> None:
     """A tensor that a layer closes over is nobody's parameter: nobody knows of it before its gradient arrives."""

@@ -302,21 +302,6 @@ def test_tied_weights_stay_tied(missing: str | None) -> None:
     assert_equal_state(pipe, plain)
 
 
-def test_layers_of_a_partition_may_share() -> None:
-    def make() -> nn.Sequential:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU())
-        model[2].weight = model[0].weight
-        model[3].register_buffer("transposed", model[0].weight.detach().t())
-        return model
-
-    plain = make()
-    pipe = piped(on_meta(make), [4], init=plain.state_dict())
-    assert pipe[0].weight is pipe[2].weight
-    assert pipe[3].transposed.data_ptr() == pipe[0].weight.data_ptr()
-    assert pipe[3].transposed.stride() == (1, 4)
-    assert_equal_state(pipe, plain)
-
-
 def test_hooks_and_attributes_of_parameters_stay() -> None:
     model = on_meta(two)
     called: list[str] = []

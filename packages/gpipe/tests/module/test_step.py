@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import re
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -440,38 +438,3 @@ class TestMemory:
         assert [layer.most for layer in layers] == [in_flight(program) for program in programs]
         assert [len(layer.alive) for layer in layers] == [0] * n
         pipe.close()
-
-    @pytest.mark.usefixtures("no_collector")
-    @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-    def test_nothing_waits_for_the_garbage_collector(self, schedule: str) -> None:
-        """What a cell keeps is gone with its last action, and not once a collection happens to come by."""
-        outputs: list[weakref.ref[Any]] = []
-        pipe = piped(linears(), [1, 1, 1], chunks=6, checkpoint="never")
-        for layer in pipe:
-            layer.register_forward_hook(lambda _, args, output: outputs.append(weakref.ref(output.untyped_storage())))
-        pipe.step(rows(), rows(), loss_fn=F.mse_loss, schedule=schedule)
-        assert sum(each() is not None for each in outputs) == 0
-        pipe.close()
-
-    @pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.long)])
-    @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-    def test_many_steps_leave_nothing_behind(self, schedule: str, steps: int) -> None:
-        model = nn.Sequential(*linears()[:1], nn.BatchNorm1d(3, dtype=DOUBLE), nn.Dropout(0.1), *linears()[1:])
-        pipe = piped(model, [2, 3], chunks=3, deferred_batch_norm=True)
-        pipe[0].weight.register_hook(lambda gradient: gradient * 1.0)
-        optimizer = torch.optim.SGD(pipe.parameters(), 0.01, momentum=0.9)
-
-        def train(steps: int) -> tuple[int, int]:
-            for _ in range(steps):
-                optimizer.zero_grad()
-                pipe.step(rows(), [rows().abs()], loss_fn=counted, schedule=schedule)
-                optimizer.step()
-            return tensors(), threading.active_count()
-
-        assert train(10) == train(steps)
-        pipe.close()
-
-
-def tensors() -> int:
-    gc.collect()
-    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
