@@ -105,6 +105,32 @@ def test_metrics_and_predictions(tmp_path: Path) -> None:
     assert (predicted[0].label_ids == predicted[1].label_ids).all()
 
 
+def test_the_evaluation_of_answers_to_questions(tmp_path: Path) -> None:
+    """Their labels are positions, which Trainer knows by the name of the class of the model."""
+    model = FAMILIES["BERT"]._replace(model="BertForQuestionAnswering").make(num_labels=2).float()
+    plain = copy.deepcopy(model)
+    rows = [
+        {"input_ids": row["input_ids"], "start_positions": k % 5, "end_positions": k % 5 + 2}
+        for k, row in enumerate(data("BERT"))
+    ]
+    few = {key: torch.stack([torch.as_tensor(row[key]) for row in rows[:2]]) for key in rows[0]}
+    pipe = GPipe(flatten(model, few), [3, 3], devices=["cpu"] * 2, chunks=4)
+    predicted = []
+    for each in (pipe, plain):
+        found = trainer("BERT", each, tmp_path, save_strategy="no", max_steps=2, eval_steps=1)
+        found.train_dataset, found.eval_dataset = rows, rows[:9]
+        answers = found.predict(rows[:9])
+        found.train()
+        predicted.append([(answers.metrics["test_loss"], *logged(found, "loss"), *logged(found, "eval_loss")), answers])
+    (losses, answers), (others, expected) = predicted
+    assert len(losses) == 1 + 2 + 2
+    assert losses == pytest.approx(others, rel=1e-3)
+    for found, other in zip(
+        answers.predictions + answers.label_ids, expected.predictions + expected.label_ids, strict=True
+    ):
+        torch.testing.assert_close(*map(torch.as_tensor, (found, other)), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("balance", [[1, 5], [2, 2, 2]])
 def test_it_resumes_from_a_checkpoint_with_another_balance(balance: list[int], tmp_path: Path) -> None:
     finished = pipe_of("Llama", FAMILIES["Llama"].make().float(), [3, 3])

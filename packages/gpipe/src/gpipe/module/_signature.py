@@ -1,7 +1,8 @@
 """The class of a pipe, whose ``forward`` has the signature of the first layer's.
 
 Frameworks read names of arguments there: Hugging Face's ``Trainer`` keeps the columns of a data set that
-``inspect.signature(model.forward)`` names, and finds labels in the signature of ``type(model).forward``.
+``inspect.signature(model.forward)`` names, and finds labels in the signature of ``type(model).forward``. By the name of
+the class it knows that positions are labels, of models that answer questions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def class_for(kind: type[Module], forward: Callable[..., Any], first: nn.Module | None) -> type[Module]:
-    """A subclass of ``kind``, of the same name, whose ``forward`` has the signature of that of the ``first`` layer.
+    """A subclass of ``kind`` whose ``forward`` has the signature of that of the ``first`` layer.
+
+    Its name is that of ``kind``, and of a flattened model also that of the model: ``GPipeOfBertForQuestionAnswering``.
 
     Args:
         kind: the class of a pipe, perhaps one that this function made for another layer.
@@ -33,25 +36,27 @@ def class_for(kind: type[Module], forward: Callable[..., Any], first: nn.Module 
     signature = None if first is None else signature_of(first)
     if signature is None or kind.forward is not forward:
         return kind
+    model = model_of(first)
+    suffix = "" if model is None else f"Of{type(model).__name__}"
     try:
-        return _cached(kind, signature)
+        return _cached(kind, signature, suffix)
     except TypeError:  # a default value that cannot be hashed
-        return _class_for(kind, signature)
+        return _class_for(kind, signature, suffix)
 
 
-def _class_for(kind: type[Module], signature: inspect.Signature) -> type[Module]:
+def _class_for(kind: type[Module], signature: inspect.Signature, suffix: str) -> type[Module]:
     members = {
         "forward": _with_signature(kind.forward, signature),
         "_plain_class": kind,
         "__reduce__": _reduce,
         "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
+        "__qualname__": kind.__qualname__ + suffix,
         "__doc__": kind.__doc__,
     }
-    return type(kind.__name__, (kind,), members)
+    return type(kind.__name__ + suffix, (kind,), members)
 
 
-# One class for equal signatures, so that a pipe and its copy are of one type.
+# One class for equal signatures and names, so that a pipe and its copy are of one type.
 _cached: Callable[..., type[Any]] = lru_cache(maxsize=64)(_class_for)
 
 
