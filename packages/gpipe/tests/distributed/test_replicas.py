@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -165,27 +164,6 @@ def _lose(who: int, number: signal.Signals = signal.SIGKILL, timeout: float | No
     with pytest.raises((LostRankError, RemoteError), match="has ended"):
         _step(rank, mesh)
     return str(caught.value)
-
-
-@pytest.mark.long
-def test_replicas_that_do_not_know_of_each_other_wait_for_the_timeout() -> None:
-    with world(SIZE, timeout=60.0) as opened:
-        assert opened.run(_wait_for_the_other) == ["LostRankError"] * 2 + ["ArithmeticError", "RemoteError"]
-
-
-def _wait_for_the_other() -> str:
-    mesh, me = _mesh(), dist.get_rank()
-    twins = [dist.new_group([k, k + 2], timeout=timedelta(seconds=8)) for k in range(2)][me % 2]
-    rank = Rank(_network(), [3, 3], chunks=3, group=mesh["stages"].get_group())
-    fails = next(layer for layer in rank.modules() if isinstance(layer, Fails))
-    fails.phase = "forward" if me == 2 else ""
-    x, y = (each.chunk(2)[mesh["replicas"].get_local_rank()] for each in _batch())
-    try:
-        rank.step(x, y, loss_fn=nn.functional.mse_loss)
-        average_gradients(rank, twins)
-    except Exception as error:
-        return type(error).__name__
-    return "nothing"
 
 
 def _shard_layers(rank: Rank, mesh: Any) -> None:
