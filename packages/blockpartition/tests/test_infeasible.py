@@ -89,14 +89,6 @@ def test_the_first_layer_that_fits_on_no_stage_is_named(problem):
     assert error.layer == (homeless[0] if homeless else None)
 
 
-def test_a_layer_with_a_large_input_may_fit_behind_a_smaller_one():
-    """Alone the second needs 1 + 9, with the first before it 1 + 1 + 2; the third 7 at least."""
-    assert place([1, 1, 1], [Stage(1, 6)], memory=[1, 1, 1], boundary=[2, 9, 9]).sizes == (3,)
-    error = refusal([1, 1, 1], [Stage(1, 6)], memory=[1, 1, 5], boundary=[2, 9, 9])
-    assert (error.layer, error.capacity) == (2, 9)
-    assert str(error).startswith("layer 2 needs 9 at least and fits on no stage; ")
-
-
 def test_layers_that_no_cut_may_part():
     error = refusal([1, 4, 4, 1], [Stage(1, 5), Stage(1, 5)], forbid=[2])
     assert (error.layer, error.scale, error.capacity) == (1, Fraction(9, 5), 9)
@@ -118,13 +110,6 @@ def test_a_stage_without_any_room():
     assert str(error) == (
         "no placement fits the capacities; no factor on the capacities would do: a stage with capacity 0 is in the way"
     )
-
-
-def test_a_capacity_is_never_rounded_below_what_would_do():
-    costs = [0.1, 0.2, 0.3]
-    error = refusal(costs, [Stage(1, 0.1)])
-    assert isinstance(error.capacity, float)
-    assert refusal(costs, [Stage(1, error.capacity)]) is None
 
 
 @cases(

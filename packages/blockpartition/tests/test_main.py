@@ -40,11 +40,6 @@ def test_costs_come_from_standard_input(run, stdin):
     assert run("3", stdin=stdin) == run("3", "--costs", "4", "8", "15", "16", "23", "42")
 
 
-def test_numbers_keep_their_kind(run):
-    assert json.loads(run("1", "--costs", "2/3", "4/3", "1", "--json"))["loads"] == ["3"]
-    assert json.loads(run("2", "--costs", "1e3", "0.5", "--json"))["loads"] == [1000.0, 0.5]
-
-
 def test_a_line_for_each_block_and_what_is_known_of_the_largest(run):
     assert run("3", "--costs", "4", "8", "15", "16", "23", "42").splitlines() == [
         "0-2  27",

@@ -67,13 +67,6 @@ def test_partition_agrees_with_solve_and_proves_itself(problem):
     verify(found, items)
 
 
-def test_examples():
-    assert solve([1, 2, 3, 4, 5, 6], 2) == [[1, 2, 3, 4], [5, 6]]
-    assert solve([1, 2, 3, 4, 5, 6], 3) == [[1, 2, 3], [4, 5], [6]]
-    assert solve([5, 5, 5]) == [[5, 5, 5]]
-    assert partition([4, 8, 15, 16, 23, 42], 3).sizes == (3, 2, 1)
-
-
 TRAPS = [
     ([9, 9, 15, 8, 9, 6, 5], 2),
     ([3, 3, 3, 3, 7, 7], 5),

@@ -127,16 +127,6 @@ def test_a_gap_is_accepted_only_as_far_as_it_was_asked_for():
         verify(replace(found, gap=0.0), costs, **call, objective="makespan")
 
 
-def test_a_block_may_come_from_a_start_that_is_not_the_nearest():
-    """What enters layer 2 has no room, so the better second block begins at layer 1."""
-    costs, boundary, stages = [2, 2, 1, 1], [0, 1, 9, 0], [Stage(capacity=5)] * 2
-    assert place(costs, stages, boundary=boundary).sizes == (1, 3)
-    worse = place(costs, stages, boundary=boundary, pin=[3])
-    forged = replace(worse, witness=(((0, 0),), ((1, 2),), ((2, 3),)))
-    with pytest.raises(ValueError, match="the witness denies that a faster block can end at 4"):
-        verify(forged, costs, stages, boundary=boundary)
-
-
 @cases("first", [(), ((1, 1),), ((1, 3),), ((2, 3),)])
 def test_a_proof_has_to_begin_where_the_layers_do(first):
     """From nowhere nothing can be reached, which would prove anything."""

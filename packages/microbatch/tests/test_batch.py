@@ -1,7 +1,5 @@
 """A value with its tensors, in tree order."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -62,20 +60,6 @@ def test_the_wrong_one_of_tensor_and_tensors() -> None:
         _ = Batch((x,)).tensor
 
 
-@pytest.mark.parametrize("value", [x, (x,), (), {"x": x}])
-def test_call_passes_the_value_as_one_argument(value: Any) -> None:
-    calls: list[Any] = []
-
-    def function(*args: Any) -> Any:
-        calls.append(args)
-        return args
-
-    assert Batch(value).call(function).value is calls[0]
-    assert len(calls) == 1
-    assert len(calls[0]) == 1
-    assert calls[0][0] is value
-
-
 @given(problems())
 def test_replacing_all_by_all_changes_nothing_and_copies_nothing(problem: Problem) -> None:
     batch = Batch(problem.value)
@@ -108,11 +92,3 @@ def test_only_tensors_replace_tensors() -> None:
         Batch(x)[-1] = 3  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"batch\[1\] is set to a NoneType; expected a tensor"):
         Batch((x, y))[:] = (x, None)  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("value", [x, (x, y), {"a": [x]}])
-def test_copy_and_pickle(value: Any) -> None:
-    batch = Batch(value)
-    assert copy.copy(batch).value is value
-    assert_same(copy.deepcopy(batch).value, value)
-    assert_same(pickle.loads(pickle.dumps(batch)).value, value)

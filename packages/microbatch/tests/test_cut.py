@@ -74,13 +74,6 @@ def test_parts_may_be_changed_in_place_under_transforms(transform: str, cut: Any
     assert x.equal(torch.arange(4.0))
 
 
-def test_forward_mode_of_what_also_requires_grad() -> None:
-    with torch.autograd.forward_ad.dual_level():
-        t = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(), torch.ones(4))
-        _, tangent = torch.autograd.forward_ad.unpack_dual(joined(ours[0], 2)(t))
-    torch.testing.assert_close(tangent, 2 * x)
-
-
 @pytest.mark.parametrize("chunks", [3, [1, 3]], ids=str)
 @pytest.mark.parametrize("cut", ours)
 def test_compiled_as_one_graph(cut: Any, chunks: Any) -> None:

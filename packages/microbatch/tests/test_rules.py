@@ -91,7 +91,7 @@ def test_a_spec_that_does_not_fit(value: Any, spec: Any, path: str) -> None:
         check(value, spec)
 
 
-@pytest.mark.parametrize("wrong", [0, "rows", Split, Replicate])
+@pytest.mark.parametrize("wrong", [0, "rows", Split, Replicate, Replicate(3)])
 def test_a_spec_of_something_else(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^spec for input\['a'\] is .*; expected Split\(dim\), Replicate\(\), None"):
         scatter({"a": x}, 2, {"a": wrong})

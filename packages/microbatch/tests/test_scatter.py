@@ -98,14 +98,6 @@ def test_a_source_that_requires_grad_must_stay_as_it_is_until_backward(leaf: boo
         gather(batches).sum().backward()
 
 
-def test_a_source_without_gradient_may_change_at_once() -> None:
-    x, w = torch.ones(4), torch.ones(2, requires_grad=True)
-    products = [batch.tensor * w for batch in scatter(x, 2)]
-    x.zero_()
-    gather(list(map(Batch, products))).sum().backward()
-    torch.testing.assert_close(w.grad, torch.full((2,), 2.0))
-
-
 def test_scatter_keeps_no_memory_of_the_source_alive() -> None:
     source = torch.ones(4, requires_grad=True) * 1
     pointer = source.untyped_storage()._weak_ref()

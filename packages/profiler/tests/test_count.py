@@ -61,20 +61,6 @@ def test_the_peak_of_a_backward_counted_by_hand(device):
     assert second.backward_peak_bytes >= second.adding_peak_bytes >= 2 * 8 * ROW
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_layer_without_a_backward_has_no_peak_of_one(device):
-    (layer,) = counted(nn.Sequential(nn.ReLU()), torch.rand(8, WIDTH), device)
-    assert (layer.saved_bytes, layer.peak_bytes) == (8 * ROW, 8 * ROW)
-    assert layer.backward_peak_bytes == layer.adding_peak_bytes == 0
-
-
-def test_gradients_that_are_added_to_earlier_ones_are_not_there_together():
-    inner = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    (layer,) = counted(nn.Sequential(inner), torch.rand(1, 64))
-    assert layer.backward_peak_bytes > layer.trainable_bytes
-    assert layer.adding_peak_bytes < layer.trainable_bytes / 2
-
-
 def test_skips_are_those_that_arrive():
     class Stores(nn.Module):
         @contextmanager

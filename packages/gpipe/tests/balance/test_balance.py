@@ -18,7 +18,6 @@ from gpipe.balance import (
     balance_cost,
     uniform,
 )
-from gpipe.skip import Namespace, pop, skippable, stash
 
 
 @st.composite
@@ -137,12 +136,6 @@ def test_by_size_adds_up_micro_batches_and_scaled_parameters(widths, rows, chunk
     assert bottleneck(cost, found) <= bottleneck(cost, balance_cost(cost, partitions)) * 1.001 + 8
 
 
-def test_by_flops_needs_no_data():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 800), nn.ReLU(), nn.Linear(800, 8), nn.Linear(8, 800), nn.Linear(800, 8))
-    assert balance_by_flops(2, model, torch.rand(3, 8)) == [3, 2]
-
-
 def test_by_time_balances_seconds_and_measures_nothing_else(monkeypatch):
     """Forward and backward, and not rounded to microseconds."""
     monkeypatch.setattr(module_under_test, "profile", lambda *args, **options: pytest.fail("measured more"))
@@ -211,24 +204,3 @@ def test_only_a_sequential_is_balanced(balance_by):
         balance_by(1, nn.Linear(6, 6), *sample)
     with pytest.raises(ValueError, match=r"."):
         balance_by(1, nn.Sequential(), *sample)
-
-
-def test_layers_that_skip_are_balanced_too():
-    @skippable(stash=["early"])
-    class Stash(nn.Module):
-        def forward(self, x):
-            yield stash("early", x * 2)
-            return x * 3
-
-    @skippable(pop=["early"])
-    class Pop(nn.Module):
-        def forward(self, x):
-            return x + (yield pop("early"))
-
-    inner, outer = Namespace(), Namespace()
-    model = nn.Sequential(
-        Stash().isolate(outer), Stash().isolate(inner), nn.Linear(6, 6), Pop().isolate(inner), Pop().isolate(outer)
-    )
-    # The stashing layers keep two tensors, all others one.
-    assert balance_by_size(2, model, torch.rand(4, 6), param_scale=0, device="cpu") == [2, 3]
-    assert len(balance_by_time(2, model, torch.rand(4, 6), timeout=0.01, device="cpu")) == 2

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe import inline
-from microbatch import Replicate, Split
 
 from ..layers import Call, assert_same, linears, piped, rows
 
@@ -93,25 +92,3 @@ def test_a_weight_with_a_few_rows_is_not_cut_beside_a_mini_batch_that_it_does_no
     x, weight = rows(10), rows(4)[:, 0]
     with pytest.raises(ValueError, match=r"10 and 4 rows \(in micro-batches of 3, 3, 3, 1 and 1, 1, 1, 1\).*Replicate"):
         pipe((x, weight))
-
-
-def test_the_way_out_works() -> None:
-    model, weight = linears(), torch.rand(3, dtype=torch.float64)
-    pipe = piped(model, [1, 2], chunks=2)
-
-    def loss(output: Tensor, target: tuple[Tensor, ...]) -> Tensor:
-        return ((output - target[0].T).square() * target[1]).mean()
-
-    value = pipe.step(rows(6), (Split(rows(6).T, dim=1), Replicate(weight)), loss_fn=loss)
-    torch.testing.assert_close(value, loss(model(rows(6)), (rows(6).T, weight)).detach())
-
-
-class Flagged(nn.Module):
-    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
-        return -x if flag else x
-
-
-def test_an_argument_that_is_no_tensor_goes_to_each_micro_batch() -> None:
-    pipe = piped(nn.Sequential(Flagged(), *linears()), [2, 2], chunks=2)
-    for flag in (True, Replicate(True)):
-        torch.testing.assert_close(pipe(rows(), flag=flag), linears()(-rows()))

@@ -122,12 +122,6 @@ def test_the_output_is_that_of_the_model(
     plain.zero_grad()
 
 
-def test_without_labels() -> None:
-    model = model_of()
-    plain = copy.deepcopy(model)
-    assert_same(pipe_of(model, 2, chunks=3), plain, {"tokens": batch(5)["tokens"]})
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
 def test_copies_have_it(again: Any) -> None:
     model = model_of()
@@ -164,23 +158,6 @@ def test_nothing_of_a_run_is_held(fails: bool) -> None:
     held = [weakref.ref(tensor) for tensor in (found["logits"], found["loss"])]
     del found
     assert [each() for each in held] == [None, None]
-
-
-class Halved(Model):
-    """Does something else with its logits in training."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = super().forward(*args, **kwargs)
-        return found | {"loss": found["loss"] / 2} if self.training else found
-
-
-def test_the_mode_is_that_of_the_pipe() -> None:
-    torch.manual_seed(0)
-    model = Halved()
-    plain = copy.deepcopy(model)
-    pipe = pipe_of(model, 2, chunks=3)
-    for mode in (True, False):
-        torch.testing.assert_close(pipe.train(mode)(**batch(5))["loss"], plain.train(mode)(**batch(5))["loss"])
 
 
 class Tells(Model):

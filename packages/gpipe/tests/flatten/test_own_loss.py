@@ -220,13 +220,6 @@ def test_several_means_are_right_where_their_counts_are_in_proportion_and_refuse
     torch.testing.assert_close(pipe(**batch(6, 4, 3))["loss"], plain(**batch(6, 4, 3))["loss"])
 
 
-def test_labels_that_do_not_count_at_all_are_no_number_as_in_the_plain_model() -> None:
-    pipe, _ = both(tokens)
-    inputs = batch(4, 3, 3)
-    inputs["labels"].fill_(IGNORED)
-    assert pipe.evaluate(**inputs).isnan()
-
-
 @pytest.mark.parametrize("options", [{"reduction": "sum"}, {"normalizer": 3.0, "reduction": "sum"}])
 def test_it_has_no_reduction(options: dict[str, Any]) -> None:
     pipe, _ = both(tokens)
@@ -243,14 +236,6 @@ def test_copies_and_other_balances_have_it(again: Callable[[GPipe], GPipe]) -> N
     layers = flatten(model, batch(2, 3, 3))
     pipe = again(GPipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=2))
     assert_same(pipe, plain, batch(5, 4, 3))
-
-
-def test_a_model_without_data_is_tried_too() -> None:
-    with torch.device("meta"):
-        right, wrong = Model(tokens), Model(contrast)
-    assert flatten(right, batch(2, 3, 3))[-1].own_loss.kinds[False] == "counts"
-    with pytest.raises(ValueError, match="cannot be put together"):
-        flatten(wrong, batch(2, 3, 3))[-1].own_loss.expect_combined()
 
 
 def test_gradients_in_half_precision_are_as_large_as_those_of_the_mean() -> None:

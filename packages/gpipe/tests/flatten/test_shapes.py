@@ -97,17 +97,6 @@ def test_a_forward_may_look_at_the_values_of_its_inputs() -> None:
         torch.testing.assert_close(pipe(**inputs), plain(**inputs)["logits"])
 
 
-def test_a_forward_that_looks_at_parameters_is_told_why_it_fails() -> None:
-    def looks(model: Model, x: Tensor) -> Tensor:
-        return x * float(model.factor)
-
-    with torch.device("meta"):
-        model = Told(looks)
-    with pytest.raises(RuntimeError) as error:
-        flatten(model, torch.randn(ROWS, 2))
-    assert "was run on 'meta', as it has no data" in error.value.__notes__[-1]
-
-
 class Owner(Model):
     """Initialises its modules as models of Hugging Face do, also those that are in other layers."""
 
@@ -118,19 +107,6 @@ class Owner(Model):
             nn.init.constant_(module.factor, 5.0)
         for name, buffer in module.named_buffers(recurse=False):
             nn.init.constant_(buffer, 7.0 if name == "shift" else 8.0)
-
-
-def test_reset_asks_the_model_around_a_module() -> None:
-    with torch.device("meta"):
-        model = Owner(others=2).double()
-        model.body.blocks[1].register_buffer("computed", torch.ones(2), persistent=False)
-    pipe = GPipe(model, [4, 4], devices=["cpu"] * 2, sample=batch(2), init="reset")
-    assert model.embed.weight.unique().tolist() == [2.0]
-    assert model.middle.weight.unique().tolist() == [3.0]
-    assert model.factor.item() == 5.0
-    assert model.body.blocks[1].shift.unique().tolist() == [7.0]
-    assert model.body.blocks[1].computed.unique().tolist() == [8.0]
-    assert pipe(**batch()).isfinite().all()
 
 
 @pytest.mark.parametrize("init", ["function", "state dict"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from hypothesis import example, given
 
@@ -62,10 +60,3 @@ class TestMerge:
         walks = merge(programs, placement)
         for j, program in enumerate(programs):
             assert tuple(action for stage, action in walks[placement[j]] if stage == j) == program
-
-    @given(placed())
-    def test_workers_that_wait_for_what_they_need_get_everything_done(
-        self, problem: tuple[tuple[Program, ...], list[int]]
-    ) -> None:
-        programs, placement = problem
-        assert Counter(executed(merge(programs, placement))) == Counter(steps_of(programs))

@@ -248,14 +248,6 @@ class TestAuto:
             done = Counter((e.kind, e.microbatch) for e in timeline.events if e.stage == j)
             assert done == Counter(program)
 
-    def test_one_stage_and_one_micro_batch(self, way: Block) -> None:
-        for balance, chunks in (([3], 3), ([1, 2], 1)):
-            with closing(piped(linears(), balance, chunks=chunks)) as pipe, way():
-                for _ in range(2 * RUNS):
-                    stepped(pipe, "auto")
-                assert pipe.last_schedule is not None
-                assert pipe.last_schedule.seconds
-
 
 class TestMeasuring:
     @pytest.fixture

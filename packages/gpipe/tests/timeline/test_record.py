@@ -21,11 +21,10 @@ import gpipe
 from gpipe import Event, GPipe, record
 from gpipe._current import current
 from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
-from gpipe.skip import Namespace
 from gpipe.timeline._record import Clock, Look, WatchedLink
 from gpipe.values._leaves import Activation
 
-from ..layers import Call, Pop, Stash, assert_same, linears, piped, rows
+from ..layers import Call, assert_same, linears, piped, rows
 from ..schedules import fitting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,23 +98,6 @@ def test_waiting_for_a_link_is_no_work(monkeypatch: pytest.MonkeyPatch):
     assert sum(event.wait for event in timeline.events) == 6
 
 
-@pytest.mark.parametrize("skips", [0, 1, 3])
-def test_waits_for_several_links_add_up(monkeypatch: pytest.MonkeyPatch, skips: int):
-    """By the same clock, which ticks once for each link that is read."""
-    monkeypatch.setattr("gpipe.timeline._record.time", SimpleNamespace(perf_counter=map(float, count()).__next__))
-    spaces = [Namespace() for _ in range(skips)]
-    layers = [*(Stash().isolate(ns) for ns in spaces), nn.Identity(), *(Pop().isolate(ns) for ns in spaces)]
-    pipe = GPipe(nn.Sequential(*layers), [max(1, skips), len(layers) - max(1, skips)] if skips else [1],
-                 devices=["cpu"] * (1 + (skips > 0)), chunks=2, checkpoint="never")  # fmt: skip
-    with record() as timeline, gpipe.inline():
-        pipe(rows(4, grad=True)).sum().backward()
-    into = {0: 1, 1: 1 + skips}
-    outof = {0: 1 + skips, 1: 1}
-    for event in timeline.events:
-        assert event.wait == (into if event.kind == "forward" else outof)[event.stage]
-        assert event.seconds == 1
-
-
 class Courier:
     """From one device to another of the same memory."""
 
@@ -184,13 +166,6 @@ class TestOff:
         stepped(pipe, "1f1b", 4)
         assert timeline.events == before
         assert len(before) == 8
-
-    def test_run_that_began_outside_stays_outside(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
-        output = pipe(rows(4))
-        with record() as timeline:
-            output.sum().backward()
-        assert len(timeline) == 0
 
     def test_backward_after_the_block_belongs_to_its_run(self) -> None:
         pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
