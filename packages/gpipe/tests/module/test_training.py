@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import UserDict
 from contextlib import closing
 from typing import Any
@@ -119,3 +120,14 @@ class TestEvaluationMode:
         model = nn.Sequential(*linears(1), nn.Identity() if p is None else nn.Dropout(p)).eval()
         with closing(piped(model, [1, 1], chunks=2)) as pipe:
             pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
+
+
+@pytest.mark.parametrize("call", [lambda pipe, x: pipe(x), lambda pipe, x: pipe.step(x, loss_fn=torch.sum)])
+@pytest.mark.parametrize(("balance", "chunks", "said"), [([1, 2], 1, 1), ([1, 2], 2, 0), ([3], 1, 0)])
+def test_that_nothing_overlaps_is_logged_once(
+    call: Any, balance: list[int], chunks: int, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(piped(linears(), balance, chunks=chunks)) as pipe, caplog.at_level(logging.WARNING, "gpipe"):
+        for _ in range(2):
+            call(pipe, rows())
+    assert len([each for each in caplog.messages if "nothing overlaps" in each]) == said

@@ -28,6 +28,8 @@ class Divided(nn.Module):
     _model: nn.Module | None = None
     """The model that was flattened, or the part of it that is in this process."""
     _twins: Sequence[Follower] = ()
+    _is_whole_known = False
+    """Whether it was logged that stages wait for each other, since a mini-batch is one micro-batch."""
     _mode_is_known = False
     """Whether the caller has chosen training or evaluation mode, or has been told of the mode that the model had."""
 

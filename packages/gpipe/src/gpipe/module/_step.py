@@ -23,7 +23,7 @@ from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
 from ._hooks import pre_hooked, refuse_hooks
 from ._keywords import NOTHING, Call, called_with
-from ._training import Kind, LossOptions, expect_grad_mode, losses_of, returned, tell_of_evaluation
+from ._training import Kind, LossOptions, expect_grad_mode, losses_of, returned, tell_of_evaluation, tell_of_one_chunk
 from ._transforms import not_compiled, refuse_transforms
 
 
@@ -231,6 +231,7 @@ class Stepping(Divided):
         return nullcontext() if own is None else own.wanted()
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
+        tell_of_one_chunk(self, self._chunks)
         self._follow_model(inputs.bare)
         batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks)
         expect_proportional(batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Sequence
 from numbers import Real
@@ -23,6 +24,7 @@ from ._cut import checked, cut, expect_same_rows
 from ._divided import Divided
 from ._signature import binds
 
+_log = logging.getLogger("gpipe")
 Kind = TypeVar("Kind", bound=Losses)
 
 
@@ -54,6 +56,18 @@ def tell_of_evaluation(pipe: Divided) -> None:
             "step() trains a model in evaluation mode, as from_pretrained() returns it: dropout is off and nothing is "
             "checkpointed; call pipe.train() first",
             stacklevel=3,
+        )
+
+
+def tell_of_one_chunk(pipe: Divided, chunks: int) -> None:
+    """Log once that nothing overlaps, if several stages have one micro-batch."""
+    stages = len(pipe._balance)
+    if chunks == 1 and stages > 1 and not pipe._is_whole_known:
+        pipe.__dict__["_is_whole_known"] = True
+        _log.warning(
+            "chunks=1: a mini-batch is one micro-batch, and nothing overlaps: the %s stages compute in turn; "
+            "set pipe.chunks, to begin with to four for each stage",
+            stages,
         )
 
 
