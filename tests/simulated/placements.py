@@ -14,12 +14,17 @@ PLACEMENTS: dict[str, tuple[int | None, ...]] = {
     "all on one device": (0, 0, 0),
     "two devices": (0, 1, 0),
     "three devices": (0, 1, 2),
+    "the first device twice": (0, 0, 1),
+    "the second device twice": (1, 1, 0),
     "CPU first": (None, 0, 1),
     "CPU last": (0, 1, None),
     "CPU between": (0, None, 1),
     "device between CPUs": (None, 0, None),
 }
 """By name, the device of each stage; None is the CPU."""
+
+UNEVEN = ("two devices", "the first device twice", "the second device twice")
+"""Where three stages do not go evenly on two workers, as "interleaved" needs."""
 
 STREAMS = ("default", "own", "foreign")
 """What the caller works on: the default streams; streams of its own; and others again for its backward."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from streams import CPUStream, record_event, record_stream, use_stream, wait_event, wait_stream
 
-from .accelerator import DEVICES, device, found, limited, new_stream, using
+from .accelerator import DEVICES, device, found, library, limited, new_stream, using
 from .races import Race
 
 
@@ -113,6 +113,39 @@ class TestOrder:
         with use_stream(first):
             x.sum().item()
         assert texts() == []
+
+
+class TestEvents:
+    def test_one_is_ready_once_the_host_has_waited(self):
+        stream = torch.accelerator.current_stream(device(0))
+        start = record_event(stream, timed=True)
+        ones().mul_(2)
+        end = record_event(stream, timed=True)
+        assert not end.query()
+        assert not stream.query()
+        with pytest.raises(RuntimeError, match="completed"):
+            start.elapsed_time(end)
+        end.synchronize()
+        assert start.query()
+        assert start.elapsed_time(end) > 0
+
+    def test_time_passes_on_a_stream_that_works(self):
+        first, second = new_stream(0), new_stream(0)
+        start, idle = record_event(first, timed=True), record_event(second, timed=True)
+        with use_stream(first):
+            ones().mul_(2)
+        ends = [record_event(stream, timed=True) for stream in (first, second)]
+        found()
+        assert start.elapsed_time(ends[0]) > idle.elapsed_time(ends[1]) == 0
+
+    @pytest.mark.parametrize(
+        "ask", [Tensor.item, Tensor.nonzero, torch.unique, lambda x: x.equal(x), lambda x: x[x > 0]]
+    )
+    def test_the_host_waits_for_what_python_or_a_size_needs(self, ask: Callable[[Tensor], object]):
+        x = ones()[0, :1]
+        library().take_counters()
+        ask(x)
+        assert library().take_counters()["synchronisations"] > 0
 
 
 class TestCopies:

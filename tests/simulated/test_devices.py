@@ -12,11 +12,33 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import GPipe, flatten
-from streams import current_stream, default_stream, new_stream, record_event, use_stream, wait_event
+from streams import (
+    Task,
+    current_stream,
+    default_stream,
+    new_stream,
+    record_event,
+    spawn_workers,
+    use_stream,
+    wait_event,
+)
 
 from .accelerator import device
+from .placements import forward_streams
 
 MODES = ("never", "except_last", "always")
+
+
+def test_each_part_of_a_task_has_its_stream():
+    stream = new_stream(device(1))
+    seen = []
+    with spawn_workers([device(1)]) as ([in_queue], [out_queue]):
+        in_queue.put(Task(stream, compute=lambda: current_stream(device(1)), finalize=seen.append))
+        task, result = out_queue.get()[1]
+        task.finalize(result)
+        task = Task(stream, compute=int, finalize=lambda _: seen.append(current_stream(device(1))))
+        task.finalize(0)
+    assert seen == [stream, stream]
 
 
 def test_two_names_of_a_device_are_one_worker():
@@ -32,6 +54,7 @@ def test_the_default_stream_is_the_current_one_until_another_is_used():
         with use_stream(own):
             assert current_stream(device(k)) == own != default_stream(device(k))
             assert torch.accelerator.current_device_index() == k
+        assert current_stream(device(k)) == default_stream(device(k))
         assert torch.accelerator.current_device_index() == 0
 
 
@@ -117,11 +140,11 @@ def test_a_timeline_of_devices(mode: str, inline: bool):
     layers = [nn.Linear(4, 4) for _ in range(3)]
     places = [device(0), torch.device("cpu"), device(1)]
     pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=places, chunks=2, checkpoint=mode)
-    with gpipe.record() as timeline, gpipe.inline() if inline else nullcontext():
+    with forward_streams("own"), gpipe.record() as timeline, gpipe.inline() if inline else nullcontext():
         pipe(torch.ones(4, 4).to(device(0))).sum().backward()
     events = timeline.events
     assert {event.device for event in events} == {str(place) for place in places}
-    assert all(event.seconds >= 0 and event.wait >= 0 for event in events)
+    assert all(event.seconds > 0 and event.wait >= 0 for event in events)
     assert all(event.bytes_moved for event in events if event.kind == "forward" and event.stage)
 
 

@@ -370,6 +370,15 @@ FAULTS: list[tuple[Fault, str]] = [
         "READ by .* not ordered after copy H2D",
     ),
     (
+        Fault(
+            "the wait for what comes is left out",
+            WIRES,
+            "arrived([*tensors], self._last, current_stream(self._device))",
+            "pass",
+        ),
+        "READ by .* not ordered after copy H2D",
+    ),
+    (
         Fault("a stage does not wait for what comes", COPY, "wait_event(compute, event)", "pass"),
         "READ by .* not ordered after copy H2D",
     ),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .accelerator import limited
 from .models import SCHEDULED, assert_trains_like, model, piped, rows, running, some_of, trained
-from .placements import PLACEMENTS
+from .placements import PLACEMENTS, backward_streams, forward_streams
 
 pytestmark = [
     # Of torch, once a process: a failure keeps nodes alive, which belong to the streams of their time.
@@ -113,3 +113,20 @@ def test_after_a_step_that_ran_out_of_memory_one_with_more_chunks_is_right(place
         loss = pipe.step(x, loss_fn=lambda output: output.square().mean())
     expected = plain(rows()).square().mean()
     torch.testing.assert_close(loss.cpu(), expected.detach())
+
+
+def test_gradients_may_be_zeroed_right_after_a_failure():
+    """Also on other streams than the forward's: these wait for what the stages were still doing."""
+    pipe = piped(nn.Sequential(Fails(), *model()), "three devices", "never")
+    pipe[0].call, pipe[0].backward = 2, True
+    x = rows().to(pipe.devices[0]).requires_grad_()
+    with forward_streams("foreign"):
+        loss = pipe(x).square().sum()
+        with backward_streams("foreign"):
+            pipe.zero_grad(set_to_none=False)
+            with pytest.raises(ValueError, match="half-way"):
+                loss.backward()
+            for parameter in pipe.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+    pipe.close()

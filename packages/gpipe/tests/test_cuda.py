@@ -194,6 +194,20 @@ def test_caller_s_own_streams(name: str, mode: str):
         torch.testing.assert_close(found, expected)
 
 
+def test_a_pinned_input_may_change_right_after_the_call():
+    """Also where the first stage, on the CPU, gives its input on."""
+    pipe = GPipe(nn.Sequential(nn.Identity(), nn.Tanh()), [1, 1], devices=["cpu", gpu()], chunks=2)
+    x = rows(1 << 20).pin_memory()
+    last = x[-1000:]
+    expected = last.tanh()
+    with torch.no_grad():
+        pipe(x)
+        torch.cuda.synchronize()
+        output = pipe(x)  # 128 MiB: the host is back before a copy of the last rows would be done
+    last.zero_()
+    torch.testing.assert_close(output[-1000:].cpu(), expected)
+
+
 @each_mode
 def test_layers_compute_on_the_caller_s_stream(mode: str):
     seen = []
@@ -560,7 +574,9 @@ def test_a_timeline_has_the_times_of_the_devices(name: str, mode: str, inline: b
     pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=places, chunks=3, checkpoint=mode)
     work = partial(trained, pipe, rows(), places[-1])
     within(60, work)
-    with gpipe.record() as timeline, gpipe.inline() if inline else nullcontext():
+    # Not on the default stream, on which no time passes.
+    own, where = torch.cuda.stream(torch.cuda.Stream(gpu())), gpipe.inline() if inline else nullcontext()
+    with own, where, gpipe.record() as timeline:
         work()
     assert all(event.seconds >= 0 and event.wait >= -1e-4 for event in timeline.events)
     if places[1].type == "cuda":

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from gpipe.engine import _workers
-from gpipe.engine._pipeline import Pipeline
 from gpipe.engine._run import Run
 from gpipe.engine._stage import Stage
 from gpipe.transport import _copy
-from streams import AbstractStream, current_stream, is_accelerator, new_stream, use_stream, wait_stream
+from streams import AbstractStream, is_accelerator, new_stream, use_stream, wait_stream
 
 
 @contextmanager
@@ -34,8 +33,7 @@ def virtual_devices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_workers, "placement", lambda devices: tuple(range(len(devices))))
         patch.setattr(_copy, "carrier", _carrier)
-        patch.setattr(Pipeline, "transport", _on_own_streams(Pipeline.transport))
-        patch.setattr(Run, "__init__", _knowing_its_caller(Run.__init__))
+        patch.setattr(Run, "_current_streams", _own_first(Run._current_streams))
         for name in ("forward", "backward", "train"):
             patch.setattr(Run, name, _between_waits(getattr(Run, name)))
         yield
@@ -61,25 +59,21 @@ def _carrier(source: _copy.Place, target: _copy.Place) -> _copy.Copy | None:
     return _CopyWithin(source, target) if is_accelerator(source.compute) else None
 
 
-def _on_own_streams(transport: Callable[..., Any]) -> Callable[..., Any]:
+def _own_first(current_streams: Callable[[Any], list[AbstractStream]]) -> Callable[[Any], list[AbstractStream]]:
+    """The streams of the stages when a run is made; those of its caller when it asks again, for a backward."""
     made: WeakKeyDictionary[Stage, AbstractStream] = WeakKeyDictionary()
 
-    @wraps(transport)
-    def on_own_streams(pipeline: Pipeline, streams: list[AbstractStream], *others: Any) -> Any:
-        # This is the run's own list.
-        streams[:] = [made.setdefault(stage, new_stream(stage.device)) for stage in pipeline.stages]
-        return transport(pipeline, streams, *others)
+    def own_first(run: Any) -> list[AbstractStream]:
+        now = current_streams(run)
+        if hasattr(run, "callers"):
+            return now
+        run.callers = now
+        for stage in run._pipeline.stages:
+            if stage not in made:
+                made[stage] = new_stream(stage.device)
+        return [made[stage] for stage in run._pipeline.stages]
 
-    return on_own_streams
-
-
-def _knowing_its_caller(init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(init)
-    def knowing_its_caller(run: Any, pipeline: Pipeline, *others: Any) -> None:
-        run.callers = [current_stream(stage.device) for stage in pipeline.stages]
-        init(run, pipeline, *others)
-
-    return knowing_its_caller
+    return own_first
 
 
 def _between_waits(method: Callable[..., Any]) -> Callable[..., Any]:

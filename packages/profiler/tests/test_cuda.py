@@ -58,6 +58,21 @@ def test_works_on_the_current_stream():
     assert min(found.seconds) > 0
 
 
+class Slow(nn.Module):
+    def forward(self, x):
+        torch.cuda._sleep(5_000_000)
+        return x * 1
+
+
+def test_seconds_are_those_of_the_current_stream():
+    """On the default stream no time passes: events there would be close together."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        (seconds,) = profile(
+            nn.Sequential(Slow()), torch.rand(4, requires_grad=True), device="cuda", timeout=0.05
+        ).seconds
+    assert seconds > 1e-3
+
+
 def test_no_device_by_that_number():
     count = torch.cuda.device_count()
     with pytest.raises(ValueError, match=f"has only {count} CUDA device"):

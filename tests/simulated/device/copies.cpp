@@ -34,11 +34,11 @@ void with_host(const at::Tensor& source, const at::Tensor& target, bool non_bloc
   check_read(block_of(source), moment, what);
   check_write(block_of(target), moment, what);
   const bool pinned = block_of(to_host ? target : source) != nullptr;
+  turn->counters.blocking += !non_blocking || !pinned;
   if (!non_blocking || (to_host && !pinned)) {
     turn->clocks.host_waits(stream);
     ++turn->counters.synchronisations;
   }
-  turn->counters.pageable += non_blocking && !pinned;
   ++turn->counters.copies;
 }
 

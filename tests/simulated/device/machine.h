@@ -17,8 +17,8 @@ struct Counters {
   uint64_t waits = 0;
   // How often the host had to wait.
   uint64_t synchronisations = 0;
-  // Copies that were asked to be asynchronous and cannot be, because the host's memory is not pinned.
-  uint64_t pageable = 0;
+  // Copies from and to the host that hold it up: nobody asked for asynchronous ones, or the host's memory is not pinned.
+  uint64_t blocking = 0;
 };
 
 struct Machine {

@@ -16,7 +16,7 @@ std::map<std::string, uint64_t> take_counters() {
   const Counters counters = std::exchange(turn->counters, {});
   return {{"kernels", counters.kernels}, {"copies", counters.copies},
           {"records", counters.records}, {"waits", counters.waits},
-          {"synchronisations", counters.synchronisations}, {"pageable", counters.pageable}};
+          {"synchronisations", counters.synchronisations}, {"blocking", counters.blocking}};
 }
 
 void synchronise() {

@@ -17,7 +17,8 @@ namespace {
 class Call {
  public:
   Call(const c10::OperatorHandle& operation, torch::jit::Stack& stack)
-      : schema_(operation.schema()), name_(schema_.operator_name().name), stack_(stack) {
+      : schema_(operation.schema()), name_(schema_.operator_name().name), stack_(stack),
+        host_waits_(operation.hasTag(at::Tag::data_dependent_output) || operation.hasTag(at::Tag::dynamic_output_shape)) {
     if (name_.rfind("aten::", 0) == 0) name_ = name_.substr(6);
     const auto& arguments = schema_.arguments();
     const size_t first = stack.size() - arguments.size();
@@ -42,6 +43,9 @@ class Call {
         check_read(block_of(tensor), moment, name_);
     }
     ++turn->counters.kernels;
+    if (!host_waits_) return;
+    turn->clocks.host_waits(stream_for(device()));
+    ++turn->counters.synchronisations;
   }
 
   // Put the results where they belong.
@@ -128,6 +132,8 @@ class Call {
   std::string name_;
   torch::jit::Stack& stack_;
   std::optional<c10::Device> device_;
+  // The host needs what was computed, for Python or for the size of a result.
+  bool host_waits_;
   bool draws_ = false;
   std::vector<std::pair<at::Tensor, bool>> used_;
   std::map<const void*, std::pair<at::Tensor, at::Tensor>> written_;

@@ -2,8 +2,6 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <chrono>
-
 #include "machine.h"
 
 namespace simulated {
@@ -22,7 +20,10 @@ int index_of(c10::Device device) { return device.index() < 0 ? current_device() 
 
 struct Event {
   Clock clock;
-  std::chrono::steady_clock::time_point time;
+  Moment moment;
+
+  // Whether the host has waited for it. Whoever did not wait cannot rely on it, however long ago it was recorded.
+  bool ready() const { return machine().clocks.host().knows(moment); }
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -55,8 +56,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     Turn turn;
     if (*event == nullptr) *event = new Event;
-    turn->clocks.launch(number(stream));
-    *static_cast<Event*>(*event) = {turn->clocks.of(number(stream)), std::chrono::steady_clock::now()};
+    const Moment moment = turn->clocks.mark(number(stream));
+    *static_cast<Event*>(*event) = {turn->clocks.of(number(stream)), moment};
     ++turn->counters.records;
   }
   void block(void* event, const c10::Stream& stream) const override {
@@ -67,13 +68,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* first, void* last, c10::DeviceIndex) const override {
-    const auto passed = static_cast<Event*>(last)->time - static_cast<Event*>(first)->time;
-    return std::chrono::duration<double, std::milli>(passed).count();
+    const auto &begin = *static_cast<Event*>(first), &end = *static_cast<Event*>(last);
+    return (static_cast<double>(end.clock.time()) - static_cast<double>(begin.clock.time())) / 1e3;
   }
 
-  // Whoever asks learns that the work is done, and so has waited for it.
-  bool queryEvent(void* event) const override { return synchronizeEvent(event), true; }
-  bool queryStream(const c10::Stream& stream) const override { return synchronizeStream(stream), true; }
+  bool queryEvent(void* event) const override {
+    Turn turn;
+    return event == nullptr || static_cast<Event*>(event)->ready();
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    Turn turn;
+    return turn->clocks.host().knows(turn->clocks.of(number(stream)).now(number(stream)));
+  }
 
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
