@@ -79,14 +79,6 @@ class TestRefused:
         model(rows()).sum().backward()
         assert_same(pipe, model)
 
-    def test_torch_func(self) -> None:
-        pipe = piped(linears(), [1, 2], chunks=2)
-        with pytest.raises(RuntimeError):
-            torch.func.grad(lambda x: pipe(x).sum())(rows())
-        with pytest.raises(RuntimeError):
-            torch.func.vmap(pipe)(rows()[None])
-        assert_trains_like(pipe, linears())
-
 
 class TestAllowed:
     def test_hooks_on_input_and_output_see_the_whole_gradient_once(self) -> None:

@@ -397,12 +397,6 @@ class TestBadInput:
         with off(), pytest.raises(RuntimeError, match="grad mode is off"):
             self.pipe().step(rows(), rows(), loss_fn=F.mse_loss)
 
-    def test_reduction(self) -> None:
-        with pytest.raises(ValueError, match="'mean' or 'sum'; got 'none'"):
-            self.pipe().step(rows(), rows(), loss_fn=F.mse_loss, reduction="none")
-        with pytest.raises(ValueError, match="normalizer goes with reduction='sum'"):
-            self.pipe().step(rows(), rows(), loss_fn=F.mse_loss, normalizer=3)
-
 
 class Witnessed(nn.Module):
     """A layer whose output the backward needs, and which knows how many of these are alive at once."""

@@ -116,12 +116,6 @@ def reports() -> Any:
 
 
 class TestStallReport:
-    def test_it_names_the_link_and_the_micro_batch(self, reports: Reports) -> None:
-        link: Link[bool] = Link("values between here and there", stall_timeout=0.001)
-        report = "no values between here and there for micro-batch 3 in 0.001 s; still waiting"
-        threading.Thread(target=lambda: link.put(3, reports.wait_for(report))).start()
-        assert within(25, lambda: link.get(3))
-
     def test_a_pipe_says_which_stage_waits_for_what(self, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GPIPE_STALL_SECONDS", "0.05")
         report = "no values between partitions 0 and 1 for micro-batch 1 in 0.05 s; still waiting"
