@@ -40,6 +40,7 @@ class Cell:
         """Run the layers of ``stage``, and return the detached outputs."""
         self.inputs = inputs
         outputs = stage.compute(inputs)
+        stage.stage.guard.watch(inputs.tensors)
         self._outputs = outputs.tensors
         # The graph ends here. The next stage begins one of its own, whose backward gives the gradients of these leaves.
         sent = detach_leaves(outputs)
@@ -134,6 +135,7 @@ class CheckpointedCell(Cell):
         # New leaves, because layers may put hooks and flags on their inputs, and will do so again.
         own = detach_leaves(inputs)
         outputs = self._repeatable.first(partial(stage.compute, own), inputs, spare)
+        stage.stage.guard.watch(own.tensors)
         if self._repeatable.inputs is None:
             self.inputs, self._computed, self._outputs = own, outputs, outputs.tensors
             return flag_aliases(detach_leaves(outputs), inputs, stage.given)
@@ -146,6 +148,7 @@ class CheckpointedCell(Cell):
         """Run the layers again as in the forward, to build their graph."""
         if self._repeatable.inputs is not None:
             self._computed = self._repeatable.again(partial(stage.compute, self.inputs))
+            stage.stage.guard.watch(self.inputs.tensors)
             self._outputs = self._computed.tensors
 
     def recomputed(self, stage: StageRun) -> Activation:

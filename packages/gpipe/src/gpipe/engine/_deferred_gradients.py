@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._torch import has_one_user
 from ._accumulate import added
+from ._left_behind import expect_unguarded
 from ._scale import Scale, scale_in_place
 
 
@@ -42,6 +43,7 @@ class DeferredGradients:
         with self._lock:
             for leaf in leaves:
                 if (every or hooks_of(leaf)) and id(leaf) not in self._held:
+                    expect_unguarded(leaf)
                     held = self._held[id(leaf)] = _Held(leaf)
                     held.take()
 

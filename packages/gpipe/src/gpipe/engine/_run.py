@@ -28,6 +28,7 @@ from ._autograd_calls import accumulate_whole
 from ._capture import expect_no_capture
 from ._deferred_gradients import DeferredGradients, kept, summed
 from ._exclusive import involved, serving
+from ._left_behind import watch_attributes
 from ._losses import Losses
 from ._parameters import parameters_of
 from ._scale import Scale
@@ -139,6 +140,8 @@ class Run:
     def forward(self, inputs: Sequence[Activation]) -> list[Activation]:
         """The outputs of all micro-batches, as leaves. Those through which a backward can pass require grad."""
         self.evaluate(inputs)
+        if self.keeps and not any(tensor.requires_grad for each in inputs for tensor in each.tensors):
+            watch_attributes(self._pipeline.stages[0])
         return [self._transport.exit.get_values(i) for i in range(self.microbatches)]
 
     def evaluate(self, inputs: Sequence[Activation]) -> None:

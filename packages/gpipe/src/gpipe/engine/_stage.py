@@ -17,6 +17,7 @@ from ..skip._layout import skippables
 from ..skip._store import Key, routed
 from ..values._constants import expect_plain
 from ..values._leaves import Arguments
+from ._left_behind import Guard
 from ._recomputation import RecomputationFacts
 
 _log = logging.getLogger("gpipe")
@@ -63,6 +64,7 @@ class Stage:
         blocks: the same for each block.
         changes_late: whether layers changed a later micro-batch in place, although they did not change the first.
         hooks: by training mode of the stage, whether layers put hooks on tensors.
+        guard: refuses gradients that do not come from a backward of the stage.
         runs_whole: whether the backward could not be split in a schedule that splits it.
     """
 
@@ -91,6 +93,7 @@ class Stage:
         self.changes_late = False
         self.hooks: dict[bool, bool] = {}  # a layer may use its hooks in one mode only
         self.runs_whole = False
+        self.guard = Guard(self)
         self._layers_then = dict(module._modules)
 
     def call(self, value: Any) -> Any:

@@ -53,7 +53,9 @@ _NEEDS_LESS = (
 
 _USED_UP = (
     "a layer uses a tensor that was computed with gradients outside of the pipeline, whose graph the first "
-    "micro-batch has used up; compute it inside the layer, pass it to the pipe as an input, or detach it"
+    "micro-batch has used up: compute it inside the layer, pass it to the pipe as an input, or detach it; or a layer "
+    "has left a tensor with its graph in an attribute or a list, and the loss has used that graph up: return it from "
+    "the layer, or leave its detach()"
 )
 
 

@@ -1,0 +1,71 @@
+"""Refuse gradients that enter the graph of a cell other than through the outputs of its stage.
+
+A layer may leave a tensor with its graph in an attribute, a list or a global, and the loss, another stage or the code
+around the pipe may use it. The graph of a cell begins at its inputs, so the stages before would miss that gradient; and
+of several micro-batches such a place holds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from .._current import current
+
+if TYPE_CHECKING:
+    from ._stage import Stage
+
+
+class Guard:
+    """A hook of tensors that raises RuntimeError unless a cell of ``stage`` is at work on this thread.
+
+    Args:
+        stage: the stage in which the tensors are.
+        attribute: the attribute that holds the tensor, if it is known.
+    """
+
+    def __init__(self, stage: Stage, attribute: str = "") -> None:
+        self._stage, self._attribute = stage, attribute
+
+    def __call__(self, _: Tensor | None = None) -> None:
+        step = current.step
+        # A loss is computed in steps of the last stage, but belongs to no micro-batch there.
+        if step is not None and step.stage == self._stage.index and current.microbatch is not None:
+            return
+        what = f"'{self._attribute}' holds a tensor" if self._attribute else "a layer has left a tensor"
+        raise RuntimeError(
+            f"in partition {self._stage.index} (layers {self._stage.layers}) {what} with its graph of one micro-batch, "
+            "and a loss, another partition or the code around the pipe uses it; its gradient would not reach all rows "
+            "and layers. Return it from the layer, and through all later layers, or leave its detach()"
+        )
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Guard the ``tensors``, at which a cell begins. Call this after the forward: layers may see hooks."""
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(self)  # type: ignore[no-untyped-call]
+
+
+def watch_attributes(stage: Stage) -> None:
+    """Guard what layers hold with a graph: where the inputs of ``stage`` need no gradient, no guard is at them."""
+    for name, module in stage.module.named_modules():
+        for attribute, tensor in _with_graph(module):
+            Guard(stage, f"{name}.{attribute}").watch([tensor])
+
+
+def expect_unguarded(leaf: Tensor) -> None:
+    """Raise RuntimeError if ``leaf`` is guarded by another stage. Call this before its hooks are removed."""
+    for hook in (leaf._backward_hooks or {}).values():
+        if isinstance(hook, Guard):
+            hook()
+
+
+def _with_graph(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with a graph that are attributes of ``module``, or the last in a list or dict that is."""
+    for name, value in vars(module).items():
+        if isinstance(value, list | tuple | dict) and value:
+            value = value[next(reversed(value))] if isinstance(value, dict) else value[-1]
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            yield name, value
