@@ -15,6 +15,8 @@ from gpipe import GPipe, flatten
 from microbatch import Mean, Split
 
 from .families import FAMILIES, transformers
+from .more_families import EVERY
+from .table import set_dropout
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate; see nox -s frameworks")
 from safetensors.torch import load_file
@@ -94,6 +96,23 @@ def test_losses_are_those_of_the_plain_model(name: str, options: dict[str, Any],
     assert found.model is pipe
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(pipe.state_dict()[key], value, rtol=1e-2, atol=1e-3)
+
+
+def test_a_model_that_ignores_the_number_of_items(tmp_path: Path) -> None:
+    model = EVERY["BART"].make().float()
+    set_dropout(model, 0.0)
+    plain = copy.deepcopy(model)
+    layers = flatten(model, sample("BART"))
+    pipe = GPipe(layers, [3, len(layers) - 3], devices=["cpu"] * 2, chunks=4)
+    found, expected = (
+        trainer("BART", each, tmp_path, save_strategy="no", gradient_accumulation_steps=2, max_steps=2, eval_steps=1)
+        for each in (pipe, plain)
+    )
+    for each in (found, expected):
+        each.train()
+    for key in ("loss", "eval_loss", "grad_norm"):
+        assert len(logged(found, key)) == 2
+        assert logged(found, key) == pytest.approx(logged(expected, key), rel=1e-3), key
 
 
 def test_metrics_and_predictions(tmp_path: Path) -> None:
@@ -189,6 +208,25 @@ def test_tied_weights(before: str, tmp_path: Path) -> None:
     torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=1e-4, atol=1e-5)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
     torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
+    """With tied weights too, whose files have one of both names."""
+    model = tied() if name == "GPT-2" else FAMILIES[name].make().float()
+    kind = WholeModel if name == "GPT-2" else Trainer
+    options = {"load_best_model_at_end": True, "max_steps": 2, "eval_steps": 1, "save_steps": 1, "learning_rate": 0.5}
+    found = trainer(name, pipe_of(name, model, [3, 3]), tmp_path, kind=kind, **options)
+    found.whole = model  # type: ignore[attr-defined]
+    found.train()
+    losses = logged(found, "eval_loss")
+    assert losses[0] < losses[1]  # the best is not the last, which the model has anyway
+    saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    state = model.state_dict()
+    assert saved.keys() <= state.keys()
+    assert all(torch.equal(state[key], value) for key, value in saved.items())
+    assert len({value.data_ptr() for value in state.values()}) <= len(saved)
+    assert found.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-4)
 
 
 def test_two_names_for_one_tensor_are_refused_by_what_writes_files(tmp_path: Path) -> None:
