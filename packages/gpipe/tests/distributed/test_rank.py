@@ -377,7 +377,7 @@ def _choices(schedule: str, ranks: list[int], pace: float) -> list[Choice]:
     plain = network()
     balance = [8 // len(ranks)] * len(ranks)
     rank = Rank(copy.deepcopy(plain), balance, chunks=4, ranks=ranks)
-    chooser, ticks, found = rank._pipeline.chooser, count(), []
+    chooser, ticks, found = rank._chooser, count(), []
     pipe = GPipe(network(), balance, devices=["cpu"] * len(ranks))
     with pytest.MonkeyPatch.context() as patch, closing(pipe):
         patch.setattr("gpipe.timeline._record.time", SimpleNamespace(perf_counter=lambda: pace * next(ticks)))

@@ -118,7 +118,7 @@ def _step_after_an_end(who: int) -> str:
     rank.step(torch.randn(6, 6), loss_fn=Tensor.mean)
     if dist.get_rank() == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    groups = rank._pipeline._groups
+    groups = rank._processes._groups
     for group in (groups.control, groups.values):
         while not _is_closed(group, who):
             threading.Event().wait(0.01)

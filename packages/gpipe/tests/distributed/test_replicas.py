@@ -301,11 +301,11 @@ def _choose() -> list[str]:
         return Plan(Choice(next(names)))
 
     found = []
-    rank._pipeline.chooser.plan = plan
+    rank._chooser.plan = plan
     for _ in range(3):
         _step(rank, mesh, schedule="auto")
         found.append(rank.last_schedule.name)
-    rank._pipeline.chooser.plan = lambda schedule, *_: Plan(Choice("1f1b"))
+    rank._chooser.plan = lambda schedule, *_: Plan(Choice("1f1b"))
     with pytest.raises((ValueError, RemoteError), match="the replicas disagree"):
         _step(rank, mesh, schedule="auto" if mesh["replicas"].get_local_rank() else "1f1b")
     return found

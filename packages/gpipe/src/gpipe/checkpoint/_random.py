@@ -45,9 +45,18 @@ _IN_BACKWARD = (
 
 
 class RunRNG:
-    """The random numbers of one run."""
+    """The random numbers of one run.
 
-    def __init__(self) -> None:
+    Args:
+        agreed: the one number of :attr:`seed`, if several processes have agreed on it.
+
+    Attributes:
+        drew: whether a layer has drawn any.
+    """
+
+    def __init__(self, agreed: int | None = None) -> None:
+        self.drew = False
+        self._agreed = agreed
         self._lock = threading.Lock()
         # A pipe inside a layer of another one draws from that layer's numbers, which the recomputation repeats.
         self._around = current.rng
@@ -78,6 +87,9 @@ class RunRNG:
     @property
     def seed(self) -> int:
         """The one number that the run takes."""
+        self.drew = True
+        if self._agreed is not None:
+            return self._agreed
         with self._lock:
             return self._seed
 

@@ -9,15 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .._current import current
-from ..engine._failures import When
+from ..engine._failures import Failures, When
 from ..engine._losses import Losses
-from ..skip import SkipLayout
-from ..transport._copy import StagePlace
-from ..transport._link import Channel, Link
-from ..transport._transport import Transport
+from ..transport._link import Channel
 from ..values._describe import Cancelled
 from ._errors import UnreachableError
-from ._failures import RankFailures
 from ._far_loss import FarLoss
 from ._forms import Payload
 from ._groups import Groups
@@ -90,9 +86,10 @@ class Crossings:
             comes = backwards or not crossing.leads_away
             crossing.link.expect(microbatches if comes else 0, None if backwards else crossing.most)
 
-    def get(self, number: int) -> Crossing | None:
-        """The channel of that number; None if both its ends are in this process."""
-        return self._crossings.get(number)
+    def channel(self, number: int, failures: Failures, loss: Losses | None) -> Channel | None:
+        """The channel of that number for a run; None if both its ends are in this process."""
+        crossing = self._crossings.get(number)
+        return None if crossing is None else RemoteChannel(crossing.link, failures, loss)
 
     def poison(self, why: When) -> None:
         """Tell all neighbours that this rank sends nothing more in this run, and why."""
@@ -126,36 +123,6 @@ class Crossings:
         self._wires.end()
 
 
-class RankTransport(Transport):
-    """The channels of one run of a rank, between its own stages and to those of other ranks.
-
-    Args:
-        crossings: the channels to other ranks.
-        failures: those of the run.
-        loss: the losses of the run.
-        places, count, layout, link: as for :class:`Transport`.
-    """
-
-    def __init__(
-        self,
-        crossings: Crossings,
-        failures: RankFailures,
-        loss: Losses | None,
-        places: Mapping[int, StagePlace],
-        count: int,
-        layout: SkipLayout,
-        link: type[Link[Any]],
-    ) -> None:
-        self._crossings, self._failures, self._loss = crossings, failures, loss
-        super().__init__(places, count, layout, link, failures.forestall_current)
-
-    def between(self, a: int, b: int, number: int, name: str) -> Channel:
-        crossing = self._crossings.get(number)
-        if crossing is None:
-            return super().between(a, b, number, name)
-        return RemoteChannel(crossing.link, self._failures, self._loss)
-
-
 class RemoteChannel(Channel):
     """A channel to a stage on another rank, for one run: values go in one direction, gradients in the other.
 
@@ -167,7 +134,7 @@ class RemoteChannel(Channel):
 
     __slots__ = ()
 
-    def __init__(self, link: RemoteLink, failures: RankFailures, loss: Losses | None) -> None:
+    def __init__(self, link: RemoteLink, failures: Failures, loss: Losses | None) -> None:
         arrived: dict[int, Payload] = {}
 
         def put(microbatch: int, payload: Any) -> None:

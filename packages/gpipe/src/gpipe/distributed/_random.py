@@ -5,28 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..checkpoint._generators import PROCESS, process_lock
-from ..checkpoint._random import RunRNG
-
-
-class AgreedRNG(RunRNG):
-    """Random numbers from a seed that all ranks know.
-
-    Args:
-        seed: what :func:`next_seed` returned on the first rank.
-
-    Attributes:
-        drew: whether a random number was drawn in this run.
-    """
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._agreed = seed
-        self.drew = False
-
-    @property
-    def seed(self) -> int:
-        self.drew = True
-        return self._agreed
 
 
 def next_seed() -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
-from microbatch import Batch, unwrap
+from microbatch import Batch, Versions, unwrap
 from streams import add_note
 
 from .._batchnorm import DeferredBatchNorm
@@ -19,10 +20,11 @@ from .._flatten._inputs import Inputs
 from .._flatten._names import divide_names
 from ..engine._loss import LossStage
 from ..engine._losses import Losses
+from ..engine._pipeline import Pipeline
 from ..engine._settings import settings
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_chunks, checked_flag, whole
-from ..module._choices import checked_choices, expect_fitting, flags_of
+from ..module._choices import checked_choices, expect_fitting, flags_of, laid_out
 from ..module._cut import checked
 from ..module._hooks import pre_hooked
 from ..module._init import means_of
@@ -36,16 +38,18 @@ from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
 from ..schedule._named import expect_schedule
 from ..skip import verify_skippables
 from ..timeline._chooser import Plan, Size, choice_of
+from ..transport._copy import CopyStreams
 from ..values._gather import gathered
 from ._agreement import agreement, checksums, described
+from ._choosing import RankChooser
 from ._far_loss import FarLoss
-from ._groups import Group, end_collectives, open_groups
+from ._groups import Group, Groups, end_collectives, open_groups
 from ._norm import clip, norm_over
 from ._opening import Opening
-from ._own import own_share
+from ._own import Share, own_share
 from ._parallel import expect_parallel, sharded_over, synced_layers, synced_over
-from ._pipeline import RankPipeline
 from ._places import checked_transport
+from ._processes import Ranks
 from ._random import next_seed
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
@@ -101,7 +105,6 @@ class Rank(Stepping):
     >>> loss = rank.step(x, y, loss_fn=loss_fn)  # doctest: +SKIP
     """
 
-    _pipeline: RankPipeline
     _plan: Plan
 
     def __init__(
@@ -146,20 +149,24 @@ class Rank(Stepping):
             self.training = layers.training
             self._take(share.partitions, layers)
             self._devices = share.devices
-            self._pipeline = RankPipeline(
-                share,
-                self._checkpoint,
-                Workers.for_owner(self, share.devices),
-                groups,
-                self._ranks,
-                rendezvous,
-                self._replicas,
-                placed.heard,
-            )
+            self._connect(share, groups, rendezvous, placed.heard)
             shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
             self._sharding = Sharding(share.partitions, share.twins)
             self._synced, self._members = synced_layers(self), groups.members
         self._last: Choice | None = None
+
+    def _connect(self, share: Share, groups: Groups, rendezvous: Rendezvous, told: Sequence[Mapping[str, Any]]) -> None:
+        """Make the stages of the engine, and connect them to those of other ranks."""
+        devices = dict(zip(share.numbers, share.devices, strict=True))
+        cpu = torch.device("cpu")
+        every, layout = laid_out(share.every, [devices.get(j, cpu) for j in range(len(self._ranks))], self._checkpoint)
+        stages = [every[j] for j in share.numbers]
+        self._chooser = RankChooser(stages, groups.me, [each["trained"] for each in told])
+        replicas, chooser = self._replicas, self._chooser
+        self._processes = Ranks(share, layout, groups, self._ranks, rendezvous, replicas, told, chooser)
+        streams = [CopyStreams.on(device) for device in share.devices]
+        workers = Workers.for_owner(self, share.devices)
+        self._pipeline = Pipeline(stages, layout, streams, workers, self._processes)
 
     def _made_alike(self, layers: nn.Sequential, transport: str) -> dict[str, Any]:
         """What must be equal on all ranks when they are made, by names that a user knows."""
@@ -223,9 +230,8 @@ class Rank(Stepping):
             return without_loss_only(given)
 
         batches = self._agreed("forward", None, inputs).batches
-        self._pipeline.begin(None, backwards=False)
-        with nullcontext() if ending is None else ending.wanted():
-            outputs = self._pipeline.outputs(batches)
+        with nullcontext() if ending is None else ending.wanted(), torch.no_grad():
+            outputs = self._pipeline.forward(batches, self._checkpoint_stops(0), Versions())
         if not self._pipeline.ends:
             return None
         found = gathered(outputs, batches, self.out_spec)
@@ -253,7 +259,7 @@ class Rank(Stepping):
 
     def _gradient_norm(self) -> Tensor:
         """The norm of the gradients of all ranks. All of them call this together."""
-        others = self._pipeline.twins_elsewhere()
+        others = self._processes.of_others()
         own = [p.grad for p in self.parameters() if p.grad is not None and p not in others]
         return norm_over(self._group, own, self._devices[0])
 
@@ -265,7 +271,7 @@ class Rank(Stepping):
         this one raise :class:`gpipe.distributed.LostRankError`.
         """
         with self._pipeline.workers.section.entered():
-            self._pipeline.close()
+            self._processes.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -292,10 +298,7 @@ class Rank(Stepping):
 
         with self._heard() if kind is LossStage else nullcontext():
             batches = self._agreed(call.method, schedule, given).batches
-            losses: Any = FarLoss()
-            self._pipeline.begin(losses, backwards=kind is LossStage)
-            if self._pipeline.ends:
-                losses = self._pipeline.loss = self._losses(kind, call, options, batches)
+            losses: Any = self._losses(kind, call, options, batches) if self._pipeline.ends else FarLoss()
         return batches, losses
 
     def _heard(self) -> AbstractContextManager[None]:
@@ -319,7 +322,7 @@ class Rank(Stepping):
             own, device = self._own_loss(options), self._pipeline.stages[-1].device
             return losses_of(kind, options, target, batches, self._chunks, device, own)
         except Exception as error:
-            self._pipeline.call_off(error)
+            self._processes.call_off(error)
 
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         plan = self._plan
@@ -327,7 +330,7 @@ class Rank(Stepping):
         with naming, self._advised(), self._sharding.reduced_once(loss), self._heard():
             self._pipeline.train(batches, self._checkpoint_stops(len(batches)), loss, plan.schedule, plan.recorder)
         if self._pipeline.begins:
-            self._pipeline.chooser.learn(plan)
+            self._chooser.learn(plan)
 
     @contextmanager
     def _advised(self) -> Iterator[None]:
@@ -351,7 +354,7 @@ class Rank(Stepping):
         Args:
             given: checks what this rank was given; the mini-batch, on the rank of the first stage.
         """
-        with self._pipeline.opening() as found:
+        with self._processes.opening() as found:
             found.alike = self._called_alike(method, schedule)
             if schedule is not None:
                 self._open_step(found, schedule)
@@ -390,7 +393,7 @@ class Rank(Stepping):
         found.seed = next_seed()
         if schedule is not None:
             size = Size(len(found.batches), tuple(self._ranks), self._checkpoint_stops(len(found.batches)))
-            found.plan = self._pipeline.chooser.plan(schedule, found.batches, size)
+            found.plan = self._chooser.plan(schedule, found.batches, size)
             if found.is_chosen:
                 found.plan = replace(found.plan, schedule=self._replicas.meet(found.plan.schedule))
 

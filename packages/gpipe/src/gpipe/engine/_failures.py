@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from .._current import current
 from ..schedule import Step, Walk, replay
+from ..values._describe import Cancelled
 
 When = tuple[float, int]
 """When a step is due: its time if the schedule is replayed with equal steps, and its stage."""
@@ -18,14 +20,14 @@ class Failures:
     that come after it. The order is computed only if there is a failure.
 
     Attributes:
-        walk: the steps of the run.
-        earliest: when the first failed step was due; None if there is none.
+        whole: returns the steps of all workers, which order failures.
+        earliest: when the first failed step was due, of all processes as far as is known; None if there is none.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.walk: Walk = ()
-        self._ordered: Walk = ()
+        self.whole: Callable[[], Walk] = tuple
+        self._ordered: Callable[[], Walk] | None = None
         self._order: dict[Step, When] = {}
         self._errors: list[tuple[When, BaseException]] = []
         self.earliest: When | None = None
@@ -47,15 +49,20 @@ class Failures:
             self._errors.append((when, error))
             self.earliest = when if self.earliest is None else min(self.earliest, when)
 
+    def hear(self, when: When) -> None:
+        """Record that another process has cancelled the run, because of a failure that was due then."""
+        with self._lock:
+            self.earliest = when if self.earliest is None else min(self.earliest, when)
+
     def stop(self) -> None:
         """Prevent all further steps."""
         with self._lock:  # otherwise a failure that is being added could overwrite this
             self.earliest = (float("-inf"), 0)
 
     def raise_earliest(self) -> None:
-        """Raise the failure that comes first in the schedule, if there is one."""
+        """Raise the failure that comes first in the schedule; :class:`Cancelled` if only others have failed."""
         if not self._errors:
-            return
+            raise Cancelled
         errors, self._errors = self._errors, []
         try:
             raise min(errors, key=lambda pair: pair[0])[1]
@@ -63,7 +70,7 @@ class Failures:
             del errors  # the error's traceback refers to this frame, which would refer to the error
 
     def _when(self, step: Step) -> When:
-        if self._ordered is not self.walk:
-            self._order = {each: (span.start, each.stage) for each, span in replay(self.walk).items()}
-            self._ordered = self.walk
+        if self._ordered is not self.whole:
+            self._order = {each: (span.start, each.stage) for each, span in replay(self.whole()).items()}
+            self._ordered = self.whole
         return self._order[step]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain, compress, islice
 from operator import attrgetter
 from threading import Thread, current_thread
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from microbatch import Batch, Versions
 from streams import AbstractStream, add_note
 
-from ..checkpoint._random import RunRNG, interception
-from ..schedule import Choice, Schedule, Walk
+from ..checkpoint._random import interception
+from ..schedule import Choice, Schedule
 from ..skip import SkipLayout
 from ..transport._copy import CopyStreams, StagePlace
 from ..transport._link import Link
@@ -31,11 +31,12 @@ from ._deferred_gradients import hooks_of
 from ._failures import Failures
 from ._loss import LossStage
 from ._losses import Losses
+from ._processes import ALONE, Processes
 from ._run import Run
 from ._scale import Scale, scaled
 from ._settings import Observer, settings
 from ._stage import Stage
-from ._walks import Size, forwards_and_backwards, walk_of
+from ._walks import walk_of
 from ._workers import Workers
 
 _requires_grad = attrgetter("requires_grad")
@@ -49,24 +50,31 @@ class Pipeline:
         layout: the stages between which skips go.
         copy_streams: for each stage, the streams that copy tensors to and from its device.
         workers: the threads to run on.
+        processes: those that have the stages.
 
     Attributes:
         devices: the device of each stage.
         on_accelerator: whether the work of any stage is queued on streams.
-        count: the number of stages.
-        line: the worker whose steps the caller's thread takes, if it computes all stages: they are on one worker then.
+        count: the number of stages in all processes.
+        begins, ends: whether the first and the last stage are in this process.
     """
 
-    line = 0
-
     def __init__(
-        self, stages: Sequence[Stage], layout: SkipLayout, copy_streams: Sequence[CopyStreams], workers: Workers
+        self,
+        stages: Sequence[Stage],
+        layout: SkipLayout,
+        copy_streams: Sequence[CopyStreams],
+        workers: Workers,
+        processes: Processes = ALONE,
     ) -> None:
         self.stages = stages
         self.devices = [stage.device for stage in stages]
         self.on_accelerator = any(stage.on_accelerator for stage in stages)
         self.workers = workers
-        self.count = len(stages)
+        self.processes = processes
+        self.count = len(stages if processes.ranks is None else processes.ranks)
+        self.begins = all(stage.index == 0 for stage in stages[:1])
+        self.ends = all(stage.index == self.count - 1 for stage in stages[-1:])
         self._layout = layout
         self._copy_streams = copy_streams
         self._trainers = WeakSet[Thread]()
@@ -74,42 +82,18 @@ class Pipeline:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The worker of each stage, for a run that begins now in this thread."""
-        return (0,) * self.count if settings().inline else self.workers.placement
+        """The worker, or the process, of each stage, for a run that begins now in this thread."""
+        return (0,) * self.count if self.threads is None and self.processes.ranks is None else self.lines
 
     @property
     def lines(self) -> tuple[int, ...]:
-        """The worker of each stage, as a timeline shows them; the same for a run that is inline."""
-        return self.workers.placement
-
-    def walk(self, schedule: Schedule | Choice, size: Size) -> Walk:
-        """The steps of all workers in a training step under ``schedule``.
-
-        Raises:
-            ValueError: ``schedule`` does not fit the number of micro-batches or stages.
-        """
-        return walk_of(schedule, *size)
-
-    def halves(self, size: Size) -> tuple[Walk, Walk]:
-        """The steps of all workers for a forward, and those for a backward, of a mini-batch of this size."""
-        return forwards_and_backwards(*size)
+        """The worker, or the process, of each stage, as a timeline shows them; the same for a run that is inline."""
+        return self.workers.placement if self.processes.ranks is None else self.processes.ranks
 
     @property
     def threads(self) -> Workers | None:
-        """The workers; None if the caller's thread computes all stages."""
-        return None if settings().inline else self.workers
-
-    def random_numbers(self) -> RunRNG:
-        """The random number generators of a new run."""
-        return RunRNG()
-
-    def failures(self) -> Failures:
-        """An object that collects the failures of a new run."""
-        return Failures()
-
-    def together(self, run: Run) -> AbstractContextManager[None]:
-        """A context for a whole run, at the end of which all processes meet. Here there is one process only."""
-        return nullcontext()
+        """The workers; None if the caller's thread computes all stages of this process."""
+        return None if self.processes.ranks is not None or settings().inline else self.workers
 
     def forward(
         self, batches: Sequence[Batch], checkpoint_stops: tuple[int, ...], versions: Versions
@@ -125,13 +109,13 @@ class Pipeline:
                 their backward.
             versions: makes in-place changes known between the micro-batches and the tensors that they were cut from.
         """
-        entering = self.entering(batches)
         # One run at a time: all of them use the same parameters, workers and buffers.
         with self.workers.section.entered():
             if torch.is_grad_enabled():
                 self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops)
-            outputs = run.forward(entering)
+            with self.processes.together(run):
+                outputs = run.forward(self._entering(batches))
             versions.sync()
         if len(outputs) == 1:  # several are copied when they are concatenated
             outputs = [owned(outputs[0])]
@@ -160,15 +144,15 @@ class Pipeline:
             self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             self.workers.section.claim(run.parameters)
-            walk = self.walk(schedule, run.size)
+            order = partial(walk_of, schedule, *run.size)
+            order(self.processes.me)  # raises before anything has changed if the schedule does not fit
             before = _Gradients(run.parameters)  # so that a failure leaves no parts of gradients where there were none
             adds = False
             try:
-                with self.together(run):
+                with self.processes.together(run):
                     refuse_data_parallel(run.kept_nodes)
-                    entering = self.entering(batches)
-                    gradients = run.train(entering, walk)
-                leaves, whole = self.whole(run)
+                    gradients = run.train(self._entering(batches), order)
+                leaves, whole = self.processes.whole(run)
                 adds = True
                 inputs, flowing = _flowing(batches[: len(gradients)], gradients, loss.scale)
                 # In one backward: a leaf may be used both before the pipe and in the loss, and hooks may wait for
@@ -185,24 +169,19 @@ class Pipeline:
         """Compute the forwards and the losses of all micro-batches, without gradients."""
         with self.workers.section.entered(), torch.no_grad():
             run = Run(self, len(batches), (0,) * self.count, losses)
-            with self.together(run):
-                run.evaluate(self.entering(batches))
+            with self.processes.together(run):
+                run.evaluate(self._entering(batches))
 
-    def tied_elsewhere(self, stage: Stage) -> list[Tensor]:
-        """The leaves of ``stage`` that stages in other processes use too: gradients are summed over the processes."""
-        return []
-
-    def whole(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
-        """Like :meth:`Run.whole`, with sums over all processes."""
-        return run.whole()
-
-    def entering(self, batches: Sequence[Batch]) -> list[Activation]:
+    def _entering(self, batches: Sequence[Batch]) -> list[Activation]:
         """The micro-batches as inputs of the first stage; empty if that is in another process."""
-        return _entering(batches)
+        return _entering(batches) if self.begins else []
 
-    def transport(self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Failures) -> Transport:
+    def transport(
+        self, streams: Sequence[AbstractStream], link: type[Link[Any]], failures: Failures, loss: Losses | None
+    ) -> Transport:
         """The channels of a run whose stages compute on ``streams``."""
-        return Transport(self.places(streams), self.count, self._layout, link, failures.forestall_current)
+        remote = partial(self.processes.channel, failures=failures, loss=loss)
+        return Transport(self.places(streams), self.count, self._layout, link, failures.forestall_current, remote)
 
     def places(self, streams: Sequence[AbstractStream]) -> dict[int, StagePlace]:
         """The device and the streams of each stage, by its number, in a run that computes on ``streams``."""

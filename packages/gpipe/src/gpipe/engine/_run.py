@@ -18,7 +18,7 @@ from streams import AbstractStream, Context, CPUStream, current_stream, use_stre
 
 from .._current import current
 from .._torch import backward_id, is_profiled
-from ..checkpoint._random import interception
+from ..checkpoint._random import RunRNG, interception
 from ..schedule import Action, Step, Walk
 from ..transport._link import Channel, Link
 from ..transport._ports import Ports
@@ -28,6 +28,7 @@ from ._autograd_calls import accumulate_whole
 from ._capture import expect_no_capture
 from ._deferred_gradients import DeferredGradients, kept, summed
 from ._exclusive import involved, serving
+from ._failures import Failures
 from ._left_behind import watch_attributes
 from ._losses import Losses
 from ._parameters import parameters_of
@@ -37,9 +38,14 @@ from ._stage import Stage
 from ._stage_run import ACTIONS, StageRun
 from ._sweep import FREE_THREADED
 from ._tied import Tied
+from ._walks import forwards_and_backwards, forwards_of
 
 if TYPE_CHECKING:
     from ._pipeline import Pipeline
+
+
+Order = Callable[["int | None"], Walk]
+"""Returns the steps of each worker; or those of one process alone, of the given number."""
 
 
 class Run:
@@ -59,6 +65,7 @@ class Run:
         keeps: whether a backward follows; if not, no cell is kept.
         context: the settings of the thread that called the forward, for workers and recomputations.
         rng: the random numbers of the run.
+        failures: those of the run.
         parameters: those of all stages when the run begins; none if no backward follows.
         kept_nodes: those whose ``AccumulateGrad`` node other code refers to; it must run once, with the whole
             gradient.
@@ -86,7 +93,7 @@ class Run:
         self.checkpoint_stops = checkpoint_stops if self.keeps else (0,) * len(checkpoint_stops)
         self.size = microbatches, self.checkpoint_stops, pipeline.placement
         self.context = _callers_context()
-        self.rng = pipeline.random_numbers()
+        self.rng = RunRNG(pipeline.processes.seed)
         self.loss = loss
         if loss is not None:
             # The loss draws as a layer behind the last one would.
@@ -98,9 +105,9 @@ class Run:
         observer = settings().observer or observer
         self.observer = None if observer is None else observer.begin(pipeline.lines)
         self._streams = self._current_streams() if self._on_accelerator else [CPUStream] * len(stages)
-        self._failures = pipeline.failures()
+        self.failures = Failures()
         link = Link if self.observer is None else self.observer.link
-        self._transport = pipeline.transport(self._streams, link, self._failures)
+        self._transport = pipeline.transport(self._streams, link, self.failures, loss)
         self._stream_of = {stage.index: stream for stage, stream in zip(stages, self._streams, strict=True)}
         self._tied = Tied(stages)
         # Makes a context in which the modules of each stage hold its tensors.
@@ -113,7 +120,7 @@ class Run:
                 stage,
                 self._transport.arrivals[stage.index],
                 self._departure(stage),
-                [*tied, *pipeline.tied_elsewhere(stage)],
+                [*tied, *pipeline.processes.shared(stage.module)],
             )
             for stage, tied in zip(stages, self._tied.leaves, strict=True)
         }
@@ -138,17 +145,20 @@ class Run:
         return [current_stream(device) for device in self._pipeline.devices]
 
     def forward(self, inputs: Sequence[Activation]) -> list[Activation]:
-        """The outputs of all micro-batches, as leaves. Those through which a backward can pass require grad."""
+        """The outputs of all micro-batches, as leaves; none if the last stage is in another process.
+
+        Those through which a backward can pass require grad.
+        """
         self.evaluate(inputs)
         if self.keeps and not any(tensor.requires_grad for each in inputs for tensor in each.tensors):
             watch_attributes(self._pipeline.stages[0])
-        return [self._transport.exit.get_values(i) for i in range(self.microbatches)]
+        return [self._transport.exit.get_values(i) for i in range(self.microbatches if self._pipeline.ends else 0)]
 
     def evaluate(self, inputs: Sequence[Activation]) -> None:
         """Compute the forwards. The outputs are then in the exit channel, or in the losses."""
         for i, each in enumerate(inputs):
             self._transport.entrance.put_values(i, each)
-        self._walk(self._pipeline.halves(self.size)[0], self.context)
+        self._walk(partial(forwards_of, *self.size), self.context)
         if self._recomputations:
             with self._applied():  # no stage computes now
                 for recomputation in self._recomputations:
@@ -177,7 +187,8 @@ class Run:
             self._transport.exit.put_gradients(i, each)
         self.rng.begin()
         try:
-            self._walk(self._pipeline.halves(self.size)[1], _callers_context())
+            backwards = forwards_and_backwards(*self.size)[1]
+            self._walk(lambda _: backwards, _callers_context())
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
@@ -186,8 +197,8 @@ class Run:
             accumulate_whole(list(whole), list(whole.values()))
         return [self._transport.entrance.get_gradients(i) for i in range(self.microbatches)], own
 
-    def train(self, inputs: Sequence[Activation], walk: Walk) -> list[list[Tensor | None]]:
-        """Compute forwards and backwards in the order of ``walk``.
+    def train(self, inputs: Sequence[Activation], order: Order) -> list[list[Tensor | None]]:
+        """Compute forwards and backwards in that ``order``.
 
         Gradients that were accumulated outside ``.grad`` are then complete: see :meth:`whole`.
 
@@ -197,10 +208,11 @@ class Run:
         # Links hold any number of values, so that all inputs can be there before a worker begins.
         for i, each in enumerate(inputs):
             self._transport.entrance.put_values(i, each)
+        walk = order(self._pipeline.processes.me)
         split = {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}
         for j in split & self._stages.keys():
             self._stages[j].look_for_hooks()
-        self._walk(walk, self.context)
+        self._walk(order, self.context)
         return [self._transport.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def parts(self) -> list[tuple[int, Tensor, Tensor]]:
@@ -224,15 +236,16 @@ class Run:
         """Whether backwards may have added to gradients that were in ``.grad`` before the run."""
         return any(stage.adds for stage in self._stages.values())
 
-    def _walk(self, walk: Walk, context: Context) -> None:
+    def _walk(self, order: Order, context: Context) -> None:
         """Have every worker take its steps; raise the earliest failure if there is one."""
-        self._failures.walk = walk
+        me = self._pipeline.processes.me
+        self.failures.whole = partial(order, None)
         try:
             # Workers leave autocast one after the other, and cells that recompute enter it anew.
             with self._applied(), self.context.casts_kept():
-                self._run_all(walk, context)
-                if self._failures.earliest is not None:
-                    self._failures.raise_earliest()
+                self._run_all(order(me), context)
+                if self.failures.earliest is not None:
+                    self.failures.raise_earliest()
         except BaseException:
             self.deferred.give_back()
             raise
@@ -242,7 +255,7 @@ class Run:
     def _run_all(self, walk: Walk, context: Context) -> None:
         if self._workers is None:
             with serving(involved()):
-                self._do(walk[self._pipeline.line], context)
+                self._do(walk[self._pipeline.processes.me or 0], context)
         else:
             works = [partial(self._do, steps, context) for steps in walk]
             placement = self.size[-1]
@@ -251,7 +264,7 @@ class Run:
 
     def _do(self, steps: Sequence[Step], context: Context) -> None:
         """Take the steps of one worker, until one fails, or all that are left come after a failure elsewhere."""
-        failures, stages = self._failures, self._stages
+        failures, stages = self.failures, self._stages
         do = self._action_wrapper()
         step, outer = steps[0], (current.step, current.microbatch, current.statistics, current.rng, current.graph_task)
         try:
@@ -294,7 +307,7 @@ class Run:
 
     def _stop(self) -> None:
         """Make every worker stop soon."""
-        self._failures.stop()
+        self.failures.stop()
         self._transport.cancel()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-from ..schedule import Choice, Schedule, Walk, fill_drain, halves, named, validate
+from ..schedule import SPLITTING, Choice, Kind, Schedule, Walk, fill_drain, halves, named, program_of, validate
 
 Size = tuple[int, tuple[int, ...], tuple[int, ...]]
 """What the order of steps depends on: micro-batches, checkpoint stops, and the worker of each stage."""
@@ -21,7 +21,11 @@ _WITHOUT_LOOPS = {
 
 
 def walk_of(
-    schedule: Schedule | Choice, microbatches: int, checkpoint_stops: tuple[int, ...], placement: tuple[int, ...]
+    schedule: Schedule | Choice,
+    microbatches: int,
+    checkpoint_stops: tuple[int, ...],
+    placement: tuple[int, ...],
+    worker: int | None = None,
 ) -> Walk:
     """The steps of each worker under ``schedule``.
 
@@ -30,11 +34,14 @@ def walk_of(
         microbatches: the number of micro-batches.
         checkpoint_stops: for each stage, the number below which micro-batches are checkpointed.
         placement: the worker of each stage.
+        worker: the one whose steps are needed, so that those of thousands of others need not be computed; None for all.
 
     Raises:
         ValueError: ``schedule`` does not fit the number of micro-batches or stages.
     """
     if isinstance(schedule, Choice):
+        if worker is not None:
+            return _alone(schedule.name, schedule.split, microbatches, checkpoint_stops, placement, worker)
         return _named(schedule.name, schedule.split, microbatches, checkpoint_stops, placement)
     return _own(schedule, microbatches, checkpoint_stops, placement)
 
@@ -52,6 +59,32 @@ def forwards_and_backwards(
     """The steps of each worker for a forward, and those for a backward."""
     forwards, backwards = halves(fill_drain(microbatches, len(placement), checkpoint_stops))
     return forwards.on(placement), backwards.on(placement)
+
+
+def forwards_of(
+    microbatches: int, checkpoint_stops: tuple[int, ...], placement: tuple[int, ...], worker: int | None = None
+) -> Walk:
+    """The steps of each worker for a forward; ``worker`` as for :func:`walk_of`."""
+    if worker is None:
+        return forwards_and_backwards(microbatches, checkpoint_stops, placement)[0]
+    steps = _alone("fill_drain", (), microbatches, checkpoint_stops, placement, worker)[worker]
+    return (*[()] * worker, tuple(step for step in steps if step.action.kind == Kind.FORWARD))
+
+
+@lru_cache(maxsize=64)
+def _alone(
+    name: str,
+    split: tuple[int, ...],
+    microbatches: int,
+    stops: tuple[int, ...],
+    placement: tuple[int, ...],
+    worker: int,
+) -> Walk:
+    """A walk in which only ``worker`` has steps."""
+    splits = split if name in SPLITTING else None
+    stages = len(placement)
+    steps = program_of(name, microbatches, stages, worker, placement=placement, checkpoint_stop=stops, split=splits)
+    return (*[()] * worker, steps)
 
 
 @lru_cache(maxsize=64)

@@ -22,6 +22,7 @@ class Transport:
         layout: the stages between which skips go.
         link: the class of links.
         is_cancelled: as for :class:`Link`.
+        remote: the channel of a number, if one of its ends is in another process.
 
     Attributes:
         entrance, exit: the channels between the caller and the first stage, and the last stage and the caller.
@@ -36,8 +37,10 @@ class Transport:
         layout: SkipLayout,
         link: type[Link[Any]] = Link,
         is_cancelled: Callable[[], bool] = lambda: True,
+        remote: Callable[[int], Channel | None] = lambda number: None,
     ) -> None:
         self._places = places
+        self._remote = remote
         self._channel = partial(Channel, link=link, stall_timeout=stall_seconds(), is_cancelled=is_cancelled)
         self.entrance = self._channel("at the input")
         self.exit = self._channel("at the output")
@@ -53,6 +56,9 @@ class Transport:
 
     def between(self, a: int, b: int, number: int, name: str) -> Channel:
         """A new channel from stage ``a`` to stage ``b``. ``number`` is its number among all channels between stages."""
+        remote = self._remote(number)
+        if remote is not None:
+            return remote
         source, target = self._places[a], self._places[b]
         on_cpu = source[0].type == target[0].type == "cpu"  # nothing is copied then
         return self._channel(name) if on_cpu else self._channel(name, *carriers(source, target))
