@@ -23,6 +23,7 @@ from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank
 from gpipe.distributed._forms import Form
 from gpipe.distributed._messages import RemoteLink
+from gpipe.distributed._wires import Wires
 
 from . import accelerator, communicators
 from .faults import Fault, planted
@@ -158,6 +159,34 @@ def _expect_tied(ranks: Ranks, schedule: str) -> int:
             for name, parameter in rank.named_parameters():
                 torch.testing.assert_close(parameter.grad.cpu(), wanted[name].grad)
     return len(communicators.opened) - before
+
+
+EARLY = Fault("a step ends before all has come over the wires", WIRES, "wait_event(CPUStream, self._last)", "pass")
+
+
+@pytest.mark.parametrize("fault", [None, EARLY], ids=str)
+def test_only_the_end_of_a_step_waits_for_what_has_come(worlds, fault: Fault | None):
+    assert worlds(2).run(_ready_after_a_step, fault) == [[False, fault is None]] * 2
+
+
+def _ready_after_a_step(fault: Fault | None) -> list[bool]:
+    """Whether what comes over the wires of a rank is known to have come: before the end of a step, and after it."""
+    ranks, seen = PLACEMENTS["two ranks"], []
+    rank = ranks.rank(model(), checkpoint="never")
+    rank.step(rows(), loss_fn=squares)
+    settle = Wires.settle
+
+    def watched(wires: Wires) -> None:
+        ready = [wire._last for wire in wires._found.values() if wire._last is not None]
+        seen.append(all(event.query() for event in ready))
+        settle(wires)
+        seen.append(all(event.query() for event in ready))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Wires, "settle", watched)
+        with nullcontext() if fault is None else planted(fault):
+            rank.step(rows(), loss_fn=squares)
+    return seen
 
 
 def test_by_way_of_the_host_if_asked_to(worlds):
