@@ -49,7 +49,7 @@ TO_HOST = "return _pinned_like(tensor).copy_(tensor, non_blocking=True)"
 TO_DEVICE = "tensor = _pinned_like(tensor).copy_(tensor)"
 ALL_WAIT = "            _all_wait(now, self._streams)"
 BACKWARD = """        try:
-            self._walk(self._pipeline.halves(self.size)[1], _callers_context())
+            self._walk(lambda _: backwards, _callers_context())
         finally:  # also of a failure the caller may see .grad, and zero it
 """
 ON_STREAM = "with use_stream(self.stream):\n            "

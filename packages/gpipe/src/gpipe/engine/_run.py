@@ -186,8 +186,8 @@ class Run:
         for i, each in enumerate(gradients):
             self._transport.exit.put_gradients(i, each)
         self.rng.begin()
+        backwards = forwards_and_backwards(*self.size)[1]
         try:
-            backwards = forwards_and_backwards(*self.size)[1]
             self._walk(lambda _: backwards, _callers_context())
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
