@@ -160,7 +160,7 @@ class Pipeline:
                 if inputs or leaves:
                     accumulate_whole([*inputs, *leaves], [*flowing, *whole])
             except BaseException as error:
-                run.deferred.give_back()  # in case the error came before the first step
+                run.deferred.give_back()
                 before.restore(error, adds or run.adds)
                 loss.restore()
                 raise

@@ -237,7 +237,10 @@ class Run:
         return any(stage.adds for stage in self._stages.values())
 
     def _walk(self, order: Order, context: Context) -> None:
-        """Have every worker take its steps; raise the earliest failure if there is one."""
+        """Have every worker take its steps; raise the earliest failure if there is one.
+
+        Then whoever began the run gives ``.grad`` and hooks back: an interrupt may also come after this method.
+        """
         me = self._pipeline.processes.me
         self.failures.whole = partial(order, None)
         try:
@@ -246,9 +249,6 @@ class Run:
                 self._run_all(order(me), context)
                 if self.failures.earliest is not None:
                     self.failures.raise_earliest()
-        except BaseException:
-            self.deferred.give_back()
-            raise
         finally:
             self.rng.settle()
 
