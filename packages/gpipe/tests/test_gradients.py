@@ -89,18 +89,23 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
     return model, [b - a for a, b in zip([0, *cuts], [*cuts, len(names)], strict=True)]
 
 
-@given(stacks(), st.sampled_from(ALONE), st.sampled_from(MODES), st.booleans(), st.booleans())
+@given(stacks(), st.sampled_from(ALONE), st.sampled_from(MODES), st.booleans(), st.booleans(), st.booleans())
 def test_functions_that_block_or_overwrite_gradients(
-    stack: tuple[nn.Sequential, list[int]], schedule: str, mode: str, inline: bool, grad: bool
+    stack: tuple[nn.Sequential, list[int]], schedule: str, mode: str, inline: bool, grad: bool, counted: bool
 ):
     """The model sees micro-batches too, since some of the parameters fit one only."""
     model, balance = stack
     pipe = piped(model, balance, chunks=3, checkpoint=mode)
     x, y = rows(grad=grad), rows(grad=grad)
     with gpipe.inline() if inline else nullcontext():
-        pipe.step(x, loss_fn=lambda o, _: o.square().sum(), reduction="sum", schedule=schedule)
+        pipe.step(
+            x,
+            loss_fn=lambda o, _: (o.square().sum(), len(o)) if counted else o.square().sum(),
+            schedule=schedule,
+            **({} if counted else {"reduction": "sum"}),
+        )
     for part in y.chunk(3):
-        model(part * 1).square().sum().backward()
+        (model(part * 1).square().sum() / (len(y) if counted else 1)).backward()
     pipe.close()
     assert_same(pipe, model)
     torch.testing.assert_close(x.grad, y.grad)
