@@ -83,6 +83,12 @@ class TestPicture:
             assert float(each.get("y", 0)) + float(each.get("height", "nan")) <= height
         assert all(0 <= float(each.get("y", 0)) <= height for each in picture.iter(f"{SVG}text"))
 
+    def test_stages_that_share_a_worker_differ_in_colour(self) -> None:
+        timeline = simulate(one_forward_one_backward(2, 6), [StageCost(1, 1)] * 6, placement=[0, 1] * 3)
+        fills = {each.get("fill", "") for each in cells(svg([("", timeline)])) if each.get("data-letter") == "F"}
+        assert len(fills) == 3
+        assert all(re.fullmatch("#[0-9a-f]{6}", fill) for fill in fills)
+
     def test_the_gist_the_axis_and_the_legend(self) -> None:
         texts = said(svg([("1F1B", uniform(8, 4))]))
         assert "1F1B: 4 stages × 8 micro-batches in 33.0 ms, bubble 27.3 %" in texts
