@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,63 @@ def test_checkpointing_of_the_model_s_own_goes_on_in_a_pipe() -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     assert distance(gradients(model), gradients(plain)) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
+def test_noise_on_embeddings_is_repeated_by_a_recomputation_and_ends_with_its_hook(family: str) -> None:
+    """As with ``neftune_noise_alpha`` of a Trainer, which puts a hook on the embeddings of the pipe."""
+    neftune = pytest.importorskip("transformers.integrations.neftune")
+    model = FAMILIES[family].make()
+    pipe = piped(model, inputs(family, 2))
+
+    def trained(checkpoint: str) -> tuple[float, Any]:
+        pipe.checkpoint = checkpoint
+        pipe.zero_grad()
+        torch.manual_seed(5)
+        return float(pipe.step(**inputs(family))), gradients(model)
+
+    still, _ = trained("never")
+    hook = neftune.activate_neftune(pipe, 5.0)
+    (loss, whole), (again, repeated) = trained("never"), trained("always")
+    assert abs(loss - still) > 1e-4
+    assert again == pytest.approx(loss)
+    assert distance(repeated, whole) < 1e-5
+    neftune.deactivate_neftune(pipe, hook)
+    assert trained("always")[0] == pytest.approx(still)
+
+
+def tie(model: Any) -> None:
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def assign(model: nn.Module) -> None:
+    model.load_state_dict({key: value * 1.1 for key, value in model.state_dict().items()}, assign=True)
+
+
+CHANGES: dict[str, Any] = {
+    "dtype": lambda model: model.float(),
+    "attention": lambda model: model.set_attn_implementation("eager"),
+    "tied": tie,
+    "assigned": assign,
+    "words": lambda model: model.resize_token_embeddings(150),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_done_to_a_model_later_is_followed_or_refused_by_name(family: str, change: str) -> None:
+    model = FAMILIES[family].make()
+    plain = copy.deepcopy(model)
+    pipe = piped(model, inputs(family, 2))
+    for each in (model, plain):
+        torch.manual_seed(0)
+        CHANGES[change](each)
+    expected = plain(**inputs(family)).loss
+    expected.backward()
+    try:
+        loss = pipe.step(**inputs(family))
+    except RuntimeError as error:
+        assert change == "words"
+        assert re.search(r"'[\w.]+' of the model was replaced .* make a new pipe", str(error))  # noqa: PT017
+        return
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
+    assert distance(gradients(model), gradients(plain)) < 1e-4
