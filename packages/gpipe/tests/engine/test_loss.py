@@ -150,6 +150,18 @@ def test_gradient_scaler():
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_sum_in_half_precision_may_overflow_where_the_mean_does_not(dtype: torch.dtype | None):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).half()
+    x = torch.full((64, 1), 100.0).half()
+
+    def loss_fn(output: Tensor, _: Any) -> tuple[Tensor, int]:
+        return (output - 100 - output.detach()).square().sum(dtype=dtype), output.numel()
+
+    loss = piped(model, [1, 1], chunks=2).step(x, loss_fn=loss_fn)
+    assert loss == (torch.inf if dtype is None else 1e4)
+
+
 class TestBadLosses:
     @pytest.mark.parametrize(
         ("loss_fn", "kind", "message"),

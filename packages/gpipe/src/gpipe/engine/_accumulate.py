@@ -62,6 +62,7 @@ class GradientSums:
             before += gradient
         else:
             self._sums[leaf] = added(before, gradient)
+            # A sparse sum is replaced each time: the dense gradient that may come next cannot be added to it in place.
             if not self._sums[leaf].is_sparse:
                 self._own.add(id(leaf))
 

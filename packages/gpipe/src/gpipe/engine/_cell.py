@@ -40,6 +40,7 @@ class Cell:
         """Run the layers of ``stage``, and return the detached outputs."""
         self.inputs = inputs
         outputs = stage.compute(inputs)
+        # After the layers, which may look at the hooks of their input.
         stage.stage.guard.watch(inputs.tensors)
         self._outputs = outputs.tensors
         # The graph ends here. The next stage begins one of its own, whose backward gives the gradients of these leaves.

@@ -57,6 +57,7 @@ def watch_attributes(stage: Stage) -> None:
 
 def expect_unguarded(leaf: Tensor) -> None:
     """Raise RuntimeError if ``leaf`` is guarded by another stage. Call this before its hooks are removed."""
+    # Whoever accumulates outside .grad removes the hooks of leaves first, and with them this guard.
     for hook in (leaf._backward_hooks or {}).values():
         if isinstance(hook, Guard):
             hook()
@@ -65,6 +66,7 @@ def expect_unguarded(leaf: Tensor) -> None:
 def _with_graph(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors with a graph that are attributes of ``module``, or the last in a list or dict that is."""
     for name, value in vars(module).items():
+        # Layers append: the last entry is of this run, and a look at one costs the same for a list of any length.
         if isinstance(value, list | tuple | dict) and value:
             value = value[next(reversed(value))] if isinstance(value, dict) else value[-1]
         if isinstance(value, Tensor) and value.grad_fn is not None:
