@@ -260,6 +260,9 @@ class TestProfiles:
 
     def test_other_micro_batches_than_profiled(self) -> None:
         (half,) = stage_costs(profile_of(2), [2], chunks=8)
+        profile = profile_of(2)
+        assert stage_costs(profile, [2], chunks=profile.chunks) == stage_costs(profile, [2])
+        assert stage_costs(profile, [2], chunks=1)[0].forward == pytest.approx(8 * half.forward)
         assert (half.forward, half.backward, half.activation_bytes) == (1.5, 3.0, round(11 / 2))
 
     def test_on_cuda_a_stage_keeps_a_copy_of_its_input(self) -> None:
