@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,13 @@ def network(width: int, layers: int = 8) -> nn.Sequential:
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(layers))
     )
+
+
+def transformer(width: int, dropout: float) -> nn.Sequential:
+    """Eight layers, with the same weights at each call."""
+    torch.manual_seed(0)
+    layer = partial(nn.TransformerEncoderLayer, width, 16, 4 * width, dropout, batch_first=True)
+    return nn.Sequential(*(layer() for _ in range(8)))
 
 
 def mean_square(output: Tensor, _: object = None) -> Tensor:

@@ -44,7 +44,7 @@ def main() -> None:
 def measured(name: str, devices: list[torch.device], exact: bool) -> tuple[float, float, float]:
     """Both losses, and the largest difference of gradients relative to the largest gradient."""
     family, _ = CASES[name]
-    model, plain = (each.float() for each in made(family._replace(dtype=torch.float32)))
+    model, plain = made(family._replace(dtype=torch.float32))
     plain.to(devices[-1])
     batch = {key: single(value) for key, value in batch_of(name, ROWS, padded=True).items()}
     pipe = GPipe(model, devices=devices, chunks=3, sample={key: value[:2] for key, value in batch.items()})

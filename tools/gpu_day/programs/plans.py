@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 import gpipe
 
-from .common import gpus, head, mean_square, network, row, step, synchronize, two_devices
+from .common import gpus, head, mean_square, network, row, step, synchronize, transformer, two_devices
 
 
 def main() -> None:
@@ -22,14 +21,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     options = parser.parse_args()
     device, width = two_devices()[0], options.width
-    layer = partial(nn.TransformerEncoderLayer, width, 16, 4 * width, 0.0, batch_first=True)
-    torch.manual_seed(0)
     models = {
         "linear layers": (network(width), torch.randn(options.rows * 8, width)),
-        "transformer": (
-            nn.Sequential(*(layer() for _ in range(8))),
-            torch.randn(options.rows, options.length, width),
-        ),
+        "transformer": (transformer(width, 0.0), torch.randn(options.rows, options.length, width)),
     }
     head("model", "stages", "plan", "ms predicted", "measured", "MiB predicted", "measured", "allocator's peak")
     for name, (model, x) in models.items():

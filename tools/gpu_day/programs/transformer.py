@@ -9,12 +9,12 @@ from functools import partial
 from itertools import product
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gpipe
 from gpipe import GPipe
 
-from .common import SCHEDULES, head, mean_square, peak, row, step, synchronize, two_devices
+from .common import SCHEDULES, head, mean_square, peak, row, step, synchronize, transformer, two_devices
 
 
 def main() -> None:
@@ -33,10 +33,11 @@ def main() -> None:
 
 def measured(options: argparse.Namespace, mode: str, schedule: str) -> list[str]:
     devices = two_devices()
-    pipe = GPipe(model(options), [4, 4], devices=devices, chunks=8, checkpoint=mode)
-    times = timed(options, partial(step, pipe, batch(options), schedule))
+    pipe = GPipe(transformer(options.width, 0.1), [4, 4], devices=devices, chunks=8, checkpoint=mode)
+    work = partial(step, pipe, batch(options), schedule)
+    times = timed(options, work)
     with gpipe.record() as timeline:
-        most = peak(devices, partial(step, pipe, batch(options), schedule))
+        most = peak(devices, work)
     pipe.close()
     return [*times, f"{timeline.bubble:.3f}", most]
 
@@ -44,7 +45,7 @@ def measured(options: argparse.Namespace, mode: str, schedule: str) -> list[str]
 def plain(options: argparse.Namespace, chunks: int) -> list[str]:
     """The loop by hand, on the first device."""
     device = two_devices()[0]
-    whole, x = model(options).to(device), batch(options)
+    whole, x = transformer(options.width, 0.1).to(device), batch(options)
 
     def work() -> None:
         whole.zero_grad()
@@ -70,12 +71,6 @@ def timed(options: argparse.Namespace, work: Callable[[], object]) -> list[str]:
     synchronize(devices)
     done = (time.perf_counter() - start) / options.steps
     return [f"{host * 1e3:.1f}", f"{done * 1e3:.1f}"]
-
-
-def model(options: argparse.Namespace) -> nn.Sequential:
-    torch.manual_seed(0)
-    layer = partial(nn.TransformerEncoderLayer, options.width, 16, 4 * options.width, 0.1, batch_first=True)
-    return nn.Sequential(*(layer() for _ in range(8)))
 
 
 def batch(options: argparse.Namespace) -> Tensor:

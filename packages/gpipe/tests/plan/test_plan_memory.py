@@ -89,8 +89,8 @@ def eager(stages: list[int]) -> Iterator[None]:
     """Inline, the first of these stages that can do something does it."""
     train = Run.train
 
-    def reordered(self: Run, inputs, order):
-        return train(self, inputs, lambda worker: [in_order(steps, stages) for steps in order(worker)])
+    def reordered(self: Run, inputs, walk, whole):
+        return train(self, inputs, [in_order(steps, stages) for steps in walk], whole)
 
     with patch.object(Run, "train", reordered):
         yield

@@ -36,6 +36,11 @@ class Share(NamedTuple):
     twins: list[Twin]
     ties: list[tuple[int, int]]
 
+    @property
+    def device_of(self) -> dict[int, torch.device]:
+        """The device of each stage of this rank, by its number."""
+        return dict(zip(self.numbers, self.devices, strict=True))
+
     def told(self, transport: str) -> dict[str, Any]:
         """What a rank tells the others of its share before they connect.
 
@@ -45,7 +50,7 @@ class Share(NamedTuple):
         """
         own = zip(self.numbers, self.partitions, strict=True)
         trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]
-        places = {j: place_of(device, transport) for j, device in zip(self.numbers, self.devices, strict=True)}
+        places = {j: place_of(device, transport) for j, device in self.device_of.items()}
         return {"trained": trained, "places": places, "name": uuid4().hex}
 
 

@@ -76,7 +76,7 @@ class Ranks(Processes):
         self._groups, self._rendezvous, self._replicas = groups, rendezvous, replicas
         self._chooser = chooser
         self._numbers = share.numbers
-        devices = dict(zip(share.numbers, share.devices, strict=True))
+        devices = share.device_of
         places = [told[rank]["places"][j] for j, rank in enumerate(ranks)]
         wires = open_wires(rendezvous, groups, ranks, layout, share.ties, devices, places, told[0]["name"])
         channels = crossings_of(groups, ranks, channels_between(ranks, layout), devices, wires)

@@ -157,7 +157,7 @@ class Rank(Stepping):
 
     def _connect(self, share: Share, groups: Groups, rendezvous: Rendezvous, told: Sequence[Mapping[str, Any]]) -> None:
         """Make the stages of the engine, and connect them to those of other ranks."""
-        devices = dict(zip(share.numbers, share.devices, strict=True))
+        devices = share.device_of
         cpu = torch.device("cpu")
         every, layout = laid_out(share.every, [devices.get(j, cpu) for j in range(len(self._ranks))], self._checkpoint)
         stages = [every[j] for j in share.numbers]

@@ -145,13 +145,13 @@ class Pipeline:
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             self.workers.section.claim(run.parameters)
             order = partial(walk_of, schedule, *run.size)
-            order(self.processes.me)  # raises before anything has changed if the schedule does not fit
+            walk = order(self.processes.me)  # raises before anything has changed if the schedule does not fit
             before = _Gradients(run.parameters)  # so that a failure leaves no parts of gradients where there were none
             adds = False
             try:
                 with self.processes.together(run):
                     refuse_data_parallel(run.kept_nodes)
-                    gradients = run.train(self._entering(batches), order)
+                    gradients = run.train(self._entering(batches), walk, order)
                 leaves, whole = self.processes.whole(run)
                 adds = True
                 inputs, flowing = _flowing(batches[: len(gradients)], gradients, loss.scale)

@@ -44,10 +44,6 @@ if TYPE_CHECKING:
     from ._pipeline import Pipeline
 
 
-Order = Callable[["int | None"], Walk]
-"""Returns the steps of each worker; or those of one process alone, of the given number."""
-
-
 class Run:
     """One mini-batch on its way through the stages and back.
 
@@ -158,7 +154,8 @@ class Run:
         """Compute the forwards. The outputs are then in the exit channel, or in the losses."""
         for i, each in enumerate(inputs):
             self._transport.entrance.put_values(i, each)
-        self._walk(partial(forwards_of, *self.size), self.context)
+        forwards = partial(forwards_of, *self.size)
+        self._walk(forwards(self._pipeline.processes.me), forwards, self.context)
         if self._recomputations:
             with self._applied():  # no stage computes now
                 for recomputation in self._recomputations:
@@ -188,7 +185,7 @@ class Run:
         self.rng.begin()
         backwards = forwards_and_backwards(*self.size)[1]
         try:
-            self._walk(lambda _: backwards, _callers_context())
+            self._walk(backwards, lambda: backwards, _callers_context())
         finally:  # also of a failure the caller may see .grad, and zero it
             _all_wait(now, self._streams)
         whole = dict(zip(*self.whole(), strict=True))
@@ -197,10 +194,14 @@ class Run:
             accumulate_whole(list(whole), list(whole.values()))
         return [self._transport.entrance.get_gradients(i) for i in range(self.microbatches)], own
 
-    def train(self, inputs: Sequence[Activation], order: Order) -> list[list[Tensor | None]]:
-        """Compute forwards and backwards in that ``order``.
+    def train(self, inputs: Sequence[Activation], walk: Walk, whole: Callable[[], Walk]) -> list[list[Tensor | None]]:
+        """Compute forwards and backwards in the order of ``walk``.
 
         Gradients that were accumulated outside ``.grad`` are then complete: see :meth:`whole`.
+
+        Args:
+            walk: the steps of each worker, at least of those in this process.
+            whole: returns those of all workers, also in other processes; called only after a failure.
 
         Returns:
             The gradients of the inputs, by micro-batch and tensor.
@@ -208,11 +209,10 @@ class Run:
         # Links hold any number of values, so that all inputs can be there before a worker begins.
         for i, each in enumerate(inputs):
             self._transport.entrance.put_values(i, each)
-        walk = order(self._pipeline.processes.me)
         split = {step.stage for steps in walk for step in steps if step.action.kind == "backward_input"}
         for j in split & self._stages.keys():
             self._stages[j].look_for_hooks()
-        self._walk(order, self.context)
+        self._walk(walk, whole, self.context)
         return [self._transport.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def parts(self) -> list[tuple[int, Tensor, Tensor]]:
@@ -236,17 +236,16 @@ class Run:
         """Whether backwards may have added to gradients that were in ``.grad`` before the run."""
         return any(stage.adds for stage in self._stages.values())
 
-    def _walk(self, order: Order, context: Context) -> None:
+    def _walk(self, walk: Walk, whole: Callable[[], Walk], context: Context) -> None:
         """Have every worker take its steps; raise the earliest failure if there is one.
 
         Then whoever began the run gives ``.grad`` and hooks back: an interrupt may also come after this method.
         """
-        me = self._pipeline.processes.me
-        self.failures.whole = partial(order, None)
+        self.failures.whole = whole
         try:
             # Workers leave autocast one after the other, and cells that recompute enter it anew.
             with self._applied(), self.context.casts_kept():
-                self._run_all(order(me), context)
+                self._run_all(walk, context)
                 if self.failures.earliest is not None:
                     self.failures.raise_earliest()
         finally:
