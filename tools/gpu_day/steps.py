@@ -102,20 +102,20 @@ PARTS = {
         "Measurements",
         570,
         (
-            _program("launches", "What one process can feed", 100, "launches"),
+            _program("launches", "What one process can feed", 80, "launches"),
             _program("peaks", "Peak of memory against micro-batches", 80, "peaks"),
             _program("copies", "A stage on the CPU before one on the GPU: do copies overlap?", 60, "copies"),
             _program("transformer", "A transformer of 8 layers", 80, "transformer"),
-            _program("plans", "Plans: predicted and measured", 60, "plans"),
-            Step("benchmarks", "Benchmarks", ("-m", "benchmarks", "cuda"), 150, needs="rich"),
+            _program("plans", "Plans: predicted and measured", 120, "plans"),
+            Step("benchmarks", "Benchmarks", ("-m", "benchmarks", "cuda"), 100, needs="rich"),
         ),
     ),
     "D": Part(
         "Compilers, allocators, processes, Hugging Face models",
         570,
         (
-            _program("compiled", "Compiled stages in two workers", 120, "compiled"),
-            _program("out of memory", "A real out of memory, and the next step", 60, "out_of_memory"),
+            _program("compiled", "Compiled stages in two workers", 80, "compiled"),
+            _program("out of memory", "A real out of memory, and the next step", 50, "out_of_memory"),
             _program("two ranks", "Two processes on one GPU, over host memory", 60, "ranks"),
             _program(
                 "expandable",
@@ -131,7 +131,7 @@ PARTS = {
                 "transformer",
                 PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync",
             ),
-            _program("families", "Hugging Face models, on padded batches", 150, "families")._replace(
+            _program("families", "Hugging Face models, on padded batches", 230, "families")._replace(
                 needs="transformers"
             ),
         ),

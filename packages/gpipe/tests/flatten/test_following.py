@@ -84,5 +84,6 @@ def test_another_dtype_of_the_model_or_a_part_of_it(asked: str, changes: list[tu
             expected = plain(x)
         except RuntimeError:  # parts of several dtypes, which the model itself cannot combine
             break
-        torch.testing.assert_close(pipe(x), expected, rtol=0, atol=0)
+        # Kernels of a CPU may sum the rows of a micro-batch in another order than those of the whole batch.
+        torch.testing.assert_close(pipe(x), expected)
     pipe.close()
