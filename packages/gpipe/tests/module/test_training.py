@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import UserDict
 from contextlib import closing
 from typing import Any
@@ -104,30 +103,3 @@ def test_it_is_taken_or_refused_and_gradients_are_as_they_were(
         pipe.step(rows(), rows(), loss_fn=F.mse_loss)
     F.mse_loss(plain(rows()), rows()).backward()
     assert_same(pipe, plain)
-
-
-class TestEvaluationMode:
-    def test_a_step_without_dropout_is_told_once(self) -> None:
-        model = nn.Sequential(*linears(1), nn.Dropout(0.5), *linears(1)).eval()
-        with closing(piped(model, [1, 2], chunks=2)) as pipe:
-            with pytest.warns(UserWarning, match=r"call pipe\.train\(\) first"):
-                pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-            pipe.evaluate(rows(4), rows(4), loss_fn=F.mse_loss)
-
-    @pytest.mark.parametrize("p", [0.0, None])
-    def test_nothing_is_told_where_dropout_would_do_nothing(self, p: float | None) -> None:
-        model = nn.Sequential(*linears(1), nn.Identity() if p is None else nn.Dropout(p)).eval()
-        with closing(piped(model, [1, 1], chunks=2)) as pipe:
-            pipe.step(rows(4), rows(4), loss_fn=F.mse_loss)
-
-
-@pytest.mark.parametrize("call", [lambda pipe, x: pipe(x), lambda pipe, x: pipe.step(x, loss_fn=torch.sum)])
-@pytest.mark.parametrize(("balance", "chunks", "said"), [([1, 2], 1, 1), ([1, 2], 2, 0), ([3], 1, 0)])
-def test_that_nothing_overlaps_is_logged_once(
-    call: Any, balance: list[int], chunks: int, said: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    with closing(piped(linears(), balance, chunks=chunks)) as pipe, caplog.at_level(logging.WARNING, "gpipe"):
-        for _ in range(2):
-            call(pipe, rows())
-    assert len([each for each in caplog.messages if "nothing overlaps" in each]) == said

@@ -26,7 +26,6 @@ from ..engine._workers import Workers
 from ..module._arguments import Device, checked_chunks, checked_flag, whole
 from ..module._choices import checked_choices, expect_fitting, flags_of, laid_out
 from ..module._cut import checked
-from ..module._hooks import pre_hooked
 from ..module._init import means_of
 from ..module._keywords import Call, as_value, called_with
 from ..module._partition import checked_balance
@@ -389,7 +388,7 @@ class Rank(Stepping):
 
     def _decide(self, found: Opening, inputs: Any, schedule: Schedule | str | None) -> None:
         """Decide on the rank of the first stage what all ranks do in this run."""
-        found.batches, _ = self._cut(checked(pre_hooked(self, inputs), self.in_spec))
+        found.batches, _ = self._cut(checked(inputs, self.in_spec))
         found.seed = next_seed()
         if schedule is not None:
             size = Size(len(found.batches), tuple(self._ranks), self._checkpoint_stops(len(found.batches)))

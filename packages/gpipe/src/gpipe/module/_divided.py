@@ -28,10 +28,6 @@ class Divided(nn.Module):
     _model: nn.Module | None = None
     """The model that was flattened, or the part of it that is in this process."""
     _twins: Sequence[Follower] = ()
-    _is_whole_known = False
-    """Whether it was logged that stages wait for each other, since a mini-batch is one micro-batch."""
-    _mode_is_known = False
-    """Whether the caller has chosen training or evaluation mode, or has been told of the mode that the model had."""
 
     def _take(self, partitions: nn.ModuleList, layers: nn.Sequential) -> None:
         """Register the layers of ``partitions``, so that every name is the wrapped module's, whatever the balance.
@@ -56,7 +52,6 @@ class Divided(nn.Module):
 
     def train(self: Pipe, mode: bool = True) -> Pipe:
         super().train(mode)
-        self.__dict__["_mode_is_known"] = True
         self._partitions.train(mode)  # also what layers have in place of modules of a flattened model
         return self
 

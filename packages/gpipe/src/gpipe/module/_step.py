@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from ..engine._losses import Losses
 from ..schedule import Schedule
 from ._cut import Checked, checked, cut, expect_proportional
 from ._divided import Divided
-from ._hooks import pre_hooked, refuse_hooks
+from ._hooks import refuse_hooks
 from ._keywords import NOTHING, Call, called_with
-from ._training import Kind, LossOptions, expect_grad_mode, losses_of, returned, tell_of_evaluation, tell_of_one_chunk
+from ._training import Kind, LossOptions, expect_grad_mode, losses_of, returned
 from ._transforms import not_compiled, refuse_transforms
 
 
@@ -34,40 +34,6 @@ class Stepping(Divided):
     out_spec: Any
     _devices: list[torch.device]
     _chunks: int
-
-    @overload
-    def step(
-        self,
-        input: Any = ...,
-        target: Any = ...,
-        /,
-        *,
-        loss_fn: Callable[..., Tensor],
-        schedule: Schedule | str = ...,
-        reduction: str = ...,
-        normalizer: float | Tensor | None = ...,
-        return_outputs: Literal[False] = ...,
-        **arguments: Any,
-    ) -> Tensor: ...
-
-    @overload
-    def step(
-        self,
-        input: Any = ...,
-        target: Any = ...,
-        /,
-        *,
-        loss_fn: LossFunction | None = ...,
-        schedule: Schedule | str = ...,
-        reduction: str = ...,
-        normalizer: float | Tensor | None = ...,
-        return_outputs: bool = ...,
-        **arguments: Any,
-    ) -> Any: ...
-
-    # Of a mapping of tensors type checkers do not know that no key of it is, say, "schedule".
-    @overload
-    def step(self, /, **arguments: Any) -> Any: ...
 
     @not_compiled
     def step(
@@ -125,7 +91,7 @@ class Stepping(Divided):
             ValueError: an unknown schedule, or one that does not fit; a loss that is not a scalar or does not require
                 grad, or that a model computes from all rows at once; a target or metrics with another number of rows
                 than the input.
-            RuntimeError: grad mode is off; the pipe itself has forward or backward hooks; it is in a
+            RuntimeError: grad mode is off; the pipe itself has hooks; it is in a
                 ``DistributedDataParallel``, outside of ``no_sync()``.
             Exception: any error of a layer, with a note that names the place.
 
@@ -139,28 +105,10 @@ class Stepping(Divided):
         """
         options = LossOptions(loss_fn, reduction, normalizer, return_outputs)
         call = Call("step", (*LossOptions._fields, "schedule"), input, target, arguments)
-        tell_of_evaluation(self)
         with self._combining(options):
             batches, losses = self._with_losses(LossStage, call, options, schedule)
             self._train(batches, losses, schedule)
             return self._returned(losses, batches, options)
-
-    @overload
-    def evaluate(
-        self,
-        input: Any = ...,
-        target: Any = ...,
-        /,
-        *,
-        loss_fn: LossFunction | None = ...,
-        reduction: str = ...,
-        normalizer: float | Tensor | None = ...,
-        return_outputs: bool = ...,
-        **arguments: Any,
-    ) -> Any: ...
-
-    @overload
-    def evaluate(self, /, **arguments: Any) -> Any: ...
 
     @not_compiled
     def evaluate(
@@ -189,7 +137,7 @@ class Stepping(Divided):
 
         Raises:
             TypeError, ValueError: as :meth:`step`, but of the schedule.
-            RuntimeError: the pipe itself has forward or backward hooks.
+            RuntimeError: the pipe itself has hooks.
 
         >>> import torch
         >>> from gpipe import GPipe
@@ -231,7 +179,6 @@ class Stepping(Divided):
         return nullcontext() if own is None else own.wanted()
 
     def _cut(self, inputs: Checked) -> tuple[list[Batch], Versions]:
-        tell_of_one_chunk(self, self._chunks)
         self._follow_model(inputs.bare)
         batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks)
         expect_proportional(batches)
@@ -243,7 +190,7 @@ class Stepping(Divided):
         """The micro-batches of a step or an evaluation, and what computes their losses."""
         self._expect_fit(kind, call)
         inputs, target = called_with(next(iter(self._layers().values())), call)
-        batches, _ = self._cut(checked(pre_hooked(self, self._with_whole_count(inputs)), self.in_spec))
+        batches, _ = self._cut(checked(self._with_whole_count(inputs), self.in_spec))
         device = self._pipeline.stages[-1].device
         return batches, losses_of(kind, options, target, batches, self._chunks, device, self._own_loss(options))
 

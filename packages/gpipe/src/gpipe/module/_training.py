@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import warnings
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
@@ -21,10 +19,8 @@ from ..engine._loss_value import LossFunction, own_loss
 from ..engine._losses import Losses
 from ..values._gather import gathered
 from ._cut import checked, cut, expect_same_rows
-from ._divided import Divided
 from ._signature import binds
 
-_log = logging.getLogger("gpipe")
 Kind = TypeVar("Kind", bound=Losses)
 
 
@@ -44,34 +40,6 @@ def expect_grad_mode() -> None:
             "step() trains, but grad mode is off; leave torch.no_grad(), or call pipe.evaluate(...) for the loss or "
             "the pipe for its output"
         )
-
-
-def tell_of_evaluation(pipe: Divided) -> None:
-    """Warn once if a step trains without dropout, because ``from_pretrained`` gave the model in evaluation mode."""
-    if pipe.training or pipe._mode_is_known:
-        return
-    pipe.__dict__["_mode_is_known"] = True
-    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in pipe.modules()):
-        warnings.warn(
-            "step() trains a model in evaluation mode, as from_pretrained() returns it: dropout is off and nothing is "
-            "checkpointed; call pipe.train() first",
-            stacklevel=3,
-        )
-
-
-def tell_of_one_chunk(pipe: Divided, chunks: int) -> None:
-    """Log once that nothing overlaps, if several stages have one micro-batch."""
-    stages = len(pipe._balance)
-    if chunks == 1 and stages > 1 and not pipe._is_whole_known:
-        pipe.__dict__["_is_whole_known"] = True
-        _log.warning(
-            "chunks=1: a mini-batch is one micro-batch, and nothing overlaps: the %s stages compute in turn; "
-            "set pipe.chunks, to begin with to four for each stage",
-            stages,
-        )
-
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def losses_of(
