@@ -311,19 +311,20 @@ class GPipe(Stepping):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """As for any module; also the attributes of a flattened model that frameworks read, such as ``config``."""
+        """As for any module. What a pipe does not have, such as ``config``, the model that was flattened answers."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             model = vars(self).get("_model")
-            if model is not None and name in _ASKED_OF_MODELS:
-                return getattr(model, name)
-            if model is not None and name == "generate" and hasattr(model, name):
+            private = name.startswith("_") and name not in _PRIVATE_OF_MODELS
+            if model is None or private or not hasattr(model, name):
+                raise
+            if name == "generate":
                 raise AttributeError(
                     "a pipe does not generate; call model.generate(...) of the model that it was made of, whose "
                     "weights it trains"
                 ) from None
-            raise
+            return getattr(model, name)
 
     def _get_name(self) -> str:
         # Hugging Face's Trainer knows by the name of a model whether it shifts labels.
@@ -482,21 +483,8 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 
 
 _FIXED = ("balance", "devices", "partitions")
-# Hugging Face's Trainer scales the loss by these, and some name keys that may be missing in a checkpoint; or they
-# change the modules that both have.
-_ASKED_OF_MODELS = (
-    *("config", "loss_type", "accepts_loss_kwargs", "main_input_name", "_keys_to_ignore_on_save", "generation_config"),
-    *(
-        "base_model",
-        "get_input_embeddings",
-        "get_output_embeddings",
-        "num_parameters",
-        "name_or_path",
-        "save_pretrained",
-    ),
-    *("gradient_checkpointing_enable", "gradient_checkpointing_disable", "is_gradient_checkpointing"),
-    *("activation_checkpointing_enable", "activation_checkpointing_disable"),
-)
+# What Trainer reads of a model besides public attributes.
+_PRIVATE_OF_MODELS = ("_keys_to_ignore_on_save",)
 _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers")
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 

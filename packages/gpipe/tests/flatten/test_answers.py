@@ -1,0 +1,53 @@
+"""What a pipe does not have itself, the model that it was made of answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe import GPipe
+
+
+class Model(nn.Module):
+    tags = ("small",)
+    _hidden = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"width": 2}
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    @property
+    def width(self) -> int:
+        return self.config["width"]
+
+    def sizes(self) -> list[int]:
+        return [parameter.numel() for parameter in self.parameters()]
+
+    def generate(self, hidden: Tensor) -> Tensor:
+        return self(hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def test_attributes_properties_and_methods() -> None:
+    model = Model()
+    pipe = GPipe(model, devices=["cpu"] * 2, sample=torch.zeros(1, 2))
+    assert (pipe.config, pipe.tags, pipe.width, pipe.sizes()) == (model.config, ("small",), 2, model.sizes())
+    assert pipe.config is model.config
+    assert pipe.chunks == 1  # its own come first
+    for name in ("_hidden", "nothing"):
+        with pytest.raises(AttributeError, match=f"GPipe.*{name}"):
+            getattr(pipe, name)
+    with pytest.raises(AttributeError, match="a pipe does not generate"):
+        pipe.generate(torch.zeros(1, 2))
+
+
+def test_a_sequential_model_answers_nothing() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+    with pytest.raises(AttributeError, match="append"):
+        pipe.append(nn.Linear(2, 2))
