@@ -91,8 +91,7 @@ class GPipe(Stepping):
             layer by layer onto each partition's own device. ``"reset"`` calls the modules' own
             ``reset_parameters()``; a function is called with each module, as by ``nn.Module.apply``; a state dict has
             the model's names, and may load values lazily; a path is a file of ``torch.save``, a ``.safetensors``
-            file, a folder of Hugging Face or one of ``torch.distributed.checkpoint``. Tensors that already have data
-            keep it, and are moved.
+            file, a folder of Hugging Face or one of ``torch.distributed.checkpoint``.
 
     Attributes:
         balance: the number of layers of each partition, a list of int.
@@ -110,7 +109,7 @@ class GPipe(Stepping):
             the model, or does not set all of its tensors.
         IndexError: there are fewer devices than partitions.
 
-    On any error ``module`` is unchanged: no layer has moved.
+    On any error no layer has moved. Values stay that ``init`` has given to tensors with data.
 
     Source: GPipe (arXiv 1811.06965); torchgpipe (arXiv 2004.09910).
 

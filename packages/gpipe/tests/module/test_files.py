@@ -28,12 +28,6 @@ def torch_file(state: dict[str, Tensor], folder: Path) -> Path:
     return folder / "model.pt"
 
 
-def training_file(state: dict[str, Tensor], folder: Path) -> Path:
-    optimizer = torch.optim.Adam(model().parameters())
-    torch.save({"net": state, "optimizer": optimizer.state_dict(), "epoch": 3}, folder / "training.bin")
-    return folder / "training.bin"
-
-
 def dcp_folder(state: dict[str, Any], folder: Path) -> Path:
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.save(state, checkpoint_id=folder, no_dist=True)
@@ -41,9 +35,8 @@ def dcp_folder(state: dict[str, Any], folder: Path) -> Path:
 
 
 def training_dcp_folder(state: dict[str, Tensor], folder: Path) -> Path:
-    return dcp_folder(
-        {"net": state, "epoch": torch.tensor(3), "more": {"deep": {"0.weight.mean": torch.ones(2)}}}, folder
-    )
+    """As ``gpipe.distributed.save`` writes it."""
+    return dcp_folder({"model": state, "optimizer": {"state": {"0.weight": torch.ones(2)}}}, folder)
 
 
 def safetensors_file(state: dict[str, Tensor], folder: Path) -> Path:
@@ -74,7 +67,6 @@ def index_file(state: dict[str, Tensor], folder: Path) -> Path:
 
 KINDS: list[Save] = [
     torch_file,
-    training_file,
     dcp_folder,
     training_dcp_folder,
     safetensors_file,
@@ -109,13 +101,10 @@ def test_the_model_is_what_was_saved(save: Save, text: bool, tmp_path: Path) -> 
 def test_what_does_not_fit_is_named(save: Save, tmp_path: Path) -> None:
     state = dict(model().state_dict())
     del state["0.bias"], state["3.weight"]
-    state |= {"0.weight": torch.ones(2), "4.bias": torch.ones(2)}
+    state |= {"4.bias": torch.ones(2)}
     path = save(state, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"missing: '0\.bias', '3\.weight'; unexpected: '4\.bias'; .*: 0\.weight, \(2,\)"
-    ) as error:
+    with pytest.raises(ValueError, match=r"missing: '0\.bias', '3\.weight'; unexpected: '4\.bias'"):
         piped(path)
-    assert str(tmp_path) in str(error.value)
 
 
 @each_kind
@@ -129,15 +118,6 @@ def test_no_more_than_one_layer_is_in_memory_beside_the_stages(save: Save, tmp_p
     with AllocationTracker() as tracker:
         GPipe(meta, [3, 3], devices=["cpu", "cpu"], init=path)
     assert 6 * 33 * 32 * 4 <= tracker.peak <= 7 * 33 * 32 * 4
-
-
-def test_nested_state_dicts_need_no_file() -> None:
-    plain = model()
-    torch.testing.assert_close(
-        dict(piped({"a": {"b": plain.state_dict()}, "epoch": 1}).state_dict()), dict(plain.state_dict())
-    )
-    with pytest.raises(ValueError, match=r"names of the model in 'ema' and in 'model'; give the state dict itself"):
-        piped({"ema": plain.state_dict(), "model": plain.state_dict()})
 
 
 class Versioned(nn.Linear):
@@ -157,12 +137,10 @@ class Versioned(nn.Linear):
         super()._load_from_state_dict(state, prefix, metadata, *args)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_versions_and_extra_state(nested: bool, tmp_path: Path) -> None:
+def test_versions_and_extra_state(tmp_path: Path) -> None:
     plain = nn.Sequential(Versioned(2, 2), nn.ReLU())
     plain[0].factor = 5
-    state = plain.state_dict()
-    path = torch_file({"net": state} if nested else state, tmp_path)
+    path = torch_file(plain.state_dict(), tmp_path)
     with torch.device("meta"):
         meta = nn.Sequential(Versioned(2, 2), nn.ReLU())
     assert GPipe(meta, [1, 1], devices=["cpu", "cpu"], init=path)[0].factor == 5
@@ -171,15 +149,11 @@ def test_versions_and_extra_state(nested: bool, tmp_path: Path) -> None:
 def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"init='rest': there is no such file or folder \(init='reset' is"):
         piped("rest")
-    with pytest.raises(ValueError, match=r"has no checkpoint: expected model\.safetensors\.index\.json or"):
+    with pytest.raises(ValueError, match=r"has no checkpoint: expected one of model\.safetensors\.index\.json, "):
         piped(tmp_path)
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
-    with pytest.raises(TypeError, match=r"tensor\.pt': expected a state dict in it, got Tensor"):
+    with pytest.raises(TypeError, match=r"init must be .* a state dict, .* got Tensor"):
         piped(tmp_path / "tensor.pt")
-    (tmp_path / "text.pt").write_text("hello")
-    with pytest.raises(Exception, match=r".") as error:
-        piped(tmp_path / "text.pt")
-    assert "expected what torch.save" in error.value.__notes__[-1]
 
 
 def test_safetensors_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

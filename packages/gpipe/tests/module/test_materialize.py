@@ -56,7 +56,7 @@ def assert_equal_state(found: nn.Module, expected: nn.Module) -> None:
 
 
 def looks(model: nn.Module) -> dict[str, Any]:
-    """All of a model that must be the same after an error: objects, and what they are."""
+    """What must be the same of a model after an error: objects, and what they are, but not their values."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {
         "tensors": {
@@ -64,7 +64,6 @@ def looks(model: nn.Module) -> dict[str, Any]:
             for name, t in tensors
         },
         "modules": {name: (id(m), m.training, sorted(vars(m))) for name, m in model.named_modules()},
-        "values": {name: t.tolist() for name, t in tensors if not t.is_meta},
     }
 
 
@@ -130,12 +129,11 @@ def test_a_function_does_what_it_does_to_the_plain_model(drawn: Any, seed: int) 
     assert seen == expected
 
 
-@pytest.mark.parametrize("init", [None, False])
-def test_without_init_the_error_shows_it(init: Any) -> None:
+def test_without_init_the_error_shows_it() -> None:
     model = on_meta(two)
     before = looks(model)
     with pytest.raises(ValueError, match=r"'0\.weight' of partition 0 is on 'meta'.*init=.*'reset'.*state dict.*path"):
-        piped(model, [2, 2], init=init)
+        piped(model, [2, 2])
     assert looks(model) == before
 
 
@@ -167,28 +165,23 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale
 
 
-class Unregistered(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.table = {"powers": [torch.arange(3)]}
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Sequential], Any, type[Exception], str]] = {
     "raises": (two, breaks, BrokenError, "in the middle"),
     "leaves out": (two, half, ValueError, r"has not written to '1\.weight', '1\.bias', '1\.running_mean'"),
-    "missing, unexpected and misshapen": (
+    "missing and unexpected": (
         two,
         {k: torch.ones(3) for k in [*two().state_dict(), "a", "b"] if k not in ("0.weight", "3.bias")},
         ValueError,
-        r"missing: '0\.weight', '3\.bias'; unexpected: 'a', 'b'; of another shape: 0\.bias, \(3,\).*3\.weight",
+        r"missing: '0\.weight', '3\.bias'; unexpected: 'a', 'b'; of a checkpoint with more",
     ),
-    "no reset": (
-        lambda: nn.Sequential(Counts(), nn.Linear(1, 1), nn.Sequential(Counts())),
+    "misshapen": (two, {**two().state_dict(), "3.weight": torch.ones(3)}, RuntimeError, r"size mismatch for 3\.weight"),
+    "no reset": (lambda: nn.Sequential(Counts(), nn.Linear(1, 1)), "reset", ValueError, r"not written to '0\.calls'"),
+    "reset forgets a buffer": (
+        lambda: nn.Sequential(nn.Linear(4, 8), Scaled()),
         "reset",
         ValueError,
-        r"'0' \(Counts\), '2\.0' \(Counts\)",
+        r"not written to '1\.scale'",
     ),
-    "reset forgets a buffer": (lambda: nn.Sequential(nn.Linear(4, 8), Scaled()), True, ValueError, r"not.* '1\.scale'"),
     "loading forgets a buffer": (
         lambda: nn.Sequential(Counts(), Scaled()),
         {**nn.Sequential(Counts(), nn.Linear(8, 8)).state_dict()},
@@ -199,15 +192,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Sequential], Any, type[Exception], str]
         lambda: nn.Sequential(nn.Linear(1, 1), rotary()),
         nn.Sequential(nn.Linear(1, 1)).state_dict(),
         ValueError,
-        r"computed by the constructor: '1\.inv_freq' \(build these with data",
+        r"not written to '1\.inv_freq'; .* or build them with data",
     ),
-    "not registered": (
-        lambda: nn.Sequential(Unregistered()),
-        nn.Sequential(nn.Linear(4, 4)).state_dict(),
-        ValueError,
-        r"still on 'meta' after init=: '0\.table'",
-    ),
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "reset", ValueError, r"'0\.weight' is lazy"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "reset", ValueError, r"'0\.weight' is a Uninit.*lazy, call"),
+    "a flag": (two, True, TypeError, "init must be 'reset', a function"),
     "another type": (two, 3, TypeError, "init must be 'reset', a function"),
 }
 

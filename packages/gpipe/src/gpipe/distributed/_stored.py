@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..module._init._files import alone_is_meant
+from ..module._init._sources import alone_is_meant
 from ._errors import RemoteError, text_of
 from ._gathering import Gathering
 

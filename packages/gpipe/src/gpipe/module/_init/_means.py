@@ -1,43 +1,133 @@
-"""The argument ``init`` of ``GPipe``."""
+"""The argument ``init`` of ``GPipe``: three ways to give the layers of a model their values."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, Protocol
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ._files import source_at
-from ._load import Loaded
-from ._model import Layers
-from ._own import Applied, Reset
-from ._sources import Entries
+from ..._flatten._names import Flattened
+from ..._flatten._skeleton import is_placeholder
+from ._model import Layers, Owned, modules_of, modules_of_layer, names_of
+from ._sources import state_dict_at
 
-
-class Means(Protocol):
-    """Gives the layers of a model their values."""
-
-    def expect(self, layers: Layers) -> None:
-        """Raise, before anything changes, if this cannot be done for ``layers``."""
-
-    def fill(self, layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
-        """Give values to the tensors of one layer, among them the ``fresh`` ones, which have memory and no values."""
+Means = Callable[[Layers, str, Mapping[int, Tensor]], None]
+"""Gives values to the tensors of one of the layers, among them the fresh ones: those that have memory and no values, by
+identity.
+"""
 
 
 def means_of(init: Any) -> Means | None:
     """The means of ``init``; None if there is none."""
-    if init is None or init is False:
+    if init is None:
         return None
-    if init is True or (isinstance(init, str) and init == "reset"):
-        return Reset()
-    if isinstance(init, Mapping):
-        return Loaded(Entries(init))
+    if isinstance(init, str) and init == "reset":
+        return reset_layer
     if isinstance(init, (str, os.PathLike)):
-        return Loaded(source_at(init))
+        init = state_dict_at(init)
+    if isinstance(init, Mapping):
+        return Loaded(init)
     if callable(init):
-        return Applied(init)
+        return partial(_apply, init)
     raise TypeError(
         "init must be 'reset', a function of a module, a state dict, or the path of a checkpoint; "
         f"got {type(init).__name__}"
     )
+
+
+def _apply(function: Callable[[nn.Module], Any], layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
+    """Call a function with every module, as ``nn.Module.apply`` does."""
+    for owned in modules_of_layer(layers, name):
+        function(owned.module)
+
+
+def reset_layer(layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
+    """Call what modules have: ``reset_parameters()``, and ``_init_weights`` of the model around them."""
+    for owned in modules_of_layer(layers, name):
+        _reset(owned, fresh)
+
+
+def _reset(owned: Owned, targets: Mapping[int, Tensor]) -> None:
+    """Initialise those of the ``targets`` that one module has. Everything else keeps its values."""
+    own = _reset_of(owned.module)
+    below = [*owned.module.parameters(), *owned.module.buffers()]
+    with _kept([tensor for tensor in below if id(tensor) not in targets and not is_placeholder(tensor)]):
+        if own and any(id(tensor) in targets for _, tensor in owned.tensors()):
+            own()
+        # This may be about modules inside: GPT-2 scales the projections of an attention when it sees the attention.
+        if owned.owner is not None and any(id(tensor) in targets for tensor in below):
+            owned.owner._init_weights(owned.module)
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    # Torch's MultiheadAttention and Transformer have it under the second name.
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
+@contextmanager
+def _kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Afterwards ``tensors`` have the values that they have now."""
+    values = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+class Loaded:
+    """Loads every layer with what a state dict has under the model's own names.
+
+    Buffers that no state dict has are computed by the modules' own methods.
+
+    Args:
+        state: may load its values when they are asked for.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._prefix = ""
+
+    def expect_names(self, layers: Layers) -> None:
+        """Raise ValueError, naming all, if the names are other ones than those of the model."""
+        expected = {key: value for name in layers for key, value in names_of(layers, name).items()}
+        # gpipe.distributed.save() has the optimizer beside the model, which is called so there.
+        bare = any(key in self._state for key in expected)
+        self._prefix = "" if bare or not any(f"model.{key}" in self._state for key in expected) else "model."
+        names = [key.removeprefix(self._prefix) for key in self._state if key.startswith(self._prefix)]
+        there = {id(expected[key]) for key in names if key in expected}  # a tied tensor may have one of its names only
+        missing = [key for key, tensor in expected.items() if id(tensor) not in there]
+        unexpected = [key for key in names if key not in expected and not _is_allowed(layers, key)]
+        if missing or unexpected:
+            raise ValueError(
+                f"init: the state dict does not fit the model; missing: {_listed(missing)}; unexpected: "
+                f"{_listed(unexpected)}; of a checkpoint with more than a model give the state dict of that"
+            )
+
+    def __call__(self, layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
+        for owned in modules_of_layer(layers, name):
+            _reset(owned, {id(tensor): tensor for tensor in owned.computed() if id(tensor) in fresh})
+        names = names_of(layers, name)
+        found = {key: self._state[self._prefix + key] for key in names if self._prefix + key in self._state}
+        # A tied tensor may be saved under one of its names: under the others it is itself.
+        state = OrderedDict({key: found[key] if key in found else value.detach() for key, value in names.items()})
+        state._metadata = getattr(self._state, "_metadata", None)  # type: ignore[attr-defined]  # versions of modules
+        Flattened(OrderedDict({name: layers[name]})).load_state_dict(state)
+
+
+def _is_allowed(layers: Layers, name: str) -> bool:
+    """Whether a model of Hugging Face says that checkpoints may have an entry of that name besides its own."""
+    owners = {id(each.owner): each.owner for each in modules_of(layers)}
+    patterns = [p for o in owners.values() for p in getattr(o, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"

@@ -38,9 +38,9 @@ class Owned(NamedTuple):
                 if tensor is not None and not is_placeholder(tensor):
                     yield name, tensor
 
-    def computed(self) -> Iterator[tuple[str, Tensor]]:
+    def computed(self) -> Iterator[Tensor]:
         """Buffers that no state dict has."""
-        return ((name, t) for name, t in self.tensors() if name in self.module._non_persistent_buffers_set)
+        return (tensor for name, tensor in self.tensors() if name in self.module._non_persistent_buffers_set)
 
 
 def modules_of(layers: Layers) -> Iterator[Owned]:

@@ -1,96 +1,106 @@
-"""Sources of state dicts, which are read layer by layer."""
+"""Checkpoints in files and folders, as state dicts whose values are read when they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+import json
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class Source(Protocol):
-    """State dicts that need not be in memory.
-
-    Attributes:
-        where: what it is called in errors.
-    """
-
-    where: str
-
-    def groups(self) -> Mapping[str, Any]:
-        """For each mapping in it, what stands before its names, ``""`` if nothing: its ``_metadata``."""
-
-    def shapes(self) -> Mapping[str, torch.Size | None]:
-        """Of each entry by its name; None for one that is no tensor."""
-
-    def read(self, names: Iterable[str]) -> dict[str, Any]:
-        """The entries with these names; the source keeps no reference to them."""
+_IN_FOLDERS = ("model.safetensors.index.json", "model.safetensors", ".metadata")
 
 
-class Entries:
-    """A mapping, perhaps of mappings, whose values may be made when they are asked for."""
-
-    def __init__(self, entries: Mapping[str, Any], where: str = "the state dict") -> None:
-        self.where = where
-        self._groups: dict[str, Any] = {}
-        self._shapes: dict[str, torch.Size | None] = {}
-        self._places: dict[str, tuple[Mapping[str, Any], Any]] = {}
-        self._enter(entries, "")
-
-    def _enter(self, entries: Mapping[str, Any], prefix: str) -> None:
-        self._groups[prefix] = getattr(entries, "_metadata", None)
-        for key in entries:
-            name, value = f"{prefix}{key}", entries[key]
-            # What a module gives as its extra state may be a mapping too.
-            if isinstance(value, Mapping) and not name.endswith("_extra_state"):
-                self._enter(value, f"{name}.")
-            else:
-                self._shapes[name] = value.shape if isinstance(value, Tensor) else None
-                self._places[name] = entries, key
-
-    def groups(self) -> Mapping[str, Any]:
-        return self._groups
-
-    def shapes(self) -> Mapping[str, torch.Size | None]:
-        return self._shapes
-
-    def read(self, names: Iterable[str]) -> dict[str, Any]:
-        places = {name: self._places[name] for name in names}
-        return {name: entries[key] for name, (entries, key) in places.items()}
-
-
-class Group:
-    """One of the mappings of a source, by its own names."""
-
-    def __init__(self, source: Source, prefix: str) -> None:
-        self.where = f"{source.where}, in {prefix[:-1]!r}," if prefix else source.where
-        self.metadata = source.groups().get(prefix)
-        self._source = source
-        self._prefix = prefix
-        self._shapes = {
-            name[len(prefix) :]: shape for name, shape in source.shapes().items() if name.startswith(prefix)
-        }
-
-    def shapes(self) -> Mapping[str, torch.Size | None]:
-        return self._shapes
-
-    def read(self, names: Iterable[str]) -> dict[str, Any]:
-        found = self._source.read([self._prefix + name for name in names])
-        return {name[len(self._prefix) :]: value for name, value in found.items()}
-
-
-def group_with(source: Source, names: Iterable[str]) -> Group:
-    """The part of ``source`` that has ``names``: of a checkpoint of more than a model, the model.
+def state_dict_at(path: str | os.PathLike[str]) -> Any:
+    """The state dict at ``path``, or whatever else ``torch.save`` has written there.
 
     Raises:
-        ValueError: several have.
+        FileNotFoundError: there is nothing.
+        ValueError: a folder without a checkpoint of a known kind.
+        ImportError: it takes the package ``safetensors``, which is not there.
     """
-    wanted, there = list(names), source.shapes()
-    found = [prefix for prefix in source.groups() if any(prefix + name in there for name in wanted)]
-    if len(found) > 1 and "" not in found:
-        raise ValueError(
-            f"init: {source.where} has names of the model in {' and in '.join(repr(p[:-1]) for p in found)}; give the "
-            "state dict itself, init=checkpoint[...]"
+    file = Path(path)
+    if file.is_dir():
+        file = next((file / name for name in _IN_FOLDERS if (file / name).exists()), file)
+    if not file.exists():
+        raise FileNotFoundError(
+            f"init={os.fspath(path)!r}: there is no such file or folder (init='reset' is for the layers' own "
+            "reset_parameters())"
         )
-    return Group(source, "" if not found or "" in found else found[0])
+    if file.is_dir():
+        raise ValueError(
+            f"init={str(path)!r} has no checkpoint: expected one of {', '.join(_IN_FOLDERS)}, as save_pretrained() and "
+            "torch.distributed.checkpoint.save() write them; a single file can be given by its own path"
+        )
+    if file.name == ".metadata":
+        return Stored(file.parent)
+    if file.name.endswith(".index.json"):
+        shards = json.loads(file.read_text())["weight_map"].values()
+        return Safetensors([file.parent / shard for shard in dict.fromkeys(shards)])
+    if file.suffix == ".safetensors":
+        return Safetensors([file])
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+
+class Safetensors(Mapping[str, Tensor]):
+    """The tensors in files of the package ``safetensors``."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise ImportError(
+                f"init={[*map(str, files)]} is read by the package 'safetensors', which is not installed; install it, "
+                "or give a state dict or a file of torch.save"
+            ) from error
+        opened: list[Any] = [safe_open(file, "pt") for file in files]
+        self._files: dict[str, Any] = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+class Stored(Mapping[str, Any]):
+    """The entries of a folder of ``torch.distributed.checkpoint``, however many processes wrote it."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        self._reader = FileSystemReader(folder)
+        self._entries: dict[str, Any] = self._reader.read_metadata().state_dict_metadata
+
+    def __getitem__(self, name: str) -> Any:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        entry = self._entries[name]
+        room = torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
+        state = {name: room}
+        with alone_is_meant():
+            load(state, storage_reader=self._reader, no_dist=True)
+        return state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@contextmanager
+def alone_is_meant() -> Iterator[None]:
+    """A context without torch's warning that only one process reads or writes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
