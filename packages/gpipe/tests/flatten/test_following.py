@@ -87,3 +87,50 @@ def test_another_dtype_of_the_model_or_a_part_of_it(asked: str, changes: list[tu
         # Kernels of a CPU may sum the rows of a micro-batch in another order than those of the whole batch.
         torch.testing.assert_close(pipe(x), expected)
     pipe.close()
+
+
+PLACES: dict[str, Callable[[Asking], nn.Module]] = {
+    "model": lambda model: model,
+    "start": lambda model: model.embed,
+    "a block": lambda model: model.blocks[1],
+    "in a block": lambda model: model.others[0].linear,
+    "between": lambda model: model.middle,
+    "end": lambda model: model.head,
+}
+
+
+@given(
+    st.sampled_from(sorted(PLACES)),
+    st.lists(st.one_of(st.floats(-2, 2), st.booleans()), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_attributes_and_modes_of_any_module(place: str, changes: list[float | bool], copied: bool) -> None:
+    """A number that is set, or the mode, whichever part of the forward asks for it."""
+    where = PLACES[place]
+
+    def asked(model: Asking, hidden: Tensor) -> Tensor:
+        module = where(model)
+        return torch.full((), float(module.factor) + module.training, dtype=torch.float64)
+
+    class Scaling(Asking):
+        def third(self, hidden: Tensor) -> Tensor:
+            return self.asked(self, hidden).expand(hidden.shape)
+
+    torch.manual_seed(0)
+    model = Scaling(asked).double()
+    where(model).factor = 1.0
+    plain = copy.deepcopy(model)
+    layers = flatten(model, torch.randn(2, 2, dtype=torch.float64))
+    pipe = GPipe(layers, [4, 3], devices=["cpu"] * 2, chunks=2)
+    if copied:
+        pipe = copy.deepcopy(pipe)
+        model = pipe._model
+    x = torch.randn(ROWS, 2, dtype=torch.float64)
+    for change in changes:
+        for each in (model, plain):
+            if isinstance(change, bool):
+                where(each).train(change)
+            else:
+                where(each).factor = change
+        torch.testing.assert_close(pipe(x), plain(x))
+    pipe.close()

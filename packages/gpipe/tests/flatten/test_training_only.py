@@ -22,9 +22,11 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.kept, self.shift = torch.zeros(()), 0.0
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return self.linear(x).tanh() * scale
+        self.kept = found = (self.linear(x) + self.shift).tanh() * scale
+        return found
 
 
 class Told(nn.Module):
@@ -210,6 +212,19 @@ def replaced(model: Told, x: Tensor, scale: float) -> Tensor:
     return model.head(model.through(model.embed(x)))
 
 
+def kept_by_a_block(model: Told, x: Tensor, scale: float) -> Tensor:
+    """As models of experts keep losses that balance them."""
+    found = plain(model, x, scale)
+    for block in model.blocks:
+        found = found + block.kept.mean()
+    return found
+
+
+def told_to_a_block(model: Told, x: Tensor, scale: float) -> Tensor:
+    model.blocks[1].shift = x.mean()
+    return plain(model, x, scale)
+
+
 REFUSED = {
     without_gradients: r"'blocks\.0' is called under torch\.no_grad\(\).*requires_grad_\(False\)",
     in_another_precision: r"autocast",
@@ -220,6 +235,8 @@ REFUSED = {
     norm_at_both_ends: r"'norm\.\w+'.*changes.*parts",
     counter: r"'calls'.*buffer",
     replaced: r"'count'.*in place",
+    kept_by_a_block: r"reads 'blocks\.0\.kept'.*sets anew.*return it",
+    told_to_a_block: r"sets 'shift' of block 'blocks\.1'; call the block with it",
 }
 
 
@@ -233,7 +250,6 @@ def test_what_would_differ_silently_is_refused_by_name(told: Callable[..., Tenso
 def changes(model: Told, x: Tensor, scale: float) -> Tensor:
     """In evaluation too."""
     model.norm.num_batches_tracked = model.norm.num_batches_tracked + 1
-    model.blocks[0].seen = getattr(model.blocks[0], "seen", 0) + 1
     model.history = [*getattr(model, "history", []), 1]
     return plain(model, x, scale)
 

@@ -65,11 +65,13 @@ class BlockCall:
     """What a block returned.
 
     Attributes:
+        given: the dtype of the first tensor among its arguments.
         outputs: the leaves, tensors as :class:`Shape`.
         result: what puts these together.
         written: whether operations change it in place afterwards.
     """
 
+    given: torch.dtype | None = None
     outputs: list[Any] = field(default_factory=list)
     result: Tree | None = None
     written: bool = False
@@ -167,7 +169,8 @@ class _Watcher:
         self._use((args, kwargs), trunk)
         self.segment = None
         self.inside += 1
-        self.calls.blocks.append(BlockCall())
+        first = next((leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        self.calls.blocks.append(BlockCall(None if first is None else first.dtype))
 
     def _end(self, trunk: int, block: nn.Module, args: Any, output: Any) -> None:
         self.inside -= 1

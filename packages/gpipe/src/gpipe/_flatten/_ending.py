@@ -23,7 +23,7 @@ from ..engine._settings import settings, with_settings
 from ._inputs import Inputs
 from ._script import Structure, restored, structure_of
 from ._skeleton import Follower, is_placeholder, skeleton
-from ._standins import Look, Reel, StandIn
+from ._standins import Reel, Replaced, StandIn
 from ._tree import flattened
 
 Returned = dict[str, list[list[Tensor]]]
@@ -55,10 +55,10 @@ class Ending:
         self._calls: dict[str, list[Structure]] = {name: [] for name in names}
         self._learns = False
         self._reel = _Playback()
-        replaced: dict[nn.Module, nn.Module] = {
+        replaced = {
             model.get_submodule(name): _Replay(model.get_submodule(name), self._reel, name) for name in self._calls
         }
-        twins += [Look(module, real) for real, module in replaced.items()]
+        twins += [Replaced(module, real) for real, module in replaced.items()]
         self._net = skeleton(model, replaced, lambda tensor: False, twins)
         own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         self.state = {
@@ -201,14 +201,14 @@ class _Playback(Reel):
 class _Replay(StandIn):
     """Returns what a module returned."""
 
-    _reel: _Playback
+    reel: _Playback
 
     def __init__(self, real: nn.Module, reel: _Playback, name: str) -> None:
         super().__init__(real, reel)
         self._name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._reel.next(self._name)
+        return self.reel.next(self._name)
 
 
 def without_loss_only(inputs: Any) -> Any:

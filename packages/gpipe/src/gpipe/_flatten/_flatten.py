@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from ._script import Script
 from ._segment import Block, Gift, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
 from ._skeleton import Follower, Twin, named_units, skeleton, twin_of
-from ._standins import BlockStandIn, Look, ModuleStandIn, Observe, Reel
+from ._standins import BlockStandIn, ModuleStandIn, Observe, Reel, Replaced, StandIn
 from ._training import expect_alike_in_training, in_mode, watched
 from ._trunk import Trunk, find_trunks
 from ._verify import add_ending, expect_equal
@@ -80,8 +80,9 @@ def flatten(
     if not has_data(model):
         inputs = with_values(inputs)
     expect_followed(model, inputs)
-    with _unchanged(model), without_cache(model):
+    with _unchanged(model) as before, without_cache(model):
         layers = _flattened(model, inputs, blocks, picked, whole=pick is None)
+        _expect_kept(model, layers, before)
     for twin in layers.twins:
         twin.follow()
     return layers
@@ -208,17 +209,16 @@ def _net(
         model.get_submodule(name): BlockStandIn(model.get_submodule(name), reel, name, j, calls.blocks[j])
         for j, name in enumerate(names)
     }
-    twins += [Look(module, real) for real, module in replaced.items()]
     last = len(trunks)
     for name, unit in named_units(model, frozenset(replaced), frozenset(calls.modules)):
         has_state = any(True for _ in unit.parameters()) or any(True for _ in unit.buffers())
         own = _segments(unit, calls) or ({last} if has_state else {segment})
         if segment not in own:
-            replaced[unit] = module = ModuleStandIn(unit, reel, name, calls.modules.get(unit, []))
-            twins.append(Look(module, unit))
+            replaced[unit] = ModuleStandIn(unit, reel, name, calls.modules.get(unit, []))
         elif unit in calls.modules and max(own) < last:
             replaced[unit] = _observed(unit, reel, name)
             twins.append(Twin(replaced[unit], unit, f"{name}."))
+    twins += [Replaced(module, real) for real, module in replaced.items() if isinstance(module, StandIn)]
     return skeleton(model, replaced, lambda tensor: segment in calls.tensors.get(id(tensor), {last}), twins)
 
 
@@ -235,14 +235,36 @@ def _observed(unit: nn.Module, reel: Reel, name: str) -> nn.Module:
     return twin
 
 
+def _expect_kept(model: nn.Module, layers: Flattened, before: Mapping[nn.Module, Mapping[str, Any]]) -> None:
+    """Raise ValueError if the forward reads what a module of another layer has set in its own forward.
+
+    That may be of any micro-batch, and has the graph of another stage.
+
+    Args:
+        before: the attributes of all modules before the runs on the sample.
+    """
+    asked = {each for twin in layers.twins if isinstance(twin, Replaced) for each in twin.module.real.asked}
+    for path, module in model.named_modules():
+        for name in [name for of, name in asked if of is module]:
+            if vars(module).get(name) is not before[module].get(name):
+                raise ValueError(
+                    f"{type(model).__name__} cannot be divided: its forward reads {f'{path}.{name}'!r}, which that "
+                    "module sets anew in each run; let the module return it"
+                )
+
+
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """A context in which runs of ``model`` leave no trace: buffers, attributes and random numbers stay as they are."""
+def _unchanged(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Any]]]:
+    """A context in which runs of ``model`` leave no trace: buffers, attributes and random numbers stay as they are.
+
+    Yields:
+        The attributes of all modules.
+    """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     own = [(entries, dict(entries)) for module in model.modules() for entries in (vars(module), module._buffers)]
     try:
         with fork_rng(devices=[]):
-            yield
+            yield {module: dict(vars(module)) for module in model.modules()}
     finally:
         for entries, then in own:
             entries.clear()

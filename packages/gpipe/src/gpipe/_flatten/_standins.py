@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine._parameters import parameters_of
 from ._calls import LOOKS, BlockCall, ModuleCall, Shape, Source, shape_of
 from ._skeleton import Follower, placeholder
 from ._tree import Tree, flattened
@@ -138,12 +138,12 @@ class Tape:
         return call.result.value(found)
 
     def _like(self, leaf: Any, arguments: list[Any], call: BlockCall) -> Any:
-        """A new tensor for an output, of the shape of the first argument: most blocks return what they got."""
-        if not isinstance(leaf, Shape):
-            return leaf
+        """A new tensor for an output, which looks like the first argument if it did in the sample."""
         first = next((each for each in arguments if isinstance(each, Tensor)), None)
-        fits = first is not None and first.dim() == len(leaf.shape) and first.is_floating_point()
-        return self._unknown(Shape(first.shape if fits and first is not None else leaf.shape, leaf.dtype), call)
+        if first is not None and isinstance(leaf, Shape) and first.is_floating_point():
+            shape = first.shape if first.dim() == len(leaf.shape) else leaf.shape
+            leaf = Shape(shape, first.dtype if leaf.dtype == call.given else leaf.dtype)
+        return self._unknown(leaf, call)
 
     def _unknown(self, leaf: Any, call: BlockCall) -> Any:
         return unknown(leaf, self.device, call.written) if isinstance(leaf, Shape) else leaf
@@ -187,51 +187,96 @@ class Reel:
         return unknown(shape, self.device)
 
 
-class Likeness:
-    """The attributes of a module, and what its parameters, buffers and children look like.
+class Real:
+    """The module that a stand-in answers for. It belongs to another layer, so copies of this layer do not copy it.
 
-    Forwards ask for such things: ``self.embeddings.projection.weight.dtype``. It does not hold the module itself, which
-    belongs to another layer, and perhaps to another device.
+    Attributes:
+        module: as it is in the model; a copy on ``meta`` where that is in another process.
+        is_copy: whether it is such a copy.
+        asked: the attributes that a forward has asked for, with the modules that have them.
     """
 
-    def __init__(self, real: nn.Module, reel: Reel) -> None:
-        self._reel = reel
-        self._kind = type(real)
-        self._answers = {name: value for name, value in vars(real).items() if not name.startswith("_")}
-        self._answers |= {name: shape_of(value) for name, value in {**real._parameters, **real._buffers}.items()}
-        self._answers |= {name: child and Likeness(child, reel) for name, child in real._modules.items()}
+    __slots__ = ("asked", "is_copy", "module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.is_copy = module, False
+        self.asked: set[tuple[nn.Module, str]] = set()
+
+    def __deepcopy__(self, memo: object) -> Real:
+        return Real(self.module)
+
+    def let_go(self) -> None:
+        """Keep no data of the module."""
+        state: list[Tensor] = [*self.module.parameters(), *self.module.buffers()]
+        self.module = copy.deepcopy(self.module, {id(tensor): tensor.to("meta") for tensor in state})
+        self.is_copy = True
+
+
+class Likeness:
+    """Answers as a module inside of another one does that has a stand-in, without data.
+
+    Forwards ask for such things: ``self.embeddings.projection.weight.dtype``.
+    """
+
+    def __init__(self, module: nn.Module, stand_in: StandIn) -> None:
+        vars(self).update(_module=module, _stand_in=stand_in)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._stand_in.expect_settable(name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in self._answers:
-            answer = self._answers[name]
-            return self._reel.unknown(answer) if isinstance(answer, Shape) else answer
-        answer = getattr(self._kind, name, property())
+        module, stand_in = self._module, self._stand_in
+        if name in module._modules:
+            child = module._modules[name]
+            return child and Likeness(child, stand_in)
+        for tensors in (module._parameters, module._buffers):
+            if name in tensors:
+                shape = shape_of(tensors[name])
+                return stand_in.reel.unknown(shape) if isinstance(shape, Shape) else shape
+        if name in vars(module):
+            stand_in.real.asked.add((module, name))
+            return vars(module)[name]
+        answer = getattr(type(module), name, property())
         if callable(answer) or isinstance(answer, property):  # which would need the module
-            raise AttributeError(f"what stands for a {self._kind.__name__} has no {name}")
+            raise AttributeError(f"what stands for a {type(module).__name__} has no {name}")
         return answer
 
 
 class StandIn(nn.Module):
     """Answers for another module, like which it looks."""
 
+    reel: Reel | None = None
+
     def __init__(self, real: nn.Module, reel: Reel) -> None:
         super().__init__()
-        self._likeness = Likeness(real, reel)
-        self._reel = reel
+        self.real = Real(real)
+        self.reel = reel
 
-    def look(self, real: nn.Module, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
-        """Look at the module again, in which these dtypes have become others."""
-        self._likeness = Likeness(real, self._reel)
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.expect_settable(name)
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_likeness" not in self.__dict__:
+            if "real" not in self.__dict__:
                 raise
-        return getattr(self.__dict__["_likeness"], name)
+        return getattr(Likeness(self.real.module, self), name)
+
+    def expect_settable(self, name: str) -> None:
+        """The forward sets an attribute: what runs the module does so too, as it has the same forward."""
+
+    @property
+    def training(self) -> bool:
+        return "real" in self.__dict__ and self.real.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "real" in self.__dict__ and self.real.is_copy:  # else the module itself is told
+            self.real.module.train(mode)
 
 
 class BlockStandIn(StandIn):
@@ -243,15 +288,13 @@ class BlockStandIn(StandIn):
         self._number = number
         self._call = call
 
-    def look(self, real: nn.Module, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
-        super().look(real, dtypes)
-        self._call.outputs = [
-            leaf._replace(dtype=dtypes.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Shape) else leaf
-            for leaf in self._call.outputs
-        ]
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._reel.tape.block(self._name, self._number, self._call, args, kwargs)  # type: ignore[union-attr]
+        return self.reel.tape.block(self._name, self._number, self._call, args, kwargs)  # type: ignore[union-attr]
+
+    def expect_settable(self, name: str) -> None:
+        """Raise RuntimeError in a forward: the block runs by itself, and would not see it."""
+        if self.reel is not None and self.reel.tape is not None:
+            raise RuntimeError(f"the forward sets {name!r} of block {self._name!r}; call the block with it")
 
 
 class ModuleStandIn(StandIn):
@@ -263,32 +306,23 @@ class ModuleStandIn(StandIn):
         self._calls = calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._reel.tape.early(self._name, self._calls)  # type: ignore[union-attr]
+        return self.reel.tape.early(self._name, self._calls)  # type: ignore[union-attr]
 
 
-class Look(Follower):
-    """Lets a stand-in look at its module again when that has parameters of another dtype or shape.
+class Replaced(Follower):
+    """A stand-in, which in a copy of a pipe answers for the module of the copied model.
 
     Args:
-        module: a :class:`StandIn`.
-        source: the module of the model, which a layer must not hold: it would be copied with that.
+        module: the stand-in.
+        source: the module of the model.
     """
 
-    def __init__(self, module: nn.Module, source: nn.Module) -> None:
-        assert isinstance(module, StandIn)
+    def __init__(self, module: StandIn, source: nn.Module) -> None:
         self.module = module
         self._source = source
-        self._then = self._now()
-
-    def _now(self) -> list[tuple[torch.dtype, torch.Size]]:
-        return [(parameter.dtype, parameter.shape) for parameter in parameters_of(self._source)]
 
     def follow(self) -> None:
-        now = self._now()
-        if now != self._then:
-            pairs = zip(self._then, now, strict=False)
-            self.module.look(self._source, {before: after for (before, _), (after, _) in pairs})
-            self._then = now
+        self.module.real.module = self._source
 
 
 class Observe:

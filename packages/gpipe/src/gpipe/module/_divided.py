@@ -11,6 +11,7 @@ from .._flatten._cache import expect_followed
 from .._flatten._inputs import Inputs
 from .._flatten._names import Flattened, tree_of
 from .._flatten._skeleton import Follower
+from .._flatten._standins import StandIn
 from ..engine._pipeline import Pipeline
 from ..schedule import checkpoint_stops
 from ._choices import Choices, modes_of
@@ -45,6 +46,10 @@ class Divided(nn.Module):
         self.__dict__.update(_partitions=partitions, _model=model)
         if isinstance(layers, Flattened) and model is layers.model:
             self.__dict__["_twins"] = layers.twins
+        else:
+            for module in partitions.modules():
+                if isinstance(module, StandIn):
+                    module.real.let_go()
 
     def _layers(self) -> dict[str, nn.Module]:
         """The layers in this process, in order."""
