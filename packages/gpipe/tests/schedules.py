@@ -108,7 +108,8 @@ def _changes(steps: Sequence[Step]) -> Iterator[int]:
 def spans_of(walk: Walk, f: float, i: float, w: float) -> dict[Step, Span]:
     """When each step runs if a forward takes f, the two parts of a backward i and w, and the whole i + w."""
     seconds = {Kind.FORWARD: f, Kind.BACKWARD: i + w, Kind.BACKWARD_INPUT: i, Kind.BACKWARD_WEIGHT: w}
-    return replay(walk, lambda step: seconds[step.action.kind])
+    stages = 1 + max(step.stage for step in chain.from_iterable(walk))
+    return replay(walk, [seconds] * stages)
 
 
 def idle(walk: Walk, f: float, i: float, w: float) -> float:

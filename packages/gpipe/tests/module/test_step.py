@@ -378,9 +378,8 @@ class TestBadInput:
         ("text", "named"),
         [
             ("F0 F1 B0 B1", "1 stages, the pipe has 2"),
-            ("F0 F1 B0 B1\nF0 F1 B0", "B1@1 is missing"),
-            ("F0 F1 B0 B1\nB0 F0 F1 B1", "B0@1 comes before F0@1"),
-            ("F0 F1 B0 B0 B1\nF0 F1 B0 B1", "B0@0 occurs twice"),
+            ("F0 F1 B0 B1\nF0 F1 B0", "stage 1 does F1 for micro-batch 1; expected F1"),
+            ("F0 F1 B0 B1\nB0 F0 F1 B1", "stage 1 does B0 F0 for micro-batch 0"),
             ("F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2", "of micro-batch 2, but there are 2"),
             ("F0 B0 F1 B1\nF1 B1 F0 B0", "forever: .*@"),
         ],

@@ -12,19 +12,23 @@ from hypothesis import strategies as st
 from gpipe.schedule import (
     Action,
     Schedule,
+    Walk,
     clock_cycles,
     fill_drain,
     halves,
     in_flight,
-    merge,
     one_forward_one_backward,
     replay,
-    start_ticks,
     validate,
     zero_bubble,
 )
 
 from ..schedules import executed, runs, scheduled, sizes, steps_of
+
+
+def makespan(walk: Walk) -> float:
+    """In ticks."""
+    return max(span.end for span in replay(walk).values())
 
 
 class TestClockCycles:
@@ -53,13 +57,13 @@ class TestFillDrain:
     @given(sizes)
     def test_both_ways_take_the_shortest_time(self, size: tuple[int, int]) -> None:
         for half in halves(fill_drain(*size)):
-            assert max(start_ticks(half, range(size[1])).values()) + 1 == sum(size) - 1
+            assert makespan(half.on(range(size[1]))) == sum(size) - 1
 
     @given(sizes)
     def test_recomputations_hide_behind_the_backwards_of_other_stages(self, size: tuple[int, int]) -> None:
         m, n = size
         _, backwards = halves(fill_drain(m, n, checkpoint_stop=m))
-        assert max(start_ticks(backwards, range(n)).values()) + 1 == 2 * m + n - 1
+        assert makespan(backwards.on(range(n))) == 2 * m + n - 1
 
 
 class TestEverySchedule:
@@ -96,7 +100,7 @@ class TestEverySchedule:
     ) -> None:
         schedule, _, placement = problem
         workers = [random.randrange(3) for _ in placement]
-        assert Counter(executed(merge(schedule, workers))) == Counter(steps_of(schedule))
+        assert Counter(executed(schedule.on(workers))) == Counter(steps_of(schedule))
 
     @given(scheduled())
     def test_its_text_reads_back(self, problem: tuple[Schedule, int, list[int]]) -> None:
@@ -115,10 +119,7 @@ class TestEverySchedule:
 
     @given(sizes)
     def test_one_forward_one_backward_takes_no_longer_than_fill_drain(self, size: tuple[int, int]) -> None:
-        ends = [
-            max(span.end for span in replay(make(*size).on(range(size[1]))).values())
-            for make in (fill_drain, one_forward_one_backward)
-        ]
+        ends = [makespan(make(*size).on(range(size[1]))) for make in (fill_drain, one_forward_one_backward)]
         assert ends[0] == ends[1] == 2 * (sum(size) - 1)
 
     @given(sizes)

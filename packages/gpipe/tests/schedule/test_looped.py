@@ -16,10 +16,9 @@ from gpipe.schedule import (
     interleaved_zero_bubble,
     looped_bfs,
     looped_placement,
-    replay,
 )
 
-from ..schedules import held, idle
+from ..schedules import held, idle, spans_of
 
 MAKERS = (interleaved, interleaved_zero_bubble, looped_bfs)
 counts = st.integers(1, 9)
@@ -65,7 +64,7 @@ class TestLoopedBFS:
     def test_the_bubble_is_that_of_fill_drain_with_stages_a_loop_as_small(
         self, m: int, k: int, v: int, f: int, b: int
     ) -> None:
-        spans = replay(on(looped_bfs(m, k * v, k), k), lambda step: f if step.action.kind == Kind.FORWARD else b)
+        spans = spans_of(on(looped_bfs(m, k * v, k), k), f, b, 0)
         ends = max(span.end for span in spans.values())
         assert ends - v * m * (f + b) == (k - 1 + (v - 1) * max(0, k - m)) * (f + b)  # k − 1 for m ≥ k
 

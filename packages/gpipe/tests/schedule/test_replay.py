@@ -1,4 +1,4 @@
-"""A replay: workers do their steps in order, each as soon as its input is there."""
+"""A replay: workers do their steps in order, each as soon as its input is there; and its end alone, exactly."""
 
 from __future__ import annotations
 
@@ -6,47 +6,92 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule import Program, Schedule, Span, Step, Walk, replay
+from gpipe.schedule import SCHEDULES, Kind, Program, Schedule, Span, Step, named, replay
+from gpipe.schedule._named import lanes
+from gpipe.simulate import Link, StageCost, makespan, simulate
 
-from ..schedules import executed, needs, orders, shuffled
+from ..schedules import V_SHAPED, executed, names, needs, orders, shuffled
+from ..timelines import exact_seconds, fewer, problems, stage_costs
 
 SECONDS = st.integers(0, 5)
+MODES = st.sampled_from(["never", "except_last", "always"])
+Problem = tuple[Schedule, list[StageCost], list[int]]
 
 
-def walk_of(case: tuple[Schedule, int, list[int]]) -> Walk:
+@given(orders(), st.data())
+def test_each_step_begins_as_soon_as_it_can(case: tuple[Schedule, int, list[int]], data: st.DataObject) -> None:
     schedule, _, placement = case
-    return schedule.on(placement)
-
-
-@given(orders(), st.lists(SECONDS, min_size=1), st.lists(SECONDS, min_size=1))
-def test_each_step_begins_as_soon_as_it_can(case: tuple, durations: list[int], transfers: list[int]) -> None:
-    walk = walk_of(case)
+    walk, n = schedule.on(placement), len(schedule)
+    seconds = data.draw(st.lists(st.fixed_dictionaries(dict.fromkeys(Kind, SECONDS)), min_size=n, max_size=n))
+    hops = data.draw(st.lists(SECONDS, min_size=n, max_size=n))
     present = {step for steps in walk for step in steps}
-    number = {step: k for k, step in enumerate(sorted(present))}
-
-    def duration(step: Step) -> int:
-        return durations[number[step] % len(durations)]
-
-    def transfer(source: Step, target: Step) -> int:
-        return transfers[(number[source] + number[target]) % len(transfers)]
-
-    spans = replay(walk, duration, transfer)
+    spans = replay(walk, seconds, hops)
     assert spans.keys() == present
     for steps in walk:
         clock = 0.0
         for step in steps:
             source = needs(step, present)
-            arrival = 0.0 if source is None else spans[source].end + transfer(source, step)
+            arrival = 0.0 if source is None else spans[source].end + hops[max(source.stage, step.stage)]
             start = max(clock, arrival)
-            assert spans[step] == Span(start, start + duration(step), start - clock)
+            assert spans[step] == Span(start, start + seconds[step.stage][step.action.kind], start - clock)
             clock = spans[step].end
 
 
 @given(shuffled())
 def test_it_fails_where_workers_wait_for_ever_and_only_there(programs: list[Program]) -> None:
     walk = tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(programs))
-    if len(executed(walk)) == sum(map(len, walk)):
-        assert len(replay(walk)) == sum(map(len, walk))
-    else:
-        with pytest.raises(ValueError, match=r"wait for each other forever: .* for "):
-            replay(walk)
+    done = executed(walk)
+    if len(done) == sum(map(len, walk)):
+        assert len(replay(walk)) == len(done) == len(Schedule(programs).on(range(len(programs)))[0]) * len(programs)
+        return
+    stuck = [next(step for step in steps if step not in done) for steps in walk if not set(steps) <= set(done)]
+    for run in (lambda: replay(walk), lambda: Schedule(programs).on(range(len(programs)))):
+        with pytest.raises(ValueError, match=r"wait for each other forever: ") as caught:
+            run()
+        told = str(caught.value).split(": ", 1)[1].split(", ")
+        assert sorted(each.split(" for ")[0] for each in told) == sorted(map(str, stuck))
+
+
+@fewer
+@given(problems(), st.data())
+def test_the_makespan_of_a_simulation(problem: Problem, data: st.DataObject):
+    schedule, costs, placement = problem
+    modes = data.draw(st.none() | MODES | st.lists(MODES, min_size=len(costs), max_size=len(costs)))
+    transfer = data.draw(exact_seconds | st.builds(Link, exact_seconds, st.sampled_from([16.0, float("inf")])))
+    given = {"checkpoint": modes, "placement": placement, "transfer": transfer}
+    assert makespan(schedule, costs, **given) == simulate(schedule, costs, **given).makespan
+
+
+@given(st.integers(0, 6), st.integers(1, 4), st.sampled_from(sorted(SCHEDULES)), st.data())
+def test_schedules_by_their_names(m: int, n: int, name: str, data: st.DataObject):
+    n *= 2 if name in V_SHAPED else 1
+    costs = data.draw(st.lists(stage_costs(), min_size=n, max_size=n))
+    modes = data.draw(MODES | st.lists(MODES, min_size=n, max_size=n))
+    timeline = simulate(name, costs, microbatches=m, checkpoint=modes)
+    assert makespan(name, costs, microbatches=m, checkpoint=modes) == timeline.makespan
+
+
+@given(names(), st.integers(0, 9), st.booleans(), st.data())
+def test_steps_made_while_they_are_read_are_those_of_the_schedule(
+    case: tuple[str, list[int]], m: int, alone: bool, data: st.DataObject
+):
+    name, placement = case
+    placement = [0] * len(placement) if alone else placement
+    stops = data.draw(st.lists(st.integers(0, m), min_size=len(placement), max_size=len(placement)))
+    split = data.draw(st.none() | st.sets(st.sampled_from(range(len(placement)))))
+    found = tuple(tuple((j, tuple(action)) for j, action in lane) for lane in lanes(name, m, placement, stops, split))
+    assert found == named(name, m, placement, stops, split).on(placement)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"checkpoint": "sometimes"}, "checkpoint: expected one of 'always', 'except_last', 'never', got 'sometimes'"),
+        ({"checkpoint": ["never"]}, "checkpoint: expected a mode for each of 2 stages, got 1"),
+        ({"placement": [0]}, "placement: expected one for each of the schedule's 2 stages, got 1"),
+    ],
+)
+def test_wrong_arguments(given: dict[str, object], message: str):
+    for run in (simulate, makespan):
+        with pytest.raises(ValueError, match=message):
+            run("1f1b", [StageCost(1, 1)] * 2, microbatches=2, **given)

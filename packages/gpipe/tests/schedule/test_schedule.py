@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule import Kind, Schedule, Step, fill_drain, validate
+from gpipe.schedule import Kind, Program, Schedule, Step, fill_drain, replay, validate
 
 from ..schedules import executed, needs, orders, placed, steps_of
 
@@ -31,18 +31,6 @@ def walked(draw: st.DrawFn) -> tuple[Schedule, list[int]]:
 
 class TestWalk:
     @given(walked())
-    def test_other_workers_keep_the_order_that_was_written(self, problem: tuple[Schedule, list[int]]) -> None:
-        schedule, placement = problem
-        walk = schedule.on(placement)
-        assert Counter(executed(walk)) == Counter(steps_of(schedule))
-        if schedule.walk is None:
-            return
-        for written in schedule.walk:
-            for steps in walk:
-                shared = [step for step in steps if step in written]
-                assert shared == [step for step in written if step in steps]
-
-    @given(walked())
     def test_each_worker_gets_the_steps_of_its_stages(self, problem: tuple[Schedule, list[int]]) -> None:
         schedule, placement = problem
         for worker, steps in enumerate(schedule.on(placement)):
@@ -50,6 +38,21 @@ class TestWalk:
         for j, program in enumerate(schedule):
             steps = schedule.on(placement)[placement[j]]
             assert tuple(action for stage, action in steps if stage == j) == program
+        assert Counter(executed(schedule.on(placement))) == Counter(steps_of(schedule))
+
+    @given(placed())
+    def test_nobody_idles_who_could_work(self, problem: tuple[tuple[Program, ...], list[int]]) -> None:
+        """Where no order was written, and each action takes one tick."""
+        programs, placement = problem
+        spans = replay(Schedule(programs).on(placement))
+        busy = {(placement[step.stage], span.start) for step, span in spans.items()}
+        for j, program in enumerate(programs):
+            ready = 0.0
+            for step in (Step(j, action) for action in program):
+                source = needs(step, set(spans))
+                ready = max(ready, spans[source].end if source else 0.0)
+                assert all((placement[j], tick) in busy for tick in range(int(ready), int(spans[step].start)))
+                ready = spans[step].end
 
     @given(walked(), walked())
     def test_equal_schedules_do_the_same_on_any_workers(
@@ -77,10 +80,14 @@ class TestWalk:
         with pytest.raises(ValueError, match=named):
             Schedule(programs, walk)
 
-    @pytest.mark.parametrize("placement", [[0, 0], [0, 1]])
-    def test_what_waits_for_ever_as_written_is_refused_anywhere(self, placement: list[int]) -> None:
-        with pytest.raises(ValueError, match="forever"):
-            validate(Schedule.parse("F0@0 B0@0 F0@1 B0@1"), 1, placement)
+    @pytest.mark.parametrize("text", ["F0@0 B0@0 F0@1 B0@1", "F0 B0 F1 B1 \n F0 F1 B0 B1"])
+    def test_what_waits_for_ever_is_refused(self, text: str) -> None:
+        schedule = Schedule.parse(text)
+        with pytest.raises(ValueError, match=r"wait for each other forever: .*B0@0 for B0@1 or I0@1"):
+            validate(schedule, 1 + ("F1" in text), [0, len(text.splitlines()) - 1])
+        if schedule.walk is None:
+            with pytest.raises(ValueError, match=r"wait for each other forever: .*B0@0 for B0@1 or I0@1"):
+                schedule.on([0, 0])
 
 
 class TestRecomputing:

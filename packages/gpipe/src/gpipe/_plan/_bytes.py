@@ -18,7 +18,7 @@ from profiler import LayerProfile
 
 from ..schedule import Kind
 from ..schedule._flags import StageMode, runs_of
-from ..schedule._orders import Order, drained, one_by_one, split_one_by_one
+from ..schedule._named import lanes
 from ..timeline._kept import freed, kept_bytes
 
 
@@ -99,12 +99,8 @@ def moments(schedule: str, mode: str, microbatches: int, stages: int, stage: int
     drains = schedule == "fill_drain"
     few = min(microbatches, 3 if drains else 2 * stages + 2)
     stop = {"never": 0, "except_last": few - 1, "always": few}[mode]
-    if drains:
-        order, more = drained(few, stop), microbatches - few
-    elif split:
-        order, more = split_one_by_one(few, stages - stage, stage, stop), 0
-    else:
-        order, more = one_by_one(few, stages - stage, stop), 0
+    more = microbatches - few if drains else 0
+    order = (action for _, action in lanes(schedule, few, range(stages), stop, None if split else ())[stage])
     every = list(_moments(order, stop, (more, 0) if mode == "never" else (0, more)))
     # As many as there may be at the end, which makes moments alike. Gradients may pile up before a slower stage.
     every = [each._replace(done=microbatches - 1 if each.begun else 0) for each in every]
@@ -114,7 +110,7 @@ def moments(schedule: str, mode: str, microbatches: int, stages: int, stage: int
     return _most(every)
 
 
-def _moments(order: Order, stop: int, before: tuple[int, int]) -> Iterator[Moment]:
+def _moments(order: Iterable[tuple[Kind, int]], stop: int, before: tuple[int, int]) -> Iterator[Moment]:
     """All moments of a stage that holds ``before`` already: micro-batches as a whole, and bare ones."""
     whole, bare, late, done = set[int](), set[int](), set[int](), 0
     for kind, i in order:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..schedule import Kind, Schedule, checkpoint_stops, named
 from ..schedule._flags import StageMode, scheduled
-from ..schedule._makespan import makespan
 from ..schedule._named import lanes
+from ..schedule._replay import makespan
 from ..timeline import StageCost
 from ._arguments import SCHEDULES
 from ._bytes import DeviceBytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-from ..schedule import SPLITTING, Choice, Kind, Schedule, Walk, fill_drain, halves, named, program_of, validate
+from ..schedule import SPLITTING, Action, Choice, Kind, Schedule, Step, Walk, fill_drain, halves, named, validate
+from ..schedule._named import lanes
 
 Size = tuple[int, tuple[int, ...], tuple[int, ...]]
 """What the order of steps depends on: micro-batches, checkpoint stops, and the worker of each stage."""
@@ -82,9 +83,8 @@ def _alone(
 ) -> Walk:
     """A walk in which only ``worker`` has steps."""
     splits = split if name in SPLITTING else None
-    stages = len(placement)
-    steps = program_of(name, microbatches, stages, worker, placement=placement, checkpoint_stop=stops, split=splits)
-    return (*[()] * worker, steps)
+    lane = lanes(name, microbatches, placement, stops, splits)[worker]
+    return (*[()] * worker, tuple(Step(j, Action(*action)) for j, action in lane))
 
 
 @lru_cache(maxsize=64)

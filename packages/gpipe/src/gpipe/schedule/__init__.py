@@ -16,9 +16,14 @@ from ._actions import Step as Step
 from ._actions import Walk as Walk
 from ._actions import requirement as requirement
 from ._builders import clock_cycles as clock_cycles
+from ._builders import dualpipev as dualpipev
 from ._builders import fill_drain as fill_drain
 from ._builders import halves as halves
+from ._builders import interleaved as interleaved
+from ._builders import interleaved_zero_bubble as interleaved_zero_bubble
+from ._builders import looped_bfs as looped_bfs
 from ._builders import one_forward_one_backward as one_forward_one_backward
+from ._builders import zbv as zbv
 from ._builders import zero_bubble as zero_bubble
 from ._choice import SPLIT_SECONDS as SPLIT_SECONDS
 from ._choice import TIE as TIE
@@ -26,25 +31,17 @@ from ._choice import Choice as Choice
 from ._choice import Seconds as Seconds
 from ._choice import choose as choose
 from ._choice import worth_splitting as worth_splitting
-from ._looped import interleaved as interleaved
-from ._looped import interleaved_zero_bubble as interleaved_zero_bubble
-from ._looped import looped_bfs as looped_bfs
-from ._looped import looped_placement as looped_placement
-from ._merge import merge as merge
-from ._merge import start_ticks as start_ticks
 from ._modes import CHECKPOINT_MODES as CHECKPOINT_MODES
 from ._modes import Stops as Stops
 from ._modes import checkpoint_stops as checkpoint_stops
 from ._named import SCHEDULES as SCHEDULES
 from ._named import SPLITTING as SPLITTING
+from ._named import looped_placement as looped_placement
 from ._named import named as named
-from ._program import program_of as program_of
 from ._replay import Span as Span
 from ._replay import replay as replay
 from ._schedule import Schedule as Schedule
-from ._v_shaped import dualpipev as dualpipev
 from ._v_shaped import v_placement as v_placement
-from ._v_shaped import zbv as zbv
 from ._validate import in_flight as in_flight
 from ._validate import validate as validate
 
@@ -75,13 +72,10 @@ __all__ = [
     "interleaved_zero_bubble",
     "looped_bfs",
     "looped_placement",
-    "merge",
     "named",
     "one_forward_one_backward",
-    "program_of",
     "replay",
     "requirement",
-    "start_ticks",
     "v_placement",
     "validate",
     "worth_splitting",

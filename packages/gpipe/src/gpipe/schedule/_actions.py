@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -78,3 +79,9 @@ def requirement(step: Step) -> tuple[Step, ...]:
     if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
         return Step(stage + 1, Action(Kind.BACKWARD, i)), Step(stage + 1, Action(Kind.BACKWARD_INPUT, i))
     return ()
+
+
+def deadlock(waiting: Iterable[Step]) -> ValueError:
+    """The error for steps of which none will ever have its input."""
+    told = (f"{step} for {' or '.join(map(str, requirement(step)))}" for step in waiting)
+    return ValueError(f"the workers wait for each other forever: {', '.join(told)}")

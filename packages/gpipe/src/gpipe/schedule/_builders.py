@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from ._actions import Action, Kind, Program
-from ._modes import Stops, stop_of_each
-from ._orders import Order, drained, one_by_one, split_one_by_one
+from ._actions import Kind, Program
+from ._modes import Stops
+from ._named import looped_placement, named
 from ._schedule import Schedule
-
-Making = Callable[[int], Order]
-"""A function from the number of a stage to its order."""
+from ._v_shaped import v_placement
 
 
 def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
@@ -56,12 +54,7 @@ def fill_drain(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Sc
     >>> print(fill_drain(2, 1, checkpoint_stop=1))
     F0 F1 B1 R0 B0
     """
-    return schedule_by_stage(drain_orders(microbatches, stages, checkpoint_stop), stages)
-
-
-def drain_orders(microbatches: int, stages: int, checkpoint_stop: Stops) -> Making:
-    stops = stop_of_each(checkpoint_stop, stages)
-    return lambda j: drained(microbatches, stops[j])
+    return named("fill_drain", microbatches, range(stages), checkpoint_stop)
 
 
 def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: Stops = 0) -> Schedule:
@@ -83,12 +76,7 @@ def one_forward_one_backward(microbatches: int, stages: int, checkpoint_stop: St
     Raises:
         ValueError: ``checkpoint_stop`` has another length.
     """
-    return schedule_by_stage(one_by_one_orders(microbatches, stages, checkpoint_stop), stages)
-
-
-def one_by_one_orders(microbatches: int, stages: int, checkpoint_stop: Stops) -> Making:
-    stops = stop_of_each(checkpoint_stop, stages)
-    return lambda j: one_by_one(microbatches, stages - j, stops[j])
+    return named("1f1b", microbatches, range(stages), checkpoint_stop)
 
 
 def zero_bubble(
@@ -116,25 +104,150 @@ def zero_bubble(
     Raises:
         ValueError: ``checkpoint_stop`` has another length.
     """
-    return schedule_by_stage(split_orders(microbatches, stages, checkpoint_stop, split), stages)
+    return named("zero_bubble", microbatches, range(stages), checkpoint_stop, split)
 
 
-def split_orders(
-    microbatches: int, stages: int, checkpoint_stop: Stops, split: Collection[int] | None = None
-) -> Making:
-    stops = stop_of_each(checkpoint_stop, stages)
+def interleaved(microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0) -> Schedule:
+    """1F1B with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
 
-    def order(j: int) -> Order:
-        if split is not None and j not in split:
-            return one_by_one(microbatches, stages - j, stops[j])
-        return split_one_by_one(microbatches, stages - j, j, stops[j])
+    Groups of k micro-batches go through the first stage of every worker, then through the second stages, and so on.
+    With v = n / k stages on each worker, the bubble is that of k stages divided by v, if m is divisible by k. Worker r
+    holds at most 2(k − r − 1) + (v − 1)k + 1 micro-batches of one stage.
 
-    return order
+    Source: Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2).
+
+    Args:
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
+        workers: k, the number of workers.
+        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+
+    Returns:
+        A program for each stage.
+
+    Raises:
+        ValueError: the number of stages is not divisible by that of workers, or ``checkpoint_stop`` has another length.
+    """
+    return named("interleaved", microbatches, looped_placement(stages, workers), checkpoint_stop)
 
 
-def schedule_by_stage(order: Making, stages: int) -> Schedule:
-    """The schedule in which each stage has the actions that ``order`` returns for it."""
-    return Schedule(map(Action._make, order(j)) for j in range(stages))
+def looped_bfs(microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0) -> Schedule:
+    """Fill-drain with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
+
+    Breadth first: a worker computes all micro-batches on one of its stages before it begins the next stage, and the
+    backwards in reverse. So the forwards of a stage are consecutive, and so are its backwards: replicas can gather its
+    parameters, and reduce its gradients, once each. With v = n / k stages on each worker and m ≥ k, a worker is idle
+    for (k − 1)(f + b), where f and b are the times of a forward and a backward of one stage: as under fill-drain with k
+    stages, but these stages are v times smaller. A worker holds v·m micro-batches of one stage, as much as under
+    fill-drain.
+
+    Source: Breadth-First Pipeline Parallelism (Lamy-Poirier, arXiv 2211.05953)::
+
+        F0@0 F1@0 F0@2 F1@2 .    .    B1@2 B0@2 B1@0 B0@0
+        .    F0@1 F1@1 F0@3 F1@3 B1@3 B0@3 B1@1 B0@1 .
+
+    Args:
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
+        workers: k, the number of workers.
+        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+
+    Returns:
+        A program for each stage.
+
+    Raises:
+        ValueError: the number of stages is not divisible by that of workers, or ``checkpoint_stop`` has another length.
+    """
+    return named("looped_bfs", microbatches, looped_placement(stages, workers), checkpoint_stop)
+
+
+def interleaved_zero_bubble(
+    microbatches: int, stages: int, workers: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None
+) -> Schedule:
+    """Zero bubble with v stages on each worker, stage j on worker j mod k: the bubble is v times smaller.
+
+    :func:`interleaved` with split backwards. Worker r delays the weights of r micro-batches, and computes k − r − 1
+    fewer forwards in advance. If m is divisible by k, a worker is idle for (k − 1)(f + i − w), where f, i and w are the
+    times of a forward and both parts of the backward of one stage, with w ≤ i ≤ f; if no backward is split, for (k −
+    1)(f + b), as under interleaved. It holds at most n micro-batches of one stage, as much as k micro-batches of all of
+    its v = n / k stages. With one stage on each worker it is :func:`gpipe.schedule.zero_bubble`.
+
+    Source: ZB-H1 (Qi et al., arXiv 2401.10241) on the loops of Megatron-LM (Narayanan et al., arXiv 2104.04473).
+
+    Args:
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages.
+        workers: k, the number of workers.
+        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        split: the stages whose backward is split, by default all.
+
+    Returns:
+        A program for each stage.
+
+    Raises:
+        ValueError: the number of stages is not divisible by that of workers, or ``checkpoint_stop`` has another length.
+    """
+    return named("interleaved_zero_bubble", microbatches, looped_placement(stages, workers), checkpoint_stop, split)
+
+
+def zbv(microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None) -> Schedule:
+    """ZB-V: no bubble, and no more activations than under 1F1B.
+
+    Stage j is on worker j in the first half, and on worker n − 1 − j in the second, so the last stage, where backwards
+    begin, is on the first worker. If a forward and both parts of the backward of a stage each take the time f, and m ≥
+    n − 1, none of the k = n / 2 workers waits between its first step and its last. Worker r begins at r·f, and the step
+    ends at (6m + k − 1)f. Each worker holds at most n micro-batches of one stage, as much as the k micro-batches of two
+    stages that the first worker holds under 1F1B.
+
+    Source: ZB-V (Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362)::
+
+        F0@0 F1@0 F2@0 F0@3 I0@3 W0@3 F1@3 I1@3 W1@3 I0@0 W0@0 F2@3 I2@3 W2@3 I1@0 W1@0 I2@0 W2@0 .
+        .    F0@1 F0@2 F1@1 F1@2 I0@2 W0@2 F2@1 I0@1 W0@1 F2@2 I1@2 W1@2 I1@1 I2@2 I2@1 W1@1 W2@2 W2@1
+
+    Args:
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages, which is even.
+        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        split: the stages whose backward is split, by default all; the others compute it at the place of its first part.
+
+    Returns:
+        A program for each stage.
+
+    Raises:
+        ValueError: the number of stages is odd, or ``checkpoint_stop`` has another length.
+    """
+    return named("zbv", microbatches, v_placement(stages), checkpoint_stop, split)
+
+
+def dualpipev(
+    microbatches: int, stages: int, checkpoint_stop: Stops = 0, split: Collection[int] | None = None
+) -> Schedule:
+    """DualPipeV: in the middle of the run, forwards of one half are paired with backwards of the other.
+
+    This is the half of DualPipe that has each parameter once, with stages placed as for :func:`zbv`. The forward and
+    the backward of a pair are independent, so the transfers of one overlap with the computation of the other. Backwards
+    are split at the begin and the end of the run only, where that lets a worker begin earlier.
+
+    Let f be the time of a forward of a stage, b that of a whole backward, w that of its part for the weights, and f&b
+    that of a pair. The published bubble is (k − 1)(f&b + b − 3w) on k = n / 2 workers, for m ≥ n. Here the two actions
+    of a pair run one after the other, so f&b = f + b, and the bubble is at most that if f ≤ b and 2w ≤ b; if f = w and
+    b = 2f it is (k − 1)f. Each worker holds at most n + 1 micro-batches of one stage.
+
+    Source: DualPipe (DeepSeek-V3, arXiv 2412.19437), and DualPipeV, https://github.com/deepseek-ai/DualPipe.
+
+    Args:
+        microbatches: m, the number of micro-batches.
+        stages: n, the number of stages, which is even.
+        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
+        split: the stages that split backwards, by default all; the others compute them at the place of the first part.
+
+    Returns:
+        A program for each stage.
+
+    Raises:
+        ValueError: the number of stages is odd, or ``checkpoint_stop`` has another length.
+    """
+    return named("dualpipev", microbatches, v_placement(stages), checkpoint_stop, split)
 
 
 def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ._actions import Kind
-from ._makespan import makespan
 from ._modes import Stops
 from ._named import lanes
+from ._replay import makespan
 
 SPLIT_SECONDS = 2e-3
 """Seconds: a shorter backward is not worth splitting.

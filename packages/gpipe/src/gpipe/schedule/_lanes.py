@@ -1,51 +1,94 @@
-"""The steps of a worker of several stages, as generators: long schedules need not be in memory."""
+"""The steps of each worker under the schedules with one stage on a worker, or several in loops.
+
+They are generators, so long schedules need not be in memory. Worker r of k has the stages r, r + k, r + 2k, and so on;
+with k = n, the number of stages, each worker has one. Micro-batches come in groups of k, and so steps of some that do
+not exist are made too; :func:`adapted` leaves them out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
-from ._actions import Action, Kind, Step
-from ._makespan import Lane
-from ._modes import Stops, stop_of_each
-from ._schedule import Schedule
+from ._actions import Kind
+from ._replay import Lane
 
 Steps = Iterator[tuple[int, tuple[Kind, int]]]
 """A :data:`Lane` as a generator."""
 
+_F, _R, _B, _I, _W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
-def adapted(
-    lanes: Iterable[Lane], microbatches: int, stages: int, checkpoint_stop: Stops, split: Collection[int] | None = None
-) -> list[Lane]:
-    """The lanes of all workers, with recomputations and split backwards.
+
+def drained(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+    """All forwards of each stage in turn, then all backwards in reverse."""
+    own = range(worker, stages, workers)
+    for j in own:
+        for i in range(microbatches):
+            yield j, (_F, i)
+    for j in reversed(own):
+        for i in reversed(range(microbatches)):
+            yield j, (_B, i)
+
+
+def one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+    """Forward and backward in turn, after as many forwards as it takes until the first gradient is there."""
+    return _in_turn(microbatches, workers, range(worker, stages, workers), ahead=stages - worker - 1)
+
+
+def eager_one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+    """The same with more forwards in advance, as published."""
+    return _in_turn(microbatches, workers, range(worker, stages, workers), ahead=stages + workers - 2 * (worker + 1))
+
+
+def split_one_by_one(microbatches: int, stages: int, workers: int, worker: int) -> Steps:
+    """:func:`one_by_one` with split backwards; those for the weights come ``worker`` micro-batches later."""
+    weights: deque[tuple[int, tuple[Kind, int]]] = deque()
+    for j, (kind, i) in one_by_one(microbatches, stages, workers, worker):
+        if kind is _F:
+            yield j, (kind, i)
+            continue
+        yield j, (_I, i)
+        weights.append((j, (_W, i)))
+        if len(weights) > worker:
+            yield weights.popleft()
+    yield from weights
+
+
+def _in_turn(microbatches: int, workers: int, own: range, ahead: int) -> Steps:
+    """``ahead`` forwards, then forward and backward in turn; the stage changes after each group of k micro-batches."""
+    forwards = _in_groups(microbatches, workers, own, _F)
+    yield from islice(forwards, max(0, ahead))
+    for backward in _in_groups(microbatches, workers, own[::-1], _B):
+        forward = next(forwards, None)
+        if forward is not None:
+            yield forward
+        yield backward
+
+
+def _in_groups(microbatches: int, workers: int, own: Iterable[int], kind: Kind) -> Steps:
+    for first in range(0, microbatches, workers):
+        for j in own:
+            for i in range(first, first + workers):
+                yield j, (kind, i)
+
+
+def adapted(lane: Lane, microbatches: int, stops: tuple[int, ...], whole: frozenset[int]) -> Steps:
+    """The steps of a worker with recomputations, and without what is not to be done.
 
     Args:
-        lanes: the steps of each worker. Steps of micro-batches that do not exist are left out, which causes no
-            deadlock: micro-batches do not depend on each other.
+        lane: the steps. Those of micro-batches that do not exist are left out, which causes no deadlock: micro-batches
+            do not depend on each other.
         microbatches: the number of micro-batches.
-        stages: the number of stages.
-        checkpoint_stop: micro-batches below it are checkpointed; a number, or one for each stage.
-        split: the stages whose backward may be split, by default all.
-
-    Raises ValueError if ``checkpoint_stop`` has another length.
+        stops: for each stage, the number below which micro-batches are checkpointed.
+        whole: the stages whose backward is not split.
     """
-    stops = stop_of_each(checkpoint_stop, stages)
-    whole = frozenset() if split is None else frozenset(range(stages)).difference(split)
-    return [_adapted(lane, microbatches, stops, whole) for lane in lanes]
-
-
-def _adapted(lane: Lane, microbatches: int, stops: tuple[int, ...], whole: frozenset[int]) -> Steps:
     for j, (kind, i) in lane:
-        if i >= microbatches or (j in whole and kind is Kind.BACKWARD_WEIGHT):
+        if i >= microbatches or (kind is _W and j in whole):
             continue
-        if i < stops[j] and kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            yield j, (Kind.RECOMPUTE, i)
-        yield j, (Kind.BACKWARD if j in whole and kind is Kind.BACKWARD_INPUT else kind, i)
-
-
-def schedule_by_worker(lanes: Iterable[Lane], stages: int) -> Schedule:
-    """The schedule in which each worker does the steps of its lane."""
-    walk = tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in lanes)
-    programs: list[list[Action]] = [[] for _ in range(stages)]
-    for step in (step for steps in walk for step in steps):
-        programs[step.stage].append(step.action)
-    return Schedule(programs, walk)
+        if kind is _F or kind is _W:
+            yield j, (kind, i)
+            continue
+        if i < stops[j]:
+            yield j, (_R, i)
+        yield j, (_B if j in whole else kind, i)

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
-from ._actions import Program, Step, Walk
-from ._replay import Span, replay, replay_programs
-
-
-def start_ticks(programs: Sequence[Program], placement: Sequence[int]) -> dict[Step, int]:
-    """The tick at which each step starts, if every action takes one tick and stage j is on worker ``placement[j]``.
-
-    If several stages of a worker could start at the same tick, the last one starts: so micro-batches leave the pipeline
-    earlier, and fewer are held.
-
-    Args:
-        programs: the program of each stage.
-        placement: the worker of each stage, counted from 0.
-
-    Returns:
-        The tick of each step, counted from 0, in the order of ticks.
-
-    Raises:
-        ValueError: the programs wait for each other forever; the message names the steps.
-    """
-    spans = replay_programs(programs, placement)
-    return {step: int(spans[step].start) for step in _in_order(spans)}
+from ._actions import Program, Step, Walk, deadlock, requirement
 
 
 def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
-    """The steps of each worker: the programs of its stages in the order of :func:`start_ticks`.
+    """The steps of each worker, if every action takes one tick and each starts as soon as it can.
 
-    With all stages on one worker this is an order in which nothing ever waits.
+    If several stages of a worker could start at the same tick, the last one starts: so micro-batches leave the pipeline
+    earlier, and fewer are held. With all stages on one worker this is an order in which nothing ever waits.
 
     Args:
         programs: the program of each stage.
@@ -43,29 +24,25 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
     Raises:
         ValueError: the programs wait for each other forever; the message names the steps.
 
-    >>> from gpipe.schedule import fill_drain, halves
-    >>> print(*merge(halves(fill_drain(2, 2))[0], (0, 0))[0])
-    F0@0 F0@1 F1@0 F1@1
+    >>> from gpipe.schedule import fill_drain
+    >>> print(*merge(fill_drain(2, 2), (0, 0))[0])
+    F0@0 F0@1 F1@0 F1@1 B1@1 B1@0 B0@1 B0@0
     """
-    return _dealt(replay_programs(programs, placement), placement)
+    upcoming = [[Step(j, action) for action in reversed(program)] for j, program in enumerate(programs)]
+    present, done = set(chain.from_iterable(upcoming)), set[Step]()
+    walk: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
+    owns = [[j for j in reversed(range(len(programs))) if placement[j] == worker] for worker in range(len(walk))]
 
+    def is_ready(step: Step) -> bool:
+        sources = present.intersection(requirement(step))
+        return not sources or not done.isdisjoint(sources)
 
-def deal(walk: Walk, placement: Sequence[int]) -> Walk:
-    """The steps of ``walk`` for other workers, stage j on ``placement[j]``, in the order in which they begin in
-    ``walk``.
-
-    Raises ValueError as :func:`replay` does.
-    """
-    return _dealt(replay(walk), placement)
-
-
-def _dealt(spans: Mapping[Step, Span], placement: Sequence[int]) -> Walk:
-    workers: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
-    for step in _in_order(spans):
-        workers[placement[step.stage]].append(step)
-    return tuple(map(tuple, workers))
-
-
-def _in_order(spans: Mapping[Step, Span]) -> list[Step]:
-    # Steps that begin at the same time do not depend on each other, so any order among them is valid.
-    return sorted(spans, key=lambda step: (spans[step].start, -step.stage))
+    while heads := [queue[-1] for queue in upcoming if queue]:
+        ready = {step.stage: step for step in heads if is_ready(step)}
+        begun = [ready[next(j for j in own if j in ready)] for own in owns if not ready.keys().isdisjoint(own)]
+        if not begun:
+            raise deadlock(heads)
+        for step in begun:  # only now: what ends at this tick is there at the next
+            walk[placement[step.stage]].append(upcoming[step.stage].pop())
+        done.update(begun)
+    return tuple(map(tuple, walk))

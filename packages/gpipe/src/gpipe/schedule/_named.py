@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import repeat
 
 from .._meant import did_you_mean
-from ._builders import Making, drain_orders, one_by_one_orders, schedule_by_stage, split_orders
-from ._lanes import schedule_by_worker
-from ._looped import interleaved_lanes, interleaved_zero_bubble_lanes, looped_bfs_lanes, looped_placement
-from ._makespan import Lane
-from ._modes import Stops
+from ._actions import Action, Step
+from ._lanes import Steps, adapted, drained, eager_one_by_one, one_by_one, split_one_by_one
+from ._modes import Stops, stop_of_each
+from ._replay import Lane
 from ._schedule import Schedule
-from ._v_shaped import dualpipev_lanes, v_placement, zbv_lanes
+from ._v_shaped import dualpipev_steps, v_placement, zbv_steps
+
+_MAKERS: dict[str, Callable[[int, int, int, int], Steps]] = {
+    "fill_drain": drained,
+    "1f1b": one_by_one,
+    "interleaved": eager_one_by_one,
+    "looped_bfs": drained,
+    "zero_bubble": split_one_by_one,
+    "interleaved_zero_bubble": split_one_by_one,
+    "zbv": zbv_steps,
+    "dualpipev": dualpipev_steps,
+}
+"""By name, the steps of a worker for m micro-batches, n stages and k workers, and its number."""
+
+_LOOPED = ("interleaved", "looped_bfs", "interleaved_zero_bubble")
+_V_SHAPED = ("zbv", "dualpipev")
+
+SPLITTING = ("zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev")
+"""The names of the schedules that split backwards."""
 
 
 def named(
@@ -42,13 +58,12 @@ def named(
     F0@0 F0@3 I0@3 W0@3 I0@0 W0@0
     F0@1 F0@2 I0@2 W0@2 I0@1 W0@1
     """
-    expect_name(name, SCHEDULES)
-    name, stages = name.lower(), len(placement)
-    _expect_fitting(name, placement)
-    if name in _ORDERS:
-        return schedule_by_stage(_ORDERS[name](microbatches, stages, checkpoint_stop, split), stages)
-    workers = len(set(placement))
-    return schedule_by_worker(_LANES[name](microbatches, stages, workers, checkpoint_stop, split), stages)
+    own = _made(name, microbatches, _own_placement(name, placement), checkpoint_stop, split)
+    walk = tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in own)
+    programs: list[list[Action]] = [[] for _ in placement]
+    for step in (step for steps in walk for step in steps):
+        programs[step.stage].append(step.action)
+    return Schedule(programs, walk)
 
 
 def lanes(
@@ -58,21 +73,71 @@ def lanes(
     checkpoint_stop: Stops = 0,
     split: Collection[int] | None = None,
 ) -> Sequence[Lane]:
-    """The steps of each worker under :func:`named`; generated while they are read, for the usual placement."""
-    expect_name(name, SCHEDULES)
-    name, stages = name.lower(), len(placement)
-    _expect_fitting(name, placement)
-    if name in _ORDERS and list(placement) == list(range(stages)):
-        order = _ORDERS[name](microbatches, stages, checkpoint_stop, split)
-        return [zip(repeat(j), order(j), strict=False) for j in range(stages)]
-    if name in _LANES and list(placement) != [0] * stages:
-        return _LANES[name](microbatches, stages, len(set(placement)), checkpoint_stop, split)
+    """The steps of each worker under :func:`named`.
+
+    They are made while they are read, unless stages share workers that the schedule would keep apart. So each of many
+    processes can make its own alone.
+    """
+    own = _own_placement(name, placement)
+    if own == list(placement):
+        return _made(name, microbatches, own, checkpoint_stop, split)
     return named(name, microbatches, placement, checkpoint_stop, split).on(placement)
+
+
+def _made(name: str, m: int, own: Sequence[int], stop: Stops, split: Collection[int] | None) -> list[Steps]:
+    stages, workers, make = len(own), len(set(own)), _MAKERS[name.lower()]
+    stops = stop_of_each(stop, stages)
+    whole = frozenset() if split is None else frozenset(range(stages)).difference(split)
+    return [adapted(make(m, stages, workers, r), m, stops, whole) for r in range(workers)]
 
 
 def usual_placement(name: str, stages: int) -> list[int]:
     """The default worker of each stage: that of a V for schedules that need it, else one worker for each stage."""
     return v_placement(stages) if name.lower() in _V_SHAPED else list(range(stages))
+
+
+def looped_placement(stages: int, workers: int) -> list[int]:
+    """The worker of each stage if stage j is on worker j mod k.
+
+    Args:
+        stages: n, the number of stages.
+        workers: k, the number of workers.
+
+    Returns:
+        For each stage, the number of its worker.
+
+    Raises:
+        ValueError: the number of stages is not divisible by that of workers.
+
+    >>> looped_placement(6, 2)
+    [0, 1, 0, 1, 0, 1]
+    """
+    if workers < 1 or stages % workers:
+        raise ValueError(
+            f"loops deal the same number of stages to every worker: {stages} stages do not go evenly on "
+            f"{workers} workers; choose a balance with a multiple of {workers} partitions"
+        )
+    return [j % workers for j in range(stages)]
+
+
+def _own_placement(name: str, placement: Sequence[int]) -> list[int]:
+    """The placement for which the schedule is made. Raises ValueError if it cannot be used on ``placement``."""
+    expect_name(name, SCHEDULES)
+    workers = len(set(placement))
+    if name.lower() in _LOOPED and placement:
+        own = looped_placement(len(placement), workers)
+        wanted = "takes the workers in turn, as in devices=[0, 1, 0, 1], or ['cpu:0', 'cpu:1'] * 2 on the CPU"
+    elif name.lower() in _V_SHAPED and workers != 1:
+        own = v_placement(len(placement))
+        wanted = (
+            "goes down all workers and up again, as in devices=[0, 1, 1, 0], or ['cpu:0', 'cpu:1', 'cpu:1', 'cpu:0'] "
+            "on the CPU"
+        )
+    else:  # a single worker, as in an inline run, can do the steps of all workers
+        return usual_placement(name, len(placement))
+    if own != list(placement):
+        raise ValueError(f"schedule={name!r} {wanted}; these stages are on workers {list(placement)}")
+    return own
 
 
 def expect_name(name: str, names: Iterable[str]) -> None:
@@ -94,52 +159,5 @@ def expect_schedule(schedule: object, names: Iterable[str]) -> None:
         )
 
 
-def _expect_fitting(name: str, placement: Sequence[int]) -> None:
-    """Raise ValueError unless ``placement`` is one that the schedule called ``name`` can use."""
-    workers = len(set(placement))
-    if name in _LOOPED and list(placement) != looped_placement(len(placement), workers):
-        wanted = "takes the workers in turn, as in devices=[0, 1, 0, 1], or ['cpu:0', 'cpu:1'] * 2 on the CPU"
-    # A single worker, as in an inline run, does the steps of all workers in their order.
-    elif name in _V_SHAPED and workers > 1 and list(placement) != v_placement(len(placement)):
-        wanted = (
-            "goes down all workers and up again, as in devices=[0, 1, 1, 0], or ['cpu:0', 'cpu:1', 'cpu:1', 'cpu:0'] "
-            "on the CPU"
-        )
-    else:
-        return
-    raise ValueError(f"schedule={name!r} {wanted}; these stages are on workers {list(placement)}")
-
-
-_LOOPED = ("interleaved", "looped_bfs", "interleaved_zero_bubble")
-_V_SHAPED = ("zbv", "dualpipev")
-_ORDERS: dict[str, Callable[[int, int, Stops, Collection[int] | None], Making]] = {
-    "fill_drain": lambda m, n, stop, split: drain_orders(m, n, stop),
-    "1f1b": lambda m, n, stop, split: one_by_one_orders(m, n, stop),
-    "zero_bubble": split_orders,
-}
-_LANES: dict[str, Callable[[int, int, int, Stops, Collection[int] | None], list[Lane]]] = {
-    "interleaved": lambda m, n, k, stop, split: interleaved_lanes(m, n, k, stop),
-    "looped_bfs": lambda m, n, k, stop, split: looped_bfs_lanes(m, n, k, stop),
-    "interleaved_zero_bubble": interleaved_zero_bubble_lanes,
-    "zbv": lambda m, n, k, stop, split: zbv_lanes(m, n, stop, split),
-    "dualpipev": lambda m, n, k, stop, split: dualpipev_lanes(m, n, stop, split),
-}
-
-
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    name: partial(named, name)
-    for name in (
-        "fill_drain",
-        "1f1b",
-        "interleaved",
-        "looped_bfs",
-        "zero_bubble",
-        "interleaved_zero_bubble",
-        "zbv",
-        "dualpipev",
-    )
-}
+SCHEDULES: dict[str, Callable[..., Schedule]] = {name: partial(named, name) for name in _MAKERS}
 """By name, a function that makes the schedule: :func:`named` without its first argument."""
-
-SPLITTING = ("zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev")
-"""The names of the schedules that split backwards."""

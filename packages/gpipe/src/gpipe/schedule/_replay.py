@@ -1,17 +1,25 @@
 """The replay: when the steps of a schedule run, computed from their durations.
 
-Every figure of time comes from here: in which order the stages of a worker take turns (:func:`gpipe.schedule.merge`),
-simulated timelines, the choice of a schedule, and the seconds of a plan. Where nothing depends on who comes first,
-``_makespan.py`` computes the end alone, by the same sums, some ten times as fast.
+Every figure of time comes from here: simulated timelines, the choice of a schedule, the seconds of a plan, and which of
+several failures was due first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from ._actions import Program, Step, Walk, requirement
+from ._actions import Action, Kind, Step, Walk, deadlock
+
+Lane = Iterable[tuple[int, tuple[Kind, int]]]
+"""The steps of a worker, in order: ``(stage, (kind, microbatch))``."""
+
+KindSeconds = Sequence[Mapping[Kind, float]]
+"""For each stage, the duration of an action by its kind."""
+
+_FORWARD, _INSIDE = Kind.FORWARD, (Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)
 
 
 class Span(NamedTuple):
@@ -27,107 +35,109 @@ class Span(NamedTuple):
     wait: float
 
 
-def replay(
-    walk: Walk,
-    duration: Callable[[Step], float] = lambda step: 1,
-    transfer: Callable[[Step, Step], float] = lambda source, target: 0,
-) -> dict[Step, Span]:
+def replay(walk: Walk, seconds: KindSeconds | None = None, hops: Sequence[float] | None = None) -> dict[Step, Span]:
     """The time at which each step of ``walk`` runs, if each starts as soon as it can.
 
     Args:
-        walk: the steps of each worker, in order.
-        duration: returns the time that a step takes; 1 by default.
-        transfer: returns the time between the end of a step and the arrival of its result at the step that needs it;
-            0 by default.
+        walk: the steps of each worker, in order. Every stage does the forward of every micro-batch, or none. If a stage
+            does backwards, so do all later stages.
+        seconds: for each stage, the duration of an action by its kind; by default every action takes 1.
+        hops: for each stage, the time of a transfer from the stage before, and of a gradient back to it; 0 by default.
 
     Returns:
         The span of each step.
 
     Raises:
         ValueError: the workers wait for each other forever; the message names the steps.
+
+    >>> from gpipe.schedule import fill_drain
+    >>> max(span.end for span in replay(fill_drain(8, 4).on(range(4))).values())
+    22.0
     """
-    return _WorkerEvents([[steps] for steps in walk], duration, transfer).spans()
+    steps = list(chain.from_iterable(walk))
+    stages = 1 + max((step.stage for step in steps), default=-1)
+    microbatches = 1 + max((step.action.microbatch for step in steps), default=-1)
+    spans: dict[Step, Span] = {}
+    seconds = [dict.fromkeys(Kind, 1.0)] * stages if seconds is None else seconds
+    _run(walk, microbatches, seconds, [0.0] * stages if hops is None else hops, spans)
+    return spans
 
 
-def replay_programs(programs: Sequence[Program], placement: Sequence[int]) -> dict[Step, Span]:
-    """The same for stages without an order on their worker: of those that could start, the last one does."""
-    queues: list[list[list[Step]]] = [[] for _ in range(max(placement, default=-1) + 1)]
-    for j in reversed(range(len(programs))):
-        queues[placement[j]].append([Step(j, action) for action in programs[j]])
-    return _WorkerEvents(queues, lambda step: 1, lambda source, target: 0).spans()
+def makespan(lanes: Sequence[Lane], microbatches: int, seconds: KindSeconds, hops: Sequence[float]) -> float:
+    """The time at which the last worker finishes under :func:`replay`.
 
-
-class _WorkerEvents:
-    """Events in the order of time, because which step of a worker is ready first is known only then.
+    Steps are read once and not kept, so ``lanes`` may be generators, and a thousand stages fit into memory.
 
     Args:
-        queues: for each worker, the sequences of steps between which it chooses; it takes the first that is ready.
-        duration: of a step.
-        transfer: between the end of a step and the arrival of its result.
+        lanes: the steps of each worker.
+        microbatches: the number of micro-batches.
+        seconds, hops: as for :func:`replay`.
+
+    Returns:
+        The time, in the unit of ``seconds``.
+
+    Raises:
+        ValueError: the workers wait for each other forever.
+    """
+    return _run(lanes, microbatches, seconds, hops, None)
+
+
+def _run(
+    lanes: Sequence[Lane],
+    microbatches: int,
+    seconds: KindSeconds,
+    hops: Sequence[float],
+    spans: dict[Step, Span] | None,
+) -> float:
+    """Let the workers take turns, each until it has no input, and return when the last one ends."""
+    mail, clocks = _Mail(microbatches, hops), [0.0] * len(lanes)
+    workers = [_worker(lane, mail, seconds, spans, clocks, number) for number, lane in enumerate(lanes)]
+    before: list[tuple[int, tuple[Kind, int]]] = []
+    while blocked := [step for worker in workers if (step := next(worker, None)) is not None]:
+        if blocked == before:
+            raise deadlock(Step(j, Action(*action)) for j, action in blocked)
+        before = blocked
+    return max(clocks, default=0.0)
+
+
+class _Mail:
+    """When values and gradients arrive, by stage and micro-batch; negative until that is known.
+
+    In arrays, since an object for each step would be far slower. The last row takes what leaves the pipeline and is not
+    read: outputs have index n, gradients of the input have index -1.
     """
 
-    def __init__(
-        self,
-        queues: Sequence[Sequence[Sequence[Step]]],
-        duration: Callable[[Step], float],
-        transfer: Callable[[Step, Step], float],
-    ) -> None:
-        self._upcoming = [[list(reversed(queue)) for queue in own] for own in queues]
-        worker_of = {step: worker for worker, own in enumerate(queues) for queue in own for step in queue}
-        self._worker = worker_of
-        self._needs = {
-            step: next((each for each in requirement(step) if each in worker_of), None) for step in worker_of
-        }
-        self._needed_by = {source: step for step, source in self._needs.items() if source is not None}
-        self._duration, self._transfer = duration, transfer
-        self._arrived: dict[Step, float] = {}
-        self._clocks = [0.0] * len(queues)
-        self._busy = [False] * len(queues)
-        # When something happens, and whether it is the arrival of what a step needs rather than its end.
-        self._events: list[tuple[float, bool, Step]] = []
-        self._spans: dict[Step, Span] = {}
+    def __init__(self, microbatches: int, hops: Sequence[float]) -> None:
+        there, stages = array("d", [0.0]) * microbatches, len(hops)
+        unknown = [array("d", [-1.0]) * microbatches for _ in range(2 * stages)]
+        self.values = [there, *unknown[:stages]]
+        self.gradients = [*unknown[stages : 2 * stages - 1], there, array("d", there)]
+        self.hops = [*hops, 0.0]
 
-    def spans(self) -> dict[Step, Span]:
-        for worker in range(len(self._upcoming)):
-            self._go_on(worker)
-        while self._events:
-            now, touched = self._events[0][0], dict[int, None]()
-            # All that happens at one time is known before a worker chooses.
-            while self._events and self._events[0][0] == now:
-                _, arrives, step = heappop(self._events)
-                if arrives:
-                    self._arrived[step] = now
-                else:
-                    self._end(step, now)
-                touched[self._worker[step]] = None
-            for worker in touched:
-                self._go_on(worker)
-        if len(self._spans) < len(self._worker):
-            heads = [queue[-1] for own in self._upcoming for queue in own if queue]
-            raise ValueError(f"the workers wait for each other forever: {', '.join(map(self._waiting, heads))}")
-        return self._spans
 
-    def _waiting(self, step: Step) -> str:
-        return f"{step} for {self._needs[step]}"
-
-    def _go_on(self, worker: int) -> None:
-        """Begin a step, unless the worker is busy, or no step has what it needs."""
-        if self._busy[worker]:
-            return
-        for queue in self._upcoming[worker]:
-            if queue and (self._needs[queue[-1]] is None or queue[-1] in self._arrived):
-                self._begin(queue.pop(), worker)
-                return
-
-    def _begin(self, step: Step, worker: int) -> None:
-        clock = self._clocks[worker]
-        start = max(clock, self._arrived.get(step, 0.0))
-        self._spans[step] = span = Span(start, start + self._duration(step), start - clock)
-        self._clocks[worker], self._busy[worker] = span.end, True
-        heappush(self._events, (span.end, False, step))
-
-    def _end(self, step: Step, now: float) -> None:
-        self._busy[self._worker[step]] = False
-        target = self._needed_by.get(step)
-        if target is not None:
-            heappush(self._events, (now + self._transfer(step, target), True, target))
+def _worker(
+    lane: Lane, mail: _Mail, seconds: KindSeconds, spans: dict[Step, Span] | None, clocks: list[float], number: int
+) -> Iterator[tuple[int, tuple[Kind, int]]]:
+    """Do the steps of a worker. Yields a step whose input has not arrived, again and again until it has."""
+    # A recomputation and a backward for the weights wait for nothing, and nothing waits for them.
+    there, nowhere = mail.values[0], array("d", mail.values[0])
+    clock, here = 0.0, -1
+    for j, (kind, i) in lane:
+        if j != here:  # bound once for each change of the stage: this loop is all the time that a replay takes
+            here, cost, (values, onwards) = j, seconds[j], mail.values[j : j + 2]
+            gradients, backwards, (hop, next_hop) = mail.gradients[j], mail.gradients[j - 1], mail.hops[j : j + 2]
+        if kind == _FORWARD:
+            inbox, outbox, late = values, onwards, next_hop
+        elif kind in _INSIDE:
+            inbox, outbox, late = there, nowhere, 0.0
+        else:
+            inbox, outbox, late = gradients, backwards, hop
+        while (arrival := inbox[i]) < 0:
+            yield j, (kind, i)
+        start = arrival if arrival > clock else clock
+        end = start + cost[kind]
+        outbox[i] = end + late
+        if spans is not None:
+            spans[Step(j, Action(kind, i))] = Span(start, end, start - clock)
+        clock = end
+    clocks[number] = clock

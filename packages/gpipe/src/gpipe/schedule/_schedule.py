@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from ._actions import Action, Kind, Program, Step, Walk
-from ._merge import deal, merge
+from ._merge import merge
 from ._modes import Stops, stop_of_each
 
 
@@ -14,7 +14,7 @@ class Schedule(tuple[Program, ...]):
     """The program of each stage: a tuple of tuples of :class:`Action`.
 
     If several stages share a worker, ``walk`` is the order of their steps; without it, a worker does the step that can
-    start first (:func:`merge`). It is None if every stage has a worker of its own, since it is then determined by the
+    start first. It is None if every stage has a worker of its own, since it is then determined by the
     programs. Schedules are equal if their programs and walks are equal.
 
     Raises ValueError if the steps of ``walk`` are not those of ``programs``, or a stage is on two workers.
@@ -76,8 +76,8 @@ class Schedule(tuple[Program, ...]):
     def on(self, placement: Sequence[int]) -> Walk:
         """The steps of each worker, where stage j runs on worker ``placement[j]``.
 
-        If ``walk`` was written for another placement, steps are ordered by the time at which they would begin there. So
-        two steps that share a worker under both placements keep their order.
+        Those of ``walk`` if it was written for this placement; otherwise, where stages share a worker, it does the step
+        that can start first.
 
         Args:
             placement: the worker of each stage, counted from 0.
@@ -86,11 +86,11 @@ class Schedule(tuple[Program, ...]):
             For each worker, its steps in order.
 
         Raises:
-            ValueError: the workers of ``walk`` would wait for each other forever.
+            ValueError: the programs wait for each other forever.
         """
-        if self.walk is None:
-            return merge(self, placement)
-        return self.walk if _places(self.walk) == dict(enumerate(placement)) else deal(self.walk, placement)
+        if self.walk is not None and _places(self.walk) == dict(enumerate(placement)):
+            return self.walk
+        return merge(self, placement)
 
     def recomputing(self, checkpoint_stop: Stops) -> Schedule:
         """The same schedule, with a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
@@ -107,14 +107,21 @@ class Schedule(tuple[Program, ...]):
         F0 F1 R0 B0 B1
         """
         stops = stop_of_each(checkpoint_stop, len(self))
-        walk = self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
-        present = {step for own in walk for step in own}
-        steps = [[each for step in own for each in _recomputing(step, present, stops[step.stage])] for own in walk]
-        programs = [[s.action for own in steps for s in own if s.stage == j] for j in range(len(self))]
-        return Schedule(programs, None if self.walk is None else tuple(map(tuple, steps)))
+        present = {step for line in self._lines for step in line}
+        lines = tuple(
+            tuple(each for step in line for each in _recomputing(step, present, stops[step.stage]))
+            for line in self._lines
+        )
+        programs = [[step.action for line in lines for step in line if step.stage == j] for j in range(len(self))]
+        return Schedule(programs, None if self.walk is None else lines)
+
+    @property
+    def _lines(self) -> Walk:
+        """The walk, or a line for each stage."""
+        return self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
 
     def __str__(self) -> str:
-        walk = self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
+        walk = self._lines
         alone = all(step.stage == number for number, steps in enumerate(walk) for step in steps)
         return "\n".join(" ".join(str(step.action if alone else step) for step in steps) for steps in walk)
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from ..schedule import Kind, Program, Schedule, Step, checkpoint_stops, named, replay
-from ..schedule._makespan import Lane
-from ..schedule._makespan import makespan as replayed
 from ..schedule._named import lanes, usual_placement
+from ..schedule._replay import Lane
+from ..schedule._replay import makespan as replayed
 from ._costs import StageCost
 from ._events import SECONDS, TICKS, Event
 from ._hops import Transfer, hop_seconds
@@ -61,11 +61,7 @@ def simulate(
     schedule, place = _placed(schedule, costs, microbatches, checkpoint, placement)
     boundary = _boundary(costs, place)
     hops = hop_seconds(transfer, boundary)
-    spans = replay(
-        schedule.on(place),
-        lambda step: costs[step.stage].seconds(step.action.kind),
-        lambda source, target: hops[max(source.stage, target.stage)],
-    )
+    spans = replay(schedule.on(place), _seconds(costs), hops)
     held = _held(schedule, costs)
     events = (
         Event(
@@ -126,14 +122,12 @@ def makespan(
         steps: Sequence[Lane] = lanes(schedule, microbatches, place, stops)
     else:
         whole, place = _placed(schedule, costs, microbatches, checkpoint, placement)
-        steps, microbatches = [_with_kinds(lane) for lane in whole.on(place)], _microbatches(whole)
-    hops = hop_seconds(transfer, _boundary(costs, place))
-    return replayed(steps, microbatches, [{kind: cost.seconds(kind) for kind in Kind} for cost in costs], hops)
+        steps, microbatches = whole.on(place), _microbatches(whole)
+    return replayed(steps, microbatches, _seconds(costs), hop_seconds(transfer, _boundary(costs, place)))
 
 
-def _with_kinds(lane: Sequence[Step]) -> Lane:
-    """The steps with members in the place of the names of kinds, which will do in a schedule."""
-    return ((stage, (Kind(kind), i)) for stage, (kind, i) in lane)
+def _seconds(costs: Sequence[StageCost]) -> list[dict[Kind, float]]:
+    return [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
 
 
 def _placed(
