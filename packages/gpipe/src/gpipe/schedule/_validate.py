@@ -32,9 +32,12 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
     for j, program in enumerate(schedule):
         done: dict[int, list[Action]] = {i: [] for i in range(microbatches)}
         for action in program:
-            if action.microbatch not in done:
-                raise ValueError(f"{Step(j, action)} is of a micro-batch that is not there: there are {microbatches}")
-            done[action.microbatch].append(action)
+            i = action.microbatch
+            if i not in done:
+                raise ValueError(
+                    f"{Step(j, action)} is of micro-batch {i}, but there are {microbatches}, counted from 0"
+                )
+            done[i].append(action)
         for i, actions in done.items():
             if _TRAINED.fullmatch("".join(Kind(kind).letter for kind, _ in actions)) is None:
                 raise ValueError(
