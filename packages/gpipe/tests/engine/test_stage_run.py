@@ -102,7 +102,7 @@ class TestReplacing:
         else:
             with pytest.raises(
                 RuntimeError,
-                match=r"layer '[01]' was replaced or moved .* between the forward and the backward.*after backward\(\)",
+                match=r"'[01]' was replaced or moved .* between the forward and the backward.*after backward\(\)",
             ):
                 loss.backward()
 

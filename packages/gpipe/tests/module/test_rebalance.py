@@ -225,8 +225,6 @@ class TestBetweenForwardAndBackward:
         with way():
             output = pipe(rows())
             pipe.rebalance([3, 1])
-            with pytest.raises(
-                RuntimeError, match=r"layer '1', '2' was replaced or moved to another partition between"
-            ):
+            with pytest.raises(RuntimeError, match=r"was replaced or moved to another partition between"):
                 output.sum().backward()
         pipe.close()

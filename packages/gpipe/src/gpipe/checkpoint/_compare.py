@@ -59,11 +59,10 @@ class _Kind(NamedTuple):
 class Sample:
     """A sample of the outputs of a forward."""
 
-    __slots__ = ("_extent", "_kinds", "_values", "nested", "whole")
+    __slots__ = ("_extent", "_kinds", "_values", "nested")
 
     def __init__(self, outputs: Sequence[Tensor], extent: Extent) -> None:
         self._extent = extent
-        self.whole = extent is Extent.ALL
         self.nested = any(tensor.is_nested for tensor in outputs)
         self._kinds = [_kind(tensor) for tensor in outputs]
         self._values = [_picked(tensor, extent) for tensor in outputs]

@@ -63,7 +63,7 @@ class Block:
         layers._modules.update(islice(stage.module.named_children(), numbers.start, numbers.stop))
         layers.training = stage.module.training
         self.numbers = numbers
-        self.recomputation = Recomputation(layers, stage.device, stage.blocks[numbers], context)
+        self.recomputation = Recomputation(layers, not stage.on_accelerator, stage.blocks[numbers], context)
         self._stage = stage
         self._pops = [key for layer in skippables(layers) for key in layer.poppable()]
         self._stashes = [key for layer in skippables(layers) for key in layer.stashable()]
@@ -90,10 +90,6 @@ class Block:
         """``output`` and the skips that the block has stashed."""
         store: Any = current.skips
         return Activation((output, *[store.get(key) for key in self._stashes]))
-
-    def expect_current(self) -> None:
-        """Raise RuntimeError if a layer of the stage was replaced since the forward."""
-        self._stage.expect_current()
 
 
 class _Forward:
@@ -123,7 +119,6 @@ class _Forward:
 
     def again(self) -> None:
         """Compute the layers again, and put what their operations save in the place of what was dropped."""
-        self._block.expect_current()
         found: list[_Saved] = []
 
         def save(tensor: Tensor) -> Tensor:

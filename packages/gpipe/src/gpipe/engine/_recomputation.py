@@ -1,17 +1,16 @@
 """What repeats a forward: all forwards of some layers in a run that will be computed again before their backward.
 
 The layers are those of a whole stage (:mod:`gpipe.engine._cell`) or a block of its layers
-(:mod:`gpipe.engine._block`). A recomputation must find everything as its forward did: buffers, attributes, training
-flags, hooks, autocast. What cannot be restored is compared, and raises an error that names it.
+(:mod:`gpipe.engine._block`). A recomputation must find everything as its forward did: buffers, random numbers,
+autocast. A forward that changes what cannot be restored keeps its graph instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from streams import Context
@@ -19,10 +18,14 @@ from streams import Context
 from .._current import setting
 from .._torch import backward_id
 from ..checkpoint._compare import Extent, Sample, checks_all
-from ..checkpoint._hook_snapshot import HookSnapshot
 from ..checkpoint._random import CellRNG
-from ..checkpoint._state import Snapshot, State, StateFacts, StateGuard, Training
+from ..checkpoint._state import Snapshot, State
 from ..values._leaves import Activation, versions
+
+Training = tuple[bool, ...]
+"""``training`` of every module, in order."""
+
+_log = logging.getLogger("gpipe")
 
 
 @dataclass
@@ -30,12 +33,12 @@ class RecomputationFacts:
     """What runs have shown about recomputing some layers. Lives with the pipe; every run reads and extends it.
 
     Attributes:
-        state: which of their buffers and attributes forwards change.
         compared: the training modes in which a whole recomputation was compared with its forward.
+        logged: whether it was logged that a forward keeps its graph.
     """
 
-    state: StateFacts = field(default_factory=StateFacts)
     compared: frozenset[Training] = frozenset()
+    logged: bool = False
 
 
 class Recomputation:
@@ -43,50 +46,37 @@ class Recomputation:
 
     Args:
         module: the layers.
-        device: their device.
+        on_cpu: whether they are on the CPU.
         facts: what runs have shown about recomputing them.
         context: the context (grad mode, autocast and so on) of the caller of the forward.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, facts: RecomputationFacts, context: Context) -> None:
+    def __init__(self, module: nn.Module, on_cpu: bool, facts: RecomputationFacts, context: Context) -> None:
         self._module = module
-        self._on_cpu = device.type == "cpu"
+        self._on_cpu = on_cpu
         self._facts = facts
-        self._context = context
-        self._state = State(module, facts.state)
-        self._training: Training | None = None
+        self.context = context
+        self._state: State | None = None
+        self._training: Training = ()
         self._compares_all = False
         self._compares = False
-        self._grounds: StateGuard | None = None
-        self._hooks: HookSnapshot | None = None
-        self._change = ""
-        self._looked = False
 
-    def remember(self) -> Snapshot:
+    def look(self) -> Snapshot:
         """The state of the layers before a forward."""
-        if self._training is None:
-            self._state.begin()
-            self._training = self._state.training
+        if self._state is None:
+            self._training = tuple([module.training for module in self._module.modules()])
             self._compares_all = checks_all()
-        return self._state.remember(self._training)
+        if self._state is None or not self._state.is_complete:
+            self._state = State(self._module)
+        return Snapshot(self._state)
 
-    def settle(self, remembered: Snapshot) -> bool:
-        """After a forward: whether a recomputation can repeat it, given the state of the layers."""
-        repeatable = self._state.settle(remembered)
-        self._facts.state = self._state.facts
-        if self._grounds is None:
-            self._grounds = StateGuard(remembered)
-        return repeatable
-
-    def finish(self) -> None:
-        """All forwards of all stages are done; the caller may now change the layers before the backward."""
-        self._hooks = HookSnapshot(self._module)
-
-    def begin(self) -> None:
-        """The backward begins; no stage computes yet."""
-        self._state.facts = self._facts.state  # other runs may have begun and ended since the forward
-        if self._hooks is not None:
-            self._change = self._hooks.change()
+    def may_repeat(self, snapshot: Snapshot) -> bool:
+        """After a forward: whether the state before it can be restored. If not, this is logged once."""
+        changed = snapshot.changed()
+        if changed and not self._facts.logged:
+            self._facts.logged = True
+            _log.warning("a checkpointed forward changes %s: its graph is kept instead of recomputed", changed)
+        return not changed
 
     def sample(self, outputs: Sequence[Tensor]) -> Sample:
         """A sample of the ``outputs`` of a forward, with which its recomputation is compared."""
@@ -95,52 +85,14 @@ class Recomputation:
         # Elsewhere than on the CPU, the host would have to wait for the values.
         return Sample(outputs, Extent.ALL if whole else Extent.SOME if self._on_cpu else Extent.SHAPES)
 
-    @contextmanager
-    def repeated(self, remembered: Snapshot, random: CellRNG, sample: Sample) -> Iterator[None]:
-        """A context in which the calling thread computes a forward again, as it was.
-
-        Args:
-            remembered: the state before the forward.
-            random: the random numbers that it has drawn.
-            sample: of its outputs.
-        """
-        self._expect_unchanged()
-        with (
-            self._context.applied(),
-            # A block is computed again inside of a backward, where layers must not draw; here they may.
-            setting(recomputing=True, rng=random, graph_task=backward_id()),
-            self._state.restored(remembered, still=sample.whole),
-            random.repeated(),
-        ):
-            yield
-
     def expect_same(self, sample: Sample, outputs: Sequence[Tensor]) -> None:
         """Raise RuntimeError if a recomputation has given other ``outputs`` than its forward."""
-        assert self._training is not None
         try:
-            with self._context.applied():  # autocast decides how far values may differ
-                sample.expect(outputs)
+            sample.expect(outputs)
         except RuntimeError:
-            self._state.forget()
-            self._facts.state, self._facts.compared = self._state.facts, frozenset()
+            self._facts.compared = frozenset()
             raise
         self._facts.compared |= {self._training}
-
-    def _expect_unchanged(self) -> None:
-        """Raise if training flags, hooks or modules have changed, or tensors whose changes are not counted."""
-        if self._state.training != self._training:
-            raise RuntimeError(
-                "train() or eval() was called between the forward and the backward of a checkpointed run, whose "
-                "recomputation would now compute something else; call it after backward(), or use checkpoint='never'"
-            )
-        if self._change:
-            raise RuntimeError(
-                f"{self._change} between the forward and the backward of a checkpointed run, whose recomputation would "
-                "now give other gradients; do that after backward(), or use checkpoint='never'"
-            )
-        if self._grounds is not None and not self._looked:
-            self._state.expect_same(self._grounds)
-            self._looked = True  # what replaces tensors without a trace is the caller, between forward and backward
 
 
 class Repeatable:
@@ -155,9 +107,9 @@ class Repeatable:
         nested: whether there are nested tensors among the outputs.
     """
 
-    __slots__ = ("_random", "_remembered", "_sample", "_shared", "_versions", "inputs", "nested")
-    _remembered: Snapshot
+    __slots__ = ("_random", "_sample", "_shared", "_snapshot", "_versions", "inputs", "nested")
     _sample: Sample
+    _snapshot: Snapshot
     _versions: list[int]
 
     def __init__(self, shared: Recomputation, random: CellRNG) -> None:
@@ -175,13 +127,12 @@ class Repeatable:
             spare: a copy of the inputs, in case the layers change them in place.
         """
         before = versions(inputs)
-        self._remembered = self._shared.remember()
+        self._snapshot = self._shared.look()
         with setting(checkpointing=True, rng=self._random):
             outputs = compute()
         self._random.forget()
         source = inputs if versions(inputs) == before else spare
-        # Also if there is no source: what this forward has changed counts for the next ones.
-        if self._shared.settle(self._remembered) and source is not None:
+        if self._shared.may_repeat(self._snapshot) and source is not None:
             self.inputs, self._versions = source, versions(source)
             self._sample = self._shared.sample(outputs.tensors)
             self.nested = self._sample.nested
@@ -195,7 +146,20 @@ class Repeatable:
                 "the input of checkpointed layers was changed in place after their forward, and their recomputation "
                 "needs it as it was; change a clone instead, or use checkpoint='never'"
             )
-        with self._shared.repeated(self._remembered, self._random, self._sample):
+        changed = self._snapshot.changed()
+        if changed:
+            raise RuntimeError(
+                f"{changed} changed between the forward and the backward of a checkpointed run, whose recomputation "
+                "would now compute something else; change it after backward() (optimizer.step() comes last), or use "
+                "checkpoint='never', also if the forward of a later micro-batch changes it"
+            )
+        with (
+            self._shared.context.applied(),  # autocast also decides how far values may differ
+            # A block is computed again inside of a backward, where layers must not draw; here they may.
+            setting(recomputing=True, rng=self._random, graph_task=backward_id()),
+            self._snapshot.restored(),
+            self._random.repeated(),
+        ):
             outputs = compute()
-        self._shared.expect_same(self._sample, outputs.tensors)
+            self._shared.expect_same(self._sample, outputs.tensors)
         return outputs

@@ -18,6 +18,7 @@ from streams import AbstractStream, Context, CPUStream, current_stream, use_stre
 
 from .._current import current
 from .._torch import backward_id, is_profiled
+from ..checkpoint._layers_then import LayersThen
 from ..checkpoint._random import RunRNG, interception
 from ..schedule import Action, Step, Walk
 from ..transport._link import Channel, Link
@@ -120,7 +121,8 @@ class Run:
             )
             for stage, tied in zip(stages, self._tied.leaves, strict=True)
         }
-        self._recomputations = [each for stage in self._stages.values() for each in stage.recomputations]
+        self._recomputed = [each.stage.module for each in self._stages.values() if each.recomputes]
+        self._then: list[LayersThen] = []
 
     def _departure(self, stage: Stage) -> Channel | Ports | Losses:
         is_last = stage.index == self._pipeline.count - 1
@@ -156,10 +158,9 @@ class Run:
             self._transport.entrance.put_values(i, each)
         forwards = partial(forwards_of, *self.size)
         self._walk(forwards(self._pipeline.processes.me), forwards, self.context)
-        if self._recomputations:
+        if self._recomputed:
             with self._applied():  # no stage computes now
-                for recomputation in self._recomputations:
-                    recomputation.finish()
+                self._then = [*map(LayersThen, self._recomputed)]
 
     def backward(
         self, gradients: Sequence[list[Tensor | None]], left: Sequence[Tensor] = ()
@@ -173,10 +174,10 @@ class Run:
         Returns:
             The gradients of the inputs, by micro-batch and tensor; and those of the parameters that are ``left``.
         """
-        if self._recomputations:
+        if self._recomputed:
             with self._applied():
-                for recomputation in self._recomputations:
-                    recomputation.begin()
+                for then in self._then:
+                    then.expect_same()
         # The caller may be on other streams than in the forward, and its gradients are computed there.
         now = self._current_streams() if self._on_accelerator else self._streams
         _all_wait(self._streams, now)

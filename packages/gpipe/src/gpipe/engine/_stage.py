@@ -94,7 +94,6 @@ class Stage:
         self.hooks: dict[bool, bool] = {}  # a layer may use its hooks in one mode only
         self.runs_whole = False
         self.guard = Guard(self)
-        self._layers_then = dict(module._modules)
 
     def call(self, value: Any) -> Any:
         """The output of the layers for ``value``, with skips from and to other stages."""
@@ -124,18 +123,6 @@ class Stage:
             self.runs_whole = True
             _log.warning(
                 "the backward of partition %d cannot be split into inputs and weights; it runs whole", self.index
-            )
-
-    def expect_current(self) -> None:
-        """Raise RuntimeError if a layer was replaced or moved since the forward: a recomputation would differ."""
-        # A change of layers makes new stages; the old one is compared with what its partition holds now.
-        if self.module._modules != self._layers_then:
-            now, then = self.module._modules, self._layers_then
-            names = [name for name in {**then, **now} if now.get(name) is not then.get(name)]
-            raise RuntimeError(
-                f"layer {', '.join(map(repr, names))} was replaced or moved to another partition between the forward "
-                "and the backward of a checkpointed run, whose recomputation would now compute something else; do that "
-                "after backward(), or use checkpoint='never'"
             )
 
     @property

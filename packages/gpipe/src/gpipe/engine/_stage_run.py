@@ -73,7 +73,7 @@ class StageRun:
         stage: the same.
         may_change_input: whether the layers change their input in place; True until the first forward has shown it.
         given: parameters and buffers whose memory the outputs of the first forward share, with their tie.
-        recomputations: what its checkpointed cells share, and those of each of its blocks.
+        recomputes: whether all layers, or a block of them, are computed again before backwards.
         adds: whether backwards may have added to gradients that were in ``.grad`` before the run.
     """
 
@@ -99,13 +99,12 @@ class StageRun:
         # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
         self._late_losses = stop if isinstance(departure, Losses) else 0
         self._recomputation = (
-            Recomputation(stage.module, stage.device, stage.recomputation, run.context) if stop else None
+            Recomputation(stage.module, not stage.on_accelerator, stage.recomputation, run.context) if stop else None
         )
         # Nothing is checkpointed in evaluation.
         has_blocks = stage.blocks and run.keeps and stage.module.training
         self._blocks = [Block(stage, numbers, run.context) for numbers in stage.blocks] if has_blocks else []
-        whole = [] if self._recomputation is None else [self._recomputation]
-        self.recomputations = [*whole, *(block.recomputation for block in self._blocks)]
+        self.recomputes = bool(stop or has_blocks)
         self._sums = self._sums_outside(run)
         self._changes_input = stage.changes_late
         self._seen_outputs = False
@@ -144,7 +143,6 @@ class StageRun:
             self._departure.put_values(i, outputs)
 
     def recompute(self, i: int) -> None:
-        self.stage.expect_current()
         cell = self._cells[i]
         cell.recompute(self)
         if i < self._late_losses:
