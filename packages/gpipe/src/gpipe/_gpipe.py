@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,7 +43,6 @@ from .module._devices import (
 )
 from .module._init import means_of
 from .module._keywords import as_value
-from .module._layers import Held, expect_replacement, refill, refuse
 from .module._partition import BalanceError, divide, expect_partitions, recommend_auto_balance
 from .module._sequential import as_sequential
 from .module._signature import class_for
@@ -123,6 +122,7 @@ class GPipe(Stepping):
     _chooser: Chooser
     _copy_streams: list[CopyStreams]
     _workers: Workers
+    _laid_out: list[list[nn.Module]]
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class GPipe(Stepping):
 
     @property
     def partitions(self) -> nn.ModuleList:
-        """The layers by partition. A layer may be replaced here."""
+        """The layers by partition: a view, which runs expect to be as it was made."""
         return self._partitions
 
     @not_compiled
@@ -298,7 +298,7 @@ class GPipe(Stepping):
         # As in _modules, a layer may have the name of an attribute.
         modules = self.__dict__.get("_modules", {})
         if isinstance(value, nn.Module) and name in modules:
-            modules[name] = value
+            self._change(name, value)
         elif name in _FIXED:
             raise AttributeError(
                 f"{name} of a pipe cannot be set, because the layers are on their devices; pipe.rebalance(balance) "
@@ -389,7 +389,10 @@ class GPipe(Stepping):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # A shallow copy has containers of its own, which change with it.
-        self.__dict__["_partitions"] = nn.ModuleList(map(copy.copy, self._partitions))
+        partitions = [copy.copy(partition) for partition in self._partitions]
+        for module in (self, *partitions) if self._model is None else partitions:
+            module._modules = dict(module._modules)
+        self.__dict__["_partitions"] = nn.ModuleList(partitions)
         self._prepare()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -412,21 +415,22 @@ class GPipe(Stepping):
 
     def _prepare(self) -> None:
         """Make what a pipe needs in this process."""
-        self._hold()
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
         self.__dict__["_workers"] = Workers.for_owner(self, self._devices)
         self._lay_out(self._checkpoint)
 
-    def _hold(self) -> None:
-        """Pass every change of the layers, here or in a partition, to :meth:`_change`."""
-        change = weakref.WeakMethod(self._change)
-        partitions = self._partitions
-        for module in (self, *partitions) if self._model is None else partitions:
-            module._modules = Held(module._modules, change)
-        partitions._modules = Held(partitions._modules, lambda: refuse)
-        for partition in partitions:
-            partition._parameters = Held(partition._parameters, lambda: refuse)
-            partition._buffers = Held(partition._buffers, lambda: refuse)
+    def _follow_model(self, inputs: Any) -> None:
+        """Before a run: expect the layers that the stages were made of. Whoever replaces them in another way than by
+        ``pipe[index] = layer`` changes one of two places.
+        """
+        held = [list(partition._modules.values()) for partition in self._partitions]
+        moved = self._model is None and list(self._modules.values()) != list(chain.from_iterable(held))
+        if moved or held != self._laid_out:
+            raise RuntimeError(
+                "the layers of this pipe, or of its partitions, are not those that it was made of: some were added, "
+                f"removed, or replaced past it; replace one by pipe[index] = layer{_NEW_PIPE}"
+            )
+        super()._follow_model(inputs)
 
     def _lay_out(self, checkpoint: Choices) -> None:
         """Set what is checkpointed, and make the stages of the engine anew, without what runs have shown.
@@ -437,14 +441,16 @@ class GPipe(Stepping):
         kind = class_for(type(self), GPipe.forward, first)
         stages, layout = laid_out(self._partitions, self._devices, checkpoint)
         pipeline, chooser = Pipeline(stages, layout, self._copy_streams, self._workers), Chooser(stages)
-        self.__dict__.update(_checkpoint=checkpoint, _pipeline=pipeline, _chooser=chooser)
+        laid_out_layers = [list(partition._modules.values()) for partition in self._partitions]
+        self.__dict__.update(_checkpoint=checkpoint, _pipeline=pipeline, _chooser=chooser, _laid_out=laid_out_layers)
         object.__setattr__(self, "__class__", kind)
 
     def _divide(self, layers: nn.Sequential, balance: list[int]) -> None:
         """Replace the layers of the partitions. On any error nothing has changed."""
         with untouched_on_failure(nn.ModuleList([self._partitions, layers])):
             partitions, balance, _ = divide(layers, balance, self._devices, None)
-            refill(self._partitions, partitions)
+            for partition, other in zip(self._partitions, partitions, strict=True):
+                partition._modules = other._modules  # a run may be iterating over the dict of before
             self._lay_out(rebalanced(self._checkpoint, self._balance, balance))
         self.__dict__["_balance"] = balance
 
@@ -455,7 +461,10 @@ class GPipe(Stepping):
                 f"{name!r} of a pipe of a flattened model cannot be replaced, because its layers were made of the "
                 "model; change that, and make a new pipe of it"
             )
-        layer = expect_replacement(name, layer)
+        if not isinstance(layer, nn.Module):
+            raise TypeError(
+                f"layer {name!r} of a pipe can be replaced by another module only; got {layer!r}{_NEW_PIPE}"
+            )
         if layer is self._modules[name]:
             return
         with untouched_on_failure(layer):
@@ -465,7 +474,7 @@ class GPipe(Stepping):
             whole = nn.Sequential(OrderedDict(layers))
             verify_skippables(whole)
             self._divide(whole, self._balance)
-        dict.__setitem__(self._modules, name, layer)
+        self._modules[name] = layer
 
     def _whole(self) -> nn.Sequential:
         layers = OrderedDict(self._layers())
@@ -484,7 +493,8 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
 _FIXED = ("balance", "devices", "partitions")
 # What Trainer reads of a model besides public attributes.
 _PRIVATE_OF_MODELS = ("_keys_to_ignore_on_save",)
-_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers")
+_OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid_out")
+_NEW_PIPE = "; for other layers make a new pipe: GPipe(nn.Sequential(...), balance=...)"
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 

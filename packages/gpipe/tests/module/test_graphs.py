@@ -96,7 +96,7 @@ def test_a_pipe_asks_before_anything_has_moved(when: str, monkeypatch: pytest.Mo
         return
     pipe = GPipe(nn.Sequential(nn.Tanh(), nn.Tanh()), [1, 1], devices=["cpu", "cpu"])
     with pytest.raises(ValueError, match="partition 1 replays"):
-        pipe.partitions[1][0] = bad
+        pipe[1] = bad
     assert isinstance(pipe[1], nn.Tanh)
 
 

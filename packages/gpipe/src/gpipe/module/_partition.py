@@ -18,7 +18,6 @@ from ._container import expect_plain
 from ._devices import expect_movable, untouched_on_failure
 from ._graphs import expect_no_graphs
 from ._init import Means, expect_materializable, materialize
-from ._layers import refuse_more
 from ._tied import expect_shareable, move_all
 
 
@@ -60,23 +59,6 @@ class Partition(nn.Sequential):
             value = layer(*value.args, **value.kwargs) if is_call else layer(value)
         rng.at = -1
         return value
-
-    # These methods number new layers from 0; in a pipe, other layers have these names.
-    def append(self, module: nn.Module) -> Partition:
-        refuse_more(self._modules)
-        return super().append(module)
-
-    def insert(self, index: int, module: nn.Module) -> Partition:
-        refuse_more(self._modules)
-        return super().insert(index, module)
-
-    def __iadd__(self, other: Any) -> Partition:
-        refuse_more(self._modules)
-        return super().__iadd__(other)
-
-    def __imul__(self, other: int) -> Partition:
-        refuse_more(self._modules)
-        return super().__imul__(other)
 
 
 class BalanceError(ValueError):

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from ..engine._tied import holds_tensors, modules_below, shared_tensors
 from ..values._memory import clusters
 from ._devices import move
-from ._layers import Held
+from ._divided import Divided
 
 
 def move_all(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
@@ -68,7 +68,7 @@ def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
 
 def _binding(module: nn.Module) -> str | None:
     """Why a shallow copy of ``module`` would compute with the tensors of ``module``; None if it would not."""
-    if isinstance(module._modules, Held):
+    if isinstance(module, Divided):
         return _IS_A_PIPE
     return _HAS_FORWARD if "forward" in vars(module) else None
 
@@ -77,7 +77,7 @@ _HAS_FORWARD = (
     "and its forward was set on the instance, as torch.compile does, so that it knows one set of parameters only; put "
     "both into one partition, or compile the layers around it"
 )
-_IS_A_PIPE = "and it is a pipe or a partition of one, which has its own places; put both into one partition"
+_IS_A_PIPE = "and it is a pipe, which has its own places; put both into one partition"
 
 
 def _expect_whole(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
