@@ -101,7 +101,3 @@ def everything(space: Space) -> Iterator[Candidate]:
 
 def all_flags(size: int) -> tuple[StageMode, ...]:
     return (*map(mode_of, product([False, True], repeat=size)), "except_last")
-
-
-def fits(space: Space, candidate: Candidate) -> bool:
-    return all(room is None or need.total <= room for need, room in zip(candidate.bytes, space.memory, strict=True))

@@ -118,7 +118,7 @@ class TestReport:
     def test_predicted_bytes_are_by_kind_and_device(self, example: Plan) -> None:
         for need, room in zip(example.predicted.bytes, example.memory, strict=True):
             assert need.total == sum(need.by_kind.values()) <= room
-            assert set(need.by_kind) >= {"parameters", "gradients", "optimizer", "activations", "transient", "loss"}
+            assert set(need.by_kind) == {"parameters", "gradients", "optimizer", "activations", "transient"}
 
     def test_it_is_saved_as_its_ending_says(self, example: Plan, tmp_path: Path) -> None:
         for ending in ("html", "json", "txt"):

@@ -30,10 +30,10 @@ class DeviceBytes:
         parameters: parameters and buffers.
         gradients: gradients of the trainable parameters that exist at that time.
         optimizer: the state of the optimizer.
-        activations: of the other micro-batches in flight: all that they save, or their inputs if they are checkpointed.
-        transient: the micro-batch that is in its backward: what it saved, and temporary memory.
-        loss: the gradients of outputs whose backward has not begun; a loss is turned around as soon as it is there.
-        inputs: the mini-batch where it was moved to the device, and gradients on their way to the stage before.
+        activations: of the other micro-batches in flight: all that they save, or their inputs if they are checkpointed,
+            and the gradients of their outputs, which the loss leaves as soon as it is there.
+        transient: the micro-batch that is in its backward: what it saved, and temporary memory; the mini-batch where it
+            was moved to the device; and gradients on their way to the stage before.
     """
 
     parameters: int
@@ -41,8 +41,6 @@ class DeviceBytes:
     optimizer: int
     activations: int
     transient: int
-    loss: int
-    inputs: int
 
     @property
     def total(self) -> int:
@@ -216,7 +214,7 @@ class StageBytes:
 
     @property
     def _empty(self) -> tuple[int, ...]:
-        return self.parameters, self.gradients, self._optimizer, 0, 0, 0, 0
+        return self.parameters, self.gradients, self._optimizer, 0, 0
 
     def _during(self, moment: Moment) -> tuple[int, ...]:
         """The bytes by kind, as in :class:`DeviceBytes`."""
@@ -226,8 +224,14 @@ class StageBytes:
         beside += moment.late * (whole + sum(self._waiting)) if moment.late else 0
         returned = {"all": moment.done, "one": int(moment.begun), "none": 0}[around.returned]
         gradients, transient = self.peak(moment.kind, moment.begun)
-        inputs = around.moved + returned * around.incoming
-        return self.parameters, gradients, self._optimizer, beside, transient, around.turned * moment.whole, inputs
+        beside += around.turned * moment.whole
+        return (
+            self.parameters,
+            gradients,
+            self._optimizer,
+            beside,
+            transient + around.moved + returned * around.incoming,
+        )
 
     def peak(self, kind: Kind, begun: bool) -> tuple[int, int]:
         """The bytes of gradients, and of the micro-batch of an action, at the peak of that action.

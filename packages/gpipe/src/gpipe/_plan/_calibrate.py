@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -16,14 +15,26 @@ from torch import nn
 from microbatch import scatter
 
 from .._gpipe import GPipe
-from ._candidate import Candidate, Space, by_seconds, key, schedule_of
+from ._candidate import Candidate, Space, by_seconds
 from ._data import Expected
-from ._finals import CLOSE, STEPS, finalists, race, winner
 from ._rehearse import total
+from ._search import neighbours
 from ._verify import timed
 
 UNSURE = Expected(0.88, 1.0, 1.25)
 """How steps were spread around predictions from layers that were measured alone (``docs/benchmarks/plan.md``)."""
+
+CLOSE = 0.02
+"""Candidates whose medians differ by at most this share count as equally fast: a few steps are not more precise."""
+
+_WORTH = 1.2
+"""Candidates predicted to be slower than the fastest by this factor are not tried."""
+
+_MOST, _TURNS, STEPS = 5, 5, 3
+"""The most candidates that are tried, their turns, and the steps of each turn."""
+
+_SECONDS = 2.0
+"""No turn begins later than that. As many candidates are tried as can have two turns by then, but at least two."""
 
 _APART = 0.05
 """How far the median of another pipe's steps may be from those that were tried; its memory lies elsewhere."""
@@ -45,58 +56,86 @@ class Calibrated(NamedTuple):
 
 def calibrated(
     space: Space,
-    found: list[Candidate],
-    model: nn.Sequential,
-    devices: Sequence[torch.device],
-    x: Any,
-    y: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
+    found: Sequence[Candidate],
+    try_out: Callable[[Candidate], list[float]],
+    rehearse: Callable[[Candidate], Candidate],
 ) -> Calibrated:
-    """What some steps of a copy of ``model`` tell of the best ways to train; nothing if there is no memory for a copy.
+    """What some steps tell of the best ways to train.
+
+    Args:
+        space: what was searched.
+        found: there, the best first, which fits by a rehearsal.
+        try_out: trains a way for :data:`STEPS` steps; returns their seconds.
+        rehearse: returns a way with the bytes of a rehearsal.
+    """
+    affordable = int(_SECONDS / (2 * STEPS * median(try_out(found[0]))))
+    near = finalists(space, found)[: max(2, min(_MOST, affordable))]
+    ways = [way for way in map(rehearse, near) if space.holds(way)] or [found[0]]
+    trials = _race(ways, try_out)
+    medians = [median(trial) for trial in trials]
+    # The simplest of those that were about as fast as the fastest.
+    tied = [k for k, seconds in enumerate(medians) if seconds <= min(medians) * (1 + CLOSE)]
+    best = min(tied, key=lambda k: ways[k].simplicity)
+    # Those that were not tried are expected to miss by as much as those that were.
+    off = median(seconds / way.seconds for way, seconds in zip(ways, medians, strict=True))
+    tried = {way.key: replace(way, seconds=seconds) for way, seconds in zip(ways, medians, strict=True)}
+    chosen = tried.pop(ways[best].key)
+    left = [replace(each, seconds=off * each.seconds) for each in found if each.key not in {way.key for way in ways}]
+    low, high = min(trials[best]) / medians[best], max(trials[best]) / medians[best]
+    return Calibrated(
+        [chosen, *by_seconds([*tried.values(), *left])],
+        Expected((1 - _APART) * low, 1.0, (1 + _APART) * high),
+        f"calibrated by steps of a copy: {len(ways)} ways were trained in turns, and of those within {CLOSE:.0%} of "
+        f"the fastest the simplest was taken; steps took {off:.2f} times as long as layers alone predict",
+    )
+
+
+def finalists(space: Space, found: Sequence[Candidate]) -> list[Candidate]:
+    """Those that are worth a trial, the one expected to be the fastest first.
+
+    They are those that were found, and those with a layer on another stage, since predictions are not exact.
 
     Args:
         space: what was searched.
         found: there, the best first.
-        model: stays as it is.
-        devices: of the stages.
-        x, y: a mini-batch.
-        loss_fn: None for the sum of the outputs.
     """
-    try:
-        layers = copy.deepcopy(model)
-        try_out = partial(_tried, layers, devices, x, y, loss_fn or total)
-        ways = finalists(space, found, median(try_out(found[0])))
-        trials = race(ways, try_out)
-    except torch.OutOfMemoryError:
-        return Calibrated(found, UNSURE, "not calibrated: there was no memory for a copy of the model")
-    best = winner(ways, trials)
-    took = median(trials[best])
-    # Those that were not tried are expected to miss by as much as those that were.
-    off = median(median(trial) / way.seconds for way, trial in zip(ways, trials, strict=True))
-    note = (
-        f"calibrated by steps of a copy: {len(ways)} ways were trained in turns, and of those within {CLOSE:.0%} of "
-        f"the fastest the simplest was taken; steps took {off:.2f} times as long as layers alone predict"
-    )
-    spread = Expected((1 - _APART) * min(trials[best]) / took, 1.0, (1 + _APART) * max(trials[best]) / took)
-    measured = [replace(way, seconds=median(trial)) for way, trial in zip(ways, trials, strict=True)]
-    chosen, tried = measured.pop(best), {key(way) for way in ways}
-    others = [replace(each, seconds=off * each.seconds) for each in found if key(each) not in tried]
-    return Calibrated([chosen, *by_seconds([*measured, *others])], spread, note)
+    near = chain.from_iterable(neighbours(space, each) for each in found[:3])
+    ways = {each.key: each for each in (*near, *found)}.values()
+    fastest = min(each.seconds for each in ways)
+    return by_seconds(each for each in ways if each.seconds <= _WORTH * fastest)
 
 
-def _tried(
+def _race(ways: Sequence[Candidate], try_out: Callable[[Candidate], list[float]]) -> list[list[float]]:
+    """The seconds of steps of each way, in turns: what slows the machine down for a while slows all of them."""
+    trials: list[list[float]] = [[] for _ in ways]
+    for _ in range(_TURNS):
+        for way, trial in zip(ways, trials, strict=True):
+            trial += try_out(way)
+        if sum(map(sum, trials)) > _SECONDS:
+            break
+    return trials
+
+
+def train(
     layers: nn.Sequential,
     devices: Sequence[torch.device],
     x: Any,
     y: Any,
-    loss_fn: Callable[[Any, Any], Any],
+    loss_fn: Callable[[Any, Any], Any] | None,
     way: Candidate,
 ) -> list[float]:
-    """The seconds of some steps of training, after one to warm up."""
+    """The seconds of some steps of training, after one to warm up.
+
+    Args:
+        layers: are trained.
+        devices: of the stages.
+        x, y: a mini-batch.
+        loss_fn: None for the sum of the outputs.
+        way: how.
+    """
     pipe = GPipe(layers, way.sizes, devices=devices, chunks=way.chunks, checkpoint=way.modes)
     # By the name of zero bubble, a pipe finds out in its first steps what is worth splitting.
     microbatches = len(scatter(x, way.chunks))  # few rows give fewer than chunks
-    schedule = schedule_of(way.schedule, microbatches, way.modes, way.split) if way.split else way.schedule
     with closing(pipe):
         pipe.zero_grad()
-        return timed(pipe, x, y, loss_fn, schedule, STEPS)
+        return timed(pipe, x, y, loss_fn or total, way.program(microbatches) if way.split else way.schedule, STEPS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..schedule import Kind, Schedule, checkpoint_stops, named
 from ..schedule._flags import StageMode, scheduled
 from ..schedule._named import lanes
 from ..schedule._replay import makespan
-from ..timeline import StageCost
 from ._arguments import SCHEDULES
 from ._bytes import DeviceBytes
 from ._costs import Costs, Measured
@@ -47,6 +47,11 @@ class Space:
         room = self.memory[j]
         return 0.0 if room is None else size * (self.scale[j] if self.scale else 1.0) / max(room, 1)
 
+    def holds(self, candidate: Candidate) -> bool:
+        """Whether the bytes of a candidate, by the account or by its rehearsal, are within the limits."""
+        limits = zip(candidate.bytes, self.memory, strict=True)
+        return all(room is None or need.total <= room for need, room in limits)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -55,80 +60,72 @@ class Candidate:
     Attributes:
         costs: of its micro-batches.
         schedule: its name.
-        split: stages whose backward is split.
         sizes: layers of each stage.
         modes: of checkpointing, for each stage, or flags of its layers.
-        bytes: what each device holds.
         seconds: of a step.
+        split: stages whose backward is split.
+        rehearsed: what each device held in a rehearsal; empty before there was one.
+        note: how the bytes were found, for the reader of a plan.
     """
 
     costs: Costs
     schedule: str
-    split: tuple[int, ...]
     sizes: tuple[int, ...]
     modes: tuple[StageMode, ...]
-    bytes: tuple[DeviceBytes, ...]
     seconds: float
+    split: tuple[int, ...] = ()
+    rehearsed: tuple[DeviceBytes, ...] = ()
+    note: str = ""
 
     @property
     def chunks(self) -> int:
         return self.costs.chunks
+
+    @cached_property
+    def account(self) -> tuple[DeviceBytes, ...]:
+        """What each device holds by the account of bytes."""
+        return self.costs.device_bytes(self.sizes, self.modes, self.schedule, self.split)
+
+    @property
+    def bytes(self) -> tuple[DeviceBytes, ...]:
+        """What each device holds."""
+        return self.rehearsed or self.account
 
     @property
     def fullest(self) -> int:
         """The bytes of the device that holds the most."""
         return max(each.total for each in self.bytes)
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells one way to train from another."""
+        return self.chunks, self.schedule, self.split, self.sizes, self.modes
 
-def candidate_of(
-    costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[StageMode], split: Sequence[int] | None = None
-) -> Candidate:
-    """The candidate with this balance and these modes, with the seconds of a replay and what each device holds.
+    @property
+    def simplicity(self) -> tuple[int, int]:
+        """Less is simpler: chunks, then the schedule."""
+        return self.chunks, SCHEDULES.index(self.schedule)
+
+    def program(self, microbatches: int) -> Schedule:
+        """Its schedule, for so many micro-batches."""
+        return schedule_of(self.schedule, microbatches, self.modes, self.split)
+
+
+def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[StageMode]) -> Candidate:
+    """The candidate with this balance and these modes, with the seconds of a replay of its schedule.
 
     Args:
         costs: of micro-batches of one size.
         schedule: its name.
         sizes: the layers of each stage.
         modes: of checkpointing.
-        split: the stages whose backward is split; by default those where it is worth it.
     """
-    stages = costs.stage_costs(sizes, modes)
-    if split is None:
-        split = costs.split(sizes, stages) if schedule == "zero_bubble" else ()
-    seconds = step_seconds(costs, schedule, sizes, modes, split, stages)
-    needs = costs.device_bytes(sizes, modes, schedule, split)
-    return Candidate(costs, schedule, tuple(split), tuple(sizes), tuple(modes), needs, seconds)
-
-
-def step_seconds(
-    costs: Costs,
-    schedule: str,
-    sizes: Sequence[int],
-    modes: Sequence[StageMode],
-    split: Sequence[int],
-    stages: Sequence[StageCost],
-) -> float:
-    """The seconds of a step, by a replay of the schedule with the costs of its actions."""
-    m = costs.chunks
+    m, stages = costs.chunks, costs.stage_costs(sizes, modes)
+    split = costs.split(sizes, stages) if schedule == "zero_bubble" else ()
     steps = lanes(schedule, m, range(len(stages)), stops_of(modes, m), split)
-    pipeline = makespan(steps, m, [seconds_of(stage) for stage in stages], costs.hops(sizes))
-    return pipeline + costs.reduction(sizes) + costs.measured.step
-
-
-def seconds_of(stage: StageCost) -> dict[Kind, float]:
-    """The seconds of each kind of action."""
-    return {kind: stage.seconds(kind) for kind in Kind}
-
-
-def lacking(space: Space, candidate: Candidate) -> dict[int, int]:
-    """The bytes that devices are short of, by the account or by the rehearsal that the candidate's bytes are of."""
-    limits = enumerate(zip(candidate.bytes, space.memory, strict=True))
-    return {j: need.total - room for j, (need, room) in limits if room is not None and need.total > room}
-
-
-def key(candidate: Candidate) -> tuple[object, ...]:
-    """What tells one way to train from another."""
-    return candidate.chunks, candidate.schedule, candidate.split, candidate.sizes, candidate.modes
+    pipeline = makespan(steps, m, [{kind: each.seconds(kind) for kind in Kind} for each in stages], costs.hops(sizes))
+    seconds = pipeline + costs.reduction(sizes) + costs.measured.step
+    return Candidate(costs, schedule, tuple(sizes), tuple(modes), seconds, split)
 
 
 def by_seconds(found: Iterable[Candidate]) -> list[Candidate]:
@@ -144,8 +141,3 @@ def stops_of(modes: Sequence[StageMode], microbatches: int) -> tuple[int, ...]:
 def schedule_of(name: str, microbatches: int, modes: Sequence[StageMode], split: Sequence[int]) -> Schedule:
     """The schedule, with each stage on a device of its own."""
     return named(name, microbatches, range(len(modes)), stops_of(modes, microbatches), split)
-
-
-def simplicity(candidate: Candidate) -> tuple[int, int, int]:
-    """Less is simpler: chunks, then the schedule, then memory."""
-    return candidate.chunks, SCHEDULES.index(candidate.schedule), candidate.fullest

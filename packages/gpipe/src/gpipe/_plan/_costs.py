@@ -147,18 +147,10 @@ class Costs:
             for layer, state in zip(self.profiles[0], self.measured.optimizer, strict=True)
         ]
 
-    def work(self, stage: int, again: Sequence[bool]) -> list[float]:
-        """Seconds that each layer takes for a micro-batch on the device of a stage.
-
-        Args:
-            stage: its number.
-            again: of each layer, whether its forward is done twice.
-        """
-        seconds = [
-            (1 + flag) * (layer.forward_seconds or 0.0) + (layer.backward_seconds or 0.0)
-            for layer, flag in zip(self.profiles[stage], again, strict=True)
-        ]
-        seconds[-1] += self._loss_seconds(stage)
+    def work(self) -> list[float]:
+        """Seconds that each layer takes for a micro-batch on the first device."""
+        seconds = [(layer.forward_seconds or 0.0) + (layer.backward_seconds or 0.0) for layer in self.profiles[0]]
+        seconds[-1] += self._loss_seconds(0)
         return seconds
 
     def _loss_seconds(self, stage: int) -> float:

@@ -11,7 +11,7 @@ from profiler.text import format_bytes, format_seconds
 
 from ..timeline._hops import Link
 from ._arguments import read_chunks
-from ._candidate import Candidate, Space, by_seconds, simplicity
+from ._candidate import Candidate, Space, by_seconds
 from ._costs import Measured
 from ._fake import Fake
 from ._search import NEAR, search
@@ -137,7 +137,7 @@ def search_all(spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
         return spaces[-1], []
     fastest = min(each.seconds for _, each in tops)
     near = [pair for pair in tops if pair[1].seconds <= fastest * (1 + NEAR)]
-    space, best = min(near, key=lambda pair: (len(pair[1].sizes), simplicity(pair[1])))
+    space, best = min(near, key=lambda pair: (len(pair[1].sizes), pair[1].simplicity, pair[1].seconds))
     here = next(ways for each, ways in found if each is space)
     if len(spaces) == 1:
         return space, here

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import combinations
+from typing import Any
 
 from profiler.text import format_bytes
 
+from ._arguments import SCHEDULES, read_chunks, read_modes
 from ._candidate import Candidate, Space
 from ._options import Options
 from ._search import least_share
@@ -33,30 +37,21 @@ class Infeasible(ValueError):  # noqa: N818 — a finding about the model and th
         return type(self), (str(self), self.device, self.short, self.changes)
 
 
-Relaxation = tuple[str, Callable[[Space], Space]]
-"""What could be changed, as text, and what would be searched then instead of a space."""
-
-
-def explain(space: Space, devices: Sequence[str], relaxations: Sequence[Relaxation]) -> Infeasible:
+def explain(space: Space, devices: Sequence[str]) -> Infeasible:
     """The error for a search that found nothing.
 
     Args:
         space: what was searched.
         devices: their names.
-        relaxations: changes of what the caller asked for, the nearest first.
     """
     share, nearest = _nearest(space)
     rooms = [(j, room) for j, room in enumerate(space.memory) if room is not None]
     short = {j: round((space.share(j, nearest.bytes[j].total) - 1) * room) for j, room in rooms}
     j, room = max(rooms, key=lambda pair: short[pair[0]])
-    changes = [*_together(space, relaxations)]
     sizes = {size for _, size in rooms}
     enough = math.ceil(share * max(sizes)) + 1
-    changes.append(
-        f"{share + 0.005:.2f} times the memory on each device"
-        if len(sizes) > 1
-        else f"memory={enough} ({format_bytes(enough)} on each device)"
-    )
+    memory = f"memory={enough} ({format_bytes(enough)} on each device)"
+    changes = [*_enough(space), memory if len(sizes) == 1 else f"{share + 0.005:.2f} times the memory on each device"]
     return Infeasible(
         f"nothing fits: device {j} ({devices[j]}) has {format_bytes(room)} and is {format_bytes(short[j])} short in "
         f"the plan that comes nearest (chunks={nearest.chunks}, {nearest.schedule}, balance={list(nearest.sizes)}, "
@@ -67,17 +62,18 @@ def explain(space: Space, devices: Sequence[str], relaxations: Sequence[Relaxati
     )
 
 
-def _together(space: Space, relaxations: Sequence[Relaxation]) -> Iterator[str]:
+def _enough(space: Space) -> Iterator[str]:
     """The changes that are enough each, or else the fewest that are enough together."""
-    for count in range(1, len(relaxations) + 1):
-        found = [some for some in combinations(relaxations, count) if _fits(space, some)]
-        yield from (" and ".join(text for text, _ in some) for some in found)
+    possible = relaxations(space)
+    for count in range(1, len(possible) + 1):
+        found = [some for some in combinations(possible, count) if _fits(space, [possible[text] for text in some])]
+        yield from map(" and ".join, found)
         if found:
             return
 
 
-def _fits(space: Space, changes: Sequence[Relaxation]) -> bool:
-    for _, change in changes:
+def _fits(space: Space, changes: Sequence[Callable[[Space], Space]]) -> bool:
+    for change in changes:
         space = change(space)
     return _nearest(space)[0] <= 1
 
@@ -88,3 +84,37 @@ def _nearest(space: Space) -> tuple[float, Candidate]:
     chunks = sorted({space.chunks[0], space.chunks[-1]})
     ways = [Options(space, space.measured.cut(m), name) for m in chunks for name in space.schedules]
     return min(map(least_share, ways), key=lambda each: each[0])
+
+
+def relaxations(space: Space) -> dict[str, Callable[[Space], Space]]:
+    """What the caller could ask for instead, as text, and what would be searched then; the nearest first."""
+    stages, measured = len(space.modes), space.measured
+    every = read_modes(None, 1)[0]
+    found: dict[str, Callable[[Space], Space]] = {}
+    if any(modes != every for modes in space.modes):
+        found["checkpoint=None, so that the plan may choose"] = lambda own: replace(
+            own, modes=[every] * len(own.modes), pieces=True
+        )
+    if more := [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]]:
+        found[f"chunks up to {more[-1]}"] = lambda own: replace(own, chunks=[*own.chunks, *more])
+    if list(space.schedules) != list(SCHEDULES):
+        found["schedule=None, so that the plan may choose"] = lambda own: replace(own, schedules=SCHEDULES)
+    if any(measured.optimizer):
+        found["optimizer='sgd', which keeps no state"] = lambda own: replace(
+            own, measured=replace(own.measured, optimizer=(0,) * measured.layers)
+        )
+    for larger in (2 * stages, 4 * stages):
+        if larger <= measured.layers and measured.replicas == 1:
+            found[f"{larger} devices instead of {stages}"] = partial(_on_more, stages=larger)
+    return found
+
+
+def _on_more(space: Space, stages: int) -> Space:
+    """The same for more devices, which are like the last one; a single device has no link, so theirs take no time."""
+
+    def longer(owner: Any, *names: str) -> Any:
+        each = {name: tuple(getattr(owner, name)) for name in names}
+        return replace(owner, **{name: own + own[-1:] * (stages - len(own)) for name, own in each.items()})
+
+    wider: Space = longer(space, "modes", "memory", *["scale"] * bool(space.scale))
+    return replace(wider, measured=longer(space.measured, "profiles", "copied", "links"))

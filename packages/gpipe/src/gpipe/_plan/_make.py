@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from microbatch import scatter
@@ -18,28 +20,26 @@ from ..module._partition import refuse_duplicate_layers
 from ..module._sequential import as_sequential
 from ..module._whole import replicated
 from ._arguments import (
-    SCHEDULES,
     OptimizerChoice,
     expect_rows,
     expect_target,
     optimizer_bytes,
-    read_chunks,
     read_loss,
     read_memory,
     read_modes,
     read_schedules,
 )
-from ._calibrate import UNSURE, calibrated
-from ._candidate import Candidate, Space, lacking
+from ._calibrate import UNSURE, calibrated, train
+from ._candidate import Candidate, Space
 from ._costs import Measured
 from ._data import Expected, Remembered, layer_keys
 from ._fake import Fake, read_fake
 from ._fleet import FleetLayout, all_chunks, notes_on, of_replica, of_several_rows, read_size, search_all
-from ._infeasible import Relaxation, explain
+from ._infeasible import explain
 from ._measure import measure
 from ._outcome import plan_of
 from ._plan import Plan
-from ._rehearse import rehearsed, with_peaks
+from ._rehearse import ACCOUNT, rehearsed
 from ._request import Request, read_layouts, read_profile, rows_of
 
 GUESSED = Expected(0.5, 1.0, 2.0)
@@ -154,70 +154,53 @@ def plan(
 def _planned(request: Request) -> Plan:
     """Measure, search, and try the best candidates."""
     measured, layouts = _measured(request)
-    space, found, bytes_note = _search(request, _spaces(request, measured, layouts))
+    space, found = _search(request, _spaces(request, measured, layouts))
     if not found:
-        raise explain(space, request.names, _relaxations(space, request))
+        raise explain(space, request.names)
     fake, spread = request.fake, GUESSED if request.fake else UNSURE
     notes = [_guessed(fake), *notes_on(fake, found[0])] if fake else [_how(measured, len(request.layers))]
     if request.calibrate:
-        found, spread, note = calibrated(
-            space, found, request.layers, request.places, request.sample, request.target, request.loss_fn
-        )
+        try:
+            given = request.places, request.sample, request.target, request.loss_fn
+            try_out = partial(train, copy.deepcopy(request.layers), *given)
+            found, spread, note = calibrated(space, found, try_out, partial(_rehearsed, request))
+        except torch.OutOfMemoryError:
+            note = "not calibrated: there was no memory for a copy of the model"
         notes.append(note)
-        found, bytes_note = _that_fits(request, space, found)
     here = Remembered(loss_fn=request.loss_fn, sample=request.sample)
-    notes += [bytes_note] if bytes_note else []
-    return plan_of(found, space, layer_keys(request.layers), request.names, spread, notes, here)
+    return plan_of(found, space, layer_keys(request.layers), request.names, spread, [*notes, found[0].note], here)
 
 
 REHEARSALS = 6
 """How often a plan is searched anew because its rehearsal took more than the account of bytes says."""
 
 
-def _search(request: Request, spaces: Sequence[Space]) -> tuple[Space, list[Candidate], str]:
-    """The space with the best way, the ways found, of which the first fits by a rehearsal, and how bytes were found."""
+def _search(request: Request, spaces: Sequence[Space]) -> tuple[Space, list[Candidate]]:
+    """The space with the best way, and the ways found, of which the first fits by a rehearsal; none if nothing fits."""
     for _ in range(REHEARSALS):
         space, found = search_all(spaces)
         if not found:
-            return space, [], ""
-        best, note = _rehearsed(request, found[0])
-        if not lacking(space, best):
-            return space, [best, *found[1:]], note
+            break
+        best = _rehearsed(request, found[0])
+        if space.holds(best):
+            return space, [best, *found[1:]]
         before = space.scale or (1.0,) * len(best.bytes)
-        account = best.costs.device_bytes(best.sizes, best.modes, best.schedule, best.split)
-        scale = [true.total / max(1, own.total) for true, own in zip(best.bytes, account, strict=True)]
+        scale = [true.total / max(1, own.total) for true, own in zip(best.bytes, best.account, strict=True)]
         after = replace(space, scale=tuple(map(max, before, scale)))
         spaces = [after if each is space else each for each in spaces]
-    ways, note = _that_fits(request, space, found)
-    return space, [] if lacking(space, ways[0]) else ways, note
+    return space, []
 
 
-def _that_fits(request: Request, space: Space, found: Sequence[Candidate]) -> tuple[list[Candidate], str]:
-    """These with the first one in front that fits by a rehearsal, if there is any."""
-    for k, each in enumerate(found[:REHEARSALS]):
-        best, note = _rehearsed(request, each)
-        if not lacking(space, best):
-            return [best, *found[:k], *found[k + 1 :]], note
-    return [best, *found[1:]], note
-
-
-def _rehearsed(request: Request, way: Candidate) -> tuple[Candidate, str]:
-    """The way with the bytes of a rehearsal, and how they were found."""
+def _rehearsed(request: Request, way: Candidate) -> Candidate:
+    """The way with the bytes of a rehearsal, if the layers were measured here, as they run on a CPU."""
     if request.profile is not None or any(place.type not in ("cpu", "meta") for place in request.places):
-        return way, "bytes: those of the layers alone, added up; plan.verify measures them"
-    sample, target = (
-        value
-        if value is None or way.costs.measured.replicas == 1
-        else scatter(value, way.costs.measured.replicas)[0].value
+        return replace(way, note=f"{ACCOUNT}; plan.verify measures them")
+    replicas = way.costs.measured.replicas
+    x, y = (
+        value if value is None or replicas == 1 else scatter(value, replicas)[0].value
         for value in (request.sample, request.target)
     )
-    try:
-        peaks = rehearsed(request.layers, sample, target, request.loss_fn, way)
-    except Exception as error:
-        return way, f"bytes: those of the layers alone, added up; a rehearsal without data failed: {error!r:.200}"
-    if peaks is None:
-        return way, "bytes: those of the layers alone, added up; the step is too long for a rehearsal"
-    return with_peaks(way, peaks), "bytes: those of one step of the engine on tensors without data"
+    return rehearsed(request.layers, x, y, request.loss_fn, way)
 
 
 def _spaces(request: Request, measured: Measured, layouts: Sequence[FleetLayout]) -> list[Space]:
@@ -261,47 +244,4 @@ def _how(measured: Measured, layers: int) -> str:
     return (
         f"{layers} layers measured on {first.device} at {rows} rows; the engine adds "
         f"{measured.action * 1e6:.0f} µs to an action and {measured.step * 1e6:.0f} µs to a step"
-    )
-
-
-def _relaxations(space: Space, request: Request) -> list[Relaxation]:
-    """What the caller could ask for instead, the nearest first."""
-    stages, measured = len(space.modes), space.measured
-    every = read_modes(None, 1)[0]
-    found: list[Relaxation] = []
-    if list(space.modes) != [every] * stages:
-        text = "checkpoint=None, so that the plan may choose"
-        found.append((text, lambda own: replace(own, modes=[every] * len(own.modes), pieces=True)))
-    more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]]
-    if more:
-        found.append((f"chunks up to {more[-1]}", lambda own: replace(own, chunks=[*own.chunks, *more])))
-    if list(space.schedules) != list(SCHEDULES):
-        text = "schedule=None, so that the plan may choose"
-        found.append((text, lambda own: replace(own, schedules=SCHEDULES)))
-    if any(measured.optimizer) and request.optimizer != "sgd":
-        plain = (0,) * len(request.layers)
-        text = "optimizer='sgd', which keeps no state"
-        found.append((text, lambda own: replace(own, measured=replace(own.measured, optimizer=plain))))
-    for larger in (2 * stages, 4 * stages):
-        if larger <= len(request.layers) and measured.replicas == 1:
-            found.append((f"{larger} devices instead of {stages}", partial(_on_more, stages=larger)))
-    return found
-
-
-def _on_more(space: Space, stages: int) -> Space:
-    """The same for more devices, which are like the last one."""
-    own = space.measured
-
-    def longer(each: Sequence[Any]) -> tuple[Any, ...]:
-        return (*each, *[each[-1]] * (stages - len(each)))
-
-    measured = replace(
-        own, profiles=longer(own.profiles), copied=longer(own.copied), links=longer(own.links)
-    )  # a single device has no link: what comes to the others then takes no time
-    return replace(
-        space,
-        measured=measured,
-        modes=longer(space.modes),
-        memory=longer(space.memory),
-        scale=longer(space.scale) if space.scale else (),
     )

@@ -78,13 +78,8 @@ def _alternative(best: Candidate, other: Candidate, factor: float) -> Alternativ
 def _reason(best: Candidate, other: Candidate) -> str:
     """Why ``other`` was not taken."""
     slower = other.seconds / best.seconds - 1
-    if other.seconds > best.seconds * (1 + NEAR):
+    if slower > NEAR:
         return f"{slower:.0%} slower"
     speed = "as fast" if abs(slower) < 0.005 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
-    if len(other.sizes) != len(best.sizes):
-        return f"{speed}, with {'more' if len(other.sizes) > len(best.sizes) else 'fewer'} stages"
-    if other.chunks != best.chunks:
-        return f"{speed}, with {'more' if other.chunks > best.chunks else 'fewer'} chunks"
-    if other.schedule != best.schedule:
-        return f"{speed}, less simple than {best.schedule}"
-    return f"{speed}, {'holds more' if other.fullest > best.fullest else 'another balance'}"
+    differs = "less simple" if other.simplicity > best.simplicity else "another balance"
+    return f"{speed}, {differs if len(other.sizes) == len(best.sizes) else 'another number of stages'}"

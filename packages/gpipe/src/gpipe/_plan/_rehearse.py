@@ -21,38 +21,53 @@ from .._gpipe import GPipe
 from ..engine._settings import inline
 from ..schedule import Schedule, Step, requirement
 from ._bytes import DeviceBytes
-from ._candidate import Candidate, schedule_of
+from ._candidate import Candidate
 from ._verify import peak_bytes
+
+ACCOUNT = "bytes: those of the layers alone, added up"
 
 MOST = 4096
 """Layers times micro-batches: longer steps are not run, which would take minutes."""
 
 
 def rehearsed(
-    layers: nn.Sequential,
-    x: Any,
-    y: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    way: Candidate,
-) -> list[int] | None:
-    """The peak of each stage in bytes, without the state of an optimizer; None if the step is too long to be run.
-
-    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. How long that
-    is depends on which stage goes first where both could. So this is the peak over two orders. Under other schedules
-    than fill-drain more micro-batches than there are ever in flight change nothing, so only some are run.
+    layers: nn.Sequential, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any] | None, way: Candidate
+) -> Candidate:
+    """The way with the bytes of a rehearsal, and a note; those of the account where no step can be run.
 
     Args:
         layers: the model; it stays as it is, and may be on ``meta``.
         x, y, loss_fn: a mini-batch, its target, and the loss; None for the sum of the outputs.
         way: how it is trained.
+    """
+    # Twice as many as there are ever in flight, except under fill-drain, which has all of them in flight.
+    few = way.chunks if way.schedule == "fill_drain" else min(way.chunks, 2 * len(way.sizes) + 2)
+    if few * len(layers) > MOST:
+        return replace(way, note=f"{ACCOUNT}; the step is too long for a rehearsal")
+    try:
+        peaks = peaks_of(layers, x, y, loss_fn, way, few)
+    except Exception as error:
+        return replace(way, note=f"{ACCOUNT}; a rehearsal without data failed: {error!r:.200}")
+    # Beside what a rehearsal finds, in one memory, there are the optimizer's state, and copies between devices.
+    shared = replace(way.costs.measured, copied=(False,) * len(way.sizes), input_moves=False).cut(way.chunks)
+    alone = shared.device_bytes(way.sizes, way.modes, way.schedule, way.split)
+    found = zip(way.account, alone, peaks, strict=True)
+    rehearsed = tuple(_with(need, peak + need.optimizer + need.total - own.total) for need, own, peak in found)
+    return replace(way, rehearsed=rehearsed, note="bytes: those of one step of the engine on tensors without data")
+
+
+def peaks_of(
+    layers: nn.Sequential, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any] | None, way: Candidate, few: int
+) -> list[int]:
+    """The peak of each stage in bytes, without the state of an optimizer, in a step of ``few`` micro-batches.
+
+    All stages share their memory, as on a CPU: what a stage sends stays as long as the next one needs it. How long that
+    is depends on which stage goes first where both could. So this is the peak over two orders.
 
     Raises:
         Exception: a layer needs the values of tensors.
     """
     sizes, chunks = way.sizes, way.chunks
-    few = chunks if way.schedule == "fill_drain" else min(chunks, 2 * len(sizes) + 2)
-    if few * len(layers) > MOST:
-        return None
     mode = fake_mode()
     own = _faked(layers, mode)
 
@@ -63,7 +78,7 @@ def rehearsed(
     inputs, targets = first(x), None if y is None else first(y)
     few = len(scatter(inputs, few))
     pipe = GPipe(own, sizes, devices=["cpu"] * len(sizes), chunks=few, checkpoint=way.modes)
-    programs, loss = schedule_of(way.schedule, few, way.modes, way.split), loss_fn or total
+    programs, loss = way.program(few), loss_fn or total
     orders = [_eager(programs, stages) for stages in (range(len(sizes)), range(len(sizes))[::-1])]
     with closing(pipe), inline():
         # In its first step, a pipe finds out what its layers do.
@@ -71,26 +86,12 @@ def rehearsed(
         return list(map(max, *(peak_bytes(pipe, inputs, targets, loss, order) for order in orders)))
 
 
-def with_peaks(way: Candidate, peaks: Sequence[int]) -> Candidate:
-    """The same with the bytes of a rehearsal: what it found, the optimizer's state, and copies between devices."""
-    shared = replace(way.costs.measured, copied=(False,) * len(way.sizes), input_moves=False).cut(way.chunks)
-    alone = shared.device_bytes(way.sizes, way.modes, way.schedule, way.split)
-    found = zip(way.costs.device_bytes(way.sizes, way.modes, way.schedule, way.split), alone, peaks, strict=True)
-    return replace(
-        way, bytes=tuple(_with(need, peak + need.optimizer + need.total - own.total) for need, own, peak in found)
-    )
-
-
 def _with(need: DeviceBytes, found: int) -> DeviceBytes:
-    """The same kinds with another total."""
+    """The same kinds with another total, as long as there is something left for them."""
     left = found - need.parameters - need.optimizer
     gradients = min(need.gradients, left)
-    left -= gradients
-    beside = [min(size, left) for size in (need.activations, need.loss, need.inputs)]
-    if sum(beside) > left:
-        beside = [left, 0, 0]
-    activations, loss, inputs = beside
-    return DeviceBytes(need.parameters, gradients, need.optimizer, activations, left - sum(beside), loss, inputs)
+    activations = min(need.activations, left - gradients)
+    return replace(need, gradients=gradients, activations=activations, transient=left - gradients - activations)
 
 
 def _eager(programs: Schedule, stages: Sequence[int]) -> Schedule:

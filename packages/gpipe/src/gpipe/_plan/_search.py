@@ -2,13 +2,9 @@
 
 In three parts: the options of a stage are data (:mod:`gpipe._plan._options`); a way to train has one cost, a replay of
 its schedule and the account of its bytes (:mod:`gpipe._plan._candidate`); and this module chooses. For each number of
-chunks and each schedule it looks at
-
-- every balance and all options of all stages, where there are few: those whose lower bound is above the best are not
-  replayed, so nothing is missed;
-- else the balances that dynamic programming finds: the least slowest stage, and the least work in total where the
-  slowest stage may take a little longer. From the best of them a layer goes to the other side of a cut, or a stage
-  takes another option, as long as a replay is faster.
+chunks and each schedule it begins with balances that dynamic programming finds: the least slowest stage, and the least
+work in total where the slowest stage may take a little longer. From the best of them a layer goes from a stage to
+another one nearby, or a stage takes another option, as long as a replay is faster.
 
 What is not searched: schedules with several stages on a device (interleaved ones and those in the shape of a V), more
 than one device for a stage, stages on other devices than in the order given, and, of stages with many layers, patterns
@@ -21,18 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from heapq import nsmallest
-from itertools import accumulate, combinations, pairwise, product
+from itertools import accumulate, pairwise, permutations
 
-from ._candidate import Candidate, Space, by_seconds, candidate_of, simplicity, step_seconds
+from ._candidate import Candidate, Space, by_seconds, candidate_of
 from ._costs import bounds
 from ._options import Options, StageOption
 
 NEAR = 0.01
 """Candidates that are slower than the fastest by no more than this share are as good; the simplest is taken."""
-
-CUTS, EVERY = 150, 3_000
-"""Up to so many balances, and ways under one schedule and number of chunks, all are looked at."""
 
 REPLAYED = 300_000
 """The most actions that are replayed to improve the balance under one schedule and number of chunks."""
@@ -41,15 +35,17 @@ ENOUGH = 100
 """Beyond so many micro-batches for each stage, more of them save a hundredth at most, and are not looked at."""
 
 _MARGIN = 0.95
-"""How much faster the best balance may be, of many layers, than the one with the least slowest stage."""
+"""How much faster the best balance may be than the one with the least slowest stage."""
 
 _WIDER = (1.05, 1.25, 2.0, math.inf)
 """How much longer than an even share of the work the slowest stage may take, until a balance is found."""
 
 _SLACK = (1.0, 1.1)
 
+_NEARBY = 2
+"""A layer goes to a stage so many stages away, at most."""
+
 Sizes = tuple[int, ...]
-Chosen = Sequence[StageOption]
 
 
 def search(space: Space) -> list[Candidate]:
@@ -61,7 +57,7 @@ def search(space: Space) -> list[Candidate]:
     if not found:
         return []
     near = [each for each in found if each.seconds <= found[0].seconds * (1 + NEAR)]
-    best = min(near, key=lambda each: (*simplicity(each)[:2], each.seconds))
+    best = min(near, key=lambda each: (*each.simplicity, each.seconds))
     return [best, *(each for each in found if each is not best)]
 
 
@@ -84,47 +80,65 @@ def candidates(space: Space) -> Iterator[Candidate]:
 def _bounded(space: Space, chunks: int) -> Iterator[tuple[float, Options]]:
     """The options under each schedule, with seconds below which it comes at most by a little."""
     costs, k = space.measured.cut(chunks), len(space.modes)
-    alone = [costs.work(j, [False] * costs.measured.layers) for j in range(k)]
-    work: list[float] = [min(each) for each in zip(*alone, strict=True)]
-    # Stages work all the time, layers can be divided, and nothing is computed again.
-    least = costs.chunks * (max([sum(work) / k, *work]) + 2 * costs.measured.action) + costs.measured.step
-    free = Options(replace(space, memory=(None,) * k), costs, space.schedules[0])
-    many = math.comb(costs.measured.layers - 1, k - 1) > CUTS and k * chunks < REPLAYED
-    sizes = next(_placed(free), None) if many else None
-    for name in space.schedules:
-        own = Options(free.space, costs, name)
-        quick = 0.0 if sizes is None else _Replayed(own, sizes).seconds * _MARGIN
-        yield max(least, quick), Options(space, costs, name)
+    free = [Options(replace(space, memory=(None,) * k), costs, name) for name in space.schedules]
+    sizes = next(_placed(free[0]), None)  # without a limit of memory, which any schedule allows
+    for own in free:
+        least = 0.0 if sizes is None else _Way.of(own, sizes).seconds * _MARGIN
+        yield least, Options(space, costs, own.schedule)
 
 
 def best_of(options: Options) -> Candidate | None:
     """The fastest balance and options that fit; None if none was found."""
-    layers, stages = options.costs.measured.layers, len(options.space.modes)
-    every = _every(options) if math.comb(layers - 1, stages - 1) <= min(CUTS, EVERY) else None
-    if every is not None:
-        return _fastest_of(options, every)
-    found = [_Replayed(options, sizes) for sizes in dict.fromkeys(_placed(options))]
-    starts = nsmallest(2, (each for each in found if each.seconds < math.inf), key=lambda each: each.seconds)
-    improved = [each.improved() for each in starts]
-    return min(improved, key=lambda each: each.seconds).candidate() if improved else None
+    found = [_Way.of(options, sizes) for sizes in dict.fromkeys(_placed(options))]
+    starts = nsmallest(2, (each for each in found if each.fits), key=lambda each: each.seconds)
+    return min((each.improved() for each in starts), key=lambda each: each.seconds).candidate if starts else None
 
 
-def _every(options: Options) -> list[tuple[float, Sizes, Chosen]] | None:
-    """Every way that fits, with a lower bound of its seconds; None if there are too many."""
-    layers, stages = options.costs.measured.layers, len(options.space.modes)
-    found: list[tuple[float, Sizes, Chosen]] = []
-    for cuts in combinations(range(1, layers), stages - 1):
-        ends = (0, *cuts, layers)
-        each = [options.of(j, ends[j], ends[j + 1]) for j in range(stages)]
-        if len(found) + math.prod(map(len, each)) > EVERY:
-            return None
-        sizes = tuple(b - a for a, b in pairwise(ends))
-        hops = options.costs.hops(sizes)
-        found += [(_bound(chosen, hops), sizes, chosen) for chosen in product(*each)]
-    return found
+class _Way:
+    """A balance with an option for each stage, which is replayed when its seconds are asked for."""
+
+    def __init__(self, options: Options, sizes: Sizes, chosen: Sequence[StageOption]) -> None:
+        self._options, self._sizes, self._chosen = options, sizes, chosen
+        self.fits = len(chosen) == len(sizes)
+        self.bound = _bound(chosen, options.costs.hops(sizes)) if self.fits else math.inf
+
+    @classmethod
+    def of(cls, options: Options, sizes: Sizes) -> _Way:
+        """With the option of each stage that has the least to do; a stage that fits with none is left out."""
+        return cls(options, sizes, [own for j, each in enumerate(bounds(sizes)) for own in options.of(j, *each)[:1]])
+
+    @cached_property
+    def candidate(self) -> Candidate:
+        options = self._options
+        return candidate_of(options.costs, options.schedule, self._sizes, [option.mode for option in self._chosen])
+
+    @property
+    def seconds(self) -> float:
+        return self.candidate.seconds
+
+    def improved(self) -> _Way:
+        """The fastest that steps from one balance or option to the next lead to."""
+        best, left = self, REPLAYED // (2 * len(self._sizes) * self._options.costs.chunks)
+        while left > 0:
+            near = sorted((each for each in best.near() if each.bound < best.seconds), key=lambda each: each.bound)
+            left -= len(near[:left])
+            faster = min(near[: max(1, left)], key=lambda each: each.seconds, default=best)
+            if faster.seconds >= best.seconds:
+                break
+            best = faster
+        return best
+
+    def near(self) -> Iterator[_Way]:
+        """Those that differ by a layer on another stage, or by the option of a stage."""
+        for sizes in shifted(self._sizes):
+            yield _Way.of(self._options, sizes)
+        for j, own in enumerate(bounds(self._sizes)):
+            for option in self._options.of(j, *own):
+                if option is not self._chosen[j]:
+                    yield _Way(self._options, self._sizes, [*self._chosen[:j], option, *self._chosen[j + 1 :]])
 
 
-def _bound(chosen: Chosen, hops: Sequence[float]) -> float:
+def _bound(chosen: Sequence[StageOption], hops: Sequence[float]) -> float:
     """A lower bound under any schedule: all work of a stage, between what comes before it and what follows."""
     ahead, behind, least = 0.0, 0.0, 0.0
     for option, hop in zip(chosen, hops, strict=True):
@@ -136,31 +150,22 @@ def _bound(chosen: Chosen, hops: Sequence[float]) -> float:
     return least
 
 
-def _fastest_of(options: Options, every: list[tuple[float, Sizes, Chosen]]) -> Candidate | None:
-    best, seconds = None, math.inf
-    more = options.costs.measured.step
-    for least, sizes, chosen in sorted(every, key=lambda each: each[0]):
-        if least + more >= seconds:
-            break
-        found = _seconds(options, sizes, chosen)
-        if found < seconds:
-            best, seconds = (sizes, chosen), found
-    return None if best is None else _candidate(options, *best)
+def shifted(sizes: Sizes) -> Iterator[Sizes]:
+    """All sizes with one layer on another stage nearby; the layers between them move up.
+
+    >>> list(shifted((2, 1, 2)))
+    [(3, 1, 1), (1, 2, 2), (2, 2, 1), (1, 1, 3)]
+    """
+    for j, k in permutations(range(len(sizes)), 2):
+        if sizes[k] > 1 and abs(j - k) <= _NEARBY:
+            yield tuple(size + (i == j) - (i == k) for i, size in enumerate(sizes))
 
 
-def _seconds(options: Options, sizes: Sizes, chosen: Chosen) -> float:
-    split = tuple(j for j, option in enumerate(chosen) if option.splits)
-    modes, stages = [option.mode for option in chosen], [option.cost for option in chosen]
-    return step_seconds(options.costs, options.schedule, sizes, modes, split, stages)
-
-
-def _candidate(options: Options, sizes: Sizes, chosen: Chosen) -> Candidate:
-    split = tuple(j for j, option in enumerate(chosen) if option.splits)
-    return candidate_of(options.costs, options.schedule, sizes, tuple(option.mode for option in chosen), split)
-
-
-Weight = Callable[[int, int, int], float]
-"""Of stage j with the layers from one to another; infinite if it cannot have them, nor more of them."""
+def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates with a layer on another stage that fit."""
+    options = Options(space, candidate.costs, candidate.schedule)
+    near = (_Way.of(options, sizes) for sizes in shifted(candidate.sizes))
+    return (each.candidate for each in near if each.fits)
 
 
 def _placed(options: Options) -> Iterator[Sizes]:
@@ -171,7 +176,7 @@ def _placed(options: Options) -> Iterator[Sizes]:
         return found[0].busy if found else math.inf
 
     layers, stages = options.costs.measured.layers, len(options.space.modes)
-    m, work = options.costs.chunks, options.costs.work(0, [False] * layers)
+    m, work = options.costs.chunks, options.costs.work()
     behind = [m * size for size in accumulate(reversed(work), initial=0.0)][::-1]
     even = max(behind[0] / stages, m * max(work)) + 2 * m * options.costs.measured.action
     found = (divided(layers, stages, busy, even * wider, max, behind) for wider in _WIDER)
@@ -184,6 +189,10 @@ def _placed(options: Options) -> Iterator[Sizes]:
         sizes = divided(layers, stages, busy, slowest * slack, lambda a, b: a + b, behind)
         if sizes is not None:
             yield sizes
+
+
+Weight = Callable[[int, int, int], float]
+"""Of stage j with the layers from one to another; infinite if it cannot have them, nor more of them."""
 
 
 def divided(
@@ -228,77 +237,6 @@ def divided(
     return tuple(a - b for a, b in pairwise(ends))[::-1]
 
 
-class _Replayed:
-    """A balance with the fastest options, and the seconds of its replay.
-
-    Args:
-        options: of the stages.
-        sizes: of the stages.
-        chosen: their options; by default for each stage that with which it has the least to do.
-    """
-
-    def __init__(self, options: Options, sizes: Sizes, chosen: Chosen | None = None) -> None:
-        self._options, self._sizes = options, sizes
-        each = [options.of(j, *own)[:1] for j, own in enumerate(bounds(sizes))] if chosen is None else None
-        self._chosen = [option for own in each for option in own] if each is not None else list(chosen or ())
-        fits = len(self._chosen) == len(sizes)
-        self.bound = _bound(self._chosen, options.costs.hops(sizes)) if fits else math.inf
-        self._seconds: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        if self._seconds is None:
-            missing = self.bound == math.inf
-            self._seconds = math.inf if missing else _seconds(self._options, self._sizes, self._chosen)
-        return self._seconds
-
-    def candidate(self) -> Candidate:
-        return _candidate(self._options, self._sizes, self._chosen)
-
-    def improved(self) -> _Replayed:
-        """The fastest that steps from one balance or option to the next lead to."""
-        best, left = self, REPLAYED // (2 * len(self._sizes) * self._options.costs.chunks)
-        while left > 0:
-            near = sorted((each for each in best.near() if each.bound < best.seconds), key=lambda each: each.bound)
-            left -= len(near[:left])
-            faster = min(near[: max(1, left)], key=lambda each: each.seconds, default=best)
-            if faster.seconds >= best.seconds:
-                break
-            best = faster
-        return best
-
-    def near(self) -> Iterator[_Replayed]:
-        """Those that differ by a layer on the other side of a cut, or by the option of a stage."""
-        for sizes in shifted(self._sizes):
-            yield _Replayed(self._options, sizes)
-        for j, own in enumerate(bounds(self._sizes)):
-            for option in self._options.of(j, *own):
-                if option is not self._chosen[j]:
-                    yield _Replayed(self._options, self._sizes, [*self._chosen[:j], option, *self._chosen[j + 1 :]])
-
-
-def shifted(sizes: Sizes) -> Iterator[Sizes]:
-    """All sizes with one layer on the other side of one cut.
-
-    >>> list(shifted((2, 1, 2)))
-    [(1, 2, 2), (2, 2, 1)]
-    """
-    for j in range(len(sizes) - 1):
-        for more in (1, -1):
-            found = (*sizes[:j], sizes[j] + more, sizes[j + 1] - more, *sizes[j + 2 :])
-            if min(found) > 0:
-                yield found
-
-
-def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
-    """Candidates with a layer on the other side of a cut that fit."""
-    options = Options(space, candidate.costs, candidate.schedule)
-    for sizes in shifted(candidate.sizes):
-        near = _Replayed(options, sizes)
-        if near.seconds < math.inf:
-            yield near.candidate()
-
-
 def least_share(options: Options) -> tuple[float, Candidate]:
     """The least share of memory that all devices need, above 1 if nothing fits, and a way to train with that."""
     layers, stages = options.costs.measured.layers, len(options.space.modes)
@@ -310,4 +248,4 @@ def least_share(options: Options) -> tuple[float, Candidate]:
     most = max(share(j, *own) for j, own in enumerate(bounds(even)))
     sizes = divided(layers, stages, share, most, max) or even
     chosen = [options.least(j, *own) for j, own in enumerate(bounds(sizes))]
-    return max(option.share for option in chosen), _candidate(options, sizes, chosen)
+    return max(option.share for option in chosen), _Way(options, sizes, chosen).candidate

@@ -15,8 +15,7 @@ from ._data import Alternative, PlanData
 _BAR = 24
 _MANY = 8
 _SYMBOLS = {
-    "parameters": "█", "gradients": "▓", "optimizer": "▒", "activations": "▚", "transient": "░", "loss": "·",
-    "inputs": "·",
+    "parameters": "█", "gradients": "▓", "optimizer": "▒", "activations": "▚", "transient": "░",
 }  # fmt: skip
 
 
@@ -93,8 +92,8 @@ def _memory(plan: PlanData) -> str:
         size = plan.memory[j]
         room = "–" if size is None else format_bytes(size)
         rows.append([f"{j} {plan.devices[j]}", _bar(need, size, largest), format_bytes(need.total), room])
-    legend = ", ".join(f"{symbol} {kind}" for kind, symbol in _SYMBOLS.items() if kind != "loss")
-    return f"{align(rows, left=2)}\n{legend.replace('inputs', 'loss and inputs')}"
+    legend = ", ".join(f"{symbol} {kind}" for kind, symbol in _SYMBOLS.items())
+    return f"{align(rows, left=2)}\n{legend}"
 
 
 def _bar(need: DeviceBytes, size: int | None, largest: int) -> str:

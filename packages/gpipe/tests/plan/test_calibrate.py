@@ -1,0 +1,72 @@
+"""Which ways to train are tried, and that the one is taken which was fastest then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from statistics import median
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import gpipe
+from gpipe import inline
+from gpipe._plan._calibrate import CLOSE, STEPS, calibrated, train
+from gpipe._plan._candidate import Candidate
+from gpipe._plan._costs import Measured
+from gpipe._plan._search import search
+from gpipe.schedule import Kind
+
+from ..layers import linears, rows
+from ..plans import measured_of, measurements, space_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def steps_off_by(seed: int, share: float, log: dict[object, Candidate]) -> Callable[[Candidate], list[float]]:
+    """Every way takes what its costs say, more or less a share that it alone has."""
+
+    def tried(way: Candidate) -> list[float]:
+        log[way.key] = way
+        return [(1 + share * Random(f"{seed}{way.key}").uniform(-1, 1)) * way.seconds] * STEPS
+
+    return tried
+
+
+@few
+@given(measurements(), st.integers(0, 99), st.sampled_from([0.0, 0.05, 0.15]), st.floats(0.3, 2))
+def test_of_those_that_fit_and_were_tried_the_fastest_is_taken_and_its_seconds_are_those_of_its_steps(
+    measured: Measured, seed: int, share: float, room: float
+):
+    space, log = space_of(measured), dict[object, Candidate]()
+    best = search(space)[0]
+    space = space_of(measured, round(room * best.fullest))
+    ways = search(space)
+    if not ways:
+        return
+    tried = steps_off_by(seed, share, log)
+    found, spread, note = calibrated(space, ways, tried, lambda way: way)
+    took = {name: median(tried(way)) for name, way in log.items()}
+    assert took[found[0].key] == pytest.approx(found[0].seconds)
+    assert took[found[0].key] <= min(took.values()) * (1 + CLOSE) * (1 + 1e-6)
+    assert all(map(space.holds, log.values()))
+    assert 1 <= len(log) <= 5
+    assert (spread.low, spread.mid, spread.high) == pytest.approx((0.95, 1, 1.05))
+    assert [each.seconds for each in found[1:]] == sorted(each.seconds for each in found[1:])
+    assert len({each.key for each in found}) == len(found)
+    assert "trained in turns" in note
+
+
+@pytest.mark.parametrize(("count", "chunks", "made"), [(8, 2, 2), (9, 4, 3)])
+def test_a_trial_does_what_the_candidate_says(count: int, chunks: int, made: int):
+    """Of 9 rows in 4 chunks `torch.chunk` makes 3."""
+    way = Candidate(measured_of([(1e-3, 1, 1, 1)] * 4, 2).cut(chunks), "zero_bubble", (2, 2), ("never",) * 2, 0.0, (1,))
+    with inline(), gpipe.record() as timeline:
+        trial = train(linears(4), [torch.device("cpu")] * 2, rows(count), None, None, way)
+    events = [event for event in timeline.events if event.stage == 1]
+    assert {event.kind for event in events} == {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+    assert {event.microbatch for event in events} == set(range(made))
+    assert len(trial) == STEPS
