@@ -34,7 +34,7 @@ REPLAYED = 300_000
 ENOUGH = 100
 """Beyond so many micro-batches for each stage, more of them save a hundredth at most, and are not looked at."""
 
-_MARGIN = 0.95
+_MARGIN = 0.9
 """How much faster the best balance may be than the one with the least slowest stage."""
 
 _WIDER = (1.05, 1.25, 2.0, math.inf)
