@@ -13,19 +13,14 @@ from streams import has_streams
 
 
 class DeviceGenerator:
-    """The current state of the generator of ``device``, if torch can read and set it.
+    """The current state of the generator of ``device``, if torch can read and set it."""
 
-    Attributes:
-        rewinds: whether there is such a state.
-    """
-
-    __slots__ = ("_device", "_module", "_state", "rewinds")
+    __slots__ = ("_device", "_module", "_state")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = module_of(device)
         self._state = None if self._module is None else self._module.get_rng_state(device)
-        self.rewinds = self._state is not None
 
     def rewind(self) -> None:
         """Set the generator to that state."""

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_unary
 
 from .._torch import OpOverload
 
@@ -39,24 +38,11 @@ def with_generator(operation: OpOverload) -> Callable[..., Any] | None:
     if operation is torch.ops.aten.native_dropout.default:
         return _native_dropout
     if _takes_generator(operation):
-        return _as_method(operation)
+        return operation
     wanted = _arguments(operation) | {"generator"}
     packet = operation.overloadpacket
     overloads: list[OpOverload] = [getattr(packet, name) for name in packet.overloads()]
     return next((o for o in overloads if _takes_generator(o) and _arguments(o) == wanted), None)
-
-
-def _as_method(operation: OpOverload) -> Callable[..., Any]:
-    """``operation`` as a method of tensors if it is in place, as that of dropout is: Python calls methods faster."""
-    name = operation._schema.name.removeprefix("aten::")
-    method = getattr(Tensor, name, None) if name.endswith("_") else None
-    if method is None:
-        return operation
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (operation if has_torch_function_unary(args[0]) else method)(*args, **kwargs)
-
-    return call
 
 
 def _arguments(operation: OpOverload) -> frozenset[object]:

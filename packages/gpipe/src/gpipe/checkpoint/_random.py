@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Final
 
@@ -25,16 +25,20 @@ import torch
 from torch import Tensor, nn
 
 from .._current import current
+from .._forks import fork_lock
 from .._torch import OpOverload, backward_id
 from ._device_generator import DeviceGenerator
-from ._generators import PROCESS, are_one, is_process, process_lock
 from ._interception import Interception
 from ._operations import device_of, drops_nothing, with_generator
 
+PROCESS: Final = torch.default_generator
+"""The generator of the process, from which torch draws on the CPU unless it is given another one."""
+
+process_lock = fork_lock()
+"""Held while the state of the process's generator is read and then changed."""
+
 OUTSIDE: Final = -1
 """The layer of what is drawn in a cell outside of its layers: in hooks of a partition, or by a loss."""
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 _IN_BACKWARD = (
     "random numbers are drawn on the CPU in a backward of a pipeline, as torch.utils.checkpoint inside a layer does to "
@@ -150,7 +154,7 @@ class CellRNG:
         self._microbatch = microbatch
         self._first = first
         self._generators: dict[int, torch.Generator] = {}
-        self._others: list[tuple[torch.Generator, Tensor]] = []
+        self._others: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._device = None if device is None else DeviceGenerator(device)
         self.at = OUTSIDE
         self.module = module
@@ -183,8 +187,8 @@ class CellRNG:
 
     def saw(self, generator: torch.Generator) -> None:
         """Remember the state of a layer's own generator before the cell first draws from it."""
-        if self._device is not None and not any(are_one(generator, own) for own, _ in self._others):
-            self._others.append((generator, generator.get_state()))
+        if self._device is not None and _identity(generator) not in self._others:
+            self._others[_identity(generator)] = generator, generator.get_state()
 
     def again(self, device: torch.device) -> CellRNG:
         """The same random numbers, for layers of the cell on ``device`` that are computed again apart from others."""
@@ -194,19 +198,16 @@ class CellRNG:
         """After a forward: free the generators."""
         self._generators.clear()
 
-    def repeated(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
         """A context for a recomputation, in which this thread draws the numbers of the forward, on every device."""
         self.forget()
         assert self._device is not None
-        return self._repeated(self._device) if self._others or self._device.rewinds else _NOTHING
-
-    @contextmanager
-    def _repeated(self, device: DeviceGenerator) -> Iterator[None]:
-        others, self._others = self._others, []
+        others, self._others = [*self._others.values()], {}
         now = [(generator, generator.get_state()) for generator, _ in others]
         _set_states(others)
         try:
-            with device.rewound():
+            with self._device.rewound():
                 yield
         finally:
             _set_states(now)
@@ -234,7 +235,7 @@ def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     own = kwargs.get("generator")
     if drops_nothing(operation, args):
         return operation(*args, **kwargs)
-    if own is not None and not is_process(own):
+    if own is not None and _identity(own) != _identity(PROCESS):
         if cell is not None:
             cell.saw(own)
         return operation(*args, **kwargs)
@@ -259,6 +260,11 @@ def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 interception = Interception(_draw)
 """While it is switched on, layers draw from the numbers of their cell."""
+
+
+def _identity(generator: torch.Generator) -> int:
+    """Which generator it is: intercepted operations get a new Python object for it each time."""
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]
 
 
 def _number(generator: torch.Generator) -> int:

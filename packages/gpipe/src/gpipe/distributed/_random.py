@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checkpoint._generators import PROCESS, process_lock
+from ..checkpoint._random import PROCESS, process_lock
 
 
 def next_seed() -> int:
