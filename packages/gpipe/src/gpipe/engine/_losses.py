@@ -18,7 +18,7 @@ from ..values._sharing import expect_unseen, owned, uncounted_of
 from ._accumulate import GradientSums
 from ._deferred_gradients import DeferredGradients
 from ._loss_value import LossFunction, LossValue, loss_value
-from ._metrics import Metrics
+from ._metrics import metrics_of_all, plain_metrics
 from ._scale import Scale, scale_of, scaled
 
 _CPU = torch.device("cpu")
@@ -56,7 +56,8 @@ class Losses:
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Any] = {}
-        self._metrics: Metrics | None = None
+        self._metrics: dict[int, dict[str, Any]] = {}
+        self._whole: dict[str, Any] | None = None
         self._rows = rows
         self.deferred = DeferredGradients()
         self.sums = GradientSums()
@@ -97,8 +98,10 @@ class Losses:
         """Keep the loss, the count and the metrics of a micro-batch. Returns the weight of its loss."""
         self._expect_alike(value)
         if value.metrics is not None:
-            self._metrics = self._metrics or Metrics(self._rows)
-            self._metrics.add(i, value.metrics)
+            self._metrics[i] = plain_metrics(value.metrics)
+            if len(self._metrics) == len(self._rows):  # here, so that an error is one of this cell
+                order = sorted(self._metrics)
+                self._whole = metrics_of_all([self._metrics[i] for i in order], self._rows)
         if value.count is not None:
             self._counts[i] = value.count
         weight = self._weights[i] if value.count is None else 1.0
@@ -126,7 +129,7 @@ class Losses:
     @property
     def metrics(self) -> dict[str, Any] | None:
         """The metrics of the mini-batch, if the loss function returns any."""
-        return None if self._metrics is None else self._metrics.whole()
+        return self._whole
 
     def _expect_alike(self, value: LossValue) -> None:
         if self._losses and (value.count is not None) != self.scales:
@@ -134,5 +137,5 @@ class Losses:
                 "loss_fn returned (sum, count) for some micro-batches and a scalar for others, which have no common "
                 "mean; return the same for all"
             )
-        if self._losses and (value.metrics is None) != (self._metrics is None):
+        if self._losses and (value.metrics is None) == bool(self._metrics):
             raise ValueError("loss_fn returned metrics for some micro-batches only; return the same for all")
