@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from gpipe import GPipe
 
 from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, linears, piped, rows, within
-from ..sweeps import awake
 
 each_mode = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 
@@ -236,7 +235,7 @@ class TestGradMode:
         assert pipe[0].weight.grad is not None
 
 
-@pytest.mark.usefixtures("no_collector", "sweeps")
+@pytest.mark.usefixtures("no_collector", "frees_at_once")
 class TestMemory:
     """What a run holds goes when it must, without the help of the garbage collector."""
 
@@ -284,5 +283,4 @@ class TestMemory:
             train()
         del caught
         assert held
-        awake(pipe)  # the error was made by a worker, and holds the run
         assert [ref() for ref in held] == [None] * len(held)

@@ -18,9 +18,8 @@ from gpipe import GPipe, inline
 from gpipe.skip import Namespace, pop, skippable, stash
 
 from ..layers import Call, linears, rows
-from ..sweeps import swept
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_collector", "sweeps")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_collector", "frees_at_once")
 
 MODES = ("never", "except_last", "always")
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -51,12 +50,6 @@ class Memory:
 
     def watch(self, tensor: Tensor) -> None:
         self._seen.append(weakref.ref(tensor.untyped_storage()))
-
-    @property
-    def settled(self) -> int:
-        """What is alive when the runs are over that nobody holds any more."""
-        swept()
-        return self.alive
 
     @property
     def alive(self) -> int:
@@ -128,7 +121,7 @@ def test_afterwards_nothing_is_kept_although_the_output_lives(end: str, way: Blo
     pipe, memory = watched(3, mode, 4)
     with way():
         held = ENDS[end](pipe)
-    assert memory.settled == 0
+    assert memory.alive == 0
     assert held is not None
     pipe.close()
 

@@ -21,7 +21,6 @@ from gpipe.skip import Namespace, inspect_skip_layout, pop, skippable, stash, ve
 from gpipe.skip._store import current_store
 
 from ..layers import DOUBLE, Call, OnBackward, assert_same, assert_trains_like, piped, rows
-from ..sweeps import awake
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -302,7 +301,7 @@ def test_skip_inside_a_nested_module_crosses_stages():
     assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint="always"), model)
 
 
-@pytest.mark.usefixtures("sweeps")
+@pytest.mark.usefixtures("frees_at_once")
 @pytest.mark.parametrize("where", [nullcontext, inline])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("mode", MODES)
@@ -330,7 +329,6 @@ def test_what_fails_between_stash_and_pop_keeps_nothing_alive(
     pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2, checkpoint=mode)
     with where(), pytest.raises(ArithmeticError):
         pipe(rows(grad=True)).sum().backward()
-    awake(pipe)
     gc.collect()
     assert stashed
     assert not any(ref() is not None for ref in stashed)

@@ -37,7 +37,6 @@ from ._scale import Scale
 from ._settings import Observer, settings
 from ._stage import Stage
 from ._stage_run import ACTIONS, StageRun
-from ._sweep import FREE_THREADED
 from ._tied import Tied
 from ._walks import forwards_and_backwards, forwards_of
 
@@ -127,16 +126,6 @@ class Run:
     def _departure(self, stage: Stage) -> Channel | Ports | Losses:
         is_last = stage.index == self._pipeline.count - 1
         return self.loss if self.loss is not None and is_last else self._transport.departures[stage.index]
-
-    def _sweep(self) -> None:
-        """When the last reference to this run goes: have the workers free what they allocated for it."""
-        workers = self.__dict__.get("_workers")
-        if workers is not None:
-            self.__dict__.clear()  # now, so that the workers find it
-            workers.sweep()
-
-    if FREE_THREADED:
-        __del__ = _sweep
 
     def _current_streams(self) -> list[AbstractStream]:
         """The streams that are current in this thread, on the device of each stage."""

@@ -27,7 +27,6 @@ from streams import (
 from .._forks import fork_lock
 from ._cores import Cores, bind, pauses_callers_helpers, shares, usable
 from ._exclusive import Section, Sections, involved, serving
-from ._sweep import Sweep
 
 _changing = fork_lock()
 """A lock for starting and ending workers: the garbage collector may end them on any thread."""
@@ -116,11 +115,6 @@ class Workers:
         for queue, (stream, compute) in zip(in_queues, works, strict=True):
             queue.put(_Work(stream, compute, stop, sections))
         return [_result(queue.get()) for queue in out_queues]
-
-    def sweep(self) -> None:
-        """Have workers free what they made and others dropped (:mod:`gpipe.engine._sweep`). Returns at once."""
-        if self._scope is not None and self._process == os.getpid():
-            Sweep(self._queues[0])()
 
     def close(self) -> None:
         """End the threads, which must be idle. The next run starts new ones."""
