@@ -8,27 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.timeline._hops import Link, hop_seconds
-
-CROSSING = st.lists(st.none() | st.integers(0, 10**9), max_size=5)
-"""For each stage, the bytes that come from another worker."""
+from gpipe.simulate import Link, StageCost, simulate
 
 
-@given(CROSSING, st.floats(0, 10))
-def test_a_number_holds_for_every_link_that_leads_to_another_worker(crossing: list[int | None], seconds: float) -> None:
-    found = hop_seconds(seconds, crossing)
-    assert found == [seconds if j and size is not None else 0.0 for j, size in enumerate(crossing)]
-
-
-@given(CROSSING.filter(len), st.data())
-def test_each_link_may_have_its_own(crossing: list[int | None], data: st.DataObject) -> None:
-    links = st.floats(0, 10) | st.builds(Link, st.floats(0, 1), st.floats(1, 1e12))
-    count = len(crossing) - 1
-    each = data.draw(st.lists(links, min_size=count, max_size=count))
-    alone = [hop_seconds(link, [None, size])[1] for link, size in zip(each, crossing[1:], strict=True)]
-    assert hop_seconds(each, crossing) == [0.0, *alone]
-    with pytest.raises(ValueError, match=f"one entry for each of {count} links"):
-        hop_seconds([*each, 1.0], crossing)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10**3)), max_size=4))
+def test_each_link_may_have_its_own(links: list[tuple[int, int]]) -> None:
+    """A micro-batch crosses each link once forth and once back; one from a worker to itself takes no time."""
+    costs = [StageCost(1, 2, boundary_bytes=size) for size in (0, *(size for _, size in links))]
+    each = [lambda size, seconds=seconds: seconds + size for seconds, _ in links]
+    found = simulate("1f1b", costs, microbatches=1, transfer=each)
+    assert found.makespan == 3 * len(costs) + 2 * sum(seconds + size for seconds, size in links)
+    alone = simulate("1f1b", costs, microbatches=1, transfer=each, placement=[0] * len(costs))
+    assert alone.makespan == 3 * len(costs)
+    with pytest.raises(ValueError, match=f"transfer: expected one entry for each of {len(links)} links"):
+        simulate("1f1b", costs, microbatches=1, transfer=[*each, 1.0])
 
 
 @given(st.floats(0, 10), st.floats(1e-3, 1e12), st.integers(0, 10**9), st.integers(0, 10**9))

@@ -136,7 +136,7 @@ class TestTable:
         timeline = Timeline(
             [event(0, 0.0, 0.001, held_bytes=1536), event(1, 0.002, 0.004, wait=0.002, bytes_moved=2048)], {1: 1}
         )
-        assert timeline.table().splitlines() == [
+        assert str(timeline).splitlines() == [
             "2 stages × 1 micro-batch in 4.00 ms, bubble 62.5 %",
             "worker  stages  device  forward  waiting     moved      peak    busy",
             "────────────────────────────────────────────────────────────────────",
@@ -146,12 +146,8 @@ class TestTable:
 
 
 class TestSaving:
-    @pytest.mark.parametrize("name", ["t.gif", "t", "t.svgz"])
-    def test_an_unknown_ending(self, name: str, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"path: expected a name that ends in \.svg, .*\.json.*, got the ending"):
-            Timeline().save(tmp_path / name)
+    @pytest.mark.parametrize(("name", "beside"), [("t.gif", {}), ("t", {}), ("t.json", {"other": Timeline()})])
+    def test_an_ending_that_does_not_fit(self, name: str, beside: dict[str, Timeline], tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"path: expected a name that ends in \.svg.* or \.(json|html), got"):
+            Timeline().save(tmp_path / name, beside=beside)
         assert list(tmp_path.iterdir()) == []
-
-    def test_a_trace_of_two(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"beside: a \.json file holds one timeline"):
-            Timeline().save(tmp_path / "t.json", beside={"other": Timeline()})

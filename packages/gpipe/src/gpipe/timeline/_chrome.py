@@ -1,7 +1,7 @@
 """A timeline in Chrome's trace format, which https://ui.perfetto.dev opens.
 
 A device is a process there, and a worker a thread. Times are microseconds; the arguments of each event hold what the
-timeline holds, in seconds, so that it can be read back exactly.
+timeline holds, in seconds.
 
 Source: "Trace Event Format" (the Chromium project).
 """
@@ -11,15 +11,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ._events import SECONDS, Event, Events
+from ._events import Event
+
+if TYPE_CHECKING:
+    from ._timeline import Timeline
 
 _MICROSECOND = 1e-6
 Entry = dict[str, Any]
 
 
-def trace(timeline: Events, title: str = "") -> str:
+def trace(timeline: Timeline, title: str = "") -> str:
     """The text of the file."""
     devices = sorted({event.device for event in timeline.events})
     entries = [
@@ -27,28 +30,10 @@ def trace(timeline: Events, title: str = "") -> str:
         *(entry for worker, lane in timeline.lanes.items() for entry in _slices(lane, worker, devices)),
         *(entry for pid, device in enumerate(devices) for entry in _memory(timeline, device, pid)),
     ]
-    workers = {str(stage): worker for stage, worker in timeline.workers.items()}
-    content = {
-        "traceEvents": entries,
-        "displayTimeUnit": "ms",
-        "otherData": {"workers": workers, "unit": timeline.unit},
-    }
-    return json.dumps(content, separators=(",", ":"))
+    return json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
-def read(text: str) -> Events:
-    """The timeline that ``text`` was made from."""
-    try:
-        content = json.loads(text)
-        workers = {int(stage): worker for stage, worker in content["otherData"]["workers"].items()}
-        unit = content["otherData"].get("unit", SECONDS)
-        events = [Event(**entry["args"]) for entry in content["traceEvents"] if entry["ph"] == "X"]
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"path: expected a file that Timeline.save wrote as .json, got another ({error!r})") from error
-    return Events(events, workers, unit)
-
-
-def _names(timeline: Events, devices: list[str], title: str) -> Iterator[Entry]:
+def _names(timeline: Timeline, devices: list[str], title: str) -> Iterator[Entry]:
     for pid, device in enumerate(devices):
         yield _metadata("process_name", pid, 0, name=f"{title} {device}".strip())
     for worker, lane in timeline.lanes.items():
@@ -77,7 +62,7 @@ def _slices(lane: Iterable[Event], worker: int, devices: list[str]) -> Iterator[
         }
 
 
-def _memory(timeline: Events, device: str, pid: int) -> Iterator[Entry]:
+def _memory(timeline: Timeline, device: str, pid: int) -> Iterator[Entry]:
     stages = {event.stage for event in timeline.events if event.device == device}
     for moment, size in timeline.held(*stages):
         args = {"bytes": size}

@@ -9,6 +9,7 @@ from typing import Any
 
 Seconds = float | Callable[[int], float]
 Transfer = Seconds | Sequence[Seconds]
+"""The seconds of a transfer, or a function that returns them for a number of bytes; for all links, or for each."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +46,18 @@ def hop_seconds(transfer: Transfer, crossing: Sequence[int | None]) -> list[floa
         transfer: the transfer time of all links, or of each.
         crossing: the bytes sent to each stage; None if both stages are on one worker, which takes no time.
 
-    Raises ValueError for a list of another length than there are links.
+    Raises TypeError or ValueError for what is no time, or a list of another length than there are links.
     """
-    each = _each(transfer, max(0, len(crossing) - 1))
-    return [0.0] * (len(crossing) - len(each)) + [
-        0.0 if size is None else seconds(size) if callable(seconds) else seconds
-        for size, seconds in zip(crossing[1:], each, strict=True)
-    ]
+    links = crossing[1:]
+    each = list(transfer) if isinstance(transfer, (list, tuple)) else [transfer] * len(links)
+    if len(each) != len(links):
+        raise ValueError(f"transfer: expected one entry for each of {len(links)} links, got {len(each)}")
+    return [0.0] * len(crossing[:1]) + [_seconds(one, size) for one, size in zip(each, links, strict=True)]
 
 
-def _each(transfer: Transfer, links: int) -> list[Seconds]:
-    if isinstance(transfer, str) or not isinstance(transfer, Sequence):
-        return [_expect_seconds(transfer)] * links
-    if len(transfer) != links:
-        raise ValueError(f"transfer: expected one entry for each of {links} links, got {len(transfer)}")
-    return [_expect_seconds(each) for each in transfer]
-
-
-def _expect_seconds(seconds: Any) -> Seconds:
-    if callable(seconds):
-        found: Seconds = seconds
-        return found
-    if not isinstance(seconds, (int, float)):
-        raise TypeError(f"transfer: expected seconds, or a function of bytes such as a Link, got {seconds!r}")
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise ValueError(f"transfer: expected seconds that are not negative, got {seconds!r}")
-    return float(seconds)
+def _seconds(transfer: Any, size: int | None) -> float:
+    if not callable(transfer) and not isinstance(transfer, (int, float)):
+        raise TypeError(f"transfer: expected seconds, or a function of bytes such as a Link, got {transfer!r}")
+    if not callable(transfer) and not (math.isfinite(transfer) and transfer >= 0):
+        raise ValueError(f"transfer: expected seconds that are not negative, got {transfer!r}")
+    return 0.0 if size is None else float(transfer(size) if callable(transfer) else transfer)

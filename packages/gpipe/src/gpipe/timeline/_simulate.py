@@ -58,11 +58,10 @@ def simulate(
     >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=["always", "never"]).makespan)
     17.0
     """
-    schedule, place = _placed(schedule, costs, microbatches, checkpoint, placement)
+    whole, place = _placed(schedule, costs, microbatches, checkpoint, placement)
     boundary = _boundary(costs, place)
-    hops = hop_seconds(transfer, boundary)
-    spans = replay(schedule.on(place), _seconds(costs), hops)
-    held = _held(schedule, costs)
+    spans = replay(whole.on(place), _seconds(costs), hop_seconds(transfer, boundary))
+    held = _held(whole, costs)
     events = (
         Event(
             stage=step.stage,
@@ -81,13 +80,6 @@ def simulate(
     return Timeline(events, dict(enumerate(place)), _unit(costs))
 
 
-def _unit(costs: Sequence[StageCost]) -> str:
-    timed = {cost.timed for cost in costs}
-    if len(timed) > 1:
-        raise ValueError("costs: expected seconds for all stages or for none, got some from a profile that has none")
-    return TICKS if timed == {False} else SECONDS
-
-
 def makespan(
     schedule: Sequence[Program] | str,
     costs: Sequence[StageCost],
@@ -97,7 +89,7 @@ def makespan(
     placement: Sequence[int] | None = None,
     transfer: Transfer = 0.0,
 ) -> float:
-    """The makespan of :func:`simulate`, without a timeline; takes half a microsecond for each action.
+    """The makespan of :func:`simulate`, without a timeline; takes about a microsecond for each action.
 
     A thousand stages and four thousand micro-batches take seconds. Actions of a schedule by its name are not kept in
     memory.
@@ -117,7 +109,7 @@ def makespan(
     """
     if isinstance(schedule, str) and microbatches is not None:
         place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
-        _expect_one_each(costs, placement=place)
+        _expect_one_each(len(costs), placement=place)
         stops = checkpoint_stops(checkpoint or "never", microbatches, len(costs))
         steps: Sequence[Lane] = lanes(schedule, microbatches, place, stops)
     else:
@@ -130,6 +122,13 @@ def _seconds(costs: Sequence[StageCost]) -> list[dict[Kind, float]]:
     return [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
 
 
+def _unit(costs: Sequence[StageCost]) -> str:
+    timed = {cost.timed for cost in costs}
+    if len(timed) > 1:
+        raise ValueError("costs: expected seconds for all stages or for none, got some from a profile that has none")
+    return TICKS if timed == {False} else SECONDS
+
+
 def _placed(
     schedule: Sequence[Program] | str,
     costs: Sequence[StageCost],
@@ -138,48 +137,32 @@ def _placed(
     placement: Sequence[int] | None,
 ) -> tuple[Schedule, list[int]]:
     """The schedule that is meant, and the worker of each stage."""
-    whole = _schedule(schedule, len(costs), microbatches, checkpoint, placement)
-    place = _placement(whole) if placement is None else list(placement)
-    _expect_one_each(whole, costs=costs, placement=place)
-    return whole, place
-
-
-def _schedule(
-    schedule: Sequence[Program] | str,
-    stages: int,
-    microbatches: int | None,
-    checkpoint: str | Sequence[str] | None,
-    placement: Sequence[int] | None,
-) -> Schedule:
     if isinstance(schedule, str):
         if microbatches is None:
             raise ValueError(f"microbatches: expected a number for the schedule {schedule!r}, got None")
-        if placement is not None:
-            _expect_one_each([()] * stages, placement=placement)
-        schedule = named(schedule, microbatches, usual_placement(schedule, stages) if placement is None else placement)
+        place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
+        _expect_one_each(len(costs), placement=place)
+        whole = named(schedule, microbatches, place)
     elif microbatches is not None:
         raise ValueError("microbatches: goes with the name of a schedule; programs have their own number")
-    schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
-    if checkpoint is None:
-        return schedule
-    return schedule.recomputing(checkpoint_stops(checkpoint, _microbatches(schedule), len(schedule)))
+    else:
+        whole = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
+        own = {step.stage: worker for worker, steps in enumerate(whole.walk or ()) for step in steps}
+        place = [own.get(j, j) for j in range(len(whole))] if placement is None else list(placement)
+    _expect_one_each(len(whole), costs=costs, placement=place)
+    if checkpoint is not None:
+        whole = whole.recomputing(checkpoint_stops(checkpoint, _microbatches(whole), len(whole)))
+    return whole, place
 
 
 def _microbatches(schedule: Schedule) -> int:
     return 1 + max((action.microbatch for program in schedule for action in program), default=-1)
 
 
-def _placement(schedule: Schedule) -> list[int]:
-    own = {step.stage: worker for worker, steps in enumerate(schedule.walk or ()) for step in steps}
-    return [own.get(j, j) for j in range(len(schedule))]
-
-
-def _expect_one_each(schedule: Sequence[object], **arguments: Sequence[object]) -> None:
+def _expect_one_each(stages: int, **arguments: Sequence[object]) -> None:
     for name, given in arguments.items():
-        if len(given) != len(schedule):
-            raise ValueError(
-                f"{name}: expected one for each of the schedule's {len(schedule)} stages, got {len(given)}"
-            )
+        if len(given) != stages:
+            raise ValueError(f"{name}: expected one for each of the schedule's {stages} stages, got {len(given)}")
 
 
 def _boundary(costs: Sequence[StageCost], placement: Sequence[int]) -> list[int | None]:

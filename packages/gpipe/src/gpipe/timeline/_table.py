@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from profiler.text import align, format_bytes, format_seconds, format_share
 
 from ..schedule import Kind
-from ._events import SECONDS, Event, Events
+from ._events import SECONDS, Event
+
+if TYPE_CHECKING:
+    from ._timeline import Timeline
 
 # Narrower than the labels of both parts of a backward.
 _HEADS = {Kind.BACKWARD_INPUT: "inputs", Kind.BACKWARD_WEIGHT: "weights"}
@@ -18,7 +22,7 @@ def duration(time: float, unit: str) -> str:
     return format_seconds(time) if unit == SECONDS else f"{time:g} {unit}"
 
 
-def heading(timeline: Events) -> str:
+def heading(timeline: Timeline) -> str:
     """The gist, in a line."""
     if not timeline.events:
         return "no actions"
@@ -32,8 +36,8 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{'' if number == 1 else plural}"
 
 
-def table(timeline: Events) -> str:
-    """See :meth:`Timeline.table`."""
+def table(timeline: Timeline) -> str:
+    """A line for each worker: its seconds by kind of action, its waiting time, and the bytes that it moved and held."""
     if not timeline.events:
         return heading(timeline)
     kinds = kinds_in(timeline)
@@ -52,13 +56,13 @@ def table(timeline: Events) -> str:
     return f"{heading(timeline)}\n{align([head, *rows], left=3)}"
 
 
-def kinds_in(timeline: Events) -> list[Kind]:
+def kinds_in(timeline: Timeline) -> list[Kind]:
     """The kinds of action that occur."""
     present = {event.kind for event in timeline.events}
     return [kind for kind in Kind if kind in present]
 
 
-def _row(timeline: Events, worker: int, lane: Sequence[Event], kinds: Sequence[Kind], busy: float) -> list[str]:
+def _row(timeline: Timeline, worker: int, lane: Sequence[Event], kinds: Sequence[Kind], busy: float) -> list[str]:
     stages = sorted({event.stage for event in lane})
     held = timeline.held(*stages)
     return [

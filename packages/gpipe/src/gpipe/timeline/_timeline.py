@@ -2,40 +2,162 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike, fspath
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from typing import Any
 
-from .._page import fragment
+from .._forks import fork_lock
+from .._page import fragment, page
 from .._saving import save
-from ._chrome import read, trace
-from ._events import Events
-from ._html import html
+from ._chrome import trace
+from ._events import SECONDS, Event
 from ._svg import svg
 from ._table import table
 
+_reading = fork_lock()
 
-class Timeline(Events):
+
+class Timeline:
     """The actions of a run: recorded by :func:`gpipe.record`, or predicted by :func:`gpipe.simulate.simulate`.
 
-    ``str()`` is a table with a line for each worker; :meth:`save` draws a picture. Figures are attributes of
-    :class:`Events`.
+    ``str()`` is a table with a line for each worker; :meth:`save` draws a picture. Several threads may :meth:`add`
+    actions. Read it when they have finished.
+
+    Args:
+        events: the first actions.
+        workers: the worker of each stage; a stage that is not in it has a worker of the same number.
+        unit: the unit of all times, ``"s"``; ``"ticks"`` if no seconds are known.
+
+    >>> timeline = Timeline([Event(j, 0, "forward", device="cpu", start=j, end=j + 1) for j in range(2)])
+    >>> timeline.makespan, timeline.bubble
+    (2, 0.5)
     """
 
-    def table(self) -> str:
-        """A line for each worker: its seconds by kind of action, its waiting time, and the bytes that it moved and
-        held.
+    workers: dict[int, int]
+    unit: str
+
+    def __init__(
+        self, events: Iterable[Event] = (), workers: Mapping[int, int] | None = None, unit: str = SECONDS
+    ) -> None:
+        self.workers = dict(workers or {})
+        self.unit = unit
+        self._events: tuple[Event, ...] = ()
+        self._added: deque[Event | Callable[[], Event]] = deque(events)
+
+    def add(self, event: Event | Callable[[], Event]) -> None:
+        """Add an action; may be called from any thread.
+
+        Args:
+            event: the action, or a function that returns it, which is called once, when the timeline is read: times on
+                a GPU are known only after its work.
         """
-        return table(self)
+        self._added.append(event)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All actions, sorted by their start."""
+        with _reading:
+            if self._added:
+                self._events = tuple(sorted((*self._events, *self._settled()), key=lambda e: (e.start, e.stage)))
+            return self._events
+
+    def _settled(self) -> list[Event]:
+        # Nothing is removed before all were read: if a function raises, the next reader finds everything.
+        settled = [each() if callable(each) else each for each in tuple(self._added)]
+        for _ in settled:
+            self._added.popleft()
+        return settled
+
+    @property
+    def lanes(self) -> dict[int, tuple[Event, ...]]:
+        """The actions of each worker, sorted by their start."""
+        lanes: dict[int, list[Event]] = {}
+        for event in self.events:
+            lanes.setdefault(self.workers.get(event.stage, event.stage), []).append(event)
+        return {worker: tuple(lanes[worker]) for worker in sorted(lanes)}
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return 1 + max((event.stage for event in self.events), default=-1)
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches."""
+        return 1 + max((event.microbatch for event in self.events), default=-1)
+
+    @property
+    def start(self) -> float:
+        """The start of the first action."""
+        return min((event.start for event in self.events), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """The end of the last action."""
+        return max((event.end for event in self.events), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """The seconds from the first start to the last end."""
+        return self.end - self.start
+
+    @property
+    def utilisation(self) -> dict[int, float]:
+        """For each worker, the share of the makespan in which it does an action."""
+        makespan = self.makespan
+        return {worker: _share(_covered(lane), makespan) for worker, lane in self.lanes.items()}
+
+    @property
+    def bubble(self) -> float:
+        """The share of the workers' time, between the first start and the last end, in which they are idle."""
+        shares = self.utilisation.values()
+        return 1 - sum(shares) / len(shares) if shares else 0.0
+
+    def held(self, *stages: int) -> list[tuple[float, int]]:
+        """The bytes of activations that these stages keep together.
+
+        Args:
+            stages: the numbers of stages.
+
+        Returns:
+            Pairs (time, bytes from then on), sorted by time; empty if unknown.
+        """
+        bytes_of: dict[int, int] = {}
+        steps = []
+        for event in sorted(self.events, key=lambda e: e.end):
+            if event.stage in stages and event.held_bytes is not None:
+                bytes_of[event.stage] = event.held_bytes
+                steps.append((event.end, sum(bytes_of.values())))
+        return steps
+
+    @property
+    def peak_bytes(self) -> dict[int, int] | None:
+        """For each stage the peak of the bytes of activations that it keeps; None if unknown."""
+        return self._peaks({event.stage: {event.stage} for event in self.events})
+
+    @property
+    def device_peak_bytes(self) -> dict[str, int] | None:
+        """For each device the peak of these bytes; its stages may have their peaks at different times."""
+        stages: dict[str, set[int]] = {}
+        for event in self.events:
+            stages.setdefault(event.device, set()).add(event.stage)
+        return self._peaks(stages)
+
+    def _peaks(self, stages: Mapping[Any, Iterable[int]]) -> dict[Any, int] | None:
+        held = {owner: self.held(*own) for owner, own in stages.items()}
+        if not any(held.values()):
+            return None
+        return {owner: max((size for _, size in steps), default=0) for owner, steps in sorted(held.items())}
 
     def save(self, path: str | PathLike[str], *, title: str = "", beside: Mapping[str, Timeline] | None = None) -> None:
         """Write the timeline to a file, in the format that the ending of ``path`` selects.
 
-        ===========  =====================================================================================
-        ``.svg``     a picture
-        ``.html``    the picture in a page of its own: hovering shows the action, the wheel zooms
-        ``.json``    for https://ui.perfetto.dev and chrome://tracing; :meth:`load` reads it back
-        ===========  =====================================================================================
+        ===========  ==============================================================
+        ``.svg``     a picture; a browser shows the details of a cell
+        ``.html``    the table and the picture, in a page
+        ``.json``    a trace for https://ui.perfetto.dev and chrome://tracing
+        ===========  ==============================================================
 
         Args:
             path: the file.
@@ -46,31 +168,22 @@ class Timeline(Events):
             ValueError: ``path`` has another ending.
         """
         panels = [(title, self), *(beside or {}).items()]
+        tables = "\n\n".join(filter(None, (text for name, each in panels for text in (name, str(each)))))
         forms: dict[str, Callable[[], str]] = {
             ".svg": lambda: svg(panels),
-            ".html": lambda: html(panels),
-            ".json": lambda: _trace(panels),
+            ".html": lambda: page(title or "timeline", tables, svg(panels)),
         }
-        save(path, forms)
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Timeline:
-        """The timeline that was saved as ``.json``.
-
-        Args:
-            path: the file.
-
-        Returns:
-            An equal timeline.
-
-        Raises:
-            ValueError: the file is not a timeline.
-        """
-        events = read(Path(fspath(path)).read_text(encoding="utf-8"))
-        return cls(events.events, events.workers, events.unit)
+        save(path, forms if beside else {**forms, ".json": lambda: trace(self, title)})
 
     def __str__(self) -> str:
-        return self.table()
+        return table(self)
+
+    def __len__(self) -> int:
+        return len(self._events) + len(self._added)
+
+    def __repr__(self) -> str:
+        # No times: these would have to wait for the device, and debuggers call this at any moment.
+        return f"<{type(self).__name__} of {len(self)} actions>"
 
     def _repr_svg_(self) -> str:
         return svg([("", self)])
@@ -80,8 +193,15 @@ class Timeline(Events):
         return fragment("", self._repr_svg_())
 
 
-def _trace(panels: Sequence[tuple[str, Timeline]]) -> str:
-    (title, timeline), *beside = panels
-    if beside:
-        raise ValueError("beside: a .json file holds one timeline; save the others under names of their own")
-    return trace(timeline, title)
+def _covered(lane: Iterable[Event]) -> float:
+    """The seconds in which at least one of the events, sorted by their start, is going on."""
+    total, reach = 0.0, float("-inf")
+    for event in lane:
+        total += max(0.0, event.end - max(event.start, reach))
+        reach = max(reach, event.end)
+    return total
+
+
+def _share(seconds: float, makespan: float) -> float:
+    # A run that takes no time wastes none; and sums are rounded.
+    return min(1.0, seconds / makespan) if makespan > 0 else 1.0
