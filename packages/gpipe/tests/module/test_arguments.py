@@ -123,15 +123,10 @@ class TestBalance:
 
 
 class TestDevices:
-    @pytest.mark.parametrize("device", ["", "cup", "cuda:x", "cuda:-1", -1])
+    @pytest.mark.parametrize("device", ["", "cup", "cuda:x", "cuda:-1", -1, 99, "cuda:99", torch.device("cuda", 99)])
     def test_what_torch_does_not_know(self, device: Any) -> None:
-        with pytest.raises(ValueError, match=r"devices\[1\] is .*, which is not a device of this machine"):
-            GPipe(linears(), [1, 2], devices=["cpu", device])
-
-    @pytest.mark.parametrize("device", ["cuda:99", torch.device("cuda", 99)])
-    def test_a_missing_gpu_is_told_how_many_there_are(self, device: Any) -> None:
         with pytest.raises(
-            ValueError, match=rf"devices\[1\] is 'cuda:99', but .* {torch.cuda.device_count()} CUDA dev"
+            ValueError, match=r"devices\[1\] is .*, which is not a device that can be used here: .*'cpu'"
         ):
             GPipe(linears(), [1, 2], devices=["cpu", device])
 
@@ -149,7 +144,9 @@ class TestDevices:
         monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
         monkeypatch.setattr(_arguments, "has_streams", lambda device: device.type == "xpu")
         monkeypatch.setattr(_arguments, "new_stream", no_streams)
-        with pytest.raises(ValueError, match=r"devices\[0\] is 'xpu:0', which cannot be used here: Backend doesn't"):
+        with pytest.raises(
+            ValueError, match=r"devices\[0\] is 'xpu:0', which is not a device that can be used here: Backend doesn't"
+        ):
             GPipe(layers, [1, 2], devices=["xpu:0", "cpu"])
 
     @pytest.mark.parametrize("given", ["xpu", torch.device("xpu"), "xpu:1"])
@@ -157,7 +154,7 @@ class TestDevices:
         self, given: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """So two spellings of one device are one worker."""
-        monkeypatch.setattr(_arguments, "_expect_seen", lambda device, name: device)
+        monkeypatch.setattr(_arguments, "_expect_usable", lambda device: None)
         monkeypatch.setattr(_arguments, "has_streams", lambda device: device.type == "xpu")
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
         places = [_arguments.parsed_device(each, "devices[0]") for each in (given, "xpu:1", "cpu", "cpu:1")]

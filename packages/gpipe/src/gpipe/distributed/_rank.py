@@ -292,7 +292,7 @@ class Rank(Stepping):
 
         def given() -> Any:
             self._expect_fit(kind, call)
-            inputs = called_with(next(iter(self._layers().values())), call)[0] if self._pipeline.begins else None
+            inputs = called_with(next(iter(self._layers().values())), call) if self._pipeline.begins else None
             return self._with_whole_count(inputs)
 
         with self._heard() if kind is LossStage else nullcontext():
@@ -316,10 +316,9 @@ class Rank(Stepping):
 
     def _losses(self, kind: type[Kind], call: Call, options: LossOptions, batches: Sequence[Batch]) -> Kind:
         """The losses of the mini-batch, on the rank of the last stage."""
-        target = call.arguments.get("target") if call.target is None else call.target
         try:
             own, device = self._own_loss(options), self._pipeline.stages[-1].device
-            return losses_of(kind, options, target, batches, self._chunks, device, own)
+            return losses_of(kind, options, call.target, batches, self._chunks, device, own)
         except Exception as error:
             self._processes.call_off(error)
 

@@ -113,14 +113,25 @@ def whole(number: Any) -> int:
 
 
 def parsed_device(device: Any, name: str) -> torch.device:
-    """``device`` as a ``torch.device`` on which torch can put tensors.
+    """``device`` as a ``torch.device`` on which torch can put tensors, and whose work a pipeline can order.
 
     Raises:
         TypeError, ValueError: it is not one; the message uses ``name``.
     """
     if isinstance(device, str) and device.split(":")[0] == "gpu":
         raise ValueError(f"there is no device type 'gpu'; write {device.replace('gpu', 'cuda')!r} (got {device!r})")
-    return numbered(_expect_seen(_parsed(device, name), name))
+    if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
+        raise TypeError(f"{name} must be a torch.device, a number or a name such as 'cuda:0' or 'cpu'; got {device!r}")
+    try:
+        place = torch.device(device)
+        if place.type not in ("cpu", "meta"):
+            _expect_usable(place)
+    except (RuntimeError, NotImplementedError, AssertionError, AttributeError, ImportError) as error:
+        raise ValueError(
+            f"{name} is {str(device)!r}, which is not a device that can be used here: {first_line(error)}; "
+            "devices=['cpu', ...] runs on the CPU"
+        ) from None
+    return numbered(place)
 
 
 def numbered(device: torch.device) -> torch.device:
@@ -133,37 +144,9 @@ def numbered(device: torch.device) -> torch.device:
     return device
 
 
-def _parsed(device: Any, name: str) -> torch.device:
-    if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
-        raise TypeError(f"{name} must be a torch.device, a number or a name such as 'cuda:0' or 'cpu'; got {device!r}")
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        # A number means a device of the accelerator; on most machines without one, a GPU that is missing.
-        seen = f"torch sees {_cuda_devices()}" if isinstance(device, int) else first_line(error)
-        raise ValueError(f"{name} is {device!r}, which is not a device of this machine: {seen}") from None
-
-
-def _expect_seen(device: torch.device, name: str) -> torch.device:
-    """``device``; ValueError if torch cannot put tensors on it, or a pipeline could not order its work."""
-    if device.type == "cuda":
-        _expect_cuda(device, name)
-    elif device.type not in ("cpu", "meta"):  # these devices always exist
-        try:
-            torch.empty(0, device=device)
-            _expect_streams(device)
-        except (RuntimeError, NotImplementedError, AssertionError, AttributeError, ImportError) as error:
-            raise ValueError(f"{name} is {str(device)!r}, which cannot be used here: {first_line(error)}") from None
-    return device
-
-
-def _expect_cuda(device: torch.device, name: str) -> None:
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{name} is {str(device)!r}, but torch sees {_cuda_devices()}")
-
-
-def _expect_streams(device: torch.device) -> None:
-    """Raise RuntimeError, or what the device's backend raises, unless there are streams and events."""
+def _expect_usable(device: torch.device) -> None:
+    """Raise RuntimeError, or what the device's backend raises, unless there are tensors, streams and events."""
+    torch.empty(0, device=device)
     if not has_streams(device):
         here = torch.accelerator.current_accelerator()
         raise RuntimeError(
@@ -171,12 +154,6 @@ def _expect_streams(device: torch.device) -> None:
             f"knows no {device.type!r} devices"
         )
     wait_event(current_stream(device), record_event(new_stream(device)))
-
-
-def _cuda_devices() -> str:
-    count = torch.cuda.device_count()
-    build = "" if torch.version.cuda else f", because torch {torch.__version__} is built without CUDA"
-    return f"{count} CUDA device{'' if count == 1 else 's'}{build}; devices=['cpu', ...] runs on the CPU"
 
 
 def first_line(error: BaseException) -> str:

@@ -39,8 +39,8 @@ class Stepping(Divided):
     def step(
         self,
         input: Any = NOTHING,  # noqa: A002
-        target: Any = None,
         /,
+        target: Any = None,
         *,
         loss_fn: LossFunction | None = None,
         schedule: Schedule | str = "1f1b",
@@ -114,8 +114,8 @@ class Stepping(Divided):
     def evaluate(
         self,
         input: Any = NOTHING,  # noqa: A002
-        target: Any = None,
         /,
+        target: Any = None,
         *,
         loss_fn: LossFunction | None = None,
         reduction: str = "mean",
@@ -189,10 +189,10 @@ class Stepping(Divided):
     ) -> tuple[list[Batch], Kind]:
         """The micro-batches of a step or an evaluation, and what computes their losses."""
         self._expect_fit(kind, call)
-        inputs, target = called_with(next(iter(self._layers().values())), call)
+        inputs = called_with(next(iter(self._layers().values())), call)
         batches, _ = self._cut(checked(self._with_whole_count(inputs), self.in_spec))
         device = self._pipeline.stages[-1].device
-        return batches, losses_of(kind, options, target, batches, self._chunks, device, self._own_loss(options))
+        return batches, losses_of(kind, options, call.target, batches, self._chunks, device, self._own_loss(options))
 
     def _with_whole_count(self, inputs: Any) -> Any:
         """``inputs`` in which a flattened model's number of items is not cut."""
