@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._check import check as check_model
-from ._inputs import Json, Loss, LossTarget, Numbers, Sample, Target, busy
+from ._inputs import Json, Loss, LossTarget, Numbers, Sample, Target
 from ._output import expect_writable, finish
 from ._target import load, model_of, sample_of
 
@@ -32,7 +32,6 @@ def check(
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")
     loss_fn = None if loss is None else load(loss, "loss")
-    with busy("checking"):
-        report = check_model(model, mini_batch, target=goal, loss_fn=loss_fn, balance=balance, chunks=chunks)
+    report = check_model(model, mini_batch, target=goal, loss_fn=loss_fn, balance=balance, chunks=chunks)
     finish(report, report.to_json if json else None, html, report.save)
     return 0 if report.ok else 1

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import torch
 from cyclopts import Parameter
 from rich.console import Console
-from rich.status import Status
 from torch import nn
 
 import profiler
@@ -40,8 +39,3 @@ def profiled(layers: nn.Sequential, sample: Any, device: str, chunks: int, timeo
     """The profile of layers, with a progress bar on a terminal."""
     bar = Console(stderr=True).is_terminal
     return profiler.profile(layers, sample, device=torch.device(device), chunks=chunks, timeout=timeout, progress=bar)
-
-
-def busy(what: str) -> Status:
-    """Shows on a terminal that something is going on, inside a ``with`` block."""
-    return Console(stderr=True).status(f"{what} …")

@@ -9,7 +9,7 @@ from json import dumps
 from .._plan import Infeasible
 from .._plan import plan as make_plan
 from .._plan._fake import read_fake
-from ._inputs import Devices, Figures, Json, Loss, LossTarget, Numbers, Sample, Switch, Target, Texts, busy
+from ._inputs import Devices, Figures, Json, Loss, LossTarget, Numbers, Sample, Switch, Target, Texts
 from ._output import expect_writable, finish
 from ._target import load, model_of, sample_of
 
@@ -27,8 +27,6 @@ def plan(
     optimizer: str = "adam",
     memory: Texts | None = None,
     chunks: Numbers = None,
-    checkpoint: Texts | None = None,
-    schedule: Texts | None = None,
     quick: Switch = False,
     json: Json = False,
     html: str | None = None,
@@ -47,8 +45,6 @@ def plan(
         optimizer: A name such as adam or sgd: what its state takes.
         memory: What each device may hold, once or for each, such as 80GB or 24GiB.
         chunks: Numbers of micro-batches to look at.
-        checkpoint: A mode of checkpointing for all stages, or one for each.
-        schedule: Schedules to look at.
         quick: Do not train a copy for a few steps to choose between the best.
         html: Save the plan there, as a page.
     """
@@ -57,22 +53,19 @@ def plan(
     model, mini_batch = model_of(target), sample_of(sample)
     goal = None if loss_target is None else sample_of(loss_target, "loss-target")
     try:
-        with busy("planning"):
-            found = make_plan(
-                model,
-                mini_batch,
-                _given(devices, fake),
-                target=goal,
-                loss_fn=None if loss is None else load(loss, "loss"),
-                optimizer=optimizer,
-                memory=_one_or_all(memory),
-                chunks=chunks,
-                checkpoint=_one_or_all(checkpoint),
-                schedule=schedule,
-                calibrate=not quick,
-                bandwidth=bandwidth,
-                latency=latency,
-            )
+        found = make_plan(
+            model,
+            mini_batch,
+            _given(devices, fake),
+            target=goal,
+            loss_fn=None if loss is None else load(loss, "loss"),
+            optimizer=optimizer,
+            memory=memory[0] if memory and len(memory) == 1 else memory,
+            chunks=chunks,
+            calibrate=not quick,
+            bandwidth=bandwidth,
+            latency=latency,
+        )
     except Infeasible as error:
         facts = {"error": str(error), "device": error.device, "short": error.short, "changes": error.changes}
         finish(f"gpipe: {error}", (lambda: dumps(facts, indent=2)) if json else None)
@@ -97,7 +90,3 @@ def _expect_units(name: str, sizes: Sequence[str]) -> None:
     for size in sizes:
         if re.fullmatch(r"\s*[\d.]+\s*([A-Z]i?b|bits?|[A-Z]i?bits?)?\s*", size):
             raise ValueError(f"{name}: expected bytes with their unit, such as 80GB or 24GiB, got {size!r}")
-
-
-def _one_or_all(texts: list[str] | None) -> str | list[str] | None:
-    return texts[0] if texts is not None and len(texts) == 1 else texts

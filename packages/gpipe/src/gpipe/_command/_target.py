@@ -8,6 +8,7 @@ if it has one, ``input_ids=8,128:int64:50257``; or ``package.module:function``, 
 from __future__ import annotations
 
 import importlib
+import operator
 import os
 import re
 import sys
@@ -17,66 +18,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["UnusableError", "load", "model_of", "sample_of"]
-
 _SHAPE = re.compile(r"(?:(?P<name>\w+)=)?(?P<shape>\d+(?:,\d+)*)(?::(?P<dtype>\w+))?(?::(?P<below>\d+))?")
-_EXPECTED = (
-    "expected a shape such as 64,3,224,224, one with a name, a dtype and what values are below, such as "
-    "input_ids=8,128:int64:50257, or package.module:function"
-)
 
 
-class UnusableError(ValueError):
-    """An argument of a command cannot be used: there is no such name, a function fails, or a shape is invalid."""
-
-
-def load(path: str, what: str = "target") -> Any:
+def load(path: str, what: str) -> Any:
     """The object that ``package.module:name`` names. Modules in the working directory are found too.
 
     Args:
         path: the module, a colon, and a name in it, which may have dots.
         what: the name of the argument, for errors.
 
-    Returns:
-        The object.
-
     Raises:
-        UnusableError: there is no such module or name, or importing the module fails.
+        ValueError: ``path`` is no such text.
+        Exception: what the import raises; AttributeError if there is no such name.
     """
-    module, colon, name = path.partition(":")
-    if not (module and colon and name):
-        raise UnusableError(f"{what}: expected package.module:name, got {path!r}")
+    module, _, name = path.partition(":")
+    if not (module and name):
+        raise ValueError(f"{what}: expected package.module:name, got {path!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a script may call exit() when it is imported
-        raise UnusableError(f"{what}: cannot import {module!r}: {type(error).__name__}: {error}") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise UnusableError(f"{what}: {module!r} has no {name!r}")
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(name)(importlib.import_module(module))
 
 
 def model_of(path: str) -> nn.Module:
-    """The model that ``package.module:build`` names or returns.
-
-    Args:
-        path: the path of an ``nn.Module``, or of a function without arguments that returns one.
-
-    Returns:
-        The model.
-
-    Raises:
-        UnusableError: as for :func:`load`; or the function fails, or does not return an ``nn.Module``.
-    """
-    found = load(path)
-    if not isinstance(found, nn.Module):
-        found = _called(found, path, "target")
-    if not isinstance(found, nn.Module):
-        raise UnusableError(f"target: expected {path!r} to give an nn.Module, got {type(found).__name__}")
-    return found
+    """The model that ``package.module:build`` names or returns; errors as of :func:`load`, or of the function."""
+    found = load(path, "target")
+    model = found() if callable(found) and not isinstance(found, nn.Module) else found
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"target: expected {path!r} to be or to return an nn.Module, got {type(model).__name__}")
+    return model
 
 
 def sample_of(texts: Sequence[str], what: str = "sample") -> Any:
@@ -84,14 +54,11 @@ def sample_of(texts: Sequence[str], what: str = "sample") -> Any:
     several.
 
     Args:
-        texts: one text for each argument of the model.
+        texts: one text for each argument of the model, or a function that makes all of them.
         what: the name of the argument, for errors.
 
-    Returns:
-        A tensor, a dict of tensors by name, or a tuple of them.
-
     Raises:
-        UnusableError: a text cannot be parsed, or only some have names.
+        ValueError: a text cannot be parsed, or only some have names.
 
     >>> sample_of(["4,3"]).shape
     torch.Size([4, 3])
@@ -99,41 +66,27 @@ def sample_of(texts: Sequence[str], what: str = "sample") -> Any:
     torch.int64
     """
     if len(texts) == 1 and ":" in texts[0] and _SHAPE.fullmatch(texts[0]) is None:
-        return _called(load(texts[0], what), texts[0], what)
+        return load(texts[0], what)()
     parsed = [_tensor(text, what) for text in texts]
     names = [name for name, _ in parsed if name is not None]
     if len(set(names)) != len(names) or len(names) not in (0, len(parsed)):
-        raise UnusableError(f"{what}: expected names for all arguments, or none, each once; got {' '.join(texts)}")
+        raise ValueError(f"{what}: expected names for all arguments, or none, each once; got {' '.join(texts)}")
     tensors = [tensor for _, tensor in parsed]
     if names:
         return dict(zip(names, tensors, strict=True))
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
-def _called(function: Any, path: str, what: str) -> Any:
-    if not callable(function):
-        raise UnusableError(f"{what}: expected {path!r} to be a function or a module, got {type(function).__name__}")
-    try:
-        return function()
-    except (Exception, SystemExit) as error:
-        raise UnusableError(f"{what}: {path}() fails: {type(error).__name__}: {error}") from error
-
-
 def _tensor(text: str, what: str) -> tuple[str | None, Tensor]:
     match = _SHAPE.fullmatch(text)
     dtype = getattr(torch, (match["dtype"] if match else None) or "float32", None)
-    if match is None or not isinstance(dtype, torch.dtype):
-        raise UnusableError(f"{what}: {_EXPECTED}; got {text!r}")
-    if match["below"] and (int(match["below"]) < 1 or dtype.is_floating_point or dtype.is_complex):
-        raise UnusableError(f"{what}: expected values below a positive number, of a dtype of integers, got {text!r}")
-    try:
-        return match["name"], _random([int(size) for size in match["shape"].split(",")], dtype, match["below"])
-    except (RuntimeError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UnusableError(f"{what}: cannot make a tensor of {text!r}: {reason}") from error
-
-
-def _random(shape: list[int], dtype: torch.dtype, below: str | None) -> Tensor:
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype)
-    return torch.randint(int(below or 2), shape, dtype=dtype)
+    whole = isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex)
+    if match is None or not isinstance(dtype, torch.dtype) or (match["below"] and not whole):
+        raise ValueError(
+            f"{what}: expected a shape such as 64,3,224,224, one with a name, a dtype and a bound for whole numbers, "
+            f"such as input_ids=8,128:int64:50257, or package.module:function; got {text!r}"
+        )
+    shape = [int(size) for size in match["shape"].split(",")]
+    if whole:
+        return match["name"], torch.randint(int(match["below"] or 2), shape, dtype=dtype)
+    return match["name"], torch.randn(shape, dtype=dtype)

@@ -21,6 +21,7 @@ RUNS = 3
 """How many steps are measured until what an action takes counts as known; the first one is slow for many reasons."""
 
 Cell = tuple[int, Kind]
+Situation = tuple[object, ...]
 
 
 class Size(NamedTuple):
@@ -35,24 +36,6 @@ class Size(NamedTuple):
     microbatches: int
     placement: tuple[int, ...]
     checkpoint_stops: tuple[int, ...]
-
-
-class Situation(NamedTuple):
-    """What cells may take longer in, or shorter. Where it is another one, they are measured anew.
-
-    Attributes:
-        size: the binary digits of the number of elements in a micro-batch: sizes within a factor of two are one.
-        training: whether the layers are in training mode.
-        trained: the stages with parameters to train.
-        needs: the stages whose input needs a gradient.
-        placement: the worker of each stage; one that serves several, or the caller, has other numbers of threads.
-    """
-
-    size: int
-    training: bool
-    trained: tuple[int, ...]
-    needs: tuple[int, ...]
-    placement: tuple[int, ...]
 
 
 class Standing(NamedTuple):
@@ -130,6 +113,7 @@ class Chooser:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
+        # By what cells may take longer in, or shorter; in another situation they are measured anew.
         self._measured: defaultdict[Situation, MeasuredCells] = defaultdict(MeasuredCells)
         self._choices: dict[tuple[str, Size, Situation, tuple[int, ...]], tuple[Choice, set[Cell]]] = {}
         self._pending: list[Plan] = []
@@ -161,28 +145,23 @@ class Chooser:
         if name not in ("auto", *SPLITTING):
             return Plan(Choice(name))
         self._read()
-        standing = self.standing()
-        situation = _situation(batches, size, standing)
-        key = name, size, situation, standing.whole
-        if key not in self._choices:
-            self._choices[key] = self._choice(*key)
-        choice, cells = self._choices[key]
+        training, trained, whole = self.standing()
+        # The first stage whose input needs a gradient: for others nobody waits.
+        first = 0 if any(x.requires_grad for x in batches[0]) else min(trained, default=len(size.placement)) + 1
+        # Micro-batches within a factor of two count as equally large. A worker that serves several stages, or the
+        # caller, has another number of threads.
+        elements = sum(x.numel() for x in batches[0]).bit_length()
+        situation = elements, training, trained, first, size.placement
         measured = self._measured[situation]
-        known = all(map(measured.knows, cells))
+        key = name, size, situation, whole
+        if key not in self._choices:
+            may_split = tuple(j for j in trained if j >= first and j not in whole)
+            self._choices[key] = _choice(name, size, measured.seconds, may_split)
+        choice, cells = self._choices[key]
         # A profiler of torch labels what a run does, which a recorder would not.
-        watched = known or is_profiled()
-        return Plan(choice) if watched else Plan(choice, Recorder(memory=False), measured)
-
-    def _choice(self, name: str, size: Size, situation: Situation, whole: tuple[int, ...]) -> tuple[Choice, set[Cell]]:
-        """The choice, and which cells a step then consists of."""
-        seconds = self._measured[situation].seconds
-        may_split = tuple(j for j in situation.needs if j in situation.trained and j not in whole)
-        if name == "auto":
-            choice = choose(*size, seconds, may_split)
-        else:
-            choice = Choice(name, worth_splitting(seconds, may_split))
-        schedule = named(choice.name, *size, choice.split)
-        return choice, {(j, action.kind) for j, program in enumerate(schedule) for action in program}
+        if all(map(measured.knows, cells)) or is_profiled():
+            return Plan(choice)
+        return Plan(choice, Recorder(memory=False), measured)
 
     def _read(self) -> None:
         pending, self._pending = self._pending, []
@@ -198,16 +177,11 @@ class Chooser:
         return standing_of(self._stages)
 
 
-def _situation(batches: Sequence[Batch], size: Size, standing: Standing) -> Situation:
-    last = len(size.placement)
-    first = 0 if any(tensor.requires_grad for tensor in batches[0]) else min(standing.trained, default=last) + 1
-    return Situation(
-        size=sum(tensor.numel() for tensor in batches[0]).bit_length(),
-        training=standing.training,
-        trained=standing.trained,
-        needs=tuple(range(first, last)),
-        placement=size.placement,
-    )
+def _choice(name: str, size: Size, seconds: Seconds, may_split: tuple[int, ...]) -> tuple[Choice, set[Cell]]:
+    """The choice, and which cells a step then consists of."""
+    choice = choose(*size, seconds, may_split) if name == "auto" else Choice(name, worth_splitting(seconds, may_split))
+    schedule = named(choice.name, *size, choice.split)
+    return choice, {(j, action.kind) for j, program in enumerate(schedule) for action in program}
 
 
 def choice_of(schedule: Schedule | Choice) -> Choice:
