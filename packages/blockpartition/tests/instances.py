@@ -34,38 +34,31 @@ def placing(random: Random, max_layers: int) -> Placing:
     constraints = {
         "memory": random.choice([None, _vector(random, n, small)]),
         "activations": random.choice([None, _vector(random, n, random.choice(SMALL))]),
-        "boundary": random.choice([None, None, _vector(random, random.choice([n, n - 1]), random.choice(SMALL))]),
         "in_flight": random.choice([None, "1f1b", "fill_drain", [random.randrange(4) for _ in range(k)]]),
         "transfer": random.choice([None, _vector(random, random.choice([n, n - 1]), small)]),
         "forbid": forbid,
         "pin": [cut for cut in range(1, n) if random.random() < 0.1 and cut not in forbid],
         "microbatches": random.randrange(1, 6),
     }
-    return Placing(_vector(random, n, random.choice([small, *NUMBERS])), _stages(random, n, k), constraints)
+    return Placing(_vector(random, n, random.choice([small, *NUMBERS])), _stages(random, k), constraints)
 
 
 def _vector(random: Random, size: int, draw) -> list:
     return [draw(random) for _ in range(size)]
 
 
-def _stages(random: Random, n: int, k: int) -> list[Stage]:
+def _stages(random: Random, k: int) -> list[Stage]:
     speeds = random.choice([[1], [1, 2], [Fraction(1, 3), 1, 5], [0.5, 1.5]])
     tight = random.random() < 0.5
-    modes = random.choice([lambda: (), lambda: _modes(random, n)])
+    modes = random.choice([lambda: (), lambda: _modes(random)])
     return [
         Stage(random.choice(speeds), random.randrange(60) if tight else random.choice([None, 90]), modes())
         for _ in range(k)
     ]
 
 
-def _modes(random: Random, n: int) -> list[Mode]:
-    """No modes, or up to three, with factors or with values for each layer."""
-    own = [0, 1, 1, Fraction(1, 2), 0.25]
-    modes = []
-    for name in "abc"[: random.randrange(4)]:
-        time, saved, transient = (
-            _vector(random, n, random.choice(SMALL)) if random.random() < 0.2 else random.choice(factors)
-            for factors in ([1, 1.5, Fraction(4, 3)], own, own)
-        )
-        modes.append(Mode(name, time, saved, random.choice([0, 1, 1, 2]), transient))
-    return modes
+def _modes(random: Random) -> list[Mode]:
+    """No modes, or up to three."""
+    times, own = [1, 1.5, Fraction(4, 3)], [0, 1, 1, Fraction(1, 2), 0.25]
+    names = "abc"[: random.randrange(4)]
+    return [Mode(name, random.choice(times), random.choice(own), random.choice(own)) for name in names]

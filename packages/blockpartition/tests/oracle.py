@@ -53,7 +53,6 @@ def outcomes(
     *,
     memory=None,
     activations=None,
-    boundary=None,
     in_flight=None,
     transfer=None,
     forbid=(),
@@ -62,10 +61,8 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Every placement that keeps the constraints."""
     n, k = len(costs), len(stages)
-    lists = any(isinstance(x, tuple) for stage in stages for mode in stage.modes for x in (mode.saved, mode.transient))
-    alone = memory is None and activations is None and boundary is None and not lists
+    alone = memory is None and activations is None
     held, kept = costs if alone else memory or [0] * n, activations or [0] * n
-    entering = [0] * n if boundary is None else [0] * (n - len(boundary)) + list(boundary)
     factors = {
         None: [1] * k,
         "1f1b": [min(k - j, microbatches or k) for j in range(k)],
@@ -77,22 +74,15 @@ def outcomes(
         for modes in product(*(stage.modes or (Mode("plain"),) for stage in stages)):
             outcome = Outcome([])
             for stage, mode, factor, (start, end) in zip(stages, modes, factors, pairwise(ends), strict=True):
-                need = total(held[start:end]) + factor * amount(mode.saved, kept, start, end)
-                need += factor * Fraction(mode.boundary) * Fraction(entering[start])
-                need += amount(mode.transient, kept, start, end)
+                share = factor * Fraction(mode.saved) + Fraction(mode.transient)
+                need = total(held[start:end]) + share * total(kept[start:end])
                 if stage.capacity is not None and need > Fraction(stage.capacity):
                     break
                 sent = Fraction(transfer[end - 1]) if transfer and end < n else Fraction(0)
-                outcome.times.append(amount(mode.time, costs, start, end) / Fraction(stage.speed) + sent)
+                took = Fraction(mode.time) * total(costs[start:end]) / Fraction(stage.speed)
+                outcome.times.append(took + sent)
             else:
                 yield outcome
-
-
-def amount(given, values: list, start: int, end: int) -> Fraction:
-    """What a mode says of a block: a factor on the values, or values of its own."""
-    if isinstance(given, tuple):
-        return total(given[start:end])
-    return Fraction(given) * total(values[start:end])
 
 
 def agrees(value, exact: Fraction) -> bool:

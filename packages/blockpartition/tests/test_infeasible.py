@@ -66,7 +66,7 @@ def test_a_layer_that_fits_nowhere():
     )
 
 
-@given(placings(max_layers=6, forbid=[], boundary=None, modes=False))
+@given(placings(max_layers=6, forbid=[], modes=False))
 def test_the_first_layer_that_fits_on_no_stage_is_named(problem):
     """Each layer by itself, on each stage with what is in flight there, against a problem of that layer alone."""
     error = refusal(problem.costs, problem.stages, **problem.constraints)
@@ -115,10 +115,8 @@ def test_a_stage_without_any_room():
 @cases(
     ("arguments", "message"),
     [
-        ({"pin": [1, 2], "stages": 2}, "the pinned cuts make 3 blocks for 2 stages"),
-        ({"pin": [1], "stages": 1}, "the pinned cuts make 2 blocks for 1 stage"),
-        ({"forbid": [1, 3], "stages": 3}, "the forbidden cuts leave 2 blocks for 3 stages"),
-        ({"forbid": [1, 2, 3], "stages": 2}, "the forbidden cuts leave 1 block for 2 stages"),
+        ({"pin": [1, 2], "stages": 2}, "the pinned cuts make 3 blocks, more than the 2 stages"),
+        ({"forbid": [1, 3], "stages": 3}, "the forbidden cuts leave blocks for 2 of 3 stages"),
     ],
 )
 def test_too_many_cuts_or_too_few(arguments, message):

@@ -51,19 +51,6 @@ def test_a_line_for_each_block_and_what_is_known_of_the_largest(run):
     ]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pipe that can be closed")
-@cases("more", [[], ["--json"]])
-def test_a_reader_that_leaves_early_is_no_error(more):
-    """Like `… | head -1`."""
-    command = [sys.executable, "-m", "blockpartition", "20000", *more]
-    program = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment()
-    )
-    program.stdout.close()
-    _, errors = program.communicate(b"1 " * 20_000)
-    assert (program.returncode, errors) == (1, b"")
-
-
 @cases("costs", [["1" + "0" * 5000], ["1e999"], ["nan"], ['{"a": 1}'], ["80Gb"], ["null"], ["1/0"], ["1", "-2"], [""]])
 @cases("stdin", [True, False])
 def test_what_is_no_list_of_costs_is_refused_in_one_line(run, capsys, costs, stdin):
@@ -80,16 +67,6 @@ def test_a_file_that_is_no_text_is_refused(text):
     )
     assert done.returncode == 2
     assert b"Traceback" not in done.stderr
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
-def test_an_output_that_cannot_be_written_is_told():
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "blockpartition", "1", "--costs", "1"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=_environment())
-    assert done.returncode == 1
-    assert done.stderr.startswith("python -m blockpartition: error: cannot write the result: ")
-    assert done.stderr.count("\n") == 1
 
 
 def _environment():

@@ -47,11 +47,3 @@ def test_impossible_values_are_refused_by_index(others, bad):
 def test_a_cost_is_named_as_the_caller_named_it():
     with pytest.raises(ValueError, match=r"^costs\[1\] must not be negative, got -1$"):
         verify(place([1], 1), [1, -1], 1)
-
-
-@cases("bad", [-(10**5000), Fraction(-(10**5000), 3)])
-def test_a_number_too_long_to_print_is_refused_for_what_it_is(bad):
-    with pytest.raises(ValueError, match=r"^sequence\[0\] must not be negative, got a number too long to print$"):
-        solve([bad], 1)
-    with pytest.raises(ValueError, match=r"^2 layers cannot fill a number too long to print stages"):
-        solve([1, 2], 10**5000)

@@ -99,7 +99,7 @@ def test_the_result_describes_itself(problem, objective):
     for j, (name, stage, end) in enumerate(zip(found.modes, stages, ends[1:], strict=True)):
         mode = {mode.name: mode for mode in stage.modes or [Mode("")]}[name or ""]
         assert (name is None) == (not stage.modes)
-        compute = oracle.amount(mode.time, costs, ends[j], end) / Fraction(stage.speed)
+        compute = Fraction(mode.time) * oracle.total(costs[ends[j] : end]) / Fraction(stage.speed)
         sent = Fraction(transfer[end - 1]) if end < n else Fraction(0)
         times.append(compute + sent)
     assert all(map(oracle.agrees, found.times, times))

@@ -14,16 +14,12 @@ def drawn(n: int, limit: int) -> list[int]:
 
 
 @cases("constraints", [{}, {"transfer": 300}, {"memory": 1000}])
-def test_placements_and_their_proofs_grow_with_layers_and_stages_not_with_their_product(constraints):
+def test_placements_grow_with_layers_and_stages_not_with_their_product(constraints):
     counts = []
     for n, k in ((500, 20), (4000, 160)):
         call = {name: drawn(n, value) for name, value in constraints.items()}
-        costs = drawn(n, 1000)
-        found = place(costs, k, **call)
-        counts.append((steps(place, costs, k, **call), steps(verify, found, costs, k, **call)))
-    (placing, proving), (more_placing, more_proving) = counts
-    assert more_placing < 8 * 2 * placing
-    assert more_proving < 8 * 2 * proving
+        counts.append(steps(place, drawn(n, 1000), k, **call))
+    assert counts[1] < 8 * 2 * counts[0]
 
 
 def test_the_proof_of_a_makespan_looks_at_each_position_a_few_times_for_each_stage_and_bound():

@@ -43,7 +43,6 @@ def test_no_field_can_be_forged(problem, name, value):
         assert max(oracle.loads(costs, (0, *accumulate(value)))) == oracle.least_bottleneck(costs, k)
     elif name != "witness":  # there may be many proofs
         assert value == getattr(honest, name)
-        assert not isinstance(value, bool)
 
 
 @given(problems(min_size=2), st.data())
@@ -52,7 +51,7 @@ def test_as_many_blocks_as_were_asked_for(problem, data):
     other = data.draw(st.integers(1, len(costs)).filter(lambda count: count != k))
     for found, stages in ((partition(costs, k), None), (place(costs, k), k)):
         verify(found, costs, stages, partitions=k)
-        with pytest.raises(ValueError, match=rf"^the partition has {k} blocks?, {other} were asked for$"):
+        with pytest.raises(ValueError, match=rf"^the number of blocks is {k}, {other} were asked for$"):
             verify(found, costs, stages, partitions=other)
 
 
@@ -87,9 +86,9 @@ GOOD = partition([1, 2, 3, 4, 5, 6], 3)
         (("nonsense", [1, 2]), r"^partition must be a Partition, got 'nonsense' of type str$"),
         ((None, [1, 2]), r"^partition must be a Partition, got None of type NoneType$"),
         (([[1], [2]], [1, 2]), r"^partition must be a Partition, got \[\[1\], \[2\]\] of type list$"),
-        ((replace(GOOD, sizes=6), [1, 2]), r"^sizes must be a tuple, got 6 of type int$"),
+        ((replace(GOOD, sizes=6), [1, 2]), r"^sizes must be numbers in a row, such as a list, got 6$"),
         ((replace(GOOD, sizes=(3, 2.0, 1)), [1, 2]), r"^sizes\[1\] must be an int, got 2.0 of type float$"),
-        ((replace(GOOD, witness=None), range(1, 7)), r"^witness must be a tuple, got None of type NoneType$"),
+        ((replace(GOOD, witness=None), range(1, 7)), r"^witness must be numbers in a row, such as a list, got None$"),
         ((replace(GOOD, witness=(3, "4", 5)), range(1, 7)), r"^witness\[1\] must be an int, got '4' of type str$"),
         ((GOOD, [1, 2, 3, 4, 5, "6"]), r"^costs\[5\] must be an int, a float or a Fraction, got '6' of type str$"),
     ],
@@ -106,8 +105,6 @@ def test_each_result_is_verified_with_the_arguments_it_came_from():
         verify(GOOD, [1, 2, 3, 4, 5, 6], pin=[1])
     with pytest.raises(TypeError, match=r"stages is missing$"):
         verify(place([1, 2], 2), [1, 2])
-    with pytest.raises(ValueError, match=r"^objective must be one of 'bottleneck', 'makespan', got 'speed'$"):
-        verify(GOOD, [1, 2, 3, 4, 5, 6], objective="speed")
 
 
 def test_proof_of_a_hundred_thousand_layers():

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from decimal import Context, Decimal
-from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from ._numbers import Number
@@ -23,25 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        costs = numbers(sys.stdin.read() if sys.stdin else "") if options.costs is None else options.costs
+        words = re.split(r"[\s,\[\]]+", sys.stdin.read()) if options.costs is None else options.costs
+        costs = [number(word) for word in words if word]
         found = partition(costs, options.partitions, even=options.even)
         text = _as_json(found, costs) if options.json else _as_text(found)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         parser.error(str(error))
     print(text)
-
-
-def run() -> None:
-    """Run the command; its end is quiet if the reader of its output, such as `head`, has ended."""
-    try:
-        main()
-        sys.stdout.flush()
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):
-            print(f"python -m blockpartition: error: cannot write the result: {error}", file=sys.stderr)
-        # Python flushes stdout again at its exit, which would print an error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,29 +35,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Cut costs into contiguous blocks whose largest sum is the least possible.",
     )
     parser.add_argument("partitions", type=int, help="number of blocks")
-    costs = "numbers such as 4, 1.5 or 2/3; read from standard input if not given"
-    parser.add_argument("--costs", nargs="+", type=number, metavar="COST", help=costs)
+    costs = "numbers such as 4 or 1.5; read from standard input, such as a JSON list, if not given"
+    parser.add_argument("--costs", nargs="+", metavar="COST", help=costs)
     parser.add_argument("--even", choices=["quantile", "exact"], default="quantile", help="choice among the optima")
     parser.add_argument("--json", action="store_true", help="print everything that is known about the partition")
     return parser
 
 
-def numbers(text: str) -> list[Number]:
-    """Numbers between spaces, commas, brackets or line ends, so a JSON list will do."""
-    try:
-        return [number(word) for word in re.split(r"[\s,\[\]]+", text) if word]
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(str(error)) from None
-
-
 def number(word: str) -> Number:
-    """An int, a float or a fraction."""
-    for kind in (int, float, Fraction):
-        try:
-            return kind(word)
-        except (ValueError, ZeroDivisionError):
-            continue
-    raise argparse.ArgumentTypeError(f"expected a number such as 4, 1.5 or 2/3, got {word!r}")
+    """An int if it is one, else a float."""
+    return int(word) if re.fullmatch(r"[+-]?\d+", word) else float(word)
 
 
 def _as_json(found: Partition, costs: Sequence[Number]) -> str:
@@ -92,15 +64,9 @@ def _as_text(found: Partition) -> str:
 
 
 def _short(value: Number) -> str:
-    """Ints of up to 15 digits as they are, other numbers to six digits."""
-    if isinstance(value, int) and value < 10**15:
-        return str(value)
-    try:
-        return f"{float(value):.6g}"
-    except OverflowError:
-        exact = Fraction(value)
-        return f"{Context(prec=6).divide(Decimal(exact.numerator), Decimal(exact.denominator)).normalize():g}"
+    """Ints as they are, other numbers to six digits."""
+    return str(value) if isinstance(value, int) else f"{float(value):.6g}"
 
 
 if __name__ == "__main__":
-    run()
+    main()

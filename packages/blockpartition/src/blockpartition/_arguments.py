@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
-from ._numbers import Grid, counted, listed, read, shown
+from ._numbers import Grid, listed, read
 from ._stages import Stage
 
 InFlight: TypeAlias = Literal["1f1b", "fill_drain"] | Sequence[int]
@@ -15,10 +15,10 @@ InFlight: TypeAlias = Literal["1f1b", "fill_drain"] | Sequence[int]
 def integer(value: Any, name: str, least: int) -> int:
     """`value` as an int that is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} must be an int, got {shown(value)} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     count = operator.index(value)
     if count < least:
-        raise ValueError(f"{name} must be at least {least}, got {shown(count)}")
+        raise ValueError(f"{name} must be at least {least}, got {count!r}")
     return count
 
 
@@ -26,7 +26,7 @@ def choice(value: Any, name: str, options: Iterable[str]) -> str:
     """One of the known names."""
     known = list(options)
     if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
     return str(value)
 
 
@@ -36,8 +36,7 @@ def block_count(value: Any, name: str, layers: int) -> int:
     if layers == 0:
         raise ValueError("there are no layers, and each stage needs at least one")
     if count > layers:
-        are = "1 layer cannot" if layers == 1 else f"{layers} layers cannot"
-        raise ValueError(f"{are} fill {shown(count)} stages; use at most {layers}")
+        raise ValueError(f"{layers} layers cannot fill {count} stages; use at most {layers}")
     return count
 
 
@@ -48,22 +47,22 @@ def stage_list(stages: Any, layers: int) -> list[Stage]:
     found = list(stages)
     for j, stage in enumerate(found):
         if not isinstance(stage, Stage):
-            raise TypeError(f"stages[{j}] must be a Stage, got {shown(stage)} of type {type(stage).__name__}")
+            raise TypeError(f"stages[{j}] must be a Stage, got {stage!r} of type {type(stage).__name__}")
     block_count(len(found), "the number of stages", layers)
     return found
 
 
-def vector(values: Iterable[Any] | None, name: str, layers: int, *, before: int = 0, after: int = 0) -> Grid:
+def vector(values: Iterable[Any] | None, name: str, layers: int, *, after: int = 0) -> Grid:
     """A number for each layer; zeros if none are given.
 
-    before, after: how many of the first or last layers may be left out; they get zeros.
+    after: how many of the last layers may be left out; they get zeros.
     """
     given = [0] * layers if values is None else listed(values, name)
-    if len(given) == layers - before - after:
-        given = [0] * before + given + [0] * after
+    if len(given) == layers - after:
+        given = given + [0] * after
     grid = read(given, name)
     if len(grid.units) != layers:
-        raise ValueError(f"{name} has {counted(len(grid.units), 'entry')} for {counted(layers, 'layer')}")
+        raise ValueError(f"{name} must have a number for each of the {layers} layers, got {len(grid.units)}")
     return grid
 
 
@@ -72,8 +71,7 @@ def cut_set(cuts: Iterable[Any], name: str, layers: int) -> frozenset[int]:
     found = [integer(cut, f"{name}[{i}]", 1) for i, cut in enumerate(listed(cuts, name))]
     for i, cut in enumerate(found):
         if cut >= layers:
-            where = f"{layers} layers have cuts 1 … {layers - 1}" if layers > 1 else "1 layer has no cut"
-            raise ValueError(f"{name}[{i}] is {shown(cut)}; {where}")
+            raise ValueError(f"{name}[{i}] is {cut}; cuts of {layers} layers are below {layers}")
     return frozenset(found)
 
 
@@ -89,5 +87,5 @@ def in_flight_factors(in_flight: InFlight | None, stages: int, microbatches: int
         return [microbatches] * stages
     factors = [integer(factor, f"in_flight[{j}]", 0) for j, factor in enumerate(listed(in_flight, "in_flight"))]
     if len(factors) != stages:
-        raise ValueError(f"in_flight has {counted(len(factors), 'entry')} for {counted(stages, 'stage')}")
+        raise ValueError(f"in_flight must have a number for each of the {stages} stages, got {len(factors)}")
     return factors

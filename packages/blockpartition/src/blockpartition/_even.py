@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from ._search import filled_back, near
+from ._search import filled_back
 
 
 def near_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
@@ -13,7 +13,7 @@ def near_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
     Of two ends that are as near it is the earlier, and of those behind layers of zero the first. O(k log n).
     """
     lowest, total, ends, end, start = filled_back(prefix, bottleneck, blocks), prefix[-1], [0], 0, 0
-    window, last = near(prefix, blocks), len(prefix) - 1 - blocks
+    last = len(prefix) - 1 - blocks
     for j in range(1, blocks):
         last += 1  # beyond it, some of the rest would be empty
         limit = start + bottleneck
@@ -23,10 +23,7 @@ def near_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
         if low > aim:
             aim = low
         first = end + 1
-        stop = first + window if first + window < last else last
-        end = bisect_left(prefix, aim, first, stop)
-        if end == stop < last:
-            end = bisect_left(prefix, aim, stop, last)
+        end = bisect_left(prefix, aim, first, last)
         start, before = prefix[end], prefix[end - 1]
         if end > first and before >= low and (start > limit or goal <= before + start):
             end, start = bisect_left(prefix, before, first, end - 1), before

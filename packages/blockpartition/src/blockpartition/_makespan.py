@@ -8,32 +8,32 @@ slowest stage it is a lower bound on the makespan.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from fractions import Fraction
 from math import ceil
-from typing import NamedTuple
 
 from ._problem import ModeSlot, PlacedBlock, Problem, makespan, slowest
-from ._reach import ReachableEnds, least_slowest, positions
+from ._reach import ReachableEnds, positions
 
 
-class Makespan(NamedTuple):
-    """The best placement found, a lower bound for all, and the times of the slowest block between which it holds."""
+def least_makespan(
+    problem: Problem, best: list[PlacedBlock], gap: Fraction
+) -> tuple[list[PlacedBlock], int, list[int]]:
+    """A placement whose makespan is at most 1 + gap times the least.
 
-    blocks: list[PlacedBlock]
-    floor: int
-    thresholds: list[int]
+    Args:
+        problem: the problem.
+        best: the blocks with the least bottleneck.
+        gap: how far from the least makespan is good enough.
 
-
-def least_makespan(problem: Problem, microbatches: int, gap: Fraction) -> Makespan | None:
-    """A placement whose makespan is at most 1 + gap times the least; None if nothing fits."""
-    best = least_slowest(problem)
-    if best is None:
-        return None
+    Returns:
+        The blocks, a lower bound for all others, and the times of the slowest block between which it holds.
+    """
+    microbatches = problem.microbatches or 1
     low, high, value = slowest(best), problem.endless, makespan(best, microbatches)
     floor, thresholds = value, [high]
     while low < high:
         blocks = least_latency(problem, high - 1)
-        assert blocks is not None, problem  # `best` is within the limit
         latency = makespan(blocks, 1)
         best = min(best, blocks, key=lambda found: makespan(found, microbatches))
         value = makespan(best, microbatches)
@@ -42,72 +42,52 @@ def least_makespan(problem: Problem, microbatches: int, gap: Fraction) -> Makesp
         high = max(low, min(slowest(blocks), enough))
         thresholds.append(high)
         floor = min(floor, latency + (microbatches - 1) * high)
-    return Makespan(best, min(floor, value), thresholds[::-1])
+    return best, min(floor, value), thresholds[::-1]
 
 
-class _Arrival(NamedTuple):
-    """The least latency of blocks that end at a position, and the last of them."""
-
-    latency: int
-    block: PlacedBlock | None
+Arrivals = dict[int, tuple[int, PlacedBlock | None]]
+"""For each position at which blocks can end, their least latency and the last of them."""
 
 
-def least_latency(problem: Problem, limit: int) -> list[PlacedBlock] | None:
-    """Blocks within the limit with the least latency; None if nothing fits. O(k n log n).
-
-    With needs at the start of blocks, each start that the limit allows is looked at.
-    """
-    reach = ReachableEnds(problem, limit, hopeful=True)
-    if not reach.complete:
-        return None
-    tables = [{0: _Arrival(0, None)}]
-    for modes, ends in zip(problem.slots, reach.ends[1:], strict=True):
-        table: dict[int, _Arrival] = {}
+def least_latency(problem: Problem, limit: int) -> list[PlacedBlock]:
+    """Blocks within the limit, which has to be possible, with the least latency. O(k n log n)."""
+    tables: list[Arrivals] = [{0: (0, None)}]
+    for modes, ends in zip(problem.slots, ReachableEnds(problem, limit).ends[1:], strict=True):
+        table: Arrivals = {}
         for slot in modes:
-            _extend(problem, tables[-1], slot, list(positions(ends)), limit, table)
+            for latency, block in _extensions(problem, tables[-1], slot, positions(ends), limit):
+                if block.end not in table or latency < table[block.end][0]:
+                    table[block.end] = latency, block
         tables.append(table)
     blocks, end = list[PlacedBlock](), problem.n
     for table in reversed(tables[1:]):
-        block = table[end].block
-        assert block is not None, table
-        blocks.append(block)
-        end = block.start
+        if last := table[end][1]:
+            blocks.append(last)
+            end = last.start
     return blocks[::-1]
 
 
-def _extend(
-    problem: Problem,
-    before: dict[int, _Arrival],
-    slot: ModeSlot,
-    ends: list[int],
-    limit: int,
-    table: dict[int, _Arrival],
-) -> None:
-    """Enter into the table what one more block makes better.
+def _extensions(
+    problem: Problem, before: Arrivals, slot: ModeSlot, ends: Iterable[int], limit: int
+) -> Iterable[tuple[int, PlacedBlock]]:
+    """For each end the best block up to there, with the latency.
 
     The latency splits into a part of the end and a part of the start. So the best start is a minimum over the starts
-    from the first one allowed: candidates are kept in order, each dropped once a later one is as good. With an entry
-    none is dropped, since the earlier may need less.
+    from the first one allowed: candidates are kept in order, each dropped once a later one is as good.
     """
-    time, need, coming = slot.time, slot.need, iter([*sorted(before), problem.n])
+    time, coming = slot.time, iter([*sorted(before), problem.n])
     start = next(coming)
     starts: list[int] = []
     costs: list[int] = []
     for end in ends:
         while start < end:
-            cost = before[start].latency - time.prefix[start]
-            while costs and costs[-1] >= cost and not need.entry:
+            cost = before[start][0] - time.prefix[start]
+            while costs and costs[-1] >= cost:
                 starts.pop()
                 costs.pop()
             starts.append(start)
             costs.append(cost)
             start = next(coming)
-        first = max(time.first_start(end, limit), need.first_start(end, slot.room), problem.last_pin[end])
-        best = bisect_left(starts, first)
-        if need.entry:
-            fitting = (i for i in range(best, len(starts)) if need.of(starts[i], end) <= slot.room)
-            best = min(fitting, key=costs.__getitem__, default=len(starts))
+        best = bisect_left(starts, max(slot.first_start(end, limit), problem.last_pin[end]))
         if best < len(starts):
-            latency = costs[best] + time.prefix[end] + (time.leave[end] if time.leave else 0)
-            if end not in table or latency < table[end].latency:
-                table[end] = _Arrival(latency, PlacedBlock(starts[best], end, slot))
+            yield costs[best] + time.of(0, end), PlacedBlock(starts[best], end, slot)

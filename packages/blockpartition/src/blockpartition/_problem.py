@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
 from operator import add, sub
+
+from ._numbers import Grid, Number, number
 
 
 @dataclass(frozen=True, eq=False)
 class Measure:
-    """The time or the memory of blocks: what their layers add up to, and what is needed at their ends.
+    """The time or the memory of blocks: what their layers add up to, and what is needed at their end.
 
     prefix: for each position the sum of all layers before it.
-    entry: what a block needs on top if it starts at a position; None if nothing. A shorter block may then need more.
-    leave: what a block needs on top if it ends at a position; None if nothing. At most one of both is given.
+    leave: what a block needs on top if it ends at a position; None if nothing.
     """
 
     prefix: list[int]
-    entry: list[int] | None = None
     leave: list[int] | None = None
 
     def of(self, start: int, end: int) -> int:
         """What a block needs."""
         total = self.prefix[end] - self.prefix[start]
-        if self.entry:
-            return total + self.entry[start]
         return total + self.leave[end] if self.leave else total
 
     def last_end(self, start: int, limit: int) -> int:
@@ -34,26 +32,24 @@ class Measure:
         return bisect_right(self.prefix, self.prefix[start] + limit) - 1
 
     def first_start(self, end: int, limit: int) -> int:
-        """The furthest start of a block up to `end` within the limit, but for its entry; `end` or more if none is."""
-        return bisect_left(self.prefix, self.prefix[end] + (self.leave[end] if self.leave else 0) - limit)
+        """The furthest start of a block up to `end` within the limit; `end` or more if there is none."""
+        return bisect_left(self.prefix, self.of(0, end) - limit)
 
     def heavier(self, limit: int) -> list[int]:
-        """The layers that no block within the limit can have, in order of weight."""
-        if self._ranking and self.lightest[self._ranking[-1]] <= limit:
+        """The layers that exceed the limit alone, in order of weight: no block within the limit ends with one."""
+        if self.alone[self._ranking[-1]] <= limit:
             return []
-        return self._ranking[bisect_right(self._ranking, limit, key=self.lightest.__getitem__) :]
+        return self._ranking[bisect_right(self._ranking, limit, key=self.alone.__getitem__) :]
 
     @cached_property
-    def lightest(self) -> list[int]:
-        """For each layer the least that a block with it can come to: with an entry, a longer one may come to less."""
-        if self.entry:
-            return list(map(sub, self.prefix[1:], accumulate(map(sub, self.prefix, self.entry), max)))
-        alone = map(sub, self.prefix[1:], self.prefix)
-        return list(map(add, alone, self.leave[1:]) if self.leave else alone)
+    def alone(self) -> list[int]:
+        """What each layer needs as a block of its own."""
+        layers = map(sub, self.prefix[1:], self.prefix)
+        return list(map(add, layers, self.leave[1:]) if self.leave else layers)
 
     @cached_property
     def _ranking(self) -> list[int]:
-        return sorted(range(len(self.lightest)), key=self.lightest.__getitem__)
+        return sorted(range(len(self.alone)), key=self.alone.__getitem__)
 
     @cached_property
     def most_leave(self) -> int:
@@ -69,6 +65,10 @@ class ModeSlot:
     time: Measure
     need: Measure
     room: int
+
+    def first_start(self, end: int, limit: int) -> int:
+        """The furthest start of a block up to `end` that fits, and keeps the limit of time."""
+        return max(self.time.first_start(end, limit), self.need.first_start(end, self.room))
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,37 @@ class PlacedBlock:
 class Problem:
     """Positions 0 … n are the possible cuts: layers kept together by forbidden cuts are one layer here.
 
-    slots: for each stage its modes.
+    costs: of the layers, as they were given.
+    positions: the layer at which each position lies.
     pins: the positions that have to be cuts, in order.
-    least: for each position the least time of the layers before it, at speed 1.
+    slots: for each stage its modes.
+    work: for each position the time of the layers before it, at speed 1.
     speeds: for each number of stages, from 0 on, the sum of the speeds of the first, each in its fastest mode.
+    unit: how many units of these times are one of the caller's.
+    rounded: whether the caller's are floats.
+    memory_unit, memory_rounded: the same of memory.
+    capacity: of each stage, if all have the same; else None.
+    lower_bound: no placement is faster.
     """
 
-    slots: list[list[ModeSlot]]
-    n: int
+    costs: Grid
+    positions: list[int]
     pins: list[int]
-    least: list[int]
+    slots: list[list[ModeSlot]]
+    work: list[int]
     speeds: list[int]
+    unit: int
+    rounded: bool
+    memory_unit: int
+    memory_rounded: bool
+    capacity: Fraction | None
+    microbatches: int | None
+    lower_bound: Fraction
+
+    @property
+    def n(self) -> int:
+        """The last position."""
+        return len(self.positions) - 1
 
     @cached_property
     def next_pin(self) -> list[int]:
@@ -117,7 +137,11 @@ class Problem:
     def endless(self) -> int:
         """A time that every block stays below."""
         times = {slot.time for modes in self.slots for slot in modes}
-        return 1 + max(time.prefix[-1] + max(time.entry or [0]) + time.most_leave for time in times)
+        return 1 + max(time.prefix[-1] + time.most_leave for time in times)
+
+    def time(self, value: Fraction | int) -> Number:
+        """A time of the problem in the caller's unit."""
+        return number(value.numerator, value.denominator * self.unit, self.rounded)
 
 
 def slowest(blocks: list[PlacedBlock]) -> int:

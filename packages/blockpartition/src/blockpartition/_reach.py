@@ -18,29 +18,23 @@ Interval = tuple[int, int]
 class ReachableEnds:
     """The ends that blocks can reach if none takes longer than the limit.
 
+    Ends from which the other stages could not do the rest within the limit are left out, even if layers could be
+    divided: where cuts are expensive, ends fall into thousands of intervals, and few of them matter.
+
     problem, limit: what was asked.
     ends: for each number of stages, intervals of positions.
     beyond: no limit below this one reaches more.
     """
 
-    def __init__(self, problem: Problem, limit: int, *, hopeful: bool = False) -> None:
-        """Find the ends.
-
-        hopeful: leave out ends from which the other stages could not do the rest within the limit, even if layers
-            could be divided. Where cuts are expensive, ends fall into thousands of intervals, and few of them matter.
-        """
+    def __init__(self, problem: Problem, limit: int) -> None:
         self.problem = problem
         self.limit = limit
         self.beyond = problem.endless
         self.ends: list[list[Interval]] = [[(0, 0)]]
         for j, modes in enumerate(problem.slots, 1):
-            found: list[Interval] = []
-            for slot in modes:
-                advance = self._search if slot.need.entry or slot.time.entry else self._advance
-                found += advance(self.ends[-1], slot)
+            found = [interval for slot in modes for interval in self._advance(self.ends[-1], slot)]
             ends = _union(found, problem.n - len(problem.slots) + j)
-            speed = problem.speeds[-1] - problem.speeds[j]
-            self.ends.append(self._hopeful(ends, speed) if hopeful and speed else ends)
+            self.ends.append(self._hopeful(ends, problem.speeds[-1] - problem.speeds[j]))
 
     @property
     def complete(self) -> bool:
@@ -54,7 +48,7 @@ class ReachableEnds:
         """
         time, heavy = slot.time, slot.time.heavier(self.limit)
         if heavy:
-            self._within(time.lightest[heavy[0]])
+            self._within(time.alone[heavy[0]])
         alone = sorted({*heavy, *slot.need.heavier(slot.room)})
         for (first, last), (until, _) in pairwise([*starts, (self.problem.n, self.problem.n)]):
             for layer in alone[bisect_left(alone, first) : bisect_left(alone, last)]:
@@ -70,32 +64,13 @@ class ReachableEnds:
                 if self._within(time.of(last, end)):
                     yield end, end
 
-    def _search(self, starts: list[Interval], slot: ModeSlot) -> Iterator[Interval]:
-        """Each end from any start: where blocks need something at their start, a shorter one may need more."""
-        time, need, reached = slot.time, slot.need, list(positions(starts))
-        if not reached:
-            return
-        furthest = time.last_end(reached[-1], self.limit)
-        if furthest < self.problem.n:
-            self._within(time.prefix[furthest + 1] - time.prefix[reached[-1]])
-        for end in range(reached[0] + 1, min(furthest, need.last_end(reached[-1], slot.room)) + 1):
-            for i in range(bisect_left(reached, end) - 1, -1, -1):
-                start = reached[i]
-                if start < self.problem.last_pin[end] or need.prefix[end] - need.prefix[start] > slot.room:
-                    break
-                if not self._within(time.prefix[end] - time.prefix[start]):
-                    break
-                if need.of(start, end) <= slot.room and self._within(time.of(start, end)):
-                    yield end, end
-                    break
-
     def _hopeful(self, ends: list[Interval], speed: int) -> list[Interval]:
         """Without those from which stages of this speed together could not do the rest."""
-        least = self.problem.least
-        first = bisect_left(least, least[-1] - self.limit * speed)
+        work = self.problem.work
+        first = bisect_left(work, work[-1] - self.limit * speed)
         hopeless = [min(b, first - 1) for a, b in ends if a < first]
-        if hopeless:  # a larger limit may bring back the last of them
-            self._within(-(-(least[-1] - least[hopeless[-1]]) // speed))
+        if hopeless and speed:  # a larger limit may bring back the last of them
+            self._within(-(-(work[-1] - work[hopeless[-1]]) // speed))
         return [(max(a, first), b) for a, b in ends if b >= first]
 
     def _within(self, time: int) -> bool:
@@ -115,9 +90,9 @@ def least_slowest(problem: Problem) -> list[PlacedBlock] | None:
     if not reach.complete:
         return None
     blocks = _trace(reach)
-    low, high = -(-problem.least[-1] // problem.speeds[-1]), slowest(blocks)
+    low, high = -(-problem.work[-1] // problem.speeds[-1]), slowest(blocks)
     while low < high:
-        reach = ReachableEnds(problem, (low + high) // 2, hopeful=True)
+        reach = ReachableEnds(problem, (low + high) // 2)
         if reach.complete:
             blocks = _trace(reach)
             high = slowest(blocks)
@@ -127,26 +102,21 @@ def least_slowest(problem: Problem) -> list[PlacedBlock] | None:
 
 
 def _trace(reach: ReachableEnds) -> list[PlacedBlock]:
-    """Blocks that end at the last layer, found from the end backwards."""
-    blocks, end = list[PlacedBlock](), reach.problem.n
-    for j in reversed(range(len(reach.problem.slots))):
-        found = (_block(reach, j, slot, end) for slot in reach.problem.slots[j])
-        blocks.append(next(block for block in found if block))
+    """Blocks that end at the last layer, found from the end backwards.
+
+    Of the reachable starts of a block the closest to where the speeds would put the cut is taken.
+    """
+    problem, blocks, end = reach.problem, list[PlacedBlock](), reach.problem.n
+    for j, modes in reversed(list(enumerate(problem.slots))):
+        target = bisect_left(problem.work, problem.work[end] * problem.speeds[j] // problem.speeds[j + 1])
+        for slot in modes:
+            first = max(slot.first_start(end, reach.limit), problem.last_pin[end])
+            spans = [(max(a, first), min(b, end - 1)) for a, b in reach.ends[j]]
+            if nearest := [max(a, min(target, b)) for a, b in spans if a <= b]:
+                blocks.append(PlacedBlock(min(nearest, key=lambda start: abs(start - target)), end, slot))
+                break
         end = blocks[-1].start
     return blocks[::-1]
-
-
-def _block(reach: ReachableEnds, j: int, slot: ModeSlot, end: int) -> PlacedBlock | None:
-    """The block from a reachable start to this end whose cut is the closest to where the speeds would put it."""
-    problem, limit, prefix = reach.problem, reach.limit, slot.time.prefix
-    target = bisect_left(prefix, prefix[end] * problem.speeds[j] // problem.speeds[j + 1])
-    first = max(slot.time.first_start(end, limit), slot.need.first_start(end, slot.room), problem.last_pin[end])
-    spans = [(max(a, first), min(b, end - 1)) for a, b in reach.ends[j]]
-    if slot.need.entry or slot.time.entry:
-        fits = (p for p in positions(spans) if slot.need.of(p, end) <= slot.room and slot.time.of(p, end) <= limit)
-        spans = [(start, start) for start in fits]
-    nearest = [max(a, min(target, b)) for a, b in spans if a <= b]
-    return PlacedBlock(min(nearest, key=lambda start: abs(start - target)), end, slot) if nearest else None
 
 
 def positions(intervals: list[Interval]) -> Iterator[int]:

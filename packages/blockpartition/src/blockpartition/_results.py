@@ -66,8 +66,8 @@ class Placement(Partition):
     times: the time of each block: load / speed, with the cost of the cut after it.
     modes: the name of the mode of each block; None on a stage without modes.
     makespan: the time at which the last micro-batch is done; None if `microbatches` was not given.
-    witness: for the bottleneck, the ends that faster blocks can reach at most, as intervals for each number of stages;
-        for the makespan, the times of the slowest block between which no placement finishes earlier. See `verify`.
+    witness: for the makespan, the times of the slowest block between which no placement finishes earlier; see `verify`.
+        For the bottleneck none is needed.
     """
 
     times: tuple[Number, ...] = ()

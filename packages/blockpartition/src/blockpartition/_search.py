@@ -6,7 +6,7 @@ elements of the prefix sums: sums of all costs before an end.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from operator import sub
 
 _SHORT = 16  # layers of a block; a bisection takes about as long as a look at so many
@@ -65,48 +65,23 @@ def _by_looks(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], in
 
 
 def _by_bisection(prefix: list[int], bound: int, blocks: int) -> tuple[list[int], int]:
-    heights, start, end, over = [], 0, 0, prefix[-1] + 1
-    window, size = near(prefix, blocks), len(prefix)
-    for _ in range(blocks):
-        end = above(prefix, start + bound + 1, end, window)
+    heights, start, end, over, size = list[int](), 0, 0, prefix[-1] + 1, len(prefix)
+    while end < size and len(heights) < blocks:
+        end = bisect_right(prefix, start + bound, end)
         if end < size and prefix[end] - start < over:
             over = prefix[end] - start
         start = prefix[end - 1]
         heights.append(start)
-        if end == size:
-            break
     return heights, over
 
 
 def filled_back(prefix: list[int], bound: int, blocks: int) -> list[int]:
     """Heights, in order, of the starts of blocks filled up to the bound from the right, and of the last end."""
-    heights, start, window = [prefix[-1]], len(prefix) - 1, near(prefix, blocks)
+    heights, start = [prefix[-1]], len(prefix) - 1
     for _ in range(blocks):
-        limit, stop = prefix[start] - bound, max(0, start - window)
-        start = bisect_left(prefix, limit, stop, start)
-        if start == stop:
-            start = bisect_left(prefix, limit, 0, stop)
+        start = bisect_left(prefix, prefix[start] - bound, 0, start)
         heights.append(prefix[start])
     return heights[::-1]
-
-
-def above(prefix: list[int], height: int, start: int, window: int) -> int:
-    """The first position from `start` on with at least this height.
-
-    Most are close, where the processor has the sums in its cache: it looks there first.
-    """
-    stop = start + window
-    if stop < len(prefix):
-        found = bisect_left(prefix, height, start, stop)
-        if found < stop:
-            return found
-        start = stop
-    return bisect_left(prefix, height, start)
-
-
-def near(prefix: list[int], blocks: int) -> int:
-    """How many layers behind an end the next one is looked for first."""
-    return 4 * len(prefix) // blocks
 
 
 def witness(prefix: list[int], bottleneck: int, blocks: int) -> tuple[int, ...]:
@@ -115,8 +90,8 @@ def witness(prefix: list[int], bottleneck: int, blocks: int) -> tuple[int, ...]:
     If every load is below the bottleneck, the j-th block ends at g_j at the latest. So g_k < n proves that such blocks
     cannot cover all n layers.
     """
-    ends, end, window = [], 0, near(prefix, blocks)
+    ends, end = list[int](), 0
     for _ in range(blocks):
-        end = max(end, above(prefix, prefix[end] + bottleneck, end, window) - 1)
+        end = max(end, bisect_left(prefix, prefix[end] + bottleneck, end) - 1)
         ends.append(end)
     return tuple(ends)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
 
 from ._arguments import block_count, choice
 from ._even import near_even
-from ._numbers import listed, read
+from ._numbers import Grid, listed, read
 from ._results import Partition
 from ._search import least_bottleneck, witness
 from ._squares import most_even
 
 T = TypeVar("T")
 
-_TIE_BREAKS = {"quantile": near_even, "exact": most_even}
+TieBreak = Callable[[list[int], int, int], list[int]]
+_TIE_BREAKS: dict[str, TieBreak] = {"quantile": near_even, "exact": most_even}
 
 
 def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
@@ -40,10 +41,7 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     [[1, 2, 3, 4], [5, 6]]
     """
     items = listed(sequence, "sequence")
-    blocks = block_count(partitions, "partitions", len(items))
-    units = read(items, "sequence").units
-    prefix = list(accumulate(units, initial=0))
-    ends = near_even(prefix, least_bottleneck(prefix, max(units), blocks), blocks)
+    _, _, _, ends = _cut(items, partitions, "sequence", near_even)
     return [items[start:end] for start, end in pairwise(ends)]
 
 
@@ -70,18 +68,29 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     (3, 2, 1)
     """
     tie_break = _TIE_BREAKS[choice(even, "even", _TIE_BREAKS)]
-    numbers = listed(costs, "costs")
-    blocks = block_count(partitions, "partitions", len(numbers))
-    grid = read(numbers)
-    prefix, heaviest = list(accumulate(grid.units, initial=0)), max(grid.units)
-    bottleneck, total = least_bottleneck(prefix, heaviest, blocks), prefix[-1]
-    ends = tie_break(prefix, bottleneck, blocks)
-    bound = max(Fraction(total, blocks), Fraction(heaviest))
+    grid, prefix, bottleneck, ends = _cut(listed(costs, "costs"), partitions, "costs", tie_break)
+    return describe(grid, prefix, ends, witness(prefix, bottleneck, len(ends) - 1))
+
+
+def _cut(costs: list[Any], partitions: int, name: str, tie_break: TieBreak) -> tuple[Grid, list[int], int, list[int]]:
+    """The costs as integers and their sums before each end, the least bottleneck, and the ends of blocks, from 0 on."""
+    blocks = block_count(partitions, "partitions", len(costs))
+    grid = read(costs, name)
+    prefix = list(accumulate(grid.units, initial=0))
+    bottleneck = least_bottleneck(prefix, max(grid.units), blocks)
+    return grid, prefix, bottleneck, tie_break(prefix, bottleneck, blocks)
+
+
+def describe(costs: Grid, prefix: list[int], ends: list[int], proof: tuple[int, ...]) -> Partition:
+    """The partition into blocks with these ends, from 0 on; `prefix` are the sums of all costs before an end."""
+    loads = [prefix[end] - prefix[start] for start, end in pairwise(ends)]
+    total, bottleneck, blocks = prefix[-1], max(loads), len(loads)
+    bound = max(Fraction(total, blocks), Fraction(max(costs.units)))
     return Partition(
         sizes=tuple(end - start for start, end in pairwise(ends)),
-        loads=tuple(grid.value(prefix[end] - prefix[start]) for start, end in pairwise(ends)),
-        bottleneck=grid.value(bottleneck),
-        lower_bound=grid.value(bound.numerator, bound.denominator),
+        loads=tuple(map(costs.value, loads)),
+        bottleneck=costs.value(bottleneck),
+        lower_bound=costs.value(bound.numerator, bound.denominator),
         imbalance=float(Fraction(bottleneck * blocks, total)) if total else 1.0,
-        witness=witness(prefix, bottleneck, blocks),
+        witness=proof,
     )

@@ -36,26 +36,17 @@ def least_squares(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
     # Prices less a half: at the higher there are at most so many blocks, at the lower at least.
     high, low = prefix[-1] ** 2 + 1, -1
     coarse, fine = [0], list(range(len(prefix)))
-    price = (prefix[-1] // blocks) ** 2
     while len(coarse) - 1 < blocks < len(fine) - 1 and high - low > 1:
-        price, width = min(max(price, low + 1), high - 1), high - low
+        price = isqrt((low + 1) * (high + 1)) - 1  # in the middle of their digits
+        price = min(max(price, low + 1), high - 1)
         ends = cheapest(prefix, bottleneck, 2 * price + 1)
         if len(ends) - 1 > blocks:
             low, fine = price, ends
         else:
             high, coarse = price, ends
-        stalls = 2 * (high - low) > width
-        price = isqrt((low + 1) * (high + 1)) if stalls else _between(low, len(fine), high, len(coarse), blocks + 1)
     if len(coarse) == 1:  # no price was tried at which there are so few
         coarse = cheapest(prefix, bottleneck, 2 * high + 1)
     return _spliced(coarse, fine, blocks)
-
-
-def _between(low: int, most: int, high: int, least: int, wanted: int) -> int:
-    """The price for the number that is wanted, if numbers fall in a straight line with the root of the price."""
-    start, end = isqrt(low + 1), isqrt(high + 1)
-    root: int = start + (end - start) * (most - wanted) // (most - least)
-    return root**2
 
 
 def _spliced(coarse: list[int], fine: list[int], blocks: int) -> list[int]:
