@@ -49,7 +49,7 @@ class Block(Protocol):
 class Section(Protocol):
     """A critical section. The thread inside may enter it again."""
 
-    def entered(self, *, accumulates: bool = False) -> AbstractContextManager[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """Wait until no other thread is inside, then enter."""
 
 

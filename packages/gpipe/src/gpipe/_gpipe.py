@@ -192,7 +192,7 @@ class GPipe(Stepping):
         if blocks_of(choices) == blocks_of(self._checkpoint):
             self.__dict__["_checkpoint"] = choices
             return
-        with self._workers.section.entered(accumulates=True):
+        with self._workers.section.entered():
             self._lay_out(expect_fitting(choices, self._balance))  # the balance may have changed while this waited
 
     @property
@@ -277,7 +277,7 @@ class GPipe(Stepping):
         [1, 2]
         """
         sizes = expect_partitions(checked_sizes(balance, len(self)), len(self._devices))
-        with self._workers.section.entered(accumulates=True):
+        with self._workers.section.entered():
             self._divide(self._whole(), sizes)
 
     def __len__(self) -> int:
@@ -408,7 +408,7 @@ class GPipe(Stepping):
     def _train(self, batches: list[Batch], loss: LossStage, schedule: Schedule | str) -> None:
         stops = self._checkpoint_stops(len(batches))
         # Also because only one thread at a time may learn which layers draw, and so on.
-        with self._workers.section.entered(accumulates=True):
+        with self._workers.section.entered():
             plan = self._chooser.plan(schedule, batches, Size(len(batches), self._pipeline.placement, stops))
             self._pipeline.train(batches, stops, loss, plan.schedule, plan.recorder)
             self._chooser.learn(plan)

@@ -358,23 +358,10 @@ class TestForks:
         assert_trains_like(pipe, nn.Sequential(*linears(1)))
         return answer
 
-    @pytest.mark.skipif(
-        torch.cuda.is_available(), reason="torch runs no backward in a child after one with a GPU's threads"
-    )
     @ways
-    def test_in_the_middle_of_a_forward_the_child_may_use_it(
-        self, way: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        def work(pipe: GPipe) -> str:
-            assert_trains_like(pipe, nn.Sequential(*linears(1)))
-            pipe.close()
-            return "trained"
-
-        assert self.forked(way, "forward", work) == "trained"
-
-    @ways
+    @pytest.mark.parametrize("where", ["forward", "backward"])
     @pytest.mark.parametrize("use", [lambda pipe: pipe(rows()), lambda pipe: pipe.step(rows(), rows(), loss_fn=loss)])
-    def test_in_the_middle_of_a_backward_the_child_may_not(
-        self, way: Callable[[], AbstractContextManager[None]], use: Callable[[GPipe], Any]
+    def test_in_the_middle_of_a_run_the_child_may_not(
+        self, way: Callable[[], AbstractContextManager[None]], where: str, use: Callable[[GPipe], Any]
     ) -> None:
-        assert "RuntimeError('this process was forked while another thread" in self.forked(way, "backward", use)
+        assert "RuntimeError('this process was forked while another thread" in self.forked(way, where, use)

@@ -498,35 +498,22 @@ def test_hooks_of_views_are_called(mode: str, balance: list[int]):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("place", [0, 1])
 def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad: bool, mode: str, schedule: str):
-    """The first run is refused, since only first micro-batches show what layers do; the next one knows."""
-
     def sometimes(value: Any) -> Any:
         x, y = value
         return (x.mul_(2), y) if bool(x[0, 0].detach() > 0) else value
-
-    def trained(model: nn.Module, value: Any) -> None:
-        if schedule == "forward" or not isinstance(model, GPipe):
-            model(value).square().sum().backward()
-        else:
-            model.step(value, loss_fn=lambda y, _: y.square().sum(), reduction="sum", schedule=schedule)
 
     layers = [nn.Identity(), Call(sum), linears(1)[0]]
     layers.insert(place, Call(sometimes))
     model = nn.Sequential(*layers)
     numbers = torch.tensor([-1.0, -2, 3, 4], dtype=DOUBLE)[:, None].repeat(1, 3)
-    x, twin = (numbers.clone().requires_grad_(grad) for _ in range(2))
-    with closing(piped(model, [1, 3], chunks=4, checkpoint=mode)) as pipe:
-        with pytest.raises(RuntimeError, match="in place on this micro-batch but not on the first"):
-            trained(pipe, (x * 1, x * 1))
-        pipe.zero_grad()
-        x.grad = None
-        value = x * 1, x * 1
-        trained(pipe, value)
-        torch.testing.assert_close(value, (x, x))
-        for part in twin.split(1):
-            trained(model, (part * 1, part * 1))
-        torch.testing.assert_close(x.grad, twin.grad)
-        assert_same(pipe, model)
+    x = numbers.requires_grad_(grad) * 1
+    pipe = piped(model, [1, 3], chunks=4, checkpoint=mode)
+    with closing(pipe), pytest.raises(RuntimeError, match="in place on this micro-batch but not on the first"):
+        pipe((x, x * 1)) if schedule == "forward" else pipe.step((x, x * 1), loss_fn=squares, schedule=schedule)
+
+
+def squares(output: Tensor, _: Any) -> Tensor:
+    return output.square().sum()
 
 
 def test_layers_with_a_flag_that_change_what_shares_memory_are_as_in_the_plain_model():

@@ -20,7 +20,6 @@ import os
 from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,16 +45,6 @@ def checks_all() -> bool:
     return text == "1"
 
 
-class _Kind(NamedTuple):
-    shape: tuple[int | list[int], ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def __str__(self) -> str:
-        with_grad = "with" if self.requires_grad else "without"
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {with_grad} grad"
-
-
 class Sample:
     """A sample of the outputs of a forward."""
 
@@ -71,7 +60,7 @@ class Sample:
         """Raise RuntimeError if ``outputs``, those of the recomputation, are others."""
         kinds = [_kind(tensor) for tensor in outputs]
         if kinds != self._kinds:
-            raise _different(f"{', '.join(map(str, self._kinds))}; now {', '.join(map(str, kinds))}")
+            raise _different(f"{', '.join(self._kinds)}; now {', '.join(kinds)}")
         for k, (before, tensor) in enumerate(zip(self._values, outputs, strict=True)):
             now = _picked(tensor, self._extent)
             if before is not None and now is not None and not _close(before, now):
@@ -86,8 +75,9 @@ def _different(what: str) -> RuntimeError:
     )
 
 
-def _kind(tensor: Tensor) -> _Kind:
-    return _Kind(shape_of(tensor), tensor.dtype, tensor.requires_grad)
+def _kind(tensor: Tensor) -> str:
+    with_grad = "with" if tensor.requires_grad else "without"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape_of(tensor))} {with_grad} grad"
 
 
 def _picked(tensor: Tensor, extent: Extent) -> Tensor | None:

@@ -46,13 +46,9 @@ class DeviceGenerator:
             return
         raise RuntimeError(
             f"a layer draws random numbers on {str(device)!r} in a checkpointed forward, and its recomputation would "
-            f"draw others: {self._reason(device)}; use checkpoint='never', or draw on the CPU"
+            f"draw others: only the generator of the partition's own device, {str(self._device)!r}, is rewound, and "
+            "that if torch has its get_rng_state and set_rng_state; use checkpoint='never', or draw on the CPU"
         )
-
-    def _reason(self, device: torch.device) -> str:
-        if not _is_same(device, self._device):
-            return f"its partition is on {str(self._device)!r}, and others may draw there meanwhile"
-        return f"torch.{device.type} has no get_rng_state and set_rng_state to rewind the generator with"
 
 
 def _is_same(device: torch.device, own: torch.device) -> bool:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,13 +21,6 @@ from .._current import current
 Sections = tuple[AnySection, ...]
 
 
-class _Visit(NamedTuple):
-    """The thread that is inside of a section, and whether it accumulates gradients there."""
-
-    thread: int
-    accumulates: bool
-
-
 class Section:
     """A lock that its owner may take again, and that raises an error where a plain lock would deadlock."""
 
@@ -36,22 +28,17 @@ class Section:
         self._forked = False
 
     @contextmanager
-    def entered(self, *, accumulates: bool = False) -> Iterator[None]:
+    def entered(self) -> Iterator[None]:
         """Wait until no other thread is inside, then enter.
 
-        Args:
-            accumulates: whether gradients are accumulated inside, so that a fork meanwhile leaves the child with a part
-                of them.
-
         Raises:
-            RuntimeError: waiting would be a deadlock; or this process was forked while another thread was inside and
-                accumulated gradients.
+            RuntimeError: waiting would be a deadlock; or this process was forked while another thread was inside.
         """
         if self in current.holds:
             yield
             return
         before = {**vars(current)}
-        self._take(accumulates)
+        self._take()
         # An interrupt may come between any two lines, also of those that put back what is current.
         try:
             current.holds = (*current.holds, self)
@@ -78,18 +65,18 @@ class Section:
                 )
             _claimed[self] = parameters
 
-    def _take(self, accumulates: bool) -> None:
+    def _take(self) -> None:
         with _turns:
             if self._forked or current.serves:
                 self._expect_an_end()
             # A section that this thread is inside of already was left by an interrupt.
-            if self in _inside and _inside[self].thread != threading.get_ident():
+            if self in _inside and _inside[self] != threading.get_ident():
                 self._wait()
-            _inside[self] = _Visit(threading.get_ident(), accumulates)
+            _inside[self] = threading.get_ident()
 
     def _leave(self) -> None:
         with _turns:
-            if self in _inside and _inside[self].thread == threading.get_ident():
+            if self in _inside and _inside[self] == threading.get_ident():
                 del _inside[self]
                 _claimed.pop(self, None)
                 _turns.notify_all()
@@ -104,9 +91,9 @@ class Section:
     def _expect_an_end(self) -> None:
         if self._forked:
             raise RuntimeError(
-                "this process was forked while another thread was in a backward or a step of this pipe, so that "
-                "gradients, hooks and buffers of its layers may be half-way between two states; fork between two runs, "
-                "or build the model and the pipe anew in the child"
+                "this process was forked while another thread was in a run of this pipe, so that gradients, hooks and "
+                "buffers of its layers may be half-way between two states; fork between two runs, or build the model "
+                "and the pipe anew in the child"
             )
         if not _needed_by(self).isdisjoint(current.serves):
             raise RuntimeError(
@@ -117,8 +104,8 @@ class Section:
 
 
 _turns = threading.Condition()
-_inside: dict[Section, _Visit] = {}
-"""The sections that some thread is inside of."""
+_inside: dict[Section, int] = {}
+"""The thread, by its id, that is inside of a section."""
 _claimed: dict[Section, Sequence[Tensor]] = {}
 """Of sections that some thread is inside of: the parameters whose gradients it accumulates."""
 _waiting: dict[int, tuple[Sections, Section]] = {}
@@ -156,7 +143,8 @@ def _after_fork() -> None:
     _turns = threading.Condition()
     _waiting.clear()
     for section in [section for section in _inside if section not in current.holds]:
-        section._forked = _inside.pop(section).accumulates
+        del _inside[section]
+        section._forked = True
         _claimed.pop(section, None)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..values._leaves import Activation
 from . import _autograd_calls as _engine
@@ -17,10 +16,6 @@ from ._losses import Losses
 
 class LossStage(Losses):
     """Computes the losses of micro-batches and the gradients of the outputs. Arguments as for :class:`Losses`."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._filled: dict[Tensor, bool] = {}
 
     def _compute(self, i: int, outputs: Activation) -> None:
         value = self._value(i, outputs)
@@ -36,31 +31,13 @@ class LossStage(Losses):
         """
         graph = below([loss], leaves)
         if graph.hides:
-            self._hold_hidden(graph.leaves)
-        elif graph.leaves:
-            self._hold(graph.leaves)
+            raise RuntimeError(
+                "loss_fn uses torch.utils.checkpoint with use_reentrant=True, or another pipe, whose backward adds to "
+                ".grad by itself, one micro-batch after the other; use use_reentrant=False, or pipe(input) and "
+                "backward()"
+            )
+        if graph.leaves:
+            self.deferred.hold(graph.leaves)
             return self.sums.backward((loss,), (seed,), graph, leaves)
         _engine.accumulate((loss,), (seed,))
         return [leaf.grad for leaf in leaves]
-
-    def _hold(self, leaves: Iterable[Tensor], *, every: bool = False) -> None:
-        self._filled.update({leaf: leaf.grad is not None for leaf in leaves if leaf not in self._filled})
-        self.deferred.hold(leaves, every=every)
-
-    def _hold_hidden(self, leaves: Sequence[Tensor]) -> None:
-        """Before the backward of a loss with a reentrant checkpoint, which adds to ``.grad`` by itself: hold its
-        leaves.
-        """
-        if self.scales and not isinstance(self._loss_fn, nn.Module):
-            raise RuntimeError(
-                "loss_fn returned (sum, count) and uses torch.utils.checkpoint with use_reentrant=True, which hides "
-                "what it trains, so that it could not be divided by the count; use use_reentrant=False"
-            )
-        own = self._loss_fn.parameters() if isinstance(self._loss_fn, nn.Module) else ()
-        self._hold([*leaves, *own], every=self.scales)
-
-    def restore(self) -> None:
-        """After a failure: set ``.grad`` of leaves of the loss that had none back to None."""
-        for leaf, filled in self._filled.items():
-            if not filled:
-                leaf.grad = None

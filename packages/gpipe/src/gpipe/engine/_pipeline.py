@@ -140,7 +140,7 @@ class Pipeline:
         Args:
             observer: is notified of this run, unless there is an observer of every run.
         """
-        with self.workers.section.entered(accumulates=True):
+        with self.workers.section.entered():
             self._trainers.add(current_thread())
             run = Run(self, len(batches), checkpoint_stops, loss, observer)
             self.workers.section.claim(run.parameters)
@@ -162,7 +162,6 @@ class Pipeline:
             except BaseException as error:
                 run.deferred.give_back()
                 before.restore(error, adds or run.adds)
-                loss.restore()
                 raise
 
     def evaluate(self, batches: Sequence[Batch], losses: Losses) -> None:
@@ -204,7 +203,7 @@ class Pipeline:
             versions.sync()
             flowing = iter(seeds)
             gradients = iter([next(flowing) if flag else None for flag in flags])
-            with self.workers.section.entered(accumulates=True):
+            with self.workers.section.entered():
                 self.workers.section.claim(run.parameters)
                 several = len(self._trainers) > 1
                 if several:

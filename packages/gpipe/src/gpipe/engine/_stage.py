@@ -62,7 +62,6 @@ class Stage:
         on_accelerator: whether its device queues work on streams.
         recomputation: what runs have shown about recomputing the stage as a whole.
         blocks: the same for each block.
-        changes_late: whether layers changed a later micro-batch in place, although they did not change the first.
         hooks: by training mode of the stage, whether layers put hooks on tensors.
         guard: refuses gradients that do not come from a backward of the stage.
         runs_whole: whether the backward could not be split in a schedule that splits it.
@@ -90,7 +89,6 @@ class Stage:
         self.is_direct = not any(True for _ in skippables(module))
         self.recomputation = RecomputationFacts()
         self.blocks = {block: RecomputationFacts() for block in blocks}
-        self.changes_late = False
         self.hooks: dict[bool, bool] = {}  # a layer may use its hooks in one mode only
         self.runs_whole = False
         self.guard = Guard(self)

@@ -106,7 +106,7 @@ class StageRun:
         self._blocks = [Block(stage, numbers, run.context) for numbers in stage.blocks] if has_blocks else []
         self.recomputes = bool(stop or has_blocks)
         self._sums = self._sums_outside(run)
-        self._changes_input = stage.changes_late
+        self._changes_input = False
         self._seen_outputs = False
         self._looks_for_hooks = False
         self._has_begun = False
@@ -218,11 +218,9 @@ class StageRun:
         return outputs
 
     def _late_change(self) -> RuntimeError:
-        self.stage.changes_late = True
         return RuntimeError(
             "the layers of this partition changed their input in place on this micro-batch but not on the first, by "
-            "which a run decides whether they need a copy; run again, since the pipe knows now, or let them work on a "
-            "clone"
+            "which a run decides whether they need a copy; let them work on a clone"
         )
 
     def look_for_hooks(self) -> None:
