@@ -35,31 +35,19 @@ def trace(timeline: Timeline, title: str = "") -> str:
 
 def _names(timeline: Timeline, devices: list[str], title: str) -> Iterator[Entry]:
     for pid, device in enumerate(devices):
-        yield _metadata("process_name", pid, 0, name=f"{title} {device}".strip())
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{title} {device}".strip()}}
     for worker, lane in timeline.lanes.items():
-        stages = ", ".join(str(stage) for stage in sorted({event.stage for event in lane}))
-        for device in sorted({event.device for event in lane}):
+        name = f"worker {worker}: stage {', '.join(map(str, sorted({event.stage for event in lane})))}"
+        for device in {event.device for event in lane}:
             pid = devices.index(device)
-            yield _metadata("thread_name", pid, worker, name=f"worker {worker}: stage {stages}")
-            yield _metadata("thread_sort_index", pid, worker, sort_index=worker)
-
-
-def _metadata(what: str, pid: int, tid: int, **args: Any) -> Entry:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": worker, "args": {"name": name}}
 
 
 def _slices(lane: Iterable[Event], worker: int, devices: list[str]) -> Iterator[Entry]:
     for event in lane:
-        yield {
-            "ph": "X",
-            "name": str(event),
-            "cat": event.kind,
-            "ts": event.start / _MICROSECOND,
-            "dur": event.seconds / _MICROSECOND,
-            "pid": devices.index(event.device),
-            "tid": worker,
-            "args": asdict(event),
-        }
+        times = {"ts": event.start / _MICROSECOND, "dur": event.seconds / _MICROSECOND}
+        place = {"pid": devices.index(event.device), "tid": worker}
+        yield {"ph": "X", "name": str(event), "cat": event.kind, **times, **place, "args": asdict(event)}
 
 
 def _memory(timeline: Timeline, device: str, pid: int) -> Iterator[Entry]:

@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import chain, pairwise
 
-from ..schedule import Kind, Program, Schedule, Step, checkpoint_stops, named, replay
+from ..schedule import Action, Kind, Program, Schedule, Step, Walk, checkpoint_stops, replay
 from ..schedule._named import lanes, usual_placement
 from ..schedule._replay import Lane
 from ..schedule._replay import makespan as replayed
@@ -58,10 +58,10 @@ def simulate(
     >>> print(simulate("1f1b", [StageCost(1, 2)] * 2, microbatches=4, checkpoint=["always", "never"]).makespan)
     17.0
     """
-    whole, place = _placed(schedule, costs, microbatches, checkpoint, placement)
+    steps, place, _ = _steps(schedule, costs, microbatches, checkpoint, placement)
+    walk = tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in steps)
     boundary = _boundary(costs, place)
-    spans = replay(whole.on(place), _seconds(costs), hop_seconds(transfer, boundary))
-    held = _held(whole, costs)
+    held = _held(walk, costs)
     events = (
         Event(
             stage=step.stage,
@@ -75,7 +75,7 @@ def simulate(
             layers=costs[step.stage].layers,
             held_bytes=held[step],
         )
-        for step, span in spans.items()
+        for step, span in replay(walk, _seconds(costs), hop_seconds(transfer, boundary)).items()
     )
     return Timeline(events, dict(enumerate(place)), _unit(costs))
 
@@ -107,15 +107,8 @@ def makespan(
     >>> makespan("1f1b", [StageCost(1, 2)] * 4, microbatches=8)
     33.0
     """
-    if isinstance(schedule, str) and microbatches is not None:
-        place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
-        _expect_one_each(len(costs), placement=place)
-        stops = checkpoint_stops(checkpoint or "never", microbatches, len(costs))
-        steps: Sequence[Lane] = lanes(schedule, microbatches, place, stops)
-    else:
-        whole, place = _placed(schedule, costs, microbatches, checkpoint, placement)
-        steps, microbatches = whole.on(place), _microbatches(whole)
-    return replayed(steps, microbatches, _seconds(costs), hop_seconds(transfer, _boundary(costs, place)))
+    steps, place, count = _steps(schedule, costs, microbatches, checkpoint, placement)
+    return replayed(steps, count, _seconds(costs), hop_seconds(transfer, _boundary(costs, place)))
 
 
 def _seconds(costs: Sequence[StageCost]) -> list[dict[Kind, float]]:
@@ -129,34 +122,31 @@ def _unit(costs: Sequence[StageCost]) -> str:
     return TICKS if timed == {False} else SECONDS
 
 
-def _placed(
+def _steps(
     schedule: Sequence[Program] | str,
     costs: Sequence[StageCost],
     microbatches: int | None,
     checkpoint: str | Sequence[str] | None,
     placement: Sequence[int] | None,
-) -> tuple[Schedule, list[int]]:
-    """The schedule that is meant, and the worker of each stage."""
+) -> tuple[Sequence[Lane], list[int], int]:
+    """The steps of each worker, the worker of each stage, and the number of micro-batches."""
     if isinstance(schedule, str):
         if microbatches is None:
             raise ValueError(f"microbatches: expected a number for the schedule {schedule!r}, got None")
         place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
         _expect_one_each(len(costs), placement=place)
-        whole = named(schedule, microbatches, place)
-    elif microbatches is not None:
+        stops = checkpoint_stops(checkpoint or "never", microbatches, len(costs))
+        return lanes(schedule, microbatches, place, stops), place, microbatches
+    if microbatches is not None:
         raise ValueError("microbatches: goes with the name of a schedule; programs have their own number")
-    else:
-        whole = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
-        own = {step.stage: worker for worker, steps in enumerate(whole.walk or ()) for step in steps}
-        place = [own.get(j, j) for j in range(len(whole))] if placement is None else list(placement)
+    whole = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
+    own = {step.stage: worker for worker, steps in enumerate(whole.walk or ()) for step in steps}
+    place = [own.get(j, j) for j in range(len(whole))] if placement is None else list(placement)
     _expect_one_each(len(whole), costs=costs, placement=place)
+    count = 1 + max((action.microbatch for program in whole for action in program), default=-1)
     if checkpoint is not None:
-        whole = whole.recomputing(checkpoint_stops(checkpoint, _microbatches(whole), len(whole)))
-    return whole, place
-
-
-def _microbatches(schedule: Schedule) -> int:
-    return 1 + max((action.microbatch for program in schedule for action in program), default=-1)
+        whole = whole.recomputing(checkpoint_stops(checkpoint, count, len(whole)))
+    return whole.on(place), place, count
 
 
 def _expect_one_each(stages: int, **arguments: Sequence[object]) -> None:
@@ -179,21 +169,19 @@ def _moved(step: Step, boundary: Sequence[int | None]) -> int:
     return 0
 
 
-def _held(schedule: Schedule, costs: Sequence[StageCost]) -> dict[Step, int]:
+def _held(walk: Walk, costs: Sequence[StageCost]) -> dict[Step, int]:
     """What each stage keeps after each of its steps."""
-    held: dict[Step, int] = {}
-    for j, (program, cost) in enumerate(zip(schedule, costs, strict=True)):
-        changes = _changes(program, cost)
-        held.update(zip((Step(j, action) for action in program), accumulate(changes), strict=True))
-    return held
-
-
-def _changes(program: Program, cost: StageCost) -> Iterable[int]:
-    checkpointed = {i for kind, i in program if kind == Kind.RECOMPUTE}
-    for kind, i in program:
+    recomputed = {(j, i) for j, (kind, i) in chain.from_iterable(walk) if kind == Kind.RECOMPUTE}
+    found: dict[Step, int] = {}
+    now = [0] * len(costs)
+    for step in chain.from_iterable(walk):
+        j, (kind, i) = step
+        whole, bare = costs[j].activation_bytes, costs[j].boundary_bytes
         if kind == Kind.FORWARD:
-            yield cost.boundary_bytes if i in checkpointed else cost.activation_bytes
+            now[j] += bare if (j, i) in recomputed else whole
         elif kind == Kind.RECOMPUTE:
-            yield cost.activation_bytes - cost.boundary_bytes
-        else:
-            yield 0 if kind == Kind.BACKWARD_INPUT else -cost.activation_bytes
+            now[j] += whole - bare
+        elif kind != Kind.BACKWARD_INPUT:  # the part for the weights still reads what was saved
+            now[j] -= whole
+        found[step] = now[j]
+    return found

@@ -40,20 +40,8 @@ def table(timeline: Timeline) -> str:
     """A line for each worker: its seconds by kind of action, its waiting time, and the bytes that it moved and held."""
     if not timeline.events:
         return heading(timeline)
-    kinds = kinds_in(timeline)
-    head = [
-        "worker",
-        "stages",
-        "device",
-        *(_HEADS.get(kind, kind.label) for kind in kinds),
-        "waiting",
-        "moved",
-        "peak",
-        "busy",
-    ]
-    busy = timeline.utilisation
-    rows = [_row(timeline, worker, lane, kinds, busy[worker]) for worker, lane in timeline.lanes.items()]
-    return f"{heading(timeline)}\n{align([head, *rows], left=3)}"
+    rows = [_row(timeline, worker, lane) for worker, lane in timeline.lanes.items()]
+    return f"{heading(timeline)}\n{align([list(rows[0]), *(list(row.values()) for row in rows)], left=3)}"
 
 
 def kinds_in(timeline: Timeline) -> list[Kind]:
@@ -62,16 +50,18 @@ def kinds_in(timeline: Timeline) -> list[Kind]:
     return [kind for kind in Kind if kind in present]
 
 
-def _row(timeline: Timeline, worker: int, lane: Sequence[Event], kinds: Sequence[Kind], busy: float) -> list[str]:
+def _row(timeline: Timeline, worker: int, lane: Sequence[Event]) -> dict[str, str]:
+    """The cells of a line, by the head of their column."""
     stages = sorted({event.stage for event in lane})
     held = timeline.held(*stages)
-    return [
-        str(worker),
-        ", ".join(map(str, stages)),
-        ", ".join(sorted({event.device for event in lane})),
-        *(duration(sum(e.seconds for e in lane if e.kind == kind), timeline.unit) for kind in kinds),
-        duration(sum(event.wait for event in lane), timeline.unit),
-        format_bytes(sum(event.bytes_moved for event in lane)),
-        format_bytes(max(size for _, size in held)) if held else "–",
-        format_share(busy),
-    ]
+    seconds = {kind: sum(event.seconds for event in lane if event.kind == kind) for kind in kinds_in(timeline)}
+    return {
+        "worker": str(worker),
+        "stages": ", ".join(map(str, stages)),
+        "device": ", ".join(sorted({event.device for event in lane})),
+        **{_HEADS.get(kind, kind.label): duration(own, timeline.unit) for kind, own in seconds.items()},
+        "waiting": duration(sum(event.wait for event in lane), timeline.unit),
+        "moved": format_bytes(sum(event.bytes_moved for event in lane)),
+        "peak": format_bytes(max(size for _, size in held)) if held else "–",
+        "busy": format_share(timeline.utilisation[worker]),
+    }

@@ -185,12 +185,9 @@ class Timeline:
         # No times: these would have to wait for the device, and debuggers call this at any moment.
         return f"<{type(self).__name__} of {len(self)} actions>"
 
-    def _repr_svg_(self) -> str:
-        return svg([("", self)])
-
     def _repr_html_(self) -> str:
         # Notebooks show SVG as an image, without tooltips.
-        return fragment("", self._repr_svg_())
+        return fragment("", svg([("", self)]))
 
 
 def _covered(lane: Iterable[Event]) -> float:
