@@ -49,19 +49,27 @@ class Model(nn.Module):
         ends: Tensor | None = None,
         num_items_in_batch: Any = None,
     ) -> dict[str, Tensor]:
-        logits = self.head(self.trunk(tokens))
+        logits = self.logits(tokens)
         if labels is None:
             return {"logits": logits}
         return {"loss": self.loss(logits, labels, ends, num_items_in_batch), "logits": logits}
 
+    def logits(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.head(self.trunk(tokens))
+        return found
+
 
 class InTheList(Model):
-    """Has its blocks itself, so that its loss is not computed from what modules return."""
+    """Has its blocks itself, which compute a row for each token: its loss is not computed from what modules return."""
 
     def __init__(self, loss: Loss, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(loss, dtype)
         self.head = nn.Sequential(*self.trunk.blocks, self.head)
         self.trunk = self.trunk.embed
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.head(self.trunk(tokens).flatten(0, 1)).unflatten(0, tokens.shape)
+        return found
 
 
 def tokens(logits: Tensor, labels: Tensor, *_: Any, **options: Any) -> Tensor:
@@ -127,8 +135,23 @@ def weighted_l1(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
     return F.l1_loss(logits.sum(-1), torch.zeros_like(kept), weight=kept)
 
 
+def marked(value: int) -> Loss:
+    """A mean over what is not equal to a number that may occur among the labels."""
+
+    def loss(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+        kept = (labels != value).to(logits)
+        return (logits.square().mean(-1) * kept).sum() / kept.sum().clamp(min=1)
+
+    return loss
+
+
+def beyond(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    kept = labels > CLASSES - 3
+    return logits[kept].square().sum() / kept.sum().clamp(min=1)
+
+
 RIGHT: list[Loss] = [tokens, weighted, scaled_by_items, by_hand_with_items, selected, rows, sum_by_rows, same_counts]
-NEVER: list[Loss] = [contrast, by_hand, balancing, weighted_l1]
+NEVER: list[Loss] = [contrast, by_hand, balancing, weighted_l1, beyond, *map(marked, (-1, 1, CLASSES - 1))]
 
 
 def batch(count: int, length: int, kept: int) -> dict[str, Tensor]:
@@ -202,12 +225,26 @@ def test_what_micro_batches_do_not_determine_is_refused_by_name(loss: Loss, kind
     pipe, plain = both(loss, kind)
     pipe.chunks = 2
     inputs = batch(4, 3, 2)
-    way_out = r"call pipe\(\*\*batch\)" if kind is Model else "give step"
     for method in (pipe.step, pipe.evaluate):
-        with pytest.raises(ValueError, match=f"{kind.__name__} computes a loss that cannot be put together.*{way_out}"):
+        with pytest.raises(ValueError, match=f"{kind.__name__} computes a loss that cannot be put together.*call pipe"):
             method(**inputs)
-    if kind is Model:
-        torch.testing.assert_close(pipe(**inputs)["loss"], plain(**inputs)["loss"])
+    torch.testing.assert_close(pipe(**inputs)["loss"], plain(**inputs)["loss"])
+
+
+class Otherwise(Model):
+    """Has another loss in training."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        self.loss = contrast if self.training else tokens
+        return super().forward(*args, **kwargs)
+
+
+def test_a_loss_of_training_only_is_tried_too() -> None:
+    pipe, plain = both(tokens, Otherwise)
+    pipe.chunks = 2
+    with pytest.raises(ValueError, match="Otherwise computes a loss that cannot be put together"):
+        pipe.step(**batch(4, 3, 3))
+    torch.testing.assert_close(pipe(**batch(4, 3, 3))["loss"], plain(**batch(4, 3, 3))["loss"])
 
 
 def test_several_means_are_right_where_their_counts_are_in_proportion_and_refused_elsewhere() -> None:

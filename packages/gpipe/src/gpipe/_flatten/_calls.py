@@ -60,6 +60,10 @@ class Source(NamedTuple):
     segment: int
 
 
+Key = tuple[str, int, int]
+"""The name, call and place of a :class:`Source`."""
+
+
 @dataclass
 class BlockCall:
     """What a block returned.

@@ -7,12 +7,10 @@ losses of micro-batches. So a pipe concatenates what the modules next to the los
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,66 +18,38 @@ from torch import Tensor, nn
 from microbatch import Arguments, map_tensors
 
 from ..engine._settings import settings, with_settings
+from ._calls import Key, ModuleCall, Shape
 from ._inputs import Inputs
-from ._script import Structure, restored, structure_of
-from ._skeleton import Follower, is_placeholder, skeleton
-from ._standins import Reel, Replaced, StandIn
+from ._skeleton import skeleton
+from ._standins import ModuleStandIn, Tape, current_tape, unknown
 from ._tree import flattened
 
-Returned = dict[str, list[list[Tensor]]]
-"""The tensors that modules returned, by name and call."""
+if TYPE_CHECKING:
+    from ._segment import Segment
+
+Returned = dict[Key, Tensor]
+"""The tensors that modules next to the loss returned; of the last block under :data:`BLOCK`."""
+
+BLOCK = "the last block"
 
 LOSS_ONLY = frozenset({"num_items_in_batch"})
 """Arguments by which Hugging Face's ``Trainer`` tells models how to scale their loss."""
 
-_SMALL = 2**20
-"""The most elements of a parameter that goes to the loss with every row."""
-
-_one_at_a_time = threading.RLock()
-
 
 class Ending:
-    """The end of a model's forward, without its modules. Copies of a layer share it.
+    """The end of a model's forward, without the modules next to the loss.
 
     Args:
-        model: a model that computes a loss.
-        names: the names of the modules next to the loss.
-        twins: its copies of modules are added here.
+        calls: what these modules returned for the sample, by name.
+        places: the tensors that the last block returned, if that is next to the loss.
 
     Attributes:
         fields: the fields of the output that it can compute.
-        state: the shapes of small parameters and buffers that the loss may read, by name.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str], twins: list[Follower]) -> None:
-        self._calls: dict[str, list[Structure]] = {name: [] for name in names}
-        self._learns = False
-        self._reel = _Playback()
-        replaced = {
-            model.get_submodule(name): _Replay(model.get_submodule(name), self._reel, name) for name in self._calls
-        }
-        twins += [Replaced(module, real) for real, module in replaced.items()]
-        self._net = skeleton(model, replaced, lambda tensor: False, twins)
-        own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-        self.state = {
-            name: tensor.shape
-            for name, tensor in self._net.named_buffers()
-            if is_placeholder(tensor) and tensor.numel() <= _SMALL and name in own
-        }
-        self.fields = frozenset({"loss"})
-
-    def __deepcopy__(self, memo: object) -> Ending:
-        return self
-
-    def on_cpu(self) -> Ending:
-        """This ending, in which all tensors are on the CPU; ones in the place of those without data."""
-        state = (*self._net.parameters(), *self._net.buffers())
-        if all(tensor.device.type == "cpu" for tensor in state):
-            return self
-        found = copy.copy(self)
-        found._net, found._reel = copy.deepcopy((self._net, self._reel))
-        found._net._apply(lambda t: torch.ones_like(t, device="cpu") if t.is_meta else t.cpu())  # type: ignore[no-untyped-call]
-        return found
+    def __init__(self, calls: Mapping[str, list[ModuleCall]], places: Collection[int]) -> None:
+        self._calls, self._places = calls, places
+        self.fields: frozenset[str] = frozenset()
 
     def wanted(self) -> AbstractContextManager[None]:
         """A context in which the last layer returns what this ending needs, in place of the model's output."""
@@ -89,126 +59,81 @@ class Ending:
     def is_wanted(self) -> bool:
         return settings().wanted is self
 
-    @contextmanager
-    def learning(self) -> Iterator[None]:
-        """A context in which this ending learns what modules return.
-
-        It is learned from the last layer, not from the model, in which ``output_hidden_states`` adds what blocks return
-        to what the module around them does.
-        """
-        self._calls, self._learns = {name: [] for name in self._calls}, True
-        try:
-            yield
-        finally:
-            self._learns = False
-
-    @contextmanager
-    def recording(self, net: nn.Module) -> Iterator[Returned]:
-        """A context that records in a dict what modules of ``net`` return.
-
-        At its end the small parameters and buffers are added that the loss may read, such as a temperature, once for
-        each row, as if a module had returned them.
-        """
-        found: Returned = {}
+    def recorded(self, segment: Segment, tape: Tape, inputs: Inputs) -> Returned:
+        """Run the last segment, and take down what its modules return."""
+        found: Returned = {(BLOCK, 0, m): tape.done[m] for m in self._places}
+        counts = dict.fromkeys(self._calls, 0)
         with ExitStack() as scope:
             for name in self._calls:
-                hook = partial(self._record, name, found.setdefault(name, []))
-                scope.callback(net.get_submodule(name).register_forward_hook(hook).remove)
-            yield found
-        rows = next(tensor.shape[0] for calls in found.values() for call in calls for tensor in call)
-        for name in self.state:
-            module, _, own = name.rpartition(".")
-            found[name] = [[getattr(net.get_submodule(module), own).expand(rows, *self.state[name]).clone()]]
+                hook = partial(self._record, name, tape, found, counts)
+                scope.callback(segment.net.get_submodule(name).register_forward_hook(hook).remove)
+            segment.run(tape, inputs)
+        return found
 
-    def _record(self, name: str, calls: list[list[Tensor]], module: object, args: object, value: Any) -> None:
-        structure, number, known = _structure(value), len(calls), self._calls[name]
-        if self._learns:
-            known.append(structure)
-        if number == len(known) or structure != known[number]:
+    def _record(
+        self,
+        name: str,
+        tape: Tape,
+        found: Returned,
+        counts: dict[str, int],
+        module: object,
+        args: object,
+        value: Any,
+    ) -> None:
+        if current_tape() is not tape:  # another stage, in its own thread, has this module too: a tied embedding
+            return
+        (leaves, tree), number, known = flattened(value), counts[name], self._calls[name]
+        alike = number < len(known) and tree == known[number].result
+        if not alike or any(_other(*pair) for pair in zip(leaves, known[number].outputs, strict=True)):
             raise RuntimeError(
                 f"{name!r} was called more often than with the sample, or returned another structure; flatten the "
                 "model with a sample that it treats alike"
             )
-        calls.append(_tensors(value))
+        found.update({(name, number, m): leaf for m, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+        counts[name] += 1
 
-    def __call__(self, inputs: Inputs, found: Returned, training: bool) -> Any:
+    def net(self, segment: Segment) -> nn.Module:
+        """The net of the last segment, with stand-ins for the modules next to the loss."""
+        modules = {name: segment.net.get_submodule(name) for name in self._calls}
+        replaced: dict[nn.Module, nn.Module] = {
+            module: ModuleStandIn(module, name, self._calls[name]) for name, module in modules.items()
+        }
+        return skeleton(segment.net, replaced, lambda tensor: True, [])
+
+    def __call__(self, segment: Segment, inputs: Inputs, found: Returned, net: nn.Module | None = None) -> Any:
         """What the model returns for ``inputs`` where its modules return what was ``found``, for all rows.
 
         The loss is on the device of the inputs, where trainers add losses up.
 
         Args:
-            training: the mode of the model.
+            segment: the last one.
+            net: its net, as :meth:`net` returns it.
         """
-        device = next(tensor.device for calls in found.values() for call in calls for tensor in call)
+        device = next(iter(found.values())).device
         args, kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(inputs))
-        values = {
-            name: [restored(*each) for each in zip(self._calls[name], calls, strict=False)]
-            for name, calls in found.items()
-            if name in self._calls
-        }
         as_tuple = kwargs.get("return_dict") is False
         if as_tuple:  # which does not tell the names of its fields
             kwargs = {**kwargs, "return_dict": True}
-        state = {name: found[name][0][0][0] for name in self.state}
-        with _one_at_a_time, self._reel.playing(values, device), self._with_state(state):
-            output = self._net.train(training)(*args, **kwargs)
+        done = [
+            found.get((BLOCK, 0, m), unknown(leaf, device)) if isinstance(leaf, Shape) else leaf
+            for m, leaf in enumerate(segment.done)
+        ]
+        tape = Tape(device, {}, segment.first, [], done, found)
+        output = segment.run(tape, Inputs(args, kwargs), self.net(segment) if net is None else net)
+        home = inputs.tensors()[0].device
+        if isinstance(output, Tensor):
+            return output.to(home)
         fields = {name: value for name, value in output.items() if name in self.fields}
         if "loss" in fields:
-            fields["loss"] = fields["loss"].to(inputs.tensors()[0].device)
+            fields["loss"] = fields["loss"].to(home)
         whole = type(output)(**fields)
         return whole.to_tuple() if as_tuple else whole
 
-    @contextmanager
-    def _with_state(self, state: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which the loss reads these values."""
-        places = []
-        for name, value in state.items():
-            module, _, own = name.rpartition(".")
-            buffers = self._net.get_submodule(module)._buffers
-            places.append((buffers, own, value, buffers[own]))
-        try:
-            for buffers, own, value, _ in places:
-                buffers[own] = value
-            yield
-        finally:
-            for buffers, own, _, unknown in places:
-                buffers[own] = unknown
 
-
-class _Playback(Reel):
-    """Where stand-ins find what modules returned."""
-
-    _values: dict[str, Iterator[Any]]
-    _device = torch.device("cpu")
-
-    @contextmanager
-    def playing(self, values: dict[str, list[Any]], device: torch.device) -> Iterator[None]:
-        """A context in which modules return these values, one for each call."""
-        self._values, self._device = {name: iter(calls) for name, calls in values.items()}, device
-        try:
-            yield
-        finally:
-            del self._values  # and with them the graph that they belong to
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    def next(self, name: str) -> Any:
-        return next(self._values[name])
-
-
-class _Replay(StandIn):
-    """Returns what a module returned."""
-
-    reel: _Playback
-
-    def __init__(self, real: nn.Module, reel: _Playback, name: str) -> None:
-        super().__init__(real, reel)
-        self._name = name
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.reel.next(self._name)
+def _other(leaf: Any, known: Any) -> bool:
+    """Whether a constant is another one than in the sample."""
+    is_tensor = isinstance(leaf, Tensor)
+    return is_tensor != isinstance(known, Shape) or not (is_tensor or leaf is known or leaf == known)
 
 
 def without_loss_only(inputs: Any) -> Any:
@@ -227,48 +152,48 @@ def split_loss_only(inputs: Any) -> tuple[dict[str, Any], Any]:
     return found, {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
 
 
-def ending_of(model: nn.Module, inputs: Inputs, blocks: Collection[nn.Module], twins: list[Follower]) -> Ending | None:
-    """How ``model`` computes its loss, seen in a run; None if it computes none, or does it among its ``blocks``."""
-    returned: dict[nn.Module, list[Any]] = {}
+def ending_of(model: nn.Module, inputs: Inputs, blocks: Sequence[nn.Module]) -> tuple[Ending, Any]:
+    """How ``model`` computes its loss, seen in a run, and what it returned in that."""
+    calls: dict[nn.Module, list[ModuleCall]] = {}
     with ExitStack() as scope, torch.no_grad():
         for module in model.modules():
-            scope.callback(module.register_forward_hook(partial(_note, returned)).remove)
+            scope.callback(module.register_forward_hook(partial(_note, calls)).remove)
         output = inputs.call(model)
-    rows = next((tensor.shape[0] for tensor in inputs.tensors() if tensor.dim()), None)
-    if not isinstance(output, dict) or not _is_loss(output.get("loss")) or rows is None:
-        return None
-    names = list(_around(model, returned, blocks, rows))
-    return None if any(model.get_submodule(name) in blocks for name in names) else Ending(model, names, twins)
+    rows = next((tensor.shape[0] for tensor in inputs.tensors() if tensor.dim()), 0)
+    found = dict(_around(model, calls, blocks, rows))
+    if any(blocks[-1] in model.get_submodule(name).modules() for name in found):
+        return Ending(found, ()), output
+    last = enumerate(calls[blocks[-1]][-1].outputs)
+    # Other tensors, such as position biases that all rows share, cannot be concatenated.
+    places = [
+        m for m, leaf in last if isinstance(leaf, Shape) and len(leaf.shape) and rows and not leaf.shape[0] % rows
+    ]
+    return Ending(found, places), output
 
 
-def _note(returned: dict[nn.Module, list[Any]], module: nn.Module, args: object, output: Any) -> None:
-    returned.setdefault(module, []).append(output)
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.dim()
+def _note(calls: dict[nn.Module, list[ModuleCall]], module: nn.Module, args: object, output: Any) -> None:
+    call = ModuleCall()
+    call.returned(output)
+    calls.setdefault(module, []).append(call)
 
 
 def _around(
-    module: nn.Module, returned: Mapping[nn.Module, list[Any]], blocks: Collection[nn.Module], rows: int, path: str = ""
-) -> Iterator[str]:
-    """The largest modules that return values for rows alone, and those that are not called; the rest is the loss."""
+    module: nn.Module,
+    calls: Mapping[nn.Module, list[ModuleCall]],
+    blocks: Collection[nn.Module],
+    rows: int,
+    path: str = "",
+) -> Iterator[tuple[str, list[ModuleCall]]]:
+    """The largest modules that are called and return values for rows alone, but for blocks; the rest is the loss."""
     for name, child in module.named_children():
-        called = returned.get(child, [])
-        by_rows = called and all(_has_rows(value, rows) for value in called)
-        if by_rows or child in blocks or not (called or any(True for _ in child.children())):
-            yield path + name
+        called = calls.get(child, [])
+        if child in blocks:
+            continue
+        if called and all(_has_rows(call, rows) for call in called):
+            yield path + name, called
         else:
-            yield from _around(child, returned, blocks, rows, f"{path}{name}.")
+            yield from _around(child, calls, blocks, rows, f"{path}{name}.")
 
 
-def _has_rows(value: Any, rows: int) -> bool:
-    return all(tensor.dim() and tensor.shape[0] == rows for tensor in _tensors(value))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in flattened(value)[0] if isinstance(leaf, Tensor)]
-
-
-def _structure(value: Any) -> Structure:
-    return structure_of(*flattened(value), "the loss")
+def _has_rows(call: ModuleCall, rows: int) -> bool:
+    return all(len(leaf.shape) and leaf.shape[0] == rows for leaf in call.outputs if isinstance(leaf, Shape))

@@ -16,18 +16,16 @@ from microbatch import unwrap
 from ..skip import Namespace
 from ._cache import expect_followed, without_cache
 from ._calls import Calls
-from ._ending import ending_of
 from ._inputs import Inputs
 from ._names import Flattened
-from ._probe import add_own_loss, computes_loss
 from ._script import Script
 from ._segment import Block, Gift, Pick, Segment
 from ._shapes import has_data, shapes_only, with_values
 from ._skeleton import Follower, Twin, named_units, skeleton, twin_of
-from ._standins import BlockStandIn, ModuleStandIn, Observe, Reel, Replaced, StandIn
+from ._standins import BlockStandIn, ModuleStandIn, Observe, Replaced, StandIn
 from ._training import expect_alike_in_training, in_mode, watched
 from ._trunk import Trunk, find_trunks
-from ._verify import add_ending, expect_equal
+from ._verify import add_own_loss, expect_equal, loss_seen
 
 
 def flatten(
@@ -109,12 +107,9 @@ def _flattened(
     with in_mode(False, model, layers):
         with shapes_only(model) as shapes:
             expect_equal(model, layers, inputs, pick, shapes)
-            own = [model.get_submodule(name) for trunk in trunks for name in trunk]
-            ending = ending_of(model, inputs, own, twins) if whole else None
-            returned = add_ending(model, layers, inputs, ending, shapes)
-            has_loss = computes_loss(layers, inputs)
-        if has_loss:
-            add_own_loss(model, layers, inputs, returned)
+            seen = loss_seen(model, layers, inputs, pick, shapes)
+        if seen is not None:
+            add_own_loss(model, layers, inputs, pick, *seen, whole=whole)
     if has_data(model):
         expect_alike_in_training(type(model).__name__, layers, inputs, twins)
     return layers.of(model, twins)
@@ -162,10 +157,8 @@ class _Parts:
     def _segment(self, s: int, trunk: Trunk, first: int) -> Segment:
         """Segment number ``s``, which is before ``trunk``, whose first block has number ``first``."""
         blocks = {name for trunk in self._trunks for name in trunk}
-        reel = Reel()
         return Segment(
-            _net(self._model, self._trunks, self._calls, s, reel, self._twins),
-            reel,
+            _net(self._model, self._trunks, self._calls, s, self._twins),
             self._script,
             names=trunk,
             first=first,
@@ -200,13 +193,11 @@ def _title(segment: int, trunks: int) -> str:
     return f"between_{segment}"
 
 
-def _net(
-    model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, reel: Reel, twins: list[Follower]
-) -> nn.Module:
+def _net(model: nn.Module, trunks: Sequence[Trunk], calls: Calls, segment: int, twins: list[Follower]) -> nn.Module:
     """The copy of the model for ``segment``; copies of modules are added to ``twins``."""
     names = [name for trunk in trunks for name in trunk]
     replaced: dict[nn.Module, nn.Module] = {
-        model.get_submodule(name): BlockStandIn(model.get_submodule(name), reel, name, j, calls.blocks[j])
+        model.get_submodule(name): BlockStandIn(model.get_submodule(name), name, j, calls.blocks[j])
         for j, name in enumerate(names)
     }
     last = len(trunks)
@@ -214,9 +205,9 @@ def _net(
         has_state = any(True for _ in unit.parameters()) or any(True for _ in unit.buffers())
         own = _segments(unit, calls) or ({last} if has_state else {segment})
         if segment not in own:
-            replaced[unit] = ModuleStandIn(unit, reel, name, calls.modules.get(unit, []))
+            replaced[unit] = ModuleStandIn(unit, name, calls.modules.get(unit, []))
         elif unit in calls.modules and max(own) < last:
-            replaced[unit] = _observed(unit, reel, name)
+            replaced[unit] = _observed(unit, name)
             twins.append(Twin(replaced[unit], unit, f"{name}."))
     twins += [Replaced(module, real) for real, module in replaced.items() if isinstance(module, StandIn)]
     return skeleton(model, replaced, lambda tensor: segment in calls.tensors.get(id(tensor), {last}), twins)
@@ -229,9 +220,9 @@ def _segments(unit: nn.Module, calls: Calls) -> set[int]:
     return called.union(*(calls.tensors.get(id(tensor), set()) for tensor in state))
 
 
-def _observed(unit: nn.Module, reel: Reel, name: str) -> nn.Module:
+def _observed(unit: nn.Module, name: str) -> nn.Module:
     twin = twin_of(unit)
-    twin.register_forward_hook(Observe(reel, name))
+    twin.register_forward_hook(Observe(name))
     return twin
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,17 +15,20 @@ from ..engine._loss_value import loss_value, own_loss
 from ._ending import LOSS_ONLY, Ending, Returned
 from ._inputs import Inputs
 from ._own_loss import KINDS, CombineError, OwnLoss
+from ._reductions import Reductions
 from ._segment import Segment
-from ._verify import in_a_row
 
 ROWS = 3
 PARTS = ([0], [1, 2])
 ITEMS = 7
 """A number of items that differs from all counts."""
 
+Kinds = dict[bool, str | None]
+"""How a loss is combined, without and with a number of items."""
+
 
 class Values(NamedTuple):
-    """What a loss is computed from: the inputs, and for an ending what modules returned."""
+    """What a loss is computed from: the inputs, and what modules returned."""
 
     inputs: Inputs
     returned: Returned
@@ -37,63 +41,71 @@ class Values(NamedTuple):
         kwargs = {**self.inputs.kwargs, **dict.fromkeys(LOSS_ONLY, torch.tensor(ITEMS))}
         return self._replace(inputs=self.inputs._replace(kwargs=kwargs))
 
+    def filled(self, k: int, filling: int) -> Values:
+        """These values with another one in a part of the first row of input number ``k``."""
+        leaves, tree = self.inputs.leaves()
+        at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][k]
+        leaves[at] = tensor = leaves[at].clone()
+        tensor[(0,) if tensor.dim() == 1 else (0, ..., slice(tensor.shape[-1] // 2, None))] = filling
+        return self._replace(inputs=Inputs(*tree.value(leaves)))
+
 
 class Trial(NamedTuple):
     """Computes the loss of a model for rows that are made from its sample.
 
     Args:
-        whole: the output for these values.
-        part: what the last layer returns for them where the given object combines losses.
+        model: the name of its class.
+        output: what the last layer returns for these values.
         values: of :data:`ROWS` rows.
-        harmless: whether labels may be out of range: on some devices they end the process.
     """
 
-    whole: Callable[[Values], Any]
-    part: Callable[[Values, OwnLoss], Any]
+    model: str
+    output: Callable[[Values], Any]
     values: Values
-    harmless: bool
 
-    def kinds(self, model: str) -> dict[bool, str | None]:
-        """The kinds of a loss: how it is combined without and with a number of items."""
+    def kinds(self) -> Kinds:
+        """The kinds of the loss."""
         plain, counted = self._loss(self.values), self._loss(self.values.with_items())
-        without = self._kind(model, self.values)
+        without = self._kind(self.values)
         # Many models ignore the number, or do not take it.
         same = counted is None or (plain is not None and torch.equal(plain, counted))
-        return {False: without, True: without if same else self._kind(model, self.values.with_items())}
+        return {False: without, True: without if same else self._kind(self.values.with_items())}
 
-    def _kind(self, model: str, values: Values) -> str | None:
+    def is_random(self) -> bool:
+        one, other = self._loss(self.values), self._loss(self.values)
+        return one is None or other is None or not torch.equal(one, other)
+
+    def _kind(self, values: Values) -> str | None:
         losses = [(each, self._loss(each)) for each in self._variants(values)]
         known = [(each, loss) for each, loss in losses if loss is not None]
         # What makes no difference needs no trial.
         tried = [known[k] for k in range(len(known)) if all(not known[k][1].equal(loss) for _, loss in known[:k])]
         for kind in KINDS if tried else ():
-            own = OwnLoss(model, dict.fromkeys((False, True), kind), has_ending=True)
+            own = OwnLoss(self.model, dict.fromkeys((False, True), kind), has_ending=True)
             if all(self._agrees(each, loss, own) for each, loss in tried):
                 return kind
         return None
 
     def _variants(self, values: Values) -> Iterator[Values]:
-        """``values``, and others in which a part of the first row does not count, if it is a label or a mask."""
-        yield values
-        for k, tensor in enumerate(values.inputs.tensors()):
-            fillings = (
-                [0] if tensor.dtype == torch.bool or tensor.is_floating_point() or not self.harmless else [0, -100]
-            )
-            for filling in fillings if tensor.dim() else ():
-                yield self._filled(values, k, filling)
+        """``values``, and others in which a part of the first row does not count, if it is a label or a mask.
 
-    @staticmethod
-    def _filled(values: Values, k: int, filling: int) -> Values:
-        leaves, tree = values.inputs.leaves()
-        at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][k]
-        leaves[at] = tensor = leaves[at].clone()
-        tensor[(0,) if tensor.dim() == 1 else (0, ..., slice(tensor.shape[-1] // 2, None))] = filling
-        return values._replace(inputs=Inputs(*tree.value(leaves)))
+        A loss may leave out what is equal to a constant, such as the number of a padding token, or beyond it. Tried are
+        the constants that it compares with.
+        """
+        with Reductions() as seen:
+            self._loss(values)
+        constants = sorted({0, -100, *(each + off for each in seen.constants() for off in (-1, 0, 1))})
+        yield values
+        yield values._replace(returned={key: tensor / 16 for key, tensor in values.returned.items()})
+        for k, tensor in enumerate(values.inputs.tensors()):
+            is_number = tensor.dtype != torch.bool and not tensor.is_floating_point()
+            for filling in (constants if is_number else [0]) if tensor.dim() else ():
+                yield values.filled(k, filling)
 
     def _loss(self, values: Values) -> Tensor | None:
         """The loss of all rows; None if there is none for these values."""
         try:
-            loss = own_loss(self.whole(values))
+            loss = own_loss(self.output(values))
         except Exception:  # a model may raise anything for labels that it does not know
             return None
         return loss if bool(loss.isfinite()) else None
@@ -101,85 +113,62 @@ class Trial(NamedTuple):
     def _agrees(self, values: Values, expected: Tensor, own: OwnLoss) -> bool:
         """Whether the losses of parts give that of all rows, unless a step refuses to combine them."""
         combine = own.whole()
+        counted = not LOSS_ONLY.isdisjoint(values.inputs.kwargs)
+        parts = [values.mapped(partial(_taken, rows=rows)) for rows in PARTS]
         try:
-            parts = [self.part(values.mapped(partial(_taken, rows=rows)), own) for rows in PARTS]
-            found = [loss_value(combine(part, len(rows) / ROWS)) for part, rows in zip(parts, PARTS, strict=True)]
+            outputs = [own.part(partial(self.output, part), counted=counted) for part in parts]
+            found = [loss_value(combine(each, len(rows) / ROWS)) for each, rows in zip(outputs, PARTS, strict=True)]
         except CombineError:
             return True
         except Exception:  # as above
             return False
-        if not self.harmless and not all(part["adds"] or part["counts"] is not None for part in parts):
-            return False  # what has not been tried is not relied on
         total = torch.stack([each.total.double() for each in found]).sum()
         if found[0].count is not None:
             total = total / sum(each.count.double() for each in found)
         return torch.allclose(total, expected.double(), rtol=1e-5, atol=1e-7)
 
 
-def computes_loss(layers: nn.Sequential, inputs: Inputs) -> bool:
-    """Whether the last of the layers returns a loss for ``inputs``, or an output with one."""
-    try:
-        with torch.no_grad():
-            own_loss(in_a_row(layers, inputs))
-    except TypeError:
-        return False
-    return True
+def kinds_of(
+    model: nn.Module, ending: Ending, segment: Segment, pick: Callable[[Any], Any], inputs: Inputs, returned: Returned
+) -> Kinds:
+    """How losses of ``model`` are combined, tried on random numbers in place of what modules returned, on the CPU.
 
-
-def add_own_loss(model: nn.Module, layers: nn.Sequential, inputs: Inputs, returned: Returned | None) -> None:
-    """Give the last layer what combines the losses of micro-batches that the model computes.
+    Both modes of a model must agree, unless it draws random numbers in training.
 
     Args:
-        returned: what modules returned for ``inputs``, if the layers have an ending.
+        segment: the last one.
+        returned: what modules returned for ``inputs``.
     """
-    last = layers[-1]
-    assert isinstance(last, Segment)
     rows = next((tensor.shape[0] for tensor in inputs.tensors() if tensor.dim()), 0)
-    name = type(model).__name__
-    with torch.no_grad():
-        if last.ending is None or returned is None:
-            trial = _of_layers(layers, inputs, rows)
-        else:
-            trial = _of_ending(last.ending, inputs, returned, rows)
-        kinds = trial.kinds(name) if trial is not None else dict.fromkeys((False, True))
-    last.__dict__["own_loss"] = OwnLoss(name, kinds, has_ending=last.ending is not None)
-
-
-def _of_ending(ending: Ending, inputs: Inputs, returned: Returned, rows: int) -> Trial:
-    """On random numbers in place of what modules returned; on the CPU, also for a model without data."""
     generator = torch.Generator().manual_seed(0)
-    local = ending.on_cpu()
     values = Values(
         Values(inputs, {}).mapped(lambda t: _more(t.cpu(), rows, generator)).inputs,
-        Values(Inputs((), {}), returned).mapped(lambda t: _random(t, rows, generator)).returned,
+        {key: _random(tensor, rows, generator) for key, tensor in returned.items()},
     )
-    for name in ending.state:  # the same for all rows
-        values.returned[name] = [[tensor[:1].expand_as(tensor) for tensor in call] for call in values.returned[name]]
+    name = type(model).__name__
+    with torch.no_grad():
+        evaluating, training = (
+            Trial(name, partial(_output, ending, segment, pick, _local(ending.net(segment), mode)), values)
+            for mode in (False, True)
+        )
+        found = evaluating.kinds()
+        if training.is_random():
+            return found
+        return {counted: kind if found[counted] == kind else None for counted, kind in training.kinds().items()}
 
-    def whole(values: Values) -> Any:
-        return local(*values, training=False)
 
-    def part(values: Values, own: OwnLoss) -> Any:
-        return own.part(lambda: whole(values), counted=not LOSS_ONLY.isdisjoint(values.inputs.kwargs))
-
-    return Trial(whole, part, values, harmless=True)
+def _output(ending: Ending, segment: Segment, pick: Callable[[Any], Any], net: nn.Module, values: Values) -> Any:
+    return pick(ending(segment, *values, net=net))
 
 
-def _of_layers(layers: nn.Sequential, inputs: Inputs, rows: int) -> Trial | None:
-    """On the layers; None if these are on ``meta``, or so inexact that other losses look equal."""
-    parameters = list(layers.parameters())
-    if any(each.is_meta or each.element_size() < 4 for each in parameters):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    values = Values(inputs, {}).mapped(lambda t: _more(t, rows, generator))
+def _local(net: nn.Module, training: bool) -> nn.Module:
+    """A copy on the CPU, in the precision of random numbers; ones in the place of what has no data."""
 
-    def part(values: Values, own: OwnLoss) -> Any:
-        layers[-1].__dict__["own_loss"] = own
-        with own.wanted():
-            return in_a_row(layers, values.inputs)
+    def moved(tensor: Tensor) -> Tensor:
+        local = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
+        return local.float() if local.is_floating_point() else local
 
-    harmless = all(each.device.type == "cpu" for each in parameters)
-    return Trial(lambda values: in_a_row(layers, values.inputs), part, values, harmless)
+    return copy.deepcopy(net)._apply(moved).train(training)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _more(tensor: Tensor, rows: int, generator: torch.Generator) -> Tensor:

@@ -22,18 +22,30 @@ class Reductions(TorchFunctionMode):
         sums: how many sums there were.
     """
 
+    # Of what the loss compares something with: numbers, and tensors that are read only where a loss is tried.
+    _compared: list[Any]
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: list[Tensor] = []
         self.sums = 0
+        self._compared = []
+
+    def constants(self) -> set[int]:
+        """The whole numbers that the loss compares with."""
+        numbers = [each.item() if isinstance(each, Tensor) else each for each in self._compared]
+        return {int(each) for each in numbers if abs(each) < 2**31}
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         found = function(*args, **kwargs)
+        if getattr(function, "__name__", "").strip("_") in _COMPARISONS:
+            self._compared += [each for each in (*args, *kwargs.values()) if _is_number(each)]
         if "reduction" not in kwargs or getattr(function, "__module__", None) != F.__name__:
             return found
+        self._compared.append(kwargs.get("ignore_index", -100))
         reduction = _reduction(**kwargs)
         self.sums += reduction == "sum"
         count_of = _COUNTS.get(function)
@@ -45,6 +57,13 @@ class Reductions(TorchFunctionMode):
         self.counts.append(count)
         # Not a sum divided later: in half precision that overflows where the mean does not.
         return torch.where(count > 0, found, torch.zeros_like(found))
+
+
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
 
 
 def _reduction(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..skip import Namespace, Skippable, pop, skippable, stash
-from ._calls import BlockCall, Source
-from ._ending import Ending, split_loss_only
+from ._calls import BlockCall, Key, Shape, Source
+from ._ending import Ending, Returned, split_loss_only
 from ._inputs import Inputs
 from ._names import Part
 from ._own_loss import OwnLoss
 from ._script import Script, Value, output_name, recipe_of, restored, structure_of
-from ._standins import Reel, Stop, Tape
+from ._standins import Stop, Tape, running
 from ._tree import flattened
 
 Pick = Callable[[Any], Any]
@@ -42,7 +43,6 @@ class Segment(Part):
 
     Args:
         net: the model with these stand-ins.
-        reel: where they find the tape.
         script: shared by all layers.
         names: of the blocks that follow.
         first: the number of the first of them; in the last segment, how many blocks there are.
@@ -55,7 +55,8 @@ class Segment(Part):
         pick: what the last segment makes of what the model returns; None in others.
 
     Attributes:
-        reel: as given.
+        first: as given.
+        done: the leaves of what the block before returned in the sample.
         ending: how the whole output is made where this is the last segment of a model that computes a loss.
         own_loss: how the losses of micro-batches are combined in such a segment.
     """
@@ -66,7 +67,6 @@ class Segment(Part):
     def __init__(
         self,
         net: nn.Module,
-        reel: Reel,
         script: Script,
         *,
         names: Sequence[str],
@@ -81,11 +81,10 @@ class Segment(Part):
         pick: Pick | None,
     ) -> None:
         super().__init__(net, "")
-        self.reel = reel
         self._script = script
         self._names = list(names)
-        self._first = first
-        self._done = done
+        self.first = first
+        self.done = [] if done is None else done.outputs
         self._keywords = frozenset(keywords)
         self._number = number
         self._pick = pick
@@ -117,22 +116,22 @@ class Segment(Part):
             yield stash(name, tensor)
         given = {}
         for source, title in self._needs.items():
-            given[source] = yield pop(title)
+            tensor = yield pop(title)
+            if tensor is not None:
+                given[source[:3]] = tensor
         tape = self._tape(carried, tensors, given)
         if self.ending is not None and self.ending.is_wanted:
-            with self.ending.recording(self.net) as returned:
-                self._run(tape, inputs)
-            return returned
+            return self.ending.recorded(self, tape, inputs)
         if self._pick is not None:
             whole = inputs._replace(kwargs={**inputs.kwargs, **loss_only})
             if self.own_loss is not None and self.own_loss.is_wanted:
                 return self.own_loss.part(partial(self._picked, tape, whole), counted=bool(loss_only))
             return self._picked(tape, whole)
-        self._run(tape, inputs)
+        self.run(tape, inputs)
         for gift in self._gives:
             leaves = tape.returned.get(gift.source[:2])
             yield stash(gift.title, None if leaves is None else leaves[gift.source.place])
-        recipe, values = recipe_of(tape.arguments, tape.fakes, self._names, self._first)
+        recipe, values = recipe_of(tape.arguments, tape.fakes, self._names, self.first)
         return {
             "values": values,
             "recipe": self._script.note(recipe),
@@ -143,35 +142,36 @@ class Segment(Part):
             "loss_only": loss_only,
         }
 
+    def recording(self) -> AbstractContextManager[None]:
+        """A context in which this segment, the last one, returns what :meth:`whole` needs in place of the output."""
+        assert self.ending is not None
+        return self.ending.wanted()
+
+    def whole(self, inputs: Inputs, found: Returned) -> Any:
+        """The whole output of the model for all rows."""
+        assert self.ending is not None
+        return self.ending(self, inputs, found)
+
     def _picked(self, tape: Tape, inputs: Inputs) -> Any:
         assert self._pick is not None
-        return self._pick(self._run(tape, inputs))
+        return self._pick(self.run(tape, inputs))
 
-    def _tape(
-        self, carried: dict[str, Any], tensors: Sequence[Tensor | None], given: Mapping[Source, Tensor | None]
-    ) -> Tape:
+    def _tape(self, carried: dict[str, Any], tensors: Sequence[Tensor | None], given: Mapping[Key, Tensor]) -> Tape:
         values = carried.get("values", {})
-        done = (
-            []
-            if self._done is None
-            else [
-                values.get(output_name(self._first - 1, m)) if isinstance(leaf, tuple) else leaf
-                for m, leaf in enumerate(self._done.outputs)
-            ]
-        )
+        done = [
+            values.get(output_name(self.first - 1, m)) if isinstance(leaf, Shape) else leaf
+            for m, leaf in enumerate(self.done)
+        ]
         near = next((each for each in [*values.values(), *tensors] if each is not None), torch.empty(0))
-        return Tape(near.device, carried.get("shapes", {}), self._first, self._names, done, given)
+        return Tape(near.device, carried.get("shapes", {}), self.first, self._names, done, given)
 
-    def _run(self, tape: Tape, inputs: Inputs) -> Any:
-        self.reel.tape = tape
-        try:
-            found = inputs.call(self.net)
+    def run(self, tape: Tape, inputs: Inputs, net: nn.Module | None = None) -> Any:
+        """What the model's forward returns in this segment, or by a copy of its ``net``."""
+        with running(tape), suppress(Stop):
+            found = inputs.call(self.net if net is None else net)
             tape.expect_all()
             return found
-        except Stop:
-            return None
-        finally:
-            self.reel.tape = None
+        return None
 
     def _expect_few(self, inputs: Inputs) -> list[Tensor | None]:
         tensors = inputs.tensors()

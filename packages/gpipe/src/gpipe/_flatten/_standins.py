@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._calls import LOOKS, BlockCall, ModuleCall, Shape, Source, shape_of
+from ._calls import LOOKS, BlockCall, Key, ModuleCall, Shape, shape_of
 from ._skeleton import Follower, placeholder
 from ._tree import Tree, flattened
 
@@ -38,6 +40,7 @@ class Tape:
         returned: the leaves of what modules returned that belong here, by name and call.
         arguments: the leaves and the tree of what each block is called with.
         fakes: for what stands for an output of one of these blocks, its number and place.
+        done: as given.
         begun: whether the forward has come to what belongs here, after the blocks of earlier segments.
     """
 
@@ -48,7 +51,7 @@ class Tape:
         first: int,
         names: Sequence[str],
         done: list[Any],
-        given: Mapping[Source, Tensor | None],
+        given: Mapping[Key, Tensor],
     ) -> None:
         self.device = device
         self.shapes = {name: list(calls) for name, calls in shapes.items()}
@@ -57,10 +60,10 @@ class Tape:
         self.returned: dict[tuple[str, int], list[Any]] = {}
         self.begun = not first
         self._context = self._present()
-        self._given = {source[:3]: tensor for source, tensor in given.items() if tensor is not None}
+        self._given = given
         self._first = first
         self._names = names
-        self._done = done
+        self.done = done
         self._counts: dict[str, int] = {}
         self._keep: list[Any] = []
 
@@ -69,7 +72,7 @@ class Tape:
         assert call.result is not None
         if j == self._first - 1:
             self.begun = True
-            return call.result.value(self._done)
+            return call.result.value(self.done)
         leaves, tree = flattened((args, kwargs))
         if j >= self._first:
             self._expect_turn(j)
@@ -170,21 +173,32 @@ class Untouched(Tensor):
         )
 
 
-class Reel:
-    """Where stand-ins find the tape of the forward that is going on."""
-
+class _Thread(threading.local):
     tape: Tape | None = None
 
-    @property
-    def device(self) -> torch.device | None:
-        """Where stand-ins make tensors; None outside of a forward."""
-        return None if self.tape is None else self.tape.device
 
-    def unknown(self, shape: Shape) -> Tensor:
-        """A placeholder for a parameter or buffer. Outside of a forward it may be written to, by an initialisation."""
-        if self.device is None:
-            return torch.empty(shape.shape, dtype=shape.dtype, device="meta")
-        return unknown(shape, self.device)
+_thread = _Thread()
+
+
+def current_tape() -> Tape | None:
+    """The tape of the segment whose forward is going on in this thread."""
+    return _thread.tape
+
+
+@contextmanager
+def running(tape: Tape) -> Iterator[None]:
+    """A context for the forward of a segment: its stand-ins find the ``tape``."""
+    before, _thread.tape = _thread.tape, tape
+    try:
+        yield
+    finally:
+        _thread.tape = before
+
+
+def _tensor_like(shape: Shape) -> Tensor:
+    """A placeholder for a parameter or buffer. Outside of a forward it may be written to, by an initialisation."""
+    tape = current_tape()
+    return torch.empty(shape.shape, dtype=shape.dtype, device="meta") if tape is None else unknown(shape, tape.device)
 
 
 class Real:
@@ -234,7 +248,7 @@ class Likeness:
         for tensors in (module._parameters, module._buffers):
             if name in tensors:
                 shape = shape_of(tensors[name])
-                return stand_in.reel.unknown(shape) if isinstance(shape, Shape) else shape
+                return _tensor_like(shape) if isinstance(shape, Shape) else shape
         if name in vars(module):
             stand_in.real.asked.add((module, name))
             return vars(module)[name]
@@ -247,12 +261,9 @@ class Likeness:
 class StandIn(nn.Module):
     """Answers for another module, like which it looks."""
 
-    reel: Reel | None = None
-
-    def __init__(self, real: nn.Module, reel: Reel) -> None:
+    def __init__(self, real: nn.Module) -> None:
         super().__init__()
         self.real = Real(real)
-        self.reel = reel
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.expect_settable(name)
@@ -282,31 +293,31 @@ class StandIn(nn.Module):
 class BlockStandIn(StandIn):
     """Takes down what a block is called with."""
 
-    def __init__(self, real: nn.Module, reel: Reel, name: str, number: int, call: BlockCall) -> None:
-        super().__init__(real, reel)
+    def __init__(self, real: nn.Module, name: str, number: int, call: BlockCall) -> None:
+        super().__init__(real)
         self._name = name
         self._number = number
         self._call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.reel.tape.block(self._name, self._number, self._call, args, kwargs)  # type: ignore[union-attr]
+        return current_tape().block(self._name, self._number, self._call, args, kwargs)  # type: ignore[union-attr]
 
     def expect_settable(self, name: str) -> None:
         """Raise RuntimeError in a forward: the block runs by itself, and would not see it."""
-        if self.reel is not None and self.reel.tape is not None:
+        if current_tape() is not None:
             raise RuntimeError(f"the forward sets {name!r} of block {self._name!r}; call the block with it")
 
 
 class ModuleStandIn(StandIn):
     """Returns what has the shape of what a module returned."""
 
-    def __init__(self, real: nn.Module, reel: Reel, name: str, calls: list[ModuleCall]) -> None:
-        super().__init__(real, reel)
+    def __init__(self, real: nn.Module, name: str, calls: list[ModuleCall]) -> None:
+        super().__init__(real)
         self._name = name
         self._calls = calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.reel.tape.early(self._name, self._calls)  # type: ignore[union-attr]
+        return current_tape().early(self._name, self._calls)  # type: ignore[union-attr]
 
 
 class Replaced(Follower):
@@ -328,10 +339,9 @@ class Replaced(Follower):
 class Observe:
     """A forward hook that takes down what a module returns."""
 
-    def __init__(self, reel: Reel, name: str) -> None:
-        self._reel = reel
+    def __init__(self, name: str) -> None:
         self._name = name
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._reel.tape is not None:
-            self._reel.tape.saw(self._name, output)
+        if (tape := current_tape()) is not None:
+            tape.saw(self._name, output)

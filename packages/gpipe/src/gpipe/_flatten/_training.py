@@ -16,7 +16,7 @@ from ._inputs import Inputs
 from ._segment import Segment
 from ._shapes import Shapes
 from ._skeleton import Follower, Twin, is_placeholder
-from ._standins import ContextError, Reel
+from ._standins import ContextError, current_tape
 from ._trunk import Trunk
 
 
@@ -55,7 +55,7 @@ def expect_alike_in_training(name: str, layers: nn.Sequential, inputs: Inputs, t
     segments = [layer for layer in layers if isinstance(layer, Segment)]
     state, shared = [_State(twin) for twin in twins if isinstance(twin, Twin)], _shared_buffers(segments)
     value: Any = inputs
-    with in_mode(True, layers), _Draws([segment.reel for segment in segments]) as draws:
+    with in_mode(True, layers), _Draws() as draws:
         try:
             for k, layer in enumerate(layers):
                 with torch.set_grad_enabled(isinstance(layer, Segment)):
@@ -114,19 +114,13 @@ class _State:
 class _Draws(Shapes):  # type: ignore[no-untyped-call]
     """Follows random numbers that a segment draws before its own part of the forward begins."""
 
-    def __init__(self, reels: Sequence[Reel]) -> None:
-        super().__init__()
-        self._reels = reels
-
     def is_unknown(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._unknown
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and any(map(_is_early, self._reels)):
+        tape = current_tape()
+        is_early = tape is not None and not tape.begun
+        if is_early and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.note(result)
         return result
-
-
-def _is_early(reel: Reel) -> bool:
-    return reel.tape is not None and not reel.tape.begun

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ._ending import Ending, Returned
+from ..engine._loss_value import own_loss
+from ._ending import Ending, Returned, ending_of
 from ._inputs import Inputs
-from ._segment import Pick
+from ._own_loss import OwnLoss
+from ._probe import kinds_of
+from ._segment import Block, Pick
 from ._shapes import Shapes
 
 
@@ -37,7 +40,7 @@ def expect_equal(
 
 _REASON = (
     "it computes something between blocks, or otherwise than with the sample; let the blocks compute it, or name other "
-    "lists or another part of the result: GPipe(gpipe.flatten(model, sample, blocks=..., pick=...), balance)"
+    "lists or another part of the result: GPipe(model, sample=sample, blocks=..., pick=...)"
 )
 
 
@@ -67,33 +70,56 @@ def difference(expected: list[Any], found: list[Any], shapes: Shapes | None = No
     return None
 
 
-def add_ending(
-    model: nn.Module, layers: nn.Sequential, inputs: Inputs, ending: Ending | None, shapes: Shapes | None = None
-) -> Returned | None:
-    """Give the last layer the ``ending``, if that tells the loss as the model does; and which other fields it tells.
+def loss_seen(
+    model: nn.Module, layers: nn.Sequential, inputs: Inputs, pick: Pick, shapes: Shapes | None = None
+) -> tuple[Ending, Returned | None] | None:
+    """How ``model`` computes its loss; None if it computes none.
 
     Returns:
-        What modules next to the loss returned for ``inputs``; None if there is no ending.
+        What computes the loss, and from what for ``inputs``; None for that if it does not tell the model's loss.
     """
-    if ending is None:
+    last: Any = layers[-1]
+    blocks = [layer.net for layer in layers.children() if isinstance(layer, Block)]
+    ending, expected = ending_of(model, inputs, blocks)
+    try:
+        own_loss(pick(expected))
+    except TypeError:
         return None
-    last = layers[-1]
-    last.__dict__["ending"] = ending
-    returned: Returned = {}
+    fields = expected if isinstance(expected, dict) else {"loss": expected}
+    ending.fields, last.ending = frozenset(fields), ending
     with torch.no_grad():
-        expected = inputs.call(model)
-        ending.fields = frozenset(expected)
         try:
-            with ending.wanted(), ending.learning():
-                returned = in_a_row(layers, inputs)
-            found = ending(inputs, returned, training=False)
+            with ending.wanted():
+                returned: Returned = in_a_row(layers, inputs)
+            output = ending(last, inputs, returned)
         except Exception:  # it needs more than what modules around the loss return
-            found = {}
-    ending.fields = frozenset(name for name, value in found.items() if _is_same(value, expected[name], shapes))
-    if "loss" not in ending.fields or _is_nan(expected["loss"]):
-        del last.__dict__["ending"]
-        return None
-    return returned
+            return ending, None
+    found = output if isinstance(output, dict) else {"loss": output}
+    ending.fields = frozenset(name for name, value in found.items() if _is_same(value, fields[name], shapes))
+    return ending, returned if "loss" in ending.fields and not _is_nan(fields["loss"]) else None
+
+
+def add_own_loss(
+    model: nn.Module,
+    layers: nn.Sequential,
+    inputs: Inputs,
+    pick: Pick,
+    ending: Ending,
+    returned: Returned | None,
+    *,
+    whole: bool,
+) -> None:
+    """Give the last layer what combines the losses of micro-batches.
+
+    Args:
+        ending, returned: as :func:`loss_seen` returned them.
+        whole: whether the pipe may return the whole output, with the loss of all rows.
+    """
+    last: Any = layers[-1]
+    has_ending = whole and returned is not None
+    kinds = dict.fromkeys((False, True)) if returned is None else kinds_of(model, ending, last, pick, inputs, returned)
+    last.ending = ending if has_ending else None
+    last.own_loss = OwnLoss(type(model).__name__, kinds, has_ending=has_ending)
 
 
 def _is_nan(loss: Tensor) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from microbatch import Batch, Versions
 
-from .._flatten._ending import Ending
 from .._flatten._own_loss import OwnLoss, with_whole_count
 from .._flatten._segment import Segment
 from ..engine._loss import LossStage
@@ -159,10 +158,10 @@ class Stepping(Divided):
     def _returned(self, losses: Losses, batches: Sequence[Batch], options: LossOptions) -> Any:
         return returned(losses, batches, self.out_spec, options)
 
-    def _ending(self) -> Ending | None:
-        """How a model that computes its own loss makes its whole output."""
+    def _ending(self) -> Segment | None:
+        """The last layer, if it makes the whole output of a model that computes its own loss."""
         last = self._last_segment()
-        return last.ending if last is not None and self.out_spec is None else None
+        return None if last is None or last.ending is None or self.out_spec is not None else last
 
     def _last_segment(self) -> Segment | None:
         """The end of a flattened model."""
