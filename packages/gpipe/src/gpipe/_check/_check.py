@@ -23,7 +23,7 @@ from ..module._whole import replicated
 from ._findings import Finding
 from ._layer import broken
 from ._loss import Loss, LossPart, examine_loss
-from ._model import Record, calmed, examine_all, finest, tied, walk
+from ._model import Record, calmed, examine_all, finest, walk
 from ._pipe import Judge
 from ._report import Report
 from ._rows import ROUNDING, Cut, Dims
@@ -124,7 +124,6 @@ def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int]) -> 
     dims = real.dims(record.steps[0].given.tensors(), [Signal(batch.value, {}).tensors() for batch in batches])
     tolerance = _TOLERANCE.get(record.dtype, 5e-2)
     findings, where = examine_all(record.layers, record.steps, dims, real, tolerance)
-    findings += tied(record.layers)
     agreed: list[str] = []
     if not broken(findings):
         findings += _of_loss(record, loss, real, where, chunks, tolerance)

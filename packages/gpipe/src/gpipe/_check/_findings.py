@@ -21,15 +21,10 @@ CODES = {
     "recompute": "see what layers keep, or draw elsewhere: a recomputation must repeat it; or checkpoint='never'",
     "pipeline": "look for what the layers share: one by one they agree",
     "random": "masks are others than the plain model's; with the same seed and chunks they are repeated",
-    "in-place": "where a stage begins with this layer, the pipe works on a clone of its input",
-    "frozen": "nothing to do; its stage has no gradients of weights to compute",
-    "tied": "keep the layers in one stage if you can: then no gradient has to be sent",
-    "reassociation": "sums in another order differ by rounding; nothing to do",
 }
 """All kinds of findings, and what to do about them."""
 
 _WARNINGS = ("batchnorm", "buffers")
-_NOTES = ("random", "in-place", "frozen", "tied", "reassociation")
 
 
 class Finding(NamedTuple):
@@ -52,7 +47,7 @@ class Finding(NamedTuple):
     @property
     def level(self) -> Level:
         """``"error"``: results are wrong or training fails. ``"warning"``: they differ. ``"note"``: good to know."""
-        return "warning" if self.code in _WARNINGS else "note" if self.code in _NOTES else "error"
+        return "warning" if self.code in _WARNINGS else "note" if self.code == "random" else "error"
 
     @property
     def advice(self) -> str:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ._findings import Finding
-from ._rows import ROUNDING, Cut, Dims, NoRowsError, difference, figure
+from ._rows import ROUNDING, Cut, Dims, NoRowsError, difference, exchanged, figure, kept
 from ._task import LayerTask, Runs, calm, normalises
-from ._trial import LayerTrial, Signal, attempt
-from ._why import cause, mixed
+from ._trial import LayerTrial, Signal, attempt, same
 
 
 def examine(task: LayerTask) -> tuple[list[Finding], Dims, Sequence[Any]]:
@@ -53,11 +52,6 @@ def _remarks(task: LayerTask) -> Iterator[Finding]:
     norms = [name or type(module).__name__ for name, module in task.layer.named_modules() if normalises(module)]
     if norms:
         yield task.finding("batchnorm", "normalises each micro-batch by statistics of its own", ", ".join(norms))
-    if task.gave.in_place:
-        yield task.finding("in-place", "changes its input in place")
-    weights = list(task.layer.parameters())
-    if weights and not any(weight.requires_grad for weight in weights):
-        yield task.finding("frozen", "none of its parameters requires grad")
 
 
 def _repeats(task: LayerTask, again: LayerTrial) -> Iterator[Finding]:
@@ -92,9 +86,9 @@ def _compared(task: LayerTask, runs: Runs) -> Iterator[Finding]:
     """What differs: outputs, random numbers in training, gradients or state. The first of these is reported."""
     if not runs.whole.used.drew:
         apart = max([difference(*pair) for pair in _outputs(task, runs)], default=0.0)
-        by = mixed(task, runs) if runs.cut != task.cut else 0.0
+        by = _mixed(task, runs) if runs.cut != task.cut else 0.0
         if max(apart, by) > task.tolerance:
-            yield cause(task, runs, apart)
+            yield from _cause(task, runs, apart)
             return
     if task.gave.used.drew and (found := [*_in_training(task, runs)]):
         yield from found
@@ -123,8 +117,48 @@ def _in_training(task: LayerTask, runs: Runs) -> Iterator[Finding]:
         return
     if apart > task.tolerance:
         yield task.finding("stateful", "a second call gives something else", f"differs by {figure(apart)}")
-    elif mixed(task, runs, masks=True) > task.tolerance:
-        yield cause(task, runs, 0.0, masks=True)
+    elif _mixed(task, runs, masks=True) > task.tolerance:
+        yield from _cause(task, runs, 0.0, masks=True)
+
+
+def _cause(task: LayerTask, runs: Runs, apart: float, *, masks: bool = False) -> Iterator[Finding]:
+    """Why outputs of micro-batches differ from that of the mini-batch by ``apart``; in training if ``masks``."""
+    differs = f"micro-batches differ from the whole by {figure(apart)} of the largest value"
+    by = _mixed(task, runs, masks=masks)
+    if not masks and difference(runs.whole.tensors(), attempt(runs.copies[0], task.given).tensors()) > task.tolerance:
+        yield task.finding("stateful", "a second call gives something else, for the same input and seed", differs)
+    elif by > task.tolerance:
+        proof = f"changing some rows of the input changes other rows of the output, by {figure(by)}"
+        yield task.finding("mixes-rows", "an output row depends on other rows of the input", proof)
+    elif apart >= ROUNDING and None in runs.dims:
+        yield task.finding("rows-lost", "reduces over rows: each micro-batch gives a value of its own", differs)
+    elif apart >= ROUNDING:  # below, it computes in less than double precision, and sums in another order
+        yield task.finding("rows", "depends on how many rows there are, or on which of them a row is", differs)
+
+
+def _mixed(task: LayerTask, runs: Runs, *, masks: bool = False) -> float:
+    """How far rows of the output change when other rows of the input do, for the same random numbers.
+
+    Args:
+        masks: whether the layer draws as in training.
+    """
+    before, dims = runs.whole, runs.dims
+    if masks:
+        before = attempt(task.calmed(masks=True), task.given) if task.normalises() else task.gave
+    if len(dims) != len(before.tensors()):
+        dims = task.cut.guessed(before.tensors(), task.dims)
+    rows = sum(task.cut.rows)
+    chosen = torch.rand(rows, generator=torch.Generator().manual_seed(rows)) < 0.5
+    chosen[:2] = torch.tensor([True, False])
+    found = [0.0]
+    for half in (chosen, ~chosen):
+        try:
+            after = attempt(task.calmed(masks=masks), exchanged(task.given, task.dims, half))
+        except Exception:  # a layer may refuse rows in another order, which says nothing about how it mixes them
+            continue
+        if same(before.used.states, after.used.states):  # else the same rows get other random numbers
+            found.append(difference(kept(before.tensors(), dims, half), kept(after.tensors(), dims, half)))
+    return max(found)
 
 
 def _gradients_and_state(task: LayerTask, runs: Runs) -> Iterator[Finding]:

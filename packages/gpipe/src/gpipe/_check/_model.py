@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,15 +110,3 @@ def calmed(layers: nn.Sequential, steps: Sequence[LayerRun]) -> nn.Sequential:
     for twin in twins:
         twin.follow()
     return copied
-
-
-def tied(layers: nn.Sequential) -> Iterator[Finding]:
-    """A note for each parameter that several layers share."""
-    names = dict[int, list[str]]()
-    for name, parameter in layers.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for shared in names.values():
-        owner, *others = dict.fromkeys(name.partition(".")[0] for name in shared)
-        if others:
-            kind = type(layers.get_submodule(owner)).__name__
-            yield Finding("tied", owner, kind, "shares a parameter with a later layer", ", ".join(shared))

@@ -1,4 +1,4 @@
-"""One run of a layer alone: what it gives, what it does to its input and to the generators, and its gradients."""
+"""One run of a layer alone: what it gives, what it does to the generators, and its gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from microbatch import Arguments
 
 from ..checkpoint._device_generator import module_of
 from ..skip._store import Key, routed
-from ..values._leaves import Activation, as_nonleaf, clone_leaves, versions
+from ..values._leaves import Activation, as_nonleaf, clone_leaves
 
 SEED = 20_041_911
 
@@ -45,14 +45,12 @@ class LayerTrial(NamedTuple):
     Attributes:
         output: what it gave; detached, but with requires_grad.
         used: how it used the generators.
-        in_place: whether it changed what went in.
         roots: the tensors of ``output``, with their graph.
         leaves: those that went in.
     """
 
     output: Signal
     used: Used
-    in_place: bool
     roots: Sequence[Tensor]
     leaves: Sequence[Tensor]
 
@@ -69,16 +67,14 @@ class LayerTrial(NamedTuple):
 def attempt(layer: nn.Module, signal: Signal) -> LayerTrial:
     """Run the forward of ``layer``, with PyTorch's generators in the same state as for every other attempt."""
     leaves = clone_leaves(signal.activation())
-    entered = as_nonleaf(leaves)
-    before = versions(entered)
-    value, *skips = entered.value
+    value, *skips = as_nonleaf(leaves).value
     store = dict(zip(signal.skips, skips, strict=True))
     with seeded(layer) as used, routed(store):
         output = call(layer, value)
     given = Signal(output, {key: skip for key, skip in store.items() if key not in signal.skips})
     roots = given.tensors()
     detached = given.replaced([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in roots])
-    return LayerTrial(detached, used, versions(entered) != before, roots, leaves.tensors)
+    return LayerTrial(detached, used, roots, leaves.tensors)
 
 
 def call(layer: nn.Module, value: Any) -> Any:
