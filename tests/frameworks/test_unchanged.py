@@ -136,6 +136,15 @@ def test_what_a_model_takes_from_inside_its_blocks_is_refused_by_name(name: str,
         torch.testing.assert_close(pipe.step(**off), expected.loss.detach(), rtol=1e-3, atol=1e-3)
 
 
+def test_a_part_of_the_model_that_asks_by_a_configuration_of_its_own_is_refused_too() -> None:
+    model = FAMILIES["T5"].make()
+    pipe = piped(model, inputs("T5", 2))
+    model.encoder.config.output_hidden_states = True
+    for call in (pipe, pipe.step, lambda **batch: piped(model, batch)):
+        with pytest.raises(ValueError, match=r"output_hidden_states=False.*parts"):
+            call(**inputs("T5"))
+
+
 def test_hooks_on_blocks_see_what_they_return() -> None:
     """The way out where ``output_hidden_states`` is refused."""
     model = FAMILIES["Llama"].make()

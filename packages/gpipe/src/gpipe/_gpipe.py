@@ -91,6 +91,8 @@ class GPipe(Stepping):
             ``reset_parameters()``; a function is called with each module, as by ``nn.Module.apply``; a state dict has
             the model's names, and may load values lazily; a path is a file of ``torch.save``, a ``.safetensors``
             file, a folder of Hugging Face or one of ``torch.distributed.checkpoint``.
+        blocks, pick: with a ``sample``: which lists of layers the model is cut at, and what the pipe returns of its
+            output; see :func:`flatten`.
 
     Attributes:
         balance: the number of layers of each partition, a list of int.
@@ -137,6 +139,8 @@ class GPipe(Stepping):
         in_spec: Any = None,
         out_spec: Any = None,
         init: Any = None,
+        blocks: str | Sequence[str] | None = None,
+        pick: str | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
         means = means_of(init)
@@ -145,7 +149,7 @@ class GPipe(Stepping):
         self.chunks = chunks
         choices = checked_choices(checkpoint)
         self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-        module = as_sequential(module, sample)
+        module = as_sequential(module, sample, blocks=blocks, pick=pick)
         if balance is None:
             balance = _measured_balance(module, devices, sample)
         sizes = checked_sizes(balance, len(module))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,15 +47,21 @@ def without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def expect_followed(model: nn.Module, inputs: Inputs) -> None:
-    """Raise ValueError if layers of ``model`` would compute something else for ``inputs`` than the model by itself."""
+def expect_followed(model: nn.Module, inputs: Inputs, parts: Iterable[nn.Module] = ()) -> None:
+    """Raise ValueError if layers of ``model`` would compute something else for ``inputs`` than the model by itself.
+
+    Args:
+        parts: modules of the model, which may have configurations of their own.
+    """
     given, config = inputs.named(model.forward), vars(model).get("config")
+    configs = [config, *(vars(part).get("config") for part in parts)]
     for name, what in _INSIDE.items():
         asked = given.get(name)
-        if getattr(config, name, False) if asked is None else asked:
+        if any(getattr(each, name, False) for each in configs) if asked is None else asked:
             raise ValueError(
                 f"{name} asks for {what}, and a pipe has the blocks in layers of their own; pass {name}=False, "
-                "or set it in model.config, and get these values of the plain model, or by hooks on its blocks"
+                "or set it in model.config, and in those of its parts, and get these values of the plain model, or by "
+                "hooks on its blocks"
             )
     # Without a cache, models take what follows positions that begin again for another document, and with one not.
     positions = given.get("position_ids")

@@ -77,7 +77,7 @@ def flatten(
     inputs, picked = Inputs.of(unwrap(sample)[0]), _picker(pick)
     if not has_data(model):
         inputs = with_values(inputs)
-    expect_followed(model, inputs)
+    expect_followed(model, inputs, model.modules())
     with _unchanged(model) as before, without_cache(model):
         layers = _flattened(model, inputs, blocks, picked, whole=pick is None)
         _expect_kept(model, layers, before)
@@ -100,7 +100,7 @@ def _flattened(
         if calls.between:
             raise ValueError(
                 f"{calls.between[0]!r} is called between two blocks of one list, where only blocks can be; let a block "
-                "call it, or name other lists: GPipe(gpipe.flatten(model, sample, blocks=...), balance)"
+                "call it, or name other lists: GPipe(model, sample=sample, blocks=...)"
             )
     twins: list[Follower] = []
     layers = _built(model, inputs, trunks, calls, pick, twins)  # its copies of modules have the modes of the model

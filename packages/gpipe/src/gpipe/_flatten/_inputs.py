@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -11,6 +12,16 @@ from torch import Tensor, nn
 from microbatch import Arguments
 
 from ._tree import Tree, flattened
+
+
+@lru_cache(maxsize=64)
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the positional arguments of ``function``, which every run needs again."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it has no signature
+        return ()
+    return tuple(each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD)
 
 
 class Inputs(NamedTuple):
@@ -33,13 +44,7 @@ class Inputs(NamedTuple):
 
     def named(self, function: Callable[..., Any]) -> dict[str, Any]:
         """The arguments by the names that ``function`` has for them, as far as it has any."""
-        if not self.args:
-            return self.kwargs
-        try:
-            bound = inspect.signature(function).bind_partial(*self.args)
-        except (TypeError, ValueError):  # more than it takes, which it will say itself; or it has no signature
-            return self.kwargs
-        return {**bound.arguments, **self.kwargs}
+        return {**dict(zip(_names(function), self.args, strict=False)), **self.kwargs} if self.args else self.kwargs
 
     def leaves(self) -> tuple[list[Any], Tree]:
         """The leaves, and what puts them together again: ``Inputs(*tree.value(leaves))``."""

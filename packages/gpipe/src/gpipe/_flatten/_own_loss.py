@@ -87,7 +87,7 @@ class OwnLoss:
         return CombineError(
             f"{self._model} computes a loss that cannot be put together from those of micro-batches: {reason}; {whole}"
             "give step() and evaluate() a loss_fn of what the loss is computed from: "
-            'GPipe(gpipe.flatten(model, sample, pick="logits"), balance)'
+            'GPipe(model, sample=sample, pick="logits")'
         )
 
 

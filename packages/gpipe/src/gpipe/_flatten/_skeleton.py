@@ -107,14 +107,14 @@ class Twin(Follower):
     def __init__(self, module: nn.Module, source: nn.Module, path: str) -> None:
         self.module = module
         self.path = path
-        self._source = source
+        self.source = source
         self._children = dict(source._modules)
         self._then = self._tensors()
         self._hooks = dict(source._forward_hooks)
         self.follow()
 
     def _tensors(self) -> dict[tuple[str, str], Any]:
-        return {(kind, name): value for kind in _TENSORS for name, value in vars(self._source)[kind].items()}
+        return {(kind, name): value for kind in _TENSORS for name, value in vars(self.source)[kind].items()}
 
     def follow(self) -> None:
         """Take over what has changed in the model.
@@ -122,7 +122,7 @@ class Twin(Follower):
         Raises:
             RuntimeError: a module in it was replaced, so that the layers would compute with the one before.
         """
-        children = self._source._modules
+        children = self.source._modules
         if children != self._children:
             names = [name for name in {**self._children, **children} if children.get(name) != self._children.get(name)]
             raise RuntimeError(
@@ -130,9 +130,9 @@ class Twin(Follower):
                 "flattened, and the layers would compute with the module before; make a new pipe of the model"
             )
         own = vars(self.module)
-        own.update({name: self._bound(value) for name, value in vars(self._source).items() if name not in _OWN})
+        own.update({name: self._bound(value) for name, value in vars(self.source).items() if name not in _OWN})
         # The copy has hooks of its own, also of another thread that runs it.
-        hooks, self._hooks = self._hooks, dict(self._source._forward_hooks)
+        hooks, self._hooks = self._hooks, dict(self.source._forward_hooks)
         if hooks != self._hooks:
             for key in hooks.keys() - self._hooks.keys():
                 del self.module._forward_hooks[key]
@@ -145,7 +145,7 @@ class Twin(Follower):
             elif self._then.get((kind, name)) is not value:
                 own[kind][name] = value
         self._then = now
-        self._liken("stands_for_parameters", next(self._source.parameters(), None), ())
+        self._liken("stands_for_parameters", next(self.source.parameters(), None), ())
 
     def _liken(self, name: str, value: Tensor | None, shape: Sequence[int] | None = None) -> None:
         """Give the placeholder for ``value``, if there is one, the dtype and shape that this has."""
@@ -159,10 +159,10 @@ class Twin(Follower):
     def lead(self) -> None:
         """Let the module of the model be in evaluation mode if the copy is; not the model, which a pipe trains."""
         if self.path:
-            self._source.training &= self.module.training
+            self.source.training &= self.module.training
 
     def _bound(self, value: Any) -> Any:
-        is_own = isinstance(value, MethodType) and value.__self__ is self._source
+        is_own = isinstance(value, MethodType) and value.__self__ is self.source
         return MethodType(value.__func__, self.module) if is_own else uncached(value)
 
 

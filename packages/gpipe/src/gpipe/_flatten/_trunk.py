@@ -39,7 +39,7 @@ def find_trunks(model: nn.Module, inputs: Inputs, blocks: str | Sequence[str] | 
         raise ValueError(
             f"{type(model).__name__} has no list of blocks that are called once each and in order"
             f"{_called_again(model, inputs)}; name the ModuleList or Sequential that holds them, "
-            "GPipe(gpipe.flatten(model, sample, blocks=...), balance), or write the model as an nn.Sequential"
+            "GPipe(model, sample=sample, blocks=...), or write the model as an nn.Sequential"
         )
     return sorted(fitting, key=lambda trunk: called.index(trunk[0]))
 

@@ -89,6 +89,7 @@ class Plan(PlanData):
             checkpoint=self.modes,
             **options,
         )
+        pipe.__dict__["_is_whole_known"] = True  # one micro-batch, if that is planned, was compared with several
         self._here.pipe = weakref.ref(pipe)
         return pipe
 

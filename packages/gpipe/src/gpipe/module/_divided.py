@@ -10,7 +10,7 @@ from torch import nn
 from .._flatten._cache import expect_followed
 from .._flatten._inputs import Inputs
 from .._flatten._names import Flattened, tree_of
-from .._flatten._skeleton import Follower
+from .._flatten._skeleton import Follower, Twin
 from .._flatten._standins import StandIn
 from ..engine._pipeline import Pipeline
 from ..schedule import checkpoint_stops
@@ -83,7 +83,8 @@ class Divided(nn.Module):
             ValueError: the model by itself would compute something else for ``inputs``.
         """
         if self._model is not None:
-            expect_followed(self._model, Inputs.of(inputs))
+            parts = (twin.source for twin in self._twins if isinstance(twin, Twin))
+            expect_followed(self._model, Inputs.of(inputs), parts)
         for twin in self._twins:
             twin.follow()
 

@@ -10,18 +10,22 @@ from .._flatten import flatten
 from ._partition import expect_sequential
 
 
-def as_sequential(model: nn.Module, sample: Any) -> nn.Sequential:
+def as_sequential(model: nn.Module, sample: Any, *, blocks: Any = None, pick: Any = None) -> nn.Sequential:
     """``model`` itself if it is an ``nn.Sequential``, else what :func:`gpipe.flatten` makes of it.
 
     Args:
         model: any module.
         sample: an input of the model; without one, the model must be an ``nn.Sequential``.
+        blocks, pick: as for :func:`gpipe.flatten`.
 
     Raises:
-        TypeError: ``model`` is not an ``nn.Sequential``, and there is no sample.
+        TypeError: ``model`` is not an ``nn.Sequential``, and there is no sample; or ``blocks`` or ``pick`` is given for
+            one that is.
     """
     if sample is not None and not isinstance(model, nn.Sequential):
-        return flatten(model, sample)
+        return flatten(model, sample, blocks=blocks, pick=pick)
     expect_sequential(model)
+    if blocks is not None or pick is not None:
+        raise TypeError("blocks= and pick= tell how a model with a forward of its own is flattened; leave them out")
     assert isinstance(model, nn.Sequential)
     return model
