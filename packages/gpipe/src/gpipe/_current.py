@@ -6,51 +6,14 @@ Layers, batch norm, skips and operations that draw random numbers read here whic
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._moments import MiniBatchStatistics
 from .schedule import Step
-
-
-class LayerRNG(Protocol):
-    """The random numbers of the layers of a cell.
-
-    Attributes:
-        module: the partition, which sets ``at``.
-        at: the layer that computes now; -1 outside of its layers.
-    """
-
-    module: nn.Module | None
-    at: int
-
-    @property
-    def generator(self) -> torch.Generator:
-        """The generator of the current layer, on the CPU."""
-
-
-class Block(Protocol):
-    """Consecutive layers of a partition that are computed again in their backward.
-
-    Attributes:
-        numbers: their numbers in the partition.
-    """
-
-    numbers: range
-
-    def compute(self, compute: Callable[[Any], Any], value: Any) -> Any:
-        """The output of ``compute`` for ``value``, which it computes again in the backward."""
-
-
-class Section(Protocol):
-    """A critical section. The thread inside may enter it again."""
-
-    def entered(self) -> AbstractContextManager[None]:
-        """Wait until no other thread is inside, then enter."""
 
 
 class Store(Protocol):
@@ -71,12 +34,13 @@ class Current(threading.local):
             a layer may run again, and must not count its input twice.
         checkpointing: whether this is a forward whose graph will be rebuilt later.
         recomputing: whether this is a recomputation.
-        rng: the random numbers of the layers of the cell; None outside of forwards.
-        blocks: those layers of the partition of ``rng`` that are computed again.
+        rng: the ``CellRNG`` of the cell, whose partition sets ``at``, the number of the layer that computes now; None
+            outside of forwards.
+        blocks: the engine's ``Block`` for each run of layers of the partition of ``rng`` that are computed again.
         graph_task: torch's number of the backward in which this thread takes the steps of a run; -1 for none.
         skips: the store for stash and pop; outside of pipes one for plain modules.
         observed: what an observer has recorded of the action so far.
-        serves: the critical sections of pipes whose runs wait for this thread.
+        serves: the engine's ``Section`` of each pipe whose run waits for this thread.
         holds: the critical sections that this thread is inside of, the outermost first.
         cores: the cores of which this thread is bound to a share; empty if it is not bound.
     """
@@ -86,13 +50,13 @@ class Current(threading.local):
     statistics: MiniBatchStatistics | None = None
     checkpointing = False
     recomputing = False
-    rng: LayerRNG | None = None
-    blocks: Sequence[Block] = ()
+    rng: Any = None
+    blocks: Sequence[Any] = ()
     graph_task = -1
     skips: Store
     observed: Any = None
-    serves: tuple[Section, ...] = ()
-    holds: tuple[Section, ...] = ()
+    serves: tuple[Any, ...] = ()
+    holds: tuple[Any, ...] = ()
     cores: frozenset[int] = frozenset()
 
     def __init__(self) -> None:

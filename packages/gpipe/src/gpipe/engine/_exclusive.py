@@ -15,10 +15,9 @@ from itertools import chain
 
 from torch import Tensor
 
-from .._current import Section as AnySection
 from .._current import current
 
-Sections = tuple[AnySection, ...]
+Sections = tuple["Section", ...]
 
 
 class Section:

@@ -6,17 +6,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-_HOOKS = {
-    "_forward_pre_hooks": "forward pre-hooks",
-    "_forward_hooks": "forward hooks",
-    "_backward_pre_hooks": "backward pre-hooks",
-    "_backward_hooks": "backward hooks",
-    "_state_dict_pre_hooks": "state-dict pre-hooks",
-    "_state_dict_hooks": "state-dict hooks",
-    "_load_state_dict_pre_hooks": "load-state-dict pre-hooks",
-    "_load_state_dict_post_hooks": "load-state-dict post-hooks",
-}
-
 # Attributes that a subclass may define: none of them changes what is computed or kept.
 _HARMLESS = ("_get_name", "extra_repr", "dump_patches", "call_super_init")
 _SPECIAL = ("__call__", "__iter__", "__len__", "__getattr__", "__getattribute__")
@@ -78,9 +67,11 @@ def _belongings(module: nn.Module) -> Iterator[str]:
     empty = [name for name, layer in module._modules.items() if layer is None]
     if empty:
         yield f"has no layer under {_listed(empty)}, where it is None"
-    for attribute, what in _HOOKS.items():
-        if getattr(module, attribute, None):
-            yield f"has {what}, which can be registered on the pipe or on a layer instead"
+    hooks = [
+        name.strip("_").replace("_", " ") for name in vars(module) if name.endswith("_hooks") and vars(module)[name]
+    ]
+    if hooks:
+        yield f"has {', '.join(hooks)}, which can be registered on the pipe or on a layer instead"
 
 
 def _listed(names: object) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,50 +55,25 @@ _NO_DATA = (
 
 @contextmanager
 def untouched_on_failure(root: nn.Module) -> Iterator[None]:
-    """A context that restores everything in ``root`` if it raises: modules, parameters, buffers, and their data."""
-    undo = [step for module in root.modules() for step in _undo(module)]
+    """A context that restores everything in ``root`` if it raises: modules, parameters, buffers, and their devices."""
+    held = [each for m in root.modules() for each in (vars(m), m._modules, m._parameters, m._buffers)]
+    entries = [(each, dict(each)) for each in held]
+    tensors = [(t, t.data, t.grad if t.is_leaf else None) for t in (*root.parameters(), *root.buffers())]
+    # Moving a module keeps the identity of a parameter and of its gradient, and replaces the data of both.
+    gradients = [(grad, grad.data) for _, _, grad in tensors if grad is not None]
     try:
         yield
     except BaseException:
-        for step in undo:
-            step()
+        for each, before in entries:
+            each.clear()
+            each.update(before)
+        for tensor, data, grad in tensors:
+            if tensor.device != data.device:
+                give_data(tensor, data)
+                tensor.grad = grad
+        for gradient, data in gradients:
+            gradient.data = data
         raise
-
-
-def _undo(module: nn.Module) -> Iterator[Callable[[], None]]:
-    yield _refill(vars(module))
-    for own in (module._modules, module._parameters, module._buffers):
-        yield _refill(own)
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield _put_back(tensor)
-
-
-def _refill(own: dict[str, Any]) -> Callable[[], None]:
-    before = dict(own)
-
-    def refill() -> None:
-        # A pipe inside would otherwise check the change.
-        dict.clear(own)
-        dict.update(own, before)
-
-    return refill
-
-
-def _put_back(tensor: Tensor) -> Callable[[], None]:
-    # Moving a module keeps the identity of a parameter and replaces its data, and those of its gradient.
-    data, gradient = tensor.data, tensor.grad if tensor.is_leaf else None
-    held = None if gradient is None else gradient.data
-
-    def put_back() -> None:
-        if tensor.device == data.device:
-            return
-        give_data(tensor, data)
-        if gradient is not None and held is not None:
-            gradient.data = held
-            tensor.grad = gradient
-
-    return put_back
 
 
 def expect_same_device(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:

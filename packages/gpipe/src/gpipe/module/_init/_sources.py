@@ -38,7 +38,7 @@ def state_dict_at(path: str | os.PathLike[str]) -> Any:
             "torch.distributed.checkpoint.save() write them; a single file can be given by its own path"
         )
     if file.name == ".metadata":
-        return Stored(file.parent)
+        return CheckpointFolder(file.parent)
     if file.name.endswith(".index.json"):
         shards = json.loads(file.read_text())["weight_map"].values()
         return Safetensors([file.parent / shard for shard in dict.fromkeys(shards)])
@@ -72,7 +72,7 @@ class Safetensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-class Stored(Mapping[str, Any]):
+class CheckpointFolder(Mapping[str, Any]):
     """The entries of a folder of ``torch.distributed.checkpoint``, however many processes wrote it."""
 
     def __init__(self, folder: Path) -> None:
