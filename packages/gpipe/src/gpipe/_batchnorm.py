@@ -149,17 +149,9 @@ def _is_replaced(module: nn.Module) -> bool:
 
 def _expect_plain(norm: nn.Module) -> None:
     """Raise ValueError if ``norm`` computes something that a deferred batch norm would not."""
-    kept = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    reason = (
-        f"a {type(norm).__name__} with a forward of its own"
-        if type(norm).forward is not _BatchNorm.forward
-        else "a batch norm with hooks"
-        if any(getattr(norm, name) for name in kept)
-        else "a batch norm with parametrizations or other modules inside"
-        if norm._modules
-        else None
-    )
-    if reason is not None:
+    hooks = any(found for name, found in vars(norm).items() if name.endswith("_hooks"))
+    if hooks or norm._modules or type(norm).forward is not _BatchNorm.forward:
         raise ValueError(
-            f"{reason} cannot be replaced by a DeferredBatchNorm, which would lose them; replace it by hand"
+            f"a {type(norm).__name__} with hooks, parametrizations or a forward of its own cannot be replaced by a "
+            "DeferredBatchNorm, which would lose them; replace it by hand"
         )

@@ -100,11 +100,6 @@ class TestChunks:
         with pytest.raises(TypeError, match=r"chunks must be an int.*chunks=8; got"):
             piped(linears(), [3], chunks=chunks)
 
-    @pytest.mark.parametrize("chunks", [2**63, 1e19, 10**30])
-    def test_more_than_torch_can_count(self, chunks: Any) -> None:
-        with pytest.raises(ValueError, match=r"chunks must be below 2\*\*63"):
-            piped(linears(), [3], chunks=chunks)
-
 
 class TestCheckpoint:
     @pytest.mark.parametrize(("given", "advice"), [(True, "'always'"), (False, "'never'"), ("Always", "mean 'always'")])
@@ -114,9 +109,7 @@ class TestCheckpoint:
 
 
 class TestBalance:
-    @pytest.mark.parametrize(
-        ("balance", "example_"), [(2, r"\[2, 1\]"), (3, r"\[1, 1, 1\]"), (None, "balance_by_time")]
-    )
+    @pytest.mark.parametrize(("balance", "example_"), [(2, r"\[1, 2\]"), (None, "balance_by_time")])
     def test_a_number_of_partitions_is_answered_by_a_list(self, balance: Any, example_: str) -> None:
         with pytest.raises((TypeError, ValueError), match=rf"(?s)balance.*{example_}"):
             GPipe(linears(), balance, devices=["cpu"] * 3)

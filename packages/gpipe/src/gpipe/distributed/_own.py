@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from ..module._arguments import Device, parsed_device
-from ..module._devices import untouched_on_failure
-from ..module._init import Means, expect_materializable, materialize
-from ..module._partition import move_partitions, partitions_of
+from ..module._init import Means
+from ..module._partition import partitions_of, place_partitions
 from ._places import place_of
 from ._tied import Twin, twins_of
 
@@ -72,12 +71,7 @@ def own_share(
     own = nn.ModuleList(every[j] for j in numbers)
     places = _places(device, len(own))
     twins, ties = twins_of(list(every), ranks, me)
-    if means is not None:
-        expect_materializable(dict(module.named_children()), places, means)
-    with untouched_on_failure(own):
-        if means is not None:
-            materialize(own, places, means)
-        move_partitions(own, places)
+    place_partitions(module, own, places, means)
     return Share(list(every), numbers, own, places, twins, ties)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -28,8 +28,6 @@ def checked_chunks(chunks: Any) -> int:
         ) from None
     if number <= 0:
         raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
-    if number >= 2**63:  # the largest number that torch.chunk takes
-        raise ValueError(f"chunks must be below 2**63; got {chunks}")
     return number
 
 
@@ -92,17 +90,9 @@ def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
 
 def listed(name: str, given: Any, what: str, example: str, most: int | None = None) -> list[Any]:
     """``given`` as a list of its first ``most`` entries; TypeError if it has no entries, or no order."""
-    if isinstance(given, (str, bytes, set, frozenset, dict)) or not _is_iterable(given):
+    if isinstance(given, (str, bytes, set, frozenset, dict)) or not isinstance(given, Iterable):
         raise TypeError(f"{name} must be {what}, as in {example}; got {given!r}")
     return list(islice(given, most))
-
-
-def _is_iterable(value: Any) -> bool:
-    try:
-        iter(value)
-    except TypeError:
-        return False
-    return True
 
 
 def whole(number: Any) -> int:
@@ -163,7 +153,8 @@ def first_line(error: BaseException) -> str:
 
 def checked_sizes(balance: Any, layers: int) -> list[int]:
     """``balance`` as a list of int; TypeError if it is not one. Whether it fits the layers is not checked."""
-    given = listed("balance", balance, "a list of the numbers of layers of each partition", _even(balance, layers))
+    example = f"balance={[layers // 2, layers - layers // 2]}"
+    given = listed("balance", balance, "a list of the numbers of layers of each partition", example)
     for j, size in enumerate(given):
         try:
             given[j] = whole(size)
@@ -172,10 +163,3 @@ def checked_sizes(balance: Any, layers: int) -> list[int]:
                 f"balance[{j}] must be an int, the number of layers of partition {j}; got {size!r} (balance: {given})"
             ) from None
     return given
-
-
-def _even(partitions: Any, layers: int) -> str:
-    """An example of a balance for a message: an even one, if ``partitions`` was meant as their number."""
-    count = partitions if isinstance(partitions, int) and 0 < partitions <= layers else min(2, max(1, layers))
-    sizes: Sequence[int] = [layers // count + (j < layers % count) for j in range(count)]
-    return f"balance={list(sizes)}"

@@ -175,10 +175,7 @@ def divide(
         )
     places = [parsed_device(device, f"devices[{j}]") for j, device in enumerate(devices[: len(balance)])]
     expect_shareable(list(partitions), places)
-    if means is None:
-        move_partitions(partitions, places)
-    else:
-        _materialize(module, partitions, places, means)
+    place_partitions(module, partitions, places, means)
     return partitions, balance, places
 
 
@@ -201,29 +198,27 @@ def partition_of(layers: Iterable[Named], training: bool) -> Partition:
     return partition
 
 
-def move_partitions(partitions: nn.ModuleList, places: Sequence[torch.device]) -> None:
-    """Move each partition to its place, after all were checked.
+def place_partitions(
+    module: nn.Sequential, partitions: nn.ModuleList, places: Sequence[torch.device], means: Means | None
+) -> None:
+    """Move each of the ``partitions`` of ``module`` to its place, after all were checked.
+
+    Args:
+        means: if given, gives values to what is on ``meta``, on its place.
 
     Raises:
-        ValueError: a place cannot hold its partition. Then none has moved.
+        ValueError: a place cannot hold its partition, or ``means`` does not fit the module. Then none has moved.
     """
+    if means is not None:
+        expect_materializable(dict(module.named_children()), places, means)
     for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
-        expect_movable(partition, place, j)
+        if means is None:
+            expect_movable(partition, place, j)
         expect_no_graphs(partition, place, j)
     with untouched_on_failure(partitions):
-        move_all(list(partitions), places)
-
-
-def _materialize(
-    module: nn.Sequential, partitions: nn.ModuleList, places: Sequence[torch.device], means: Means
-) -> None:
-    """Initialise each partition on its place, after all were checked."""
-    expect_materializable(dict(module.named_children()), places, means)
-    for j, (partition, place) in enumerate(zip(partitions, places, strict=True)):
-        expect_no_graphs(partition, place, j)
-    with untouched_on_failure(module):
-        materialize(partitions, places, means)
-        move_all(list(partitions), places)  # a shared tensor is on the device where it was needed last
+        if means is not None:
+            materialize(partitions, places, means)
+        move_all(list(partitions), places)  # a shared tensor may be on the device where it was needed last
 
 
 def checked_balance(balance: Iterable[int], layers: int) -> list[int]:

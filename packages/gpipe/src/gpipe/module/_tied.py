@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..engine._tied import holds_tensors, modules_below, shared_tensors
+from ..engine._tied import holds_tensors
 from ..values._memory import clusters
 from ._devices import move
 from ._divided import Divided
@@ -37,20 +38,17 @@ def _holders(partitions: Sequence[nn.Module]) -> dict[Tensor, list[tuple[dict[st
 
 def expect_shareable(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
     """Raise ValueError, naming it, if ``partitions`` share something of which each cannot have a copy."""
-    _expect_initialised(partitions)
     _expect_copyable(partitions)
-    _expect_whole(partitions, places)
-
-
-def _expect_initialised(partitions: Sequence[nn.Module]) -> None:
-    shared = shared_tensors([modules_below(partition) for partition in partitions])
+    at: dict[Tensor, tuple[int, str]] = {}
     for j, partition in enumerate(partitions):
-        for name, tensor in _state(partition):
-            if id(tensor) in shared and is_lazy(tensor):
+        for name, tensor in chain(partition.named_parameters(), partition.named_buffers()):
+            if is_lazy(tensor) and at.get(tensor, (j, name))[0] != j:
                 raise ValueError(
                     f"{name!r} of partition {j} is shared with another partition and has no shape yet; call the model "
                     "once, with a sample, before you make a pipe of it"
                 )
+            at.setdefault(tensor, (j, name))
+    _expect_whole(at, ["cpu" if place.type == "cpu" else str(place) for place in places])
 
 
 def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
@@ -60,35 +58,25 @@ def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
     earlier: dict[nn.Module, str] = {}
     for j, partition in enumerate(partitions):
         for name, module in partition.named_modules():
-            problem = _binding(module) if module in earlier and holds_tensors(module) else None
-            if problem is not None:
-                raise ValueError(f"{name!r} of partition {j} is {earlier[module]} too, {problem}")
+            bound = isinstance(module, Divided) or "forward" in vars(module)
+            if bound and module in earlier and holds_tensors(module):
+                raise ValueError(
+                    f"{name!r} of partition {j} is {earlier[module]} too, but it is a pipe, or its forward was set on "
+                    "the instance, as torch.compile does, so that it knows one set of parameters only; put both into "
+                    "one partition, or compile the layers around it"
+                )
         earlier |= {module: f"{name!r} of partition {j}" for name, module in partition.named_modules()}
 
 
-def _binding(module: nn.Module) -> str | None:
-    """Why a shallow copy of ``module`` would compute with the tensors of ``module``; None if it would not."""
-    if isinstance(module, Divided):
-        return _IS_A_PIPE
-    return _HAS_FORWARD if "forward" in vars(module) else None
+def _expect_whole(at: Mapping[Tensor, tuple[int, str]], devices: Sequence[str]) -> None:
+    """Tensors that share memory without being one would become separate on several devices, and be trained apart.
 
-
-_HAS_FORWARD = (
-    "and its forward was set on the instance, as torch.compile does, so that it knows one set of parameters only; put "
-    "both into one partition, or compile the layers around it"
-)
-_IS_A_PIPE = "and it is a pipe, which has its own places; put both into one partition"
-
-
-def _expect_whole(partitions: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
-    """Tensors that share memory without being one would become separate on several devices, and be trained apart."""
-    devices = ["cpu" if place.type == "cpu" else str(place) for place in places]
+    Args:
+        at: for each tensor the first partition that has it, and its name there.
+        devices: of the partitions.
+    """
     if len(set(devices)) < 2:
         return
-    at: dict[Tensor, tuple[int, str]] = {}
-    for j, partition in enumerate(partitions):
-        for name, tensor in _state(partition):
-            at.setdefault(tensor, (j, name))
     for cluster in clusters([tensor for tensor in at if not is_lazy(tensor)]):
         if any(tensor.requires_grad for tensor in cluster) and len({devices[at[tensor][0]] for tensor in cluster}) > 1:
             found = [at[tensor] for tensor in cluster]
@@ -97,8 +85,3 @@ def _expect_whole(partitions: Sequence[nn.Module], places: Sequence[torch.device
                 f"{names} share memory without being one parameter, which they would not on several devices; assign "
                 "the parameter itself (head.weight = embedding.weight), or put them on one device"
             )
-
-
-def _state(partition: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from partition.named_parameters()
-    yield from partition.named_buffers()
