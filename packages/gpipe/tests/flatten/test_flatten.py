@@ -463,7 +463,7 @@ def test_more_tensors_than_in_the_sample_are_refused():
 
 def test_blocks_and_pick_are_arguments_of_a_pipe_too():
     model, plain = pair(others=2)
-    pipe = GPipe(model, [2, 3], devices=["cpu"] * 2, sample=batch(2, labels=True), blocks="others", pick="logits")
+    pipe = GPipe(model, [2, 2], devices=["cpu"] * 2, sample=batch(2, labels=True), blocks="others", pick="logits")
     assert [name for name in pipe._layers() if name.startswith("body")] == []
     torch.testing.assert_close(pipe(**batch(labels=True)), plain(**batch())["logits"])
     with pytest.raises(TypeError, match="blocks= and pick="):
