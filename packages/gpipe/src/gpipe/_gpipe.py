@@ -420,7 +420,7 @@ class GPipe(Stepping):
     def _prepare(self) -> None:
         """Make what a pipe needs in this process."""
         self.__dict__["_copy_streams"] = [CopyStreams.on(device) for device in self._devices]
-        self.__dict__["_workers"] = Workers.for_owner(self, self._devices)
+        self.__dict__["_workers"] = Workers(self._devices)
         self._lay_out(self._checkpoint)
 
     def _follow_model(self, inputs: Any) -> None:

@@ -65,7 +65,7 @@ class Pipeline:
             streams = [CopyStreams.on(device) for device in places]
         else:
             streams = [CopyStreams(stream, stream, stream, stream) for stream, *_ in copy_streams]
-        self._pipeline = _pipeline.Pipeline(stages, layout, streams, Workers.for_owner(self, places))
+        self._pipeline = _pipeline.Pipeline(stages, layout, streams, Workers(places))
 
     def run(self) -> None:
         """Compute all partitions on each micro-batch, and put the outputs into ``batches``.

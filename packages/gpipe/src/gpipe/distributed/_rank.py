@@ -164,7 +164,7 @@ class Rank(Stepping):
         replicas, chooser = self._replicas, self._chooser
         self._processes = Ranks(share, layout, groups, self._ranks, rendezvous, replicas, told, chooser)
         streams = [CopyStreams.on(device) for device in share.devices]
-        workers = Workers.for_owner(self, share.devices)
+        workers = Workers(share.devices)
         self._pipeline = Pipeline(stages, layout, streams, workers, self._processes)
 
     def _made_alike(self, layers: nn.Sequential, transport: str) -> dict[str, Any]:

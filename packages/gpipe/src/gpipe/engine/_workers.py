@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,12 +23,8 @@ from streams import (
     use_stream,
 )
 
-from .._forks import fork_lock
 from ._cores import Cores, bind, pauses_callers_helpers, shares, usable
 from ._exclusive import Section, Sections, involved, serving
-
-_changing = fork_lock()
-"""A lock for starting and ending workers: the garbage collector may end them on any thread."""
 
 Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]
@@ -54,7 +49,7 @@ class Workers:
     """The threads for stages on ``devices``. Each does its work and waits for more.
 
     They are kept from run to run because a new thread takes time to start, for its first small tensors, and to grow a
-    memory arena of its own.
+    memory arena of its own. They end when this object is freed, which a run in progress refers to.
     """
 
     placement: tuple[int, ...]
@@ -69,19 +64,10 @@ class Workers:
         self._devices = [devices[j] for j in first]
         self._pauses = pauses_callers_helpers() and any(device.type == "cpu" for device in self._devices)
         self.section = Section()
-        self._running = False
-        self._orphaned = False
         self._scope: ExitStack | None = None
         self._process = 0
         self._divided: tuple[int, Cores] | None = None
         self._queues: tuple[list[InQueue], list[OutQueue]] = ([], [])
-
-    @classmethod
-    def for_owner(cls, owner: object, devices: Sequence[torch.device]) -> Workers:
-        """Workers for stages on ``devices``. They end when ``owner`` is freed, and do not delay the exit."""
-        opened = cls(devices)
-        weakref.finalize(owner, opened._orphan).atexit = False
-        return opened
 
     def run(self, works: Sequence[Work[Result]], stop: Callable[[], None]) -> list[Result]:
         """Do each work on its worker, under its stream, and wait for all.
@@ -92,19 +78,12 @@ class Workers:
         Returns:
             What each work returned.
         """
-        with _changing:
-            self._running = True
         try:
             return self._run(works, stop)
         except BaseException:
             stop()
             self.close()
             raise
-        finally:
-            with _changing:
-                self._running = False
-                scope = self._taken() if self._orphaned else None
-            self._end(scope)
 
     def _run(self, works: Sequence[Work[Result]], stop: Callable[[], None]) -> list[Result]:
         in_queues, out_queues = self._open()
@@ -118,25 +97,9 @@ class Workers:
 
     def close(self) -> None:
         """End the threads, which must be idle. The next run starts new ones."""
-        with _changing:
-            scope = self._taken()
-        self._end(scope)
-
-    def _taken(self) -> ExitStack | None:
         scope, self._scope = self._scope, None
-        return scope
-
-    def _end(self, scope: ExitStack | None) -> None:
         if scope is not None and self._process == os.getpid():
             scope.close()
-
-    def _orphan(self) -> None:
-        # The garbage collector may call this on any thread, even on a worker in the middle of a backward that others
-        # wait for. Then the end of the run ends them.
-        with _changing:
-            self._orphaned = True
-            scope = None if self._running else self._taken()
-        self._end(scope)
 
     def _open(self) -> tuple[list[InQueue], list[OutQueue]]:
         # After a fork the child has no copies of the threads.
