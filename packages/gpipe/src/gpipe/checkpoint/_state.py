@@ -75,7 +75,10 @@ class State:
     def look(self) -> tuple[list[Any], list[int]]:
         """The current values, and the number of changes in place that torch has counted of each."""
         values = [own.get(name, _ABSENT) for own, name in self._places]
-        return values, [value._version if isinstance(value, Tensor) and _is_counted(value) else 0 for value in values]
+        try:
+            return values, [value._version if isinstance(value, Tensor) else 0 for value in values]
+        except RuntimeError:  # a tensor of inference mode has no such number
+            return values, [value._version if _is_counted(value) else 0 for value in values]
 
     def small_buffers(self, values: Sequence[Any]) -> dict[int, Any]:
         """Copies of those buffers among ``values`` that can be restored, by number."""
@@ -159,9 +162,9 @@ def _is_small(buffer: Any) -> bool:
     return not (is_lazy(buffer) or buffer.requires_grad) and buffer.numel() <= SMALL
 
 
-def _is_counted(tensor: Tensor) -> bool:
-    """Whether torch counts changes in place: not of tensors of inference mode."""
-    return is_lazy(tensor) or not tensor.is_inference()
+def _is_counted(value: Any) -> bool:
+    """Whether torch counts changes in place."""
+    return isinstance(value, Tensor) and (is_lazy(value) or not value.is_inference())
 
 
 def _copied(value: Any) -> Any:

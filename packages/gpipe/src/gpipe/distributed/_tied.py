@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..engine._accumulate import added
-from ..engine._parameters import parameters_of
-from ..engine._tied import modules_below, shared_tensors
+from ..engine._parameters import modules_below, parameters_of
+from ..engine._tied import shared_tensors
 from ._messages import RemoteLink
 from ._wires import Wires
 

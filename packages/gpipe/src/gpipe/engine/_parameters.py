@@ -1,4 +1,7 @@
-"""The list of all parameters of a module, computed fast: every run needs it several times."""
+"""The modules and parameters below a module, found fast: every run needs them.
+
+``module.modules()`` and ``module.parameters()`` take several times as long, because they make up names.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ from typing import Any
 from torch import nn
 
 
-def parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """The same as ``list(module.parameters())``, which takes several times as long because it makes up names."""
-    found: dict[int, Any] = {}
-    seen: set[nn.Module | None] = {None}  # names may be registered with None
-    stack: list[Any] = [module]
+def modules_below(root: nn.Module) -> dict[nn.Module, None]:
+    """``root`` and all modules in it, in the order of ``root.modules()``."""
+    found: dict[nn.Module, None] = {}
+    stack: list[Any] = [root]
     while stack:
         each = stack.pop()
-        if each not in seen:
-            seen.add(each)
-            own = each._parameters.values()
-            found.update(zip(map(id, own), own, strict=True))
+        if each is not None and each not in found:
+            found[each] = None
             stack += reversed(each._modules.values())
-    found.pop(id(None), None)
-    return list(found.values())
+    return found
+
+
+def parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    """The same as ``list(module.parameters())``."""
+    own = [parameter for each in modules_below(module) for parameter in each._parameters.values()]
+    return list({id(parameter): parameter for parameter in own if parameter is not None}.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,7 +95,8 @@ class Run:
         if loss is not None:
             # The loss draws as a layer behind the last one would.
             loss.begin(self.rng, stages[-1].numbers.stop)
-        self.parameters = [p for stage in stages for p in parameters_of(stage.module)] if self.keeps else []
+        own = [parameters_of(stage.module) if self.keeps else [] for stage in stages]
+        self.parameters = [*chain.from_iterable(own)]
         self.kept_nodes: list[Tensor] = kept(self.parameters)
         self.deferred = DeferredGradients() if loss is None else loss.deferred
         self.sums = [] if loss is None else [loss.sums]
@@ -116,9 +118,10 @@ class Run:
                 stage,
                 self._transport.arrivals[stage.index],
                 self._departure(stage),
+                parameters,
                 [*tied, *pipeline.processes.shared(stage.module)],
             )
-            for stage, tied in zip(stages, self._tied.leaves, strict=True)
+            for stage, parameters, tied in zip(stages, own, self._tied.leaves, strict=True)
         }
         self._recomputed = [each.stage.module for each in self._stages.values() if each.recomputes]
         self._then: list[LayersThen] = []

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streams import add_note
 
@@ -28,13 +28,13 @@ from ..values._sharing import expect_unseen, given_state, owned, uncounted_of
 from ._accumulate import GradientSums
 from ._block import Block
 from ._cell import Cell, CheckpointedCell
+from ._deferred_gradients import hooks_of
 from ._graph_leaves import Below
 from ._losses import Losses
 from ._out_of_memory import is_out_of_memory
-from ._parameters import parameters_of
 from ._recomputation import Recomputation
 from ._stage import Stage
-from ._tensor_hooks import TensorHooks, expect_no_more_hooks, hook_counts
+from ._tensor_hooks import TensorHooks, expect_no_more_hooks
 
 if TYPE_CHECKING:
     from ._run import Run
@@ -67,6 +67,7 @@ class StageRun:
         stage: the stage.
         arrival: the channel from the stage before.
         departure: the channel to the stage after, or the loss.
+        parameters: those of the stage when the run begins, if a backward follows.
         tied: leaves that other stages use too; their gradients are accumulated apart from those of other leaves.
 
     Attributes:
@@ -83,7 +84,8 @@ class StageRun:
         stage: Stage,
         arrival: Channel | Ports,
         departure: Channel | Ports | Losses,
-        tied: Sequence[Tensor] = (),
+        parameters: Sequence[nn.Parameter],
+        tied: Sequence[Tensor],
     ) -> None:
         self.stage = stage
         self.may_change_input = True
@@ -94,7 +96,7 @@ class StageRun:
         self._loss, self._deferred = run.loss, run.deferred
         self._arrival = arrival
         self._departure = departure
-        self._tied = tied
+        self._parameters, self._tied = parameters, tied
         self._checkpoint_stop = stop = run.checkpoint_stops[stage.index]
         # A loss would hold its gradient until the backward. So it is computed from the output of the recomputation.
         self._late_losses = stop if isinstance(departure, Losses) else 0
@@ -197,7 +199,7 @@ class StageRun:
         """
         stage, before, uncounted = self.stage, versions(inputs), uncounted_of(inputs)
         value = as_nonleaf(inputs).value
-        hooked = hook_counts(stage.module) if self._keeps else {}
+        hooked = [*map(hooks_of, self._parameters)]
         if self._looks_for_hooks:
             with TensorHooks() as hooks:  # this takes time, and only a split backward needs it
                 outputs = Activation(stage.call(value))
@@ -205,7 +207,7 @@ class StageRun:
             stage.hooks[stage.module.training] = hooks.seen
         else:
             outputs = Activation(stage.call(value))
-        expect_no_more_hooks(stage.module, hooked)
+        expect_no_more_hooks(stage.module, self._parameters, hooked)
         after = versions(inputs)
         if after != before or uncounted:
             expect_unseen("the layers of this partition", inputs, before, uncounted)
@@ -259,8 +261,7 @@ class StageRun:
 
     def _sums_outside(self, run: Run) -> GradientSums | None:
         """Collects the gradients of the stage outside ``.grad``; None if they are added to ``.grad`` at once."""
-        own = {*map(id, parameters_of(self.stage.module))} if run.kept_nodes else ()
-        if not own or own.isdisjoint(map(id, run.kept_nodes)):
+        if {*map(id, run.kept_nodes)}.isdisjoint(map(id, self._parameters)):
             return None
         run.sums.append(GradientSums())
         return run.sums[-1]
@@ -273,7 +274,7 @@ class StageRun:
             self._has_begun = True
             if self._tied:
                 deferred.hold(self._tied, every=True)
-            deferred.hold(parameters_of(self.stage.module), every=every)
+            deferred.hold(self._parameters, every=every)
         if every or self._sums is not None:  # layers may also use leaves that are not their parameters
             graph = self._cells[i].below()
             deferred.hold(graph.leaves, every=every)

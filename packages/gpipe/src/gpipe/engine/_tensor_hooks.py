@@ -9,20 +9,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ._deferred_gradients import hooks_of
-from ._parameters import parameters_of
 
 
-def hook_counts(module: nn.Module) -> dict[nn.Parameter, int]:
-    """For each parameter of ``module`` the number of its hooks."""
-    return {parameter: hooks_of(parameter) for parameter in parameters_of(module)}
-
-
-def expect_no_more_hooks(module: nn.Module, before: Mapping[nn.Parameter, int]) -> None:
+def expect_no_more_hooks(module: nn.Module, parameters: Sequence[nn.Parameter], before: Sequence[int]) -> None:
     """Raise RuntimeError that names a parameter to which a forward has added hooks since the counts of ``before``.
 
     They would stay for all micro-batches and recomputations, each of which adds its own.
     """
-    for parameter, count in before.items():
+    for parameter, count in zip(parameters, before, strict=True):
         if hooks_of(parameter) > count:
             names = {each: name for name, each in module.named_parameters()}
             raise RuntimeError(

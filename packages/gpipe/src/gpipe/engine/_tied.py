@@ -24,21 +24,11 @@ from torch import Tensor, nn
 
 from streams import current_stream, record_stream
 
+from ._parameters import modules_below
 from ._stage import Stage
 
 Grown = tuple[Tensor, Tensor]
 """A leaf and its gradient."""
-
-
-def modules_below(root: nn.Module) -> dict[nn.Module, None]:
-    """``root`` and all modules in it. ``root.modules()`` takes much longer, because it makes up names."""
-    found, stack = {root: None}, [root]
-    while stack:
-        for child in stack.pop()._modules.values():
-            if child is not None and child not in found:
-                found[child] = None
-                stack.append(child)
-    return found
 
 
 def shared_tensors(parts: Sequence[Iterable[nn.Module]]) -> dict[int, int]:
